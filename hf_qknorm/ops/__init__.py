@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: nothing here imports transformers."""

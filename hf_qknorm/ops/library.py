@@ -1,0 +1,164 @@
+"""The operators as torch.library ops: schema, fake and autograd, so that torch.compile sees one opaque node.
+
+Which implementation runs is decided here and nowhere else. Importing this module loads no kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.ops import tiled
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """softmax(cap(scale·q·kᵀ) + mask)·v in linear memory, `[B, H, T, D]`, laid out as `[B, T, H, D]`.
+
+    q `[B, H, T, D]`; k, v `[B, Hk, S, D]` with H a multiple of Hk; arguments as in `reference.attention`, except
+    that `dropout` is a rate: its seed is drawn from torch's default generator, and backward repeats the mask.
+
+    Raises ValueError for shapes that do not fit, and for a mask that needs a gradient (none is computed).
+    """
+    _check(q, k, v, mask, sinks, dropout)
+    seed = torch.randint(torch.iinfo(torch.int64).max, (1,)) if dropout > 0 else None
+    out, _ = _attention(
+        q,
+        k,
+        v,
+        mask,
+        sinks,
+        seed,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap,
+        causal,
+        window,
+        dropout,
+    )
+    return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, dropout: float) -> None:
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ValueError(
+            f"expected q [B, H, T, D] and k, v [B, Hk, S, D], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q {list(q.shape)} and k {list(k.shape)} do not fit: batch and head_dim must be equal, and the query "
+            "heads a multiple of the key heads"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast q and k to v's")
+    full = (*q.shape[:3], k.shape[2])
+    if mask is not None and (mask.dim() != 4 or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=True))):
+        raise ValueError(f"the mask must broadcast to [B, H, T, S] = {list(full)}, got {list(mask.shape)}")
+    if mask is not None and mask.requires_grad:
+        raise ValueError(
+            "the mask requires a gradient, which this attention does not compute: detach it, or use "
+            'attn_implementation="hf_qknorm_eager"'
+        )
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks must be one logit a query head, [{q.shape[1]}], got {list(sinks.shape)}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+
+
+@torch.library.custom_op("hf_qknorm::attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    window: int | None,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    options = tiled.Options(scale, softcap, causal, window, dropout)
+    return tiled.forward(q, k, v, mask, sinks, seed, options)
+
+
+@torch.library.custom_op("hf_qknorm::attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    window: int | None,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = tiled.Options(scale, softcap, causal, window, dropout)
+    dq, dk, dv, dsinks = tiled.backward(grad, q, k, v, mask, sinks, seed, out, lse, options)
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+
+
+@_attention.register_fake
+def _(q, k, v, mask, sinks, seed, scale, softcap, causal, window, dropout):  # type: ignore[no-untyped-def]
+    b, h, t, d = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, h, t), dtype=lse_dtype)
+
+
+@_attention_backward.register_fake
+def _(grad, q, k, v, mask, sinks, seed, out, lse, *options):  # type: ignore[no-untyped-def]
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, ctx.scale, ctx.softcap, ctx.causal, ctx.window, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx, grad, grad_lse):  # type: ignore[no-untyped-def]
+    q, k, v, mask, sinks, seed, out, lse = ctx.saved_tensors
+    dq, dk, dv, dsinks = _attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        mask,
+        sinks,
+        seed,
+        out,
+        lse,
+        ctx.scale,
+        ctx.softcap,
+        ctx.causal,
+        ctx.window,
+        ctx.dropout,
+    )
+    return dq, dk, dv, None, None if sinks is None else dsinks, None, None, None, None, None, None
+
+
+def _refuse_second(ctx, *grads):  # type: ignore[no-untyped-def]
+    raise NotImplementedError(
+        'hf_qknorm attention has no second derivative: for double backward use attn_implementation="hf_qknorm_eager"'
+    )
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+_attention_backward.register_autograd(_refuse_second)

@@ -1,0 +1,122 @@
+"""The oracle: head norms and attention in plain PyTorch. It is the specification; kernels never import it.
+
+Any device, any dtype up to fp64, autograd throughout. Shapes: B batch, H query heads, Hk key/value heads (H is a
+multiple of Hk), T query length, S key length, D head_dim. Query i stands at key position i + S - T.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Attended(NamedTuple):
+    """What `attention` returns; the statistics are per head, `[H]`, over everything that is not masked."""
+
+    out: Tensor  # [B, H, T, D]
+    weights: Tensor  # [B, H, T, S], after softmax, before dropout
+    max_logit: Tensor  # [H]: largest |scale·q·k|, before the cap
+    entropy: Tensor  # [H]: mean over the queries that attend to anything, in nats
+
+
+def head_norm(
+    x: Tensor,
+    norm: str,
+    gain: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    p: float = 2.0,
+) -> Tensor:
+    """Normalise the last axis of `x` `[..., H, D]`, then apply gain and bias (each `[D]`, `[H, D]` or `[1]`).
+
+    rms:   x / √(mean x² + eps)                   layer: the same of x − mean x
+    l2:    x / √(D·(mean x² + eps))               lp:    x / (D·(mean |x|ᵖ + eps^(p/2)))^(1/p)
+
+    Computes in fp32 (fp64 stays fp64) and rounds once, to the dtype of `x`. A row of zeros stays zero, with zero
+    gradient (eps > 0).
+    """
+    y = x if x.dtype == torch.float64 else x.float()
+    if norm == "layer":
+        y = y - y.mean(-1, keepdim=True)
+    if norm in ("rms", "layer", "l2"):
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+        y = y * y.shape[-1] ** -0.5 if norm == "l2" else y
+    elif norm == "lp":
+        peak = y.detach().abs().amax(-1, keepdim=True).clamp_min(eps**0.5)  # |x|ᵖ must not overflow
+        power = (y.abs() / peak).pow(p).mean(-1, keepdim=True) + (eps**0.5 / peak).pow(p)
+        y = y / (peak * (y.shape[-1] * power).pow(1 / p))
+    else:
+        raise ValueError(f"unknown norm {norm!r}: expected 'rms', 'layer', 'l2' or 'lp'")
+    y = y if gain is None else gain.to(y.dtype) * y
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.to(x.dtype)
+
+
+def visible(
+    queries: int, keys: int, causal: bool, window: int | None = None, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Which keys each query may see, `[T, S]`: causal, and at most `window` keys back (itself included).
+
+    Without `causal` a window reaches `window` positions to either side, as in transformers' bidirectional masks.
+    """
+    distance = torch.arange(queries, device=device)[:, None] + (keys - queries)
+    distance = distance - torch.arange(keys, device=device)
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        seen = seen & (distance < window if causal else distance.abs() <= window)
+    return seen
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
+) -> Attended:
+    """softmax(cap(scale·q·kᵀ) + mask)·v, where cap(s) = softcap·tanh(s/softcap).
+
+    q `[B, H, T, D]`; k, v `[B, Hk, S, D]`; `scale` defaults to 1/√D. `mask` is boolean (True: may attend) or
+    additive, broadcastable to `[B, H, T, S]`, on top of `causal` and `window`. `sinks` `[H]` are logits of one
+    extra key without a value. `dropout_mask` `[B, H, T, S]` multiplies the weights (0 or 1/(1 − rate)).
+    The softmax runs in fp32 at least. A query that may attend to nothing gives 0, with zero gradients.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    logits = torch.matmul(q, k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    raw = logits.detach().abs()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    seen = visible(q.shape[2], k.shape[2], causal, window, q.device).expand(logits.shape)
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
+    elif mask is not None:
+        logits = logits + mask
+        seen = seen & (mask > torch.finfo(mask.dtype).min)  # transformers masks additively with finfo.min
+    logits = logits.masked_fill(~seen, -math.inf)
+    empty = ~seen.any(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = torch.softmax(logits.masked_fill(empty, 0.0), dim=-1)
+    entropy = -torch.special.xlogy(weights, weights).sum(-1).detach()
+    weights = weights[..., : k.shape[2]].masked_fill(empty, 0.0)
+    dropped = weights if dropout_mask is None else weights * dropout_mask
+    out = torch.matmul(dropped.to(v.dtype), v)
+    rows = (~empty).expand(*logits.shape[:3], 1).sum((0, 2, 3)).clamp_min(1)
+    return Attended(
+        out=out,
+        weights=weights,
+        max_logit=raw.masked_fill(~seen, 0.0).amax((0, 2, 3)),
+        entropy=entropy.masked_fill(empty.squeeze(-1), 0.0).sum((0, 2)) / rows,
+    )

@@ -1,0 +1,150 @@
+"""Attention in PyTorch, a block of queries at a time, with a backward pass that recomputes: CPU, MPS, any device.
+
+Memory is linear in the sequence length: the largest temporary holds the logits of one block. Half precision is
+computed in fp32 and rounded once. The softmax runs in base 2, because exp2 is far cheaper than exp on a CPU. With a
+cap ≤ 64 the logits are bounded, so it needs no maximum: 2^(64·log2 e) = 2^92 leaves fp32 room for rows of any length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.ops.tiling import LOG2E, Options, Problem
+
+__all__ = ["Options", "backward", "dropout_mask", "forward", "statistics"]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Attention output `[B, H, T, D]` (laid out as `[B, T, H, D]`), and the base-2 log-sum-exp `[B, H, T]`.
+
+    Arguments as in `library.attention`. The log-sum-exp of a query that may attend to nothing is +inf.
+    """
+    problem = Problem(q, k, v, mask, sinks, options)
+    out = problem.q.new_zeros(problem.q.shape)
+    lse = problem.q.new_full((*problem.q.shape[:3], 1), math.inf)
+    buffer, spare = problem.buffer(), problem.buffer()
+    for block in problem.blocks:
+        logits = problem.logits(block, buffer, spare)
+        sink = problem.sink_rows(block)
+        shift = None
+        if problem.shifted:
+            shift = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
+            logits.sub_(shift)
+        weights = logits.exp2_()
+        total = weights.sum(-1, keepdim=True)
+        empty = total == 0
+        if sink is not None and shift is not None:
+            total = total + torch.exp2(sink - shift)
+        if seed is not None:
+            weights.mul_(problem.keep(block, seed))
+        rows = torch.bmm(weights, problem.span(problem.v, block))
+        problem.put(out, block, rows.div_(total.masked_fill(empty, 1.0)))
+        total = total.log2_() if shift is None else total.log2_().add_(shift)
+        problem.put(lse, block, total.masked_fill_(empty, math.inf))
+    b, h, t, d = q.shape
+    laid_out = out.view(b, h, t, d).transpose(1, 2).to(q.dtype, memory_format=torch.contiguous_format)
+    return laid_out.transpose(1, 2), lse.view(b, h, t)
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the sinks (None without them), for `grad` `[B, H, T, D]`, recomputing the weights."""
+    problem = Problem(q, k, v, mask, sinks, options)
+    grads, outs = problem.grouped(grad), problem.grouped(out)
+    shift = problem.grouped(lse.unsqueeze(-1)).neg()
+    dq, dk, dv = (
+        problem.q.new_zeros(problem.q.shape),
+        torch.zeros_like(problem.k),
+        torch.zeros_like(problem.v),
+    )
+    dsinks = None if problem.sinks is None else torch.zeros_like(problem.sinks)
+    cap, scale = options.softcap, options.scale
+    first, second = problem.buffer(), problem.buffer()
+    for block in problem.blocks:
+        grad_rows, query_rows = problem.part(grads, block), problem.part(problem.q, block)
+        delta = (grad_rows * problem.part(outs, block)).sum(-1, keepdim=True)
+        lse_rows = problem.part(shift, block)
+        slope = problem.scores(block, scale, first) if cap is None else problem.tanh_scores(block, cap, first, second)
+        weights = torch.add(lse_rows, slope, alpha=LOG2E * (cap or 1.0), out=second[: slope.numel()].view(slope.shape))
+        problem.hide(weights, block)
+        weights.exp2_()
+        keep = None if seed is None else problem.keep(block, seed)
+        dropped = weights if keep is None else weights * keep
+        problem.span(dv, block).baddbmm_(dropped.transpose(1, 2), grad_rows)
+        if cap is None:
+            slope.copy_(weights)
+        else:  # p·(1 − tanh²)
+            torch.addcmul(weights, weights, slope.mul_(slope), value=-1, out=slope)
+        torch.bmm(grad_rows, problem.span(problem.v, block).transpose(1, 2), out=weights)
+        if keep is not None:
+            weights.mul_(keep)
+        dlogits = weights.sub_(delta).mul_(slope)
+        problem.put(dq, block, torch.bmm(dlogits, problem.span(problem.k, block)))
+        problem.span(dk, block).baddbmm_(dlogits.transpose(1, 2), query_rows, alpha=scale)
+        sink = problem.sink_rows(block)
+        if sink is not None and dsinks is not None:
+            flow = torch.exp2(sink + lse_rows).mul_(delta).neg_()
+            dsinks += flow.view(-1, problem.heads_kv, problem.group, block.shape[1], 1).sum((0, 3), keepdim=True)[0]
+    return (
+        dq.mul_(scale).view(q.shape).to(q.dtype),
+        dk.view(k.shape).to(k.dtype),
+        dv.view(v.shape).to(v.dtype),
+        None if dsinks is None or sinks is None else dsinks.view(sinks.shape).to(sinks.dtype),
+    )
+
+
+def dropout_mask(q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor, options: Options) -> Tensor:
+    """The mask `[B, H, T, S]` that forward and backward multiply the weights by; 0 for keys that no block reads."""
+    problem = Problem(q, k, k, mask, None, options)
+    full = problem.q.new_zeros((*problem.q.shape[:3], problem.keys))
+    for block in problem.blocks:
+        rows = problem.q.new_zeros((*problem.part(problem.q, block).shape[:2], problem.keys))
+        rows[..., block.cols] = problem.keep(block, seed)
+        problem.put(full, block, rows)
+    return full.view(*q.shape[:3], problem.keys)
+
+
+def statistics(
+    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Per head `[H]`: the largest |scale·q·k| before the cap, and the mean entropy in nats; no T×S tensor."""
+    problem = Problem(q, k, k, mask, sinks, options)
+    shape = (problem.heads_kv, problem.group)
+    largest, entropy = problem.q.new_zeros(shape), problem.q.new_zeros(shape)
+    counted = problem.q.new_zeros(shape)
+    buffer, spare = problem.buffer(), problem.buffer()
+    for block in problem.blocks:
+        b, n, w = block.shape
+        raw = problem.scores(block, options.scale, buffer).abs()
+        logits = problem.logits(block, buffer, spare).div_(LOG2E)
+        seen = logits > -math.inf
+        largest = torch.maximum(largest, raw.masked_fill_(~seen, 0.0).view(b, *shape, n * w).amax((0, 3)))
+        seen = seen.any(-1, keepdim=True)
+        sink = problem.sink_rows(block)
+        logits = logits if sink is None else torch.cat([logits, sink / LOG2E], -1)
+        weights = torch.softmax(logits.masked_fill(~seen, 0.0), -1)
+        nats = torch.special.xlogy(weights, weights).sum(-1, keepdim=True).neg_().masked_fill_(~seen, 0.0)
+        entropy += nats.view(b, *shape, n).sum((0, 3))
+        counted += seen.view(b, *shape, n).sum((0, 3))
+    return largest.flatten(), (entropy / counted.clamp_min(1)).flatten()

@@ -1,0 +1,198 @@
+"""The blocks that `tiled` works through: which queries meet which keys, their logits, masks and dropout.
+
+Shapes: B batch, H query heads, Hk key/value heads, G = H / Hk, T queries, S keys, D head_dim. The query heads of a
+group are extra rows of a block, so that K and V are never repeated for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+BLOCK_ROWS = 64  # rows of logits a head and block: small enough for the cache, large enough for a good matmul
+BLOCK_LOGITS = 1 << 22  # logits in one block at most (16 MiB in fp32)
+UNSHIFTED_CAP = 64.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How logits become weights; the meaning of each is that of `reference.attention`."""
+
+    scale: float
+    softcap: float | None = None
+    causal: bool = False
+    window: int | None = None
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries `rows` of batch entries `batch` against the keys `cols`, the only ones that they may see."""
+
+    batch: slice
+    rows: slice
+    cols: slice
+    number: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Batch entries, queries and keys."""
+        b, n, w = (s.stop - s.start for s in (self.batch, self.rows, self.cols))
+        return b, n, w
+
+
+class Problem:
+    """One attention call in the layout that the loops work on: q `[B·Hk, G, T, D]`, k and v `[B·Hk, S, D]`."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, options: Options
+    ) -> None:
+        self.batch, heads, self.queries, self.dim = q.shape
+        self.heads_kv, self.keys = k.shape[1], k.shape[2]
+        self.group = heads // self.heads_kv
+        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.mask, self.options, self.device = mask, options, q.device
+        self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads_kv, self.group, 1, 1)
+        self.q, self.k, self.v = self.grouped(q), self.flat(k), self.flat(v)
+        additive = mask is not None and mask.dtype != torch.bool
+        bounded = options.softcap is not None and options.softcap <= UNSHIFTED_CAP
+        self.shifted = additive or sinks is not None or not bounded
+        self.blocks = list(self._blocks())
+
+    def flat(self, x: Tensor) -> Tensor:
+        """`[B, Hk, S, D]` to `[B·Hk, S, D]`, in the dtype of the computation."""
+        return x.to(self.dtype).reshape(-1, x.shape[2], x.shape[3])
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """`[B, H, T, *]` to `[B·Hk, G, T, *]`, in the dtype of the computation."""
+        return x.to(self.dtype).reshape(-1, self.group, *x.shape[2:])
+
+    def buffer(self) -> Tensor:
+        """Room for the logits of the largest block."""
+        largest = max((math.prod(block.shape) for block in self.blocks), default=0)
+        return self.q.new_empty(largest * self.heads_kv * self.group)
+
+    def _blocks(self) -> Iterator[Block]:
+        """The blocks in order; the same for forward, backward and the dropout mask."""
+        rows = max(BLOCK_ROWS // self.group, 16)
+        batches = max(BLOCK_LOGITS // (self.heads_kv * self.group * rows * self.keys), 1)
+        number = 0
+        for first in range(0, self.batch, batches):
+            batch = slice(first, min(first + batches, self.batch))
+            for start in range(0, self.queries, rows):
+                block_rows = slice(start, min(start + rows, self.queries))
+                cols = self._seen(batch, block_rows)
+                if cols.stop > cols.start:
+                    yield Block(batch, block_rows, cols, number)
+                number += 1
+
+    def _seen(self, batch: slice, rows: slice) -> slice:
+        """The range of keys that any of the queries may attend to."""
+        offset, window = self.keys - self.queries, self.options.window
+        first, last = rows.start + offset, rows.stop - 1 + offset
+        lo = 0 if window is None else first - window + (1 if self.options.causal else 0)
+        hi = self.keys
+        if self.options.causal:
+            hi = last + 1
+        elif window is not None:
+            hi = last + window + 1
+        lo, hi = max(lo, 0), min(max(hi, 0), self.keys)
+        if self.mask is not None and self.mask.dtype == torch.bool and self.device.type == "cpu":
+            used = self._masks(batch, rows, slice(lo, hi)).flatten(0, -2).any(0).nonzero()
+            return slice(lo + int(used[0]), lo + int(used[-1]) + 1) if len(used) else slice(0, 0)
+        return slice(lo, max(lo, hi))
+
+    def _masks(self, batch: slice, rows: slice, cols: slice) -> Tensor:
+        """The mask's part for a block, broadcastable to `[b, Hk, G, n, w]`."""
+        assert self.mask is not None
+        part = self.mask[batch if self.mask.shape[0] > 1 else slice(None)]
+        part = part[:, :, rows if part.shape[2] > 1 else slice(None), cols if part.shape[3] > 1 else slice(None)]
+        if part.shape[1] == 1:
+            return part.unsqueeze(2)
+        return part.view(part.shape[0], self.heads_kv, self.group, *part.shape[2:])
+
+    def part(self, x: Tensor, block: Block) -> Tensor:
+        """The block's rows of x `[B·Hk, G, T, *]`, as `[b·Hk, G·n, *]`."""
+        heads = slice(block.batch.start * self.heads_kv, block.batch.stop * self.heads_kv)
+        return x[heads, :, block.rows].flatten(1, 2)
+
+    def put(self, x: Tensor, block: Block, rows: Tensor) -> None:
+        """Write `[b·Hk, G·n, *]` to the block's rows of x `[B·Hk, G, T, *]`."""
+        heads = slice(block.batch.start * self.heads_kv, block.batch.stop * self.heads_kv)
+        x[heads, :, block.rows] = rows.view(rows.shape[0], self.group, -1, rows.shape[-1])
+
+    def span(self, x: Tensor, block: Block) -> Tensor:
+        """The block's keys of x `[B·Hk, S, D]`."""
+        return x[block.batch.start * self.heads_kv : block.batch.stop * self.heads_kv, block.cols]
+
+    def scores(self, block: Block, factor: float, out: Tensor) -> Tensor:
+        """factor·q·kᵀ of a block, `[b·Hk, G·n, w]`, into the buffer `out`."""
+        b, n, w = block.shape
+        logits = out[: b * self.heads_kv * self.group * n * w].view(b * self.heads_kv, self.group * n, w)
+        keys = self.span(self.k, block).transpose(1, 2)
+        return torch.baddbmm(logits, self.part(self.q, block), keys, beta=0, alpha=factor, out=logits)
+
+    def tanh_scores(self, block: Block, cap: float, out: Tensor, spare: Tensor) -> Tensor:
+        """tanh(scale·q·kᵀ / cap) of a block, `[b·Hk, G·n, w]`, into the buffer `out`, with the help of `spare`.
+
+        Computed as expm1(2x) / (expm1(2x) + 2): half the time of torch.tanh on a CPU, accurate to 2 ulp. Beyond
+        |x| = 20 tanh is ±1 even in fp64, and expm1 would overflow.
+        """
+        x = self.scores(block, 2 * self.options.scale / cap, out).clamp_(-40.0, 40.0).expm1_()
+        return x.div_(torch.add(x, 2.0, out=spare[: x.numel()].view(x.shape)))
+
+    def logits(self, block: Block, out: Tensor, spare: Tensor) -> Tensor:
+        """The block's capped and masked logits in base 2, `[b·Hk, G·n, w]`, in the buffer `out`."""
+        cap = self.options.softcap
+        if cap is None:
+            logits = self.scores(block, self.options.scale * LOG2E, out)
+        else:
+            logits = self.tanh_scores(block, cap, out, spare).mul_(cap * LOG2E)
+        self.hide(logits, block)
+        return logits
+
+    def hide(self, logits: Tensor, block: Block) -> None:
+        """Apply mask, causality and window to the block's base-2 logits, in place."""
+        b, n, w = block.shape
+        view = logits.view(b, self.heads_kv, self.group, n, w)
+        if self.mask is not None:
+            part = self._masks(block.batch, block.rows, block.cols)
+            if part.dtype == torch.bool:
+                view.masked_fill_(~part, -math.inf)
+            else:
+                view.add_(part.to(self.dtype), alpha=LOG2E)
+                view.masked_fill_(part <= torch.finfo(part.dtype).min, -math.inf)
+        causal, window = self.options.causal, self.options.window
+        first = block.rows.start + self.keys - self.queries - block.cols.start  # the column of row 0's own key
+        if causal and first + 1 < w:  # keys after the first query's own: a triangle
+            self._hide(view, max(first + 1, 0), w, first, lambda distance: distance < 0)
+        if window is not None and causal and first + n - 1 - window >= 0:
+            self._hide(view, 0, min(first + n - window, w), first, lambda distance: distance >= window)
+        if window is not None and not causal:
+            self._hide(view, 0, w, first, lambda distance: distance.abs() > window)
+
+    def _hide(self, view: Tensor, lo: int, hi: int, first: int, hidden: Callable[[Tensor], Tensor]) -> None:
+        rows = torch.arange(first, first + view.shape[3], device=self.device)
+        distance = rows[:, None] - torch.arange(lo, hi, device=self.device)
+        view[..., lo:hi].masked_fill_(hidden(distance), -math.inf)
+
+    def keep(self, block: Block, seed: Tensor) -> Tensor:
+        """The block's dropout mask, `[b·Hk, G·n, w]`: 0, or 1/(1 − rate). A function of the seed and the block."""
+        b, n, w = block.shape
+        generator = torch.Generator(self.device).manual_seed((int(seed) + block.number) % (1 << 63))
+        shape = (b * self.heads_kv, self.group * n, w)
+        drawn = torch.rand(shape, generator=generator, device=self.device, dtype=self.dtype)
+        return (drawn >= self.options.dropout).to(self.dtype).div_(1 - self.options.dropout)
+
+    def sink_rows(self, block: Block) -> Tensor | None:
+        """The sinks' base-2 logits for the block's rows, `[b·Hk, G·n, 1]`."""
+        if self.sinks is None:
+            return None
+        b, n, _ = block.shape
+        rows = self.sinks.mul(LOG2E).expand(-1, -1, n, 1).flatten(1, 2)
+        return rows.repeat(b, 1, 1)
