@@ -1,0 +1,19 @@
+"""Stable attention for pretrained language models: QK norm, logit caps, or both, in one line.
+
+    import hf_qknorm as qk
+    qk.patch_model(model, scheme="qk_norm_cap")
+
+Importing the package registers its attention functions, masks and Auto classes with transformers.
+"""
+
+from hf_qknorm import functions
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.hub import auto
+from hf_qknorm.patch import patch_model, unpatch_model
+from hf_qknorm.scheme import SCHEMES, Scheme
+
+__all__ = ["FAMILIES", "SCHEMES", "Scheme", "patch_model", "unpatch_model"]
+__version__ = "0.1.0"
+
+functions.register()
+auto.register()

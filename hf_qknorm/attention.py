@@ -1,0 +1,226 @@
+"""`QKNormAttention`: the one attention forward that every family shares, and how it is put into a model."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+from torch import Tensor, nn
+
+from hf_qknorm import functions
+from hf_qknorm.families import FAMILIES, Family
+from hf_qknorm.norms import HeadNorm, fresh_scalar
+from hf_qknorm.scheme import SCHEMES, Scheme
+
+NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
+PREFIX = "QKNorm"
+
+
+class QKNormAttention(nn.Module):
+    """Mixed into a model's own attention class: project → norm → RoPE → cache → attention function → output.
+
+    The norms see the projections' whole output (adapters included) and stand before RoPE and the cache. With the
+    scheme "none" every operation is the one that the model's own forward does, on the same memory layout.
+    """
+
+    base_class: ClassVar[type[nn.Module]]
+    modelling: ClassVar[ModuleType]
+    family: ClassVar[Family]
+    scheme: Scheme
+    removed_norm: tuple[nn.Module, ...] = ()  # a tuple, so that it is no submodule and has no place in checkpoints
+    observer: Callable[..., None] | None = None
+
+    config: Any
+    layer_idx: int
+    scaling: float
+    head_dim: int
+    head_size: int
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        past_key_values: Any = None,
+        layer_past: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states `[B, T, C]` to `[B, T, C]` and the attention weights or None.
+
+        `layer_past` is GPT-NeoX's name for `past_key_values`. Other arguments go on to the attention function.
+        """
+        style = self.family.style
+        q, k, v = (
+            self._normed(name, x).transpose(1, 2)
+            for name, x in zip(NORM_NAMES.values(), style.project(self, hidden_states), strict=True)
+        )
+        if position_embeddings is not None:
+            q, k = self.modelling.apply_rotary_pos_emb(q, k, *position_embeddings)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # fp32 gains or cos/sin promote them under autocast
+        cache = layer_past if past_key_values is None else past_key_values
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        options = {"scaling": self.logit_scale, "sliding_window": self.window}
+        if self.softcap is not None:
+            options["softcap"] = self.softcap
+        if self.observer is not None:
+            self.observer(self, q, k, v, attention_mask, options)
+        attend = functions.attention_function(self, self.scheme.softcap, style.eager(self))
+        dropout = style.dropout(self) if self.training else 0.0
+        out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, **options, **kwargs)
+        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return style.output(self, out), weights
+
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        norm = self._modules.get(name)
+        return x if norm is None else norm(x)
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap on the logits: the scheme's, or else the one that the model was born with."""
+        own: float | None = getattr(self, "attn_logit_softcapping", None)
+        return own if self.scheme.softcap is None else self.scheme.softcap
+
+    @property
+    def logit_scale(self) -> float:
+        """What multiplies q·k: the scheme's scale, or else the model's own."""
+        return self.scaling if self.scheme.scale is None else self.scheme.scale
+
+    @property
+    def window(self) -> int | None:
+        """The layer's sliding window: its own attribute where it has one (it may be off), else the config's."""
+        config_window = getattr(self.config, "sliding_window", None)
+        window: int | None = getattr(self, "sliding_window", config_window)
+        return window
+
+    def extra_repr(self) -> str:
+        cap = "" if self.softcap is None else f", softcap={self.softcap:g}"
+        return f"scale={self.logit_scale:g}{cap}"
+
+
+@cache
+def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
+    """The subclass of a model's attention class that runs the shared forward."""
+    modelling = importlib.import_module(base.__module__)
+    namespace = {"base_class": base, "family": family, "modelling": modelling, "__module__": __name__}
+    return type(f"{PREFIX}{base.__name__}", (QKNormAttention, base), namespace)
+
+
+def __getattr__(name: str) -> type[QKNormAttention]:
+    """`QKNormLlamaAttention` and the like, so that a patched model can be pickled."""
+    for model_type, family in FAMILIES.items():
+        if name == f"{PREFIX}{family.attention}":
+            modelling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+            return attention_class(getattr(modelling, family.attention), family)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def own_layers(model: nn.Module, family: Family) -> dict[str, Any]:
+    """The family's unpatched attention modules in `model`, by name."""
+    return {name: m for name, m in model.named_modules() if type(m).__name__ == family.attention}
+
+
+def patched_layers(model: nn.Module) -> dict[str, QKNormAttention]:
+    """The patched attention modules in `model`, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, QKNormAttention)}
+
+
+def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
+    """Patch every attention module of `model`, in place, with fresh norms; what is patched already is left alone."""
+    for name, module in own_layers(model, family).items():
+        base: Any = type(module)
+        _set_class(module, attention_class(base, family))
+        module.scheme = scheme
+        _add_norms(module, scheme)
+        if not scheme.pre_norm:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            module.removed_norm = (getattr(parent, family.pre_norm),)
+            setattr(parent, family.pre_norm, nn.Identity())
+
+
+def uninstall(model: nn.Module) -> None:
+    """Undo `install`, in place."""
+    for name, module in patched_layers(model).items():
+        for norm in _head_norms(module):
+            delattr(module, norm)
+        if module.removed_norm:
+            parent, place = model.get_submodule(name.rpartition(".")[0]), next(module.parameters())
+            setattr(parent, module.family.pre_norm, module.removed_norm[0].to(place.device, place.dtype))
+            del module.removed_norm
+        del module.scheme
+        _set_class(module, module.base_class)
+
+
+@contextmanager
+def as_unpatched(model: nn.Module) -> Iterator[None]:
+    """Within, the model computes what it did before it was patched, through the same weights."""
+    layers = patched_layers(model)
+    schemes = {name: layer.scheme for name, layer in layers.items()}
+    norms = [getattr(layer, norm) for layer in layers.values() for norm in _head_norms(layer)]
+    parents = {name: model.get_submodule(name.rpartition(".")[0]) for name, m in layers.items() if m.removed_norm}
+    try:
+        for layer in layers.values():
+            layer.scheme = SCHEMES["none"]
+        for norm in norms:
+            norm.bypass = True
+        for name, parent in parents.items():
+            setattr(parent, layers[name].family.pre_norm, layers[name].removed_norm[0])
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.scheme = schemes[name]
+        for norm in norms:
+            norm.bypass = False
+        for name, parent in parents.items():
+            setattr(parent, layers[name].family.pre_norm, nn.Identity())
+
+
+def _head_norms(module: nn.Module) -> list[str]:
+    return [name for name in NORM_NAMES.values() if isinstance(module._modules.get(name), HeadNorm)]
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Swap the module's class. accelerate's hook shadows `forward` on the instance: it comes off meanwhile."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        remove_hook_from_module(module)
+    module.__class__ = cls
+    if hook is not None:
+        add_hook_to_module(module, hook)
+
+
+def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
+    config = module.config
+    heads: int = config.num_attention_heads
+    heads_kv: int = getattr(config, "num_key_value_heads", None) or heads
+    head_dim: int = module.head_dim if hasattr(module, "head_dim") else module.head_size
+    device, dtype = _place(module)
+    for field, name in NORM_NAMES.items():
+        norm = getattr(scheme, field)
+        if norm is None:
+            continue
+        gain, fresh = True, 1.0
+        if scheme.gain == "scalar" and field != "v":  # one g a layer: the queries hold it where they are normed
+            gain = field == "q" or scheme.q is None
+            fresh = fresh_scalar(scheme, norm, config.max_position_embeddings, head_dim, module.logit_scale)
+        size = heads if field == "q" else heads_kv
+        setattr(
+            module,
+            name,
+            HeadNorm(norm, scheme, size, head_dim, gain=gain, fresh=fresh, device=device, dtype=dtype),
+        )
+
+
+def _place(module: QKNormAttention) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype for new parameters: the projections', or where a hook runs what it has offloaded."""
+    weight = next(module.get_submodule(module.family.style.weights[0]).parameters())
+    execution_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if weight.device.type == "meta" and execution_device is not None:
+        return torch.device(execution_device), weight.dtype
+    return weight.device, weight.dtype

@@ -1,0 +1,43 @@
+"""GPT-2's style: `c_attn` (a transposed Linear) for q, k and v, dropout modules, and a switch that upcasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from hf_qknorm.families.style import Projected, Style
+
+
+def project(module: Any, hidden_states: Tensor) -> Projected:
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    q, k, v = module.c_attn(hidden_states).split(module.split_size, dim=2)
+    return q.view(shape), k.view(shape), v.view(shape)
+
+
+def output(module: Any, attended: Tensor) -> Tensor:
+    return module.resid_dropout(module.c_proj(attended))
+
+
+def dropout(module: Any) -> float:
+    return module.attn_dropout.p
+
+
+def eager(module: Any) -> Callable[..., Any]:
+    return upcast_attention if module.reorder_and_upcast_attn else module.modelling.eager_attention_forward
+
+
+def upcast_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """`reorder_and_upcast_attn=True`: the model's own method, which scales and drops by itself."""
+    return module._upcast_and_reordered_attn(query, key, value, attention_mask)
+
+
+def unsupported(config: Any) -> str | None:
+    """Why this GPT-2 can't be patched, if it can't."""
+    return "add_cross_attention=True: its layers attend to an encoder too" if config.add_cross_attention else None
+
+
+GPT2 = Style(project, output, weights=("c_attn",), dropout=dropout, eager=eager)

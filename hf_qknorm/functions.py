@@ -1,0 +1,160 @@
+"""The attention and mask functions registered with transformers: the only file that knows that contract.
+
+An attention function gets q `[B, H, T, D]` and k, v `[B, Hk, S, D]` after RoPE and after the cache, and returns
+`[B, T, H, D]` and the weights or None. A mask of None means causal if the module is and there is more than one query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_qknorm.ops import library, reference
+
+CAP_BACKENDS: Final = (
+    "hf_qknorm",
+    "hf_qknorm_tiled",
+    "hf_qknorm_eager",
+    "eager",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+)
+# Servers that swap the attention function and read the cap from config.attn_logit_softcapping themselves.
+SERVER_BACKENDS: Final = ("vllm", "sglang")
+
+
+def check_cap_backend(name: str, softcap: float) -> None:
+    """Raise ValueError unless the backend `name` can cap attention logits."""
+    if name not in CAP_BACKENDS and name not in SERVER_BACKENDS:
+        raise ValueError(
+            f"attn_implementation={name!r} can't cap attention logits (softcap={softcap:g}) and would drop the cap. "
+            f"Backends that can: {', '.join(CAP_BACKENDS)}"
+        )
+
+
+def attention_function(
+    module: nn.Module, softcap: float | None, eager: Callable[..., Any]
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function that the module's config asks for. `softcap` is the scheme's own; `eager` the model's function.
+
+    The models' own eager functions know no cap: a capped scheme replaces them.
+    """
+    name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
+    if softcap is not None:
+        check_cap_backend(name, softcap)
+        eager = eager_attention
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+
+
+def tiled_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Linear-memory attention with cap, window, sinks and dropout; `attn_implementation="hf_qknorm"`.
+
+    Raises ValueError for `output_attentions=True`, which needs the weights that are never formed.
+    """
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            'this backend never forms the attention weights: call model.set_attn_implementation("eager") before '
+            "output_attentions=True"
+        )
+    key, value, structure = _structure(module, query, key, value, attention_mask, sliding_window, is_causal, kwargs)
+    out = library.attention(
+        query, key, value, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout, **structure
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The oracle as a backend: every logit in memory, weights returned; `attn_implementation="hf_qknorm_eager"`."""
+    key, value, structure = _structure(module, query, key, value, attention_mask, sliding_window, is_causal, kwargs)
+    dropout_mask = None
+    if dropout > 0:
+        kept = query.new_ones((*query.shape[:3], key.shape[2]))
+        dropout_mask = nn.functional.dropout(kept, dropout)
+    if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's switch: logits in fp32
+        query, key = query.float(), key.float()
+    result = reference.attention(
+        query, key, value, scale=scaling, softcap=softcap, sinks=s_aux, dropout_mask=dropout_mask, **structure
+    )
+    return result.out.transpose(1, 2).contiguous(), result.weights.to(value.dtype)
+
+
+def _structure(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    window: int | None,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Which keys may be seen: the mask if there is one, else causality and window; keys cut to what can matter."""
+    for unsupported in ("position_bias", "cache"):
+        if kwargs.get(unsupported) is not None:
+            raise ValueError(f"hf_qknorm attention does not support the argument {unsupported!r}")
+    if mask is not None:  # holds causality, window and padding
+        return key, value, {"mask": mask[..., : key.shape[2]]}
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    queries, keys = query.shape[2], key.shape[2]
+    if causal and 1 < queries < keys:  # a static cache's first call: what lies beyond the queries is still empty
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    return key, value, {"causal": causal and queries > 1, "window": window}
+
+
+def structured_mask(*args: Any, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Tensor | None:
+    """A boolean mask `[B, 1, T, S]`, or None where causality and the layer's own window say all.
+
+    transformers passes a window as `local_size` so that a mask is built for it. The attention functions here get
+    the same window from the layer (`sliding_window`), so that a batch without padding needs no T×S mask.
+    """
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    if not chunked and local_size is not None and local_size == getattr(config, "sliding_window", None):
+        local_size = None
+    return sdpa_mask(*args, local_size=local_size, config=config, **kwargs)
+
+
+REGISTERED: Final[dict[str, Callable[..., Any]]] = {
+    "hf_qknorm": tiled_attention,
+    "hf_qknorm_tiled": tiled_attention,
+    "hf_qknorm_eager": eager_attention,
+}
+
+
+def register() -> None:
+    """Register each attention function together with its mask function: without one, causality is lost."""
+    for name, function in REGISTERED.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, structured_mask)

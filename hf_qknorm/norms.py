@@ -1,0 +1,74 @@
+"""`HeadNorm`: the norm over head_dim that a scheme puts on queries, keys or values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from hf_qknorm.ops.reference import head_norm
+from hf_qknorm.scheme import Scheme
+
+
+class HeadNorm(nn.Module):
+    """Normalise each head of `[B, T, H, D]` over D, then apply the scheme's gain and bias.
+
+    The gain is `weight`: `[D]` (shared), `[H, D]` (per head), `[1]` (scalar) or None; `bias` has its shape.
+    While `bypass` is set the module returns its input: the model then computes what it did before it was patched.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        norm: str,
+        scheme: Scheme,
+        heads: int,
+        head_dim: int,
+        *,
+        gain: bool = True,
+        fresh: float = 1.0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm, self.p, self.eps, self.fresh = norm, scheme.p, scheme.eps, fresh
+        self.bypass = False
+        shape = {"shared": (head_dim,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
+        for name, wanted in (("weight", gain), ("bias", scheme.has_bias(norm))):
+            value = torch.empty(shape, device=device, dtype=dtype) if shape and wanted else None
+            self.register_parameter(name, None if value is None else nn.Parameter(value))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set gains to their fresh value (1, or Henry's g) and biases to 0."""
+        if self.weight is not None:
+            self.weight.fill_(self.fresh)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bypass:
+            return x
+        return head_norm(x, self.norm, self.weight, self.bias, self.eps, self.p)
+
+    def extra_repr(self) -> str:
+        order = f", p={self.p:g}" if self.norm == "lp" else ""
+        gain = "none" if self.weight is None else list(self.weight.shape)
+        return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={self.eps:g}"
+
+
+def fresh_scalar(scheme: Scheme, norm: str, max_positions: int, head_dim: int, scale: float) -> float:
+    """What a scalar query gain starts from: Henry's g = log2(L² − L), L = `max_positions`, for unit vectors.
+
+    Source: Henry et al. 2020 (arXiv 2010.04245), §3.1. It is divided by `scale`, which multiplies q·k as well, and for
+    Lp by (‖x‖₂/‖x‖ₚ)² of a Gaussian x, so that p does not change the size of the logits. Other norms start from 1.
+    """
+    if norm not in ("l2", "lp"):
+        return 1.0
+    g = math.log2(max(max_positions, 2) ** 2 - max(max_positions, 2)) / scale
+    moment = 2 ** (scheme.p / 2) * math.gamma((scheme.p + 1) / 2) / math.sqrt(math.pi)  # E|z|ᵖ
+    return g * (head_dim ** (1 / scheme.p - 0.5) * moment ** (1 / scheme.p)) ** 2

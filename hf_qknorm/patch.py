@@ -1,0 +1,222 @@
+"""`patch_model` and `unpatch_model`: put a scheme on a model in memory, and take it off again."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hf_qknorm import functions
+from hf_qknorm.attention import install, own_layers, patched_layers, uninstall
+from hf_qknorm.families import FAMILIES, Family, check_scheme
+from hf_qknorm.hub.auto import QKNormModel, adopt, derived_config, set_class
+from hf_qknorm.norms import HeadNorm
+from hf_qknorm.scheme import Scheme
+
+logger = logging.getLogger("hf_qknorm")
+
+SELF_TEST_PARAMETERS = 50_000_000  # below, two forward passes over eight tokens take milliseconds
+
+
+def patch_model(
+    model: PreTrainedModel,
+    scheme: Scheme | str | Mapping[str, Any] = "qk_norm_cap",
+    *,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """Put `scheme` (a preset's name, a `Scheme`, or its JSON form) on every attention layer of `model`, in place.
+
+    Fresh gains are 1: a trained model loses part of what it knew until `calibrate` fits them. The backend becomes
+    "hf_qknorm" for a scheme with a cap and stays what it was for one without; `attn_implementation` overrides.
+    Returns the model, which now saves, loads and trains as a patched one.
+
+    Raises TypeError for what is no transformers model, and ValueError, with the model untouched, for a model, a
+    wrapper or a backend that the scheme can't be put on, and for a model that is patched already.
+    """
+    scheme = Scheme.of(scheme)
+    _require_bare(model)
+    family = _family_of(model)
+    scheme = scheme.resolve(family.norm)
+    check_scheme(model.config.model_type, scheme)
+    _require_own_forward(model, family)
+    own_cap = getattr(model.config, "attn_logit_softcapping", None) if family.own_cap else None
+    backend = attn_implementation or ("hf_qknorm" if scheme.softcap is not None else None)
+    if backend is not None:
+        if scheme.softcap is not None:
+            functions.check_cap_backend(backend, scheme.softcap)
+        backend = model.get_correct_attn_implementation(backend)
+    before = sum(p.numel() for p in model.parameters())
+    base_backend, base_config = model.config._attn_implementation, model.config
+    _set_config(model, _patched_config(base_config, scheme))
+    adopt(model)
+    install(model, family, scheme)
+    model.qk_norm_base = (base_backend, own_cap)
+    if backend is not None:
+        model.set_attn_implementation(backend)
+    try:
+        _check_causality(model)
+    except Exception:
+        unpatch_model(model)
+        raise
+    _log(model, scheme, own_cap, sum(p.numel() for p in model.parameters()) - before)
+    return model
+
+
+def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Take the scheme off, in place: the model computes exactly what its base weights do. Returns the model.
+
+    Raises ValueError if the model is not patched, or if its scheme removed norms that a checkpoint did not keep.
+    """
+    if not isinstance(model, QKNormModel):
+        raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
+    scheme: Scheme = model.config.scheme
+    if not scheme.pre_norm and not all(layer.removed_norm for layer in patched_layers(model).values()):
+        raise ValueError(
+            "this model was loaded from a checkpoint whose scheme removed the norms in front of attention "
+            "(pre_norm=False): they were not kept, so it can't be undone. Load the original checkpoint instead"
+        )
+    base_backend, own_cap = getattr(model, "qk_norm_base", (None, None))
+    uninstall(model)
+    for module in model.modules():
+        if isinstance(module, QKNormModel):
+            set_class(module, module.base_class)
+    _set_config(model, _base_config(model.config, own_cap))
+    model.set_attn_implementation(base_backend or model.get_correct_attn_implementation(None))
+    if hasattr(model, "qk_norm_base"):
+        del model.qk_norm_base
+    return model
+
+
+def _patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig:
+    """A copy: other models may share the config object."""
+    patched = copy.deepcopy(config)
+    patched.__class__ = derived_config(config.model_type)
+    patched.qk_norm = None
+    patched.attn_logit_softcapping = getattr(config, "attn_logit_softcapping", None)
+    patched.set_scheme(scheme)
+    return patched
+
+
+def _base_config(config: Any, own_cap: float | None) -> PretrainedConfig:
+    base: Any = copy.deepcopy(config)
+    base.__class__ = type(config).__mro__[2]  # the derived class, the mixin, the family's own class
+    del base.qk_norm
+    if hasattr(type(base), "attn_logit_softcapping"):
+        base.attn_logit_softcapping = own_cap if own_cap is not None else config.attn_logit_softcapping
+    else:
+        del base.attn_logit_softcapping
+    return base
+
+
+def _set_config(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    old = model.config
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = config
+
+
+def _require_bare(model: Any) -> None:
+    """Refuse wrapped and altered models, with the right order of steps."""
+    package = type(model).__module__.partition(".")[0]
+    if package == "peft":
+        raise ValueError("this is a PEFT model: patch its base model first, then wrap it with get_peft_model")
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ValueError("this model is compiled: patch it first, then compile it")
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    if isinstance(model, wrappers) or "FSDP" in type(model).__name__ or "FullySharded" in type(model).__name__:
+        raise ValueError(
+            f"this model is wrapped for several devices ({type(model).__name__}): patch it first, then wrap it"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"patch_model takes a transformers PreTrainedModel, got {type(model).__name__}")
+    if isinstance(model, QKNormModel):
+        raise ValueError(
+            f"this model is patched already ({model.config.scheme}): call unpatch_model first to put another scheme"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError("this model has adapters: patch it first, then add them (or merge them before patching)")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "this model is quantised: patch and save it in full precision first, then load the patched checkpoint "
+            "with quantization_config (the new gains are never quantised)"
+        )
+    if getattr(model, "_tp_size", None) is not None:
+        raise ValueError("this model is sharded by tensor parallelism: patch and save it first, then load it sharded")
+
+
+def _family_of(model: PreTrainedModel) -> Family:
+    model_type = model.config.model_type
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"{type(model).__name__} (model_type {model_type!r}) is not supported. Supported model types: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    family = FAMILIES[model_type]
+    reason = family.unsupported(model.config) if family.unsupported else None
+    if reason:
+        raise ValueError(f"this {model_type} is not supported: {reason}")
+    return family
+
+
+def _require_own_forward(model: PreTrainedModel, family: Family) -> None:
+    """Refuse a model without the family's attention, or whose attention forward another tool has replaced."""
+    layers = own_layers(model, family)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no {family.attention} module to patch")
+    for name, layer in layers.items():
+        hooked = getattr(layer, "_hf_hook", None) is not None
+        replaced = "forward" in vars(layer) and not hooked
+        if replaced or not type(layer).forward.__module__.startswith("transformers."):
+            raise ValueError(
+                f"{name}: another tool has replaced the forward of {family.attention}, and patching would undo what "
+                "it did. Load the model afresh and patch it first"
+            )
+
+
+def _is_materialised(model: nn.Module) -> bool:
+    return all(p.device.type != "meta" for p in model.parameters())
+
+
+@torch.no_grad()
+def _check_causality(model: PreTrainedModel) -> None:
+    """A changed last token must not move earlier outputs: run where it is free, raise RuntimeError if it does."""
+    small = sum(p.numel() for p in model.parameters()) <= SELF_TEST_PARAMETERS
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if not small or not _is_materialised(model) or not getattr(model.config, "is_causal", True) or vocabulary < 2:
+        return
+    tokens = torch.arange(8, device=model.get_input_embeddings().weight.device)[None] % vocabulary
+    changed = tokens.clone()
+    changed[0, -1] = (tokens[0, -1] + 1) % vocabulary
+    training = model.training
+    model.eval()
+    try:
+        first, second = (
+            model.base_model(input_ids=x, use_cache=False).last_hidden_state[:, :-1].float() for x in (tokens, changed)
+        )
+    finally:
+        model.train(training)
+    if (first - second).abs().max() > 1e-2 * first.abs().max():
+        raise RuntimeError(
+            f"with attn_implementation={model.config._attn_implementation!r} a later token changes earlier outputs: "
+            "causality is lost. Was the backend registered without a mask function (AttentionMaskInterface)?"
+        )
+
+
+def _log(model: PreTrainedModel, scheme: Scheme, own_cap: float | None, added: int) -> None:
+    layers = patched_layers(model)
+    note = ""
+    if own_cap is not None and scheme.softcap is None:
+        note = f"; it keeps its own cap of {own_cap:g}"
+    elif own_cap is not None:
+        note = f"; its own cap of {own_cap:g} becomes {scheme.softcap:g}"
+    log: Callable[..., None] = logger.info
+    if model.name_or_path and any(isinstance(module, HeadNorm) for module in model.modules()):
+        log = logger.warning
+        note += "; its gains are fresh, so that it lost part of what it knew: calibrate(model, texts) keeps it"
+    log("patched %d attention layers (%s), %s parameters added, attention by %s%s",
+        len(layers), scheme, f"{added:,}", model.config._attn_implementation, note)  # fmt: skip
