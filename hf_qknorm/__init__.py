@@ -7,12 +7,24 @@ Importing the package registers its attention functions, masks and Auto classes 
 """
 
 from hf_qknorm import functions
+from hf_qknorm.convert import Calibration, calibrate
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.hub import auto
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.training.monitor import LogitStatistics, logit_statistics
 
-__all__ = ["FAMILIES", "SCHEMES", "Scheme", "patch_model", "unpatch_model"]
+__all__ = [
+    "FAMILIES",
+    "SCHEMES",
+    "Calibration",
+    "LogitStatistics",
+    "Scheme",
+    "calibrate",
+    "logit_statistics",
+    "patch_model",
+    "unpatch_model",
+]
 __version__ = "0.1.0"
 
 functions.register()

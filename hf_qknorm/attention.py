@@ -136,6 +136,8 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
     for name, module in own_layers(model, family).items():
         base: Any = type(module)
         _set_class(module, attention_class(base, family))
+        if family.own_cap and module.config.qk_norm_base is not None:  # a loaded config has the scheme's cap there
+            module.attn_logit_softcapping = module.config.qk_norm_base["attn_logit_softcapping"]
         module.scheme = scheme
         _add_norms(module, scheme)
         if not scheme.pre_norm:

@@ -7,7 +7,7 @@ An attention function gets q `[B, H, T, D]` and k, v `[B, Hk, S, D]` after RoPE 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -76,9 +76,19 @@ def tiled_attention(
             'this backend never forms the attention weights: call model.set_attn_implementation("eager") before '
             "output_attentions=True"
         )
-    key, value, structure = _structure(module, query, key, value, attention_mask, sliding_window, is_causal, kwargs)
+    _refuse_unsupported(kwargs)
+    seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal)
     out = library.attention(
-        query, key, value, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout, **structure
+        query,
+        seen.key,
+        seen.value,
+        scale=scaling,
+        softcap=softcap,
+        causal=seen.causal,
+        window=seen.window,
+        mask=seen.mask,
+        sinks=s_aux,
+        dropout=dropout,
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -98,7 +108,9 @@ def eager_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """The oracle as a backend: every logit in memory, weights returned; `attn_implementation="hf_qknorm_eager"`."""
-    key, value, structure = _structure(module, query, key, value, attention_mask, sliding_window, is_causal, kwargs)
+    _refuse_unsupported(kwargs)
+    seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal)
+    key = seen.key
     dropout_mask = None
     if dropout > 0:
         kept = query.new_ones((*query.shape[:3], key.shape[2]))
@@ -106,32 +118,53 @@ def eager_attention(
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's switch: logits in fp32
         query, key = query.float(), key.float()
     result = reference.attention(
-        query, key, value, scale=scaling, softcap=softcap, sinks=s_aux, dropout_mask=dropout_mask, **structure
+        query,
+        key,
+        seen.value,
+        scale=scaling,
+        softcap=softcap,
+        causal=seen.causal,
+        window=seen.window,
+        mask=seen.mask,
+        sinks=s_aux,
+        dropout_mask=dropout_mask,
     )
     return result.out.transpose(1, 2).contiguous(), result.weights.to(value.dtype)
 
 
-def _structure(
+class Structure(NamedTuple):
+    """Which keys each query may see: the mask if there is one, else causality and window; keys cut to what matters."""
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    causal: bool
+    window: int | None
+
+
+def structure(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     window: int | None,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Which keys may be seen: the mask if there is one, else causality and window; keys cut to what can matter."""
-    for unsupported in ("position_bias", "cache"):
-        if kwargs.get(unsupported) is not None:
-            raise ValueError(f"hf_qknorm attention does not support the argument {unsupported!r}")
-    if mask is not None:  # holds causality, window and padding
-        return key, value, {"mask": mask[..., : key.shape[2]]}
+    is_causal: bool | None = None,
+) -> Structure:
+    """transformers' conventions for a call of an attention function, spelt out for the ops."""
+    if mask is not None:  # it holds causality, window and padding
+        return Structure(key, value, mask[..., : key.shape[2]], False, None)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     queries, keys = query.shape[2], key.shape[2]
     if causal and 1 < queries < keys:  # a static cache's first call: what lies beyond the queries is still empty
         key, value = key[:, :, :queries], value[:, :, :queries]
-    return key, value, {"causal": causal and queries > 1, "window": window}
+    return Structure(key, value, None, causal, window)  # causal with one query too: a window looks back only
+
+
+def _refuse_unsupported(arguments: dict[str, Any]) -> None:
+    for name in ("position_bias", "cache"):
+        if arguments.get(name) is not None:
+            raise ValueError(f"hf_qknorm attention does not support the argument {name!r}")
 
 
 def structured_mask(*args: Any, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Tensor | None:

@@ -51,10 +51,12 @@ class QKNormConfig(_Config):
     """Mixed into a config class: the scheme as `qk_norm`, its cap as `attn_logit_softcapping` for servers.
 
     `qk_norm` may be given as a `Scheme`, a preset's name or JSON; it is kept as JSON, with "auto" resolved.
+    `qk_norm_base` holds what the scheme overwrote in a family with a cap of its own, so that it can be undone.
     Raises ValueError if it is malformed, or contradicts `attn_logit_softcapping`.
     """
 
     qk_norm: Any
+    qk_norm_base: Any
     attn_logit_softcapping: float | None
     base_model_type: ClassVar[str]
 
@@ -83,6 +85,8 @@ class QKNormConfig(_Config):
                 f"attn_logit_softcapping={stated_cap} contradicts qk_norm, whose softcap is {scheme.softcap}: servers "
                 "read the first, hf_qknorm the second. Make them equal, or leave attn_logit_softcapping out"
             )
+        if family.own_cap and self.qk_norm_base is None:
+            self.qk_norm_base = {"attn_logit_softcapping": self.attn_logit_softcapping}
         self.qk_norm = scheme.to_dict()
         if scheme.softcap is not None:
             self.attn_logit_softcapping = scheme.softcap
@@ -125,6 +129,11 @@ class QKNormModel(_Model):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """`PreTrainedModel.from_pretrained`; raises ValueError when the scheme and the weights disagree."""
+        if kwargs.get("tp_plan") is not None:
+            raise ValueError(
+                "tensor parallelism of patched models is not supported yet: the gradients of the norms' gains would "
+                "differ from rank to rank. Load without tp_plan"
+            )
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         _check_loaded(model, info)
         return (model, info) if output_loading_info else model
@@ -181,7 +190,7 @@ def _family_of(cls: type[PreTrainedModel]) -> Family | None:
 def derived_config(model_type: str) -> type[PretrainedConfig]:
     """`QKNormLlamaConfig` for "llama"."""
     base = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
-    fields: dict[str, Any] = {"qk_norm": Any}
+    fields: dict[str, Any] = {"qk_norm": Any, "qk_norm_base": Any}
     if not hasattr(base, "attn_logit_softcapping"):
         fields["attn_logit_softcapping"] = float | None
     namespace = {

@@ -1,0 +1,77 @@
+"""The command line: `hf-qknorm demo | schemes | families`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hf_qknorm import __version__
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.scheme import SCHEMES
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status. Errors a user can mend are told in a line, without a traceback."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], None] = options.command
+    try:
+        command(options)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"hf-qknorm: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("hf-qknorm", description="Stable attention for pretrained language models.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="train, convert, continue, compare, plot: the whole story on a small model, without a download",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.set_defaults(command=_demo)
+    add: Any = demo.add_argument
+    add("--data", help="text: a file, a folder, or a Hub dataset's name; by default Python's standard library")
+    add("--checkpoint", help="start from this causal language model instead of training a small Llama")
+    add("--scheme", default="qk_norm_cap", choices=[name for name in SCHEMES if name not in ("none", "qkv_norm")])
+    add("--base-steps", type=_count, default=300, help="steps of training for the small Llama")
+    add("--steps", type=_count, default=60, help="steps of continued training")
+    add("--rate", type=float, default=3e-4, help="learning rate of continued training")
+    add("--out", default="./qknorm-demo", help="folder for plots, report and the converted checkpoint")
+    add("--seed", type=int, default=0)
+    commands.add_parser("schemes", help="the presets").set_defaults(command=_schemes)
+    commands.add_parser("families", help="the model types that can be patched").set_defaults(command=_families)
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number ≥ 1, got {text}")
+    return number
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from hf_qknorm.demo import story  # draws in matplotlib, which the other commands do not need
+
+    story.run(story.Settings(**{key: value for key, value in vars(options).items() if key != "command"}))
+
+
+def _schemes(options: argparse.Namespace) -> None:
+    for name, scheme in SCHEMES.items():
+        print(f"{name:14}{scheme}")
+
+
+def _families(options: argparse.Namespace) -> None:
+    print(f"{'model type':14}{'auto norm':12}already has")
+    for name, family in sorted(FAMILIES.items()):
+        has = [what for what, there in (("q, k norms", family.own_norms), ("a logit cap", family.own_cap)) if there]
+        print(f"{name:14}{family.norm:12}{', '.join(has) or '-'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

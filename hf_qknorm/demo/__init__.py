@@ -1,0 +1,1 @@
+"""`hf-qknorm demo`: train, convert, continue, compare, plot. No download."""

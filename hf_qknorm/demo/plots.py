@@ -1,0 +1,69 @@
+"""The demo's two plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display
+
+from matplotlib import pyplot
+
+COLOURS = {"unpatched": "#4d4d4d", "fresh gains": "#c8553d", "calibrated": "#2a7f9e"}
+
+
+def plot_losses(runs: dict[str, Any], path: Path) -> None:
+    """Held-out loss over the steps of continued training, a line a run."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, run in runs.items():
+        steps, losses = zip(*run["held_out"], strict=True)
+        axes.plot(steps, losses, color=COLOURS[name], marker="o", markersize=3, label=name)
+        axes.annotate(f"{losses[0]:.2f}", (0, losses[0]), xytext=(4, 6), textcoords="offset points", fontsize=9)
+    axes.set(xlabel="steps of continued training", ylabel="held-out loss (nats a token)")
+    axes.set_title("Converting a trained model: what the new norms cost, and how fast it comes back", fontsize=11)
+    _finish(figure, axes, path)
+
+
+def plot_logits(runs: dict[str, Any], cap: float | None, path: Path) -> None:
+    """The largest attention logit over the steps, and by layer and head before and after."""
+    figure, (over_steps, *maps) = pyplot.subplots(
+        1, 3, figsize=(12, 3.8), layout="constrained", width_ratios=(1.3, 1, 1)
+    )
+    for name, run in runs.items():
+        steps, logits = zip(*run["max_logit"], strict=True)
+        over_steps.plot(steps, logits, color=COLOURS[name], marker="o", markersize=3, label=name)
+    if cap is not None:
+        over_steps.axhline(cap, color="#999999", linewidth=0.8, linestyle="--", label=f"cap {cap:g}")
+    over_steps.set(xlabel="steps of continued training", ylabel="largest |logit|, before the cap")
+    over_steps.set_ylim(bottom=0)
+    shown = {name: runs[name]["max_logit_by_head"] for name in ("unpatched", "calibrated")}
+    top = max(value for heads in shown.values() for row in heads for value in row)
+    for axes, (name, heads) in zip(maps, shown.items(), strict=True):
+        image = axes.imshow(heads, vmin=0, vmax=top, cmap="viridis", aspect="auto")
+        axes.set(xlabel="head", ylabel="layer", title=f"{name}, after training")
+        axes.set_xticks(range(len(heads[0])))
+        axes.set_yticks(range(len(heads)))
+        for i, row in enumerate(heads):
+            for j, value in enumerate(row):
+                shade = "white" if value < 0.6 * top else "black"
+                axes.text(j, i, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=8)
+    figure.colorbar(image, ax=maps, label="largest |logit|")
+    _finish(figure, over_steps, path)
+
+
+def _finish(figure: Any, axes: Any, path: Path) -> None:
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    replace_file(path, lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
+    pyplot.close(figure)
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside `path`, then rename it: a killed run leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.partial")
+    write(temporary)
+    temporary.replace(path)

@@ -1,0 +1,174 @@
+"""The demo's steps, in order: text, base model, three runs, table, plots, checkpoint, reload."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_qknorm.convert.calibrate import calibrate
+from hf_qknorm.convert.text import load_text, sample_batches, tokenize
+from hf_qknorm.demo.plots import plot_logits, plot_losses, replace_file
+from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
+from hf_qknorm.patch import patch_model
+from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.training.monitor import logit_statistics
+
+HELD_OUT = 0.1  # the last tenth of the text
+EVAL_BATCHES = 6
+CALIBRATION_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `hf-qknorm demo` can be told."""
+
+    data: str | None = None
+    checkpoint: str | None = None
+    scheme: str = "qk_norm_cap"
+    base_steps: int = 300
+    steps: int = 60
+    rate: float = 3e-4
+    out: str = "./qknorm-demo"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class _Batches:
+    base: list[Tensor]
+    calibration: list[Tensor]
+    continued: list[Tensor]
+    held_out: list[Tensor]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """The whole story; prints as it goes, writes everything into `settings.out`, and returns the report."""
+    out = Path(settings.out)
+    scheme = Scheme.of(settings.scheme)
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"--out {out} is a file: give a folder")
+    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the table below says what its log lines would
+    torch.manual_seed(settings.seed)
+    tokenizer, base = _base(settings)
+    batches = _batches(tokenizer, settings)
+    if settings.checkpoint is None:
+        train(base, batches.base, rate=2e-3, warmup=20, decay=True, what="training a small Llama")
+    runs, models = {}, {}
+    for name in ("unpatched", "fresh gains", "calibrated"):
+        model = models[name] = copy.deepcopy(base)
+        patch_model(model, scheme if name != "unpatched" else SCHEMES["none"])
+        if name == "calibrated":
+            calibrate(model, batches.calibration, method="moments")
+        runs[name] = _continue(model, batches, settings, name)
+    out.mkdir(parents=True, exist_ok=True)
+    _save(models["calibrated"], tokenizer, out / "model")
+    plot_losses(runs, out / "loss.png")
+    plot_logits(runs, scheme.softcap, out / "logits.png")
+    reloaded = _reload(models["calibrated"], batches.held_out[0], out)
+    report = {
+        "scheme": scheme.to_dict(),
+        "settings": vars(settings),
+        "parameters": sum(p.numel() for p in base.parameters()),
+        "runs": runs,
+        "reloaded": reloaded,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    text = json.dumps(report, indent=2, ensure_ascii=False)
+    replace_file(out / "report.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+    _tell(report, out)
+    return report
+
+
+def _base(settings: Settings) -> tuple[Any, Any]:
+    if settings.checkpoint is None:
+        return byte_tokenizer(), small_llama()
+    tokenizer = AutoTokenizer.from_pretrained(settings.checkpoint)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(settings.checkpoint, dtype=torch.float32)
+
+
+def _batches(tokenizer: Any, settings: Settings) -> _Batches:
+    text = load_text(settings.data)
+    cut = int(len(text) * (1 - HELD_OUT))
+    seen, held_out = tokenize(tokenizer, text[:cut]), tokenize(tokenizer, text[cut:])
+    seed = settings.seed
+    return _Batches(
+        base=sample_batches(seen, settings.base_steps, BATCH, LENGTH, seed + 1),
+        calibration=sample_batches(seen, CALIBRATION_BATCHES, BATCH, LENGTH, seed + 2),
+        continued=sample_batches(seen, settings.steps, BATCH, LENGTH, seed + 3),
+        held_out=sample_batches(held_out, EVAL_BATCHES, BATCH, LENGTH, seed),
+    )
+
+
+def _continue(model: Any, batches: _Batches, settings: Settings, name: str) -> dict[str, Any]:
+    """Train on the common batches, and look at held-out loss and logits every few steps."""
+    held_out: list[tuple[int, float]] = []
+    largest: list[tuple[int, float]] = []
+    every = max(settings.steps // 6, 1)
+    by_head: list[list[float]] = []
+
+    def look(step: int) -> None:
+        if step % every and step != settings.steps:
+            return
+        with logit_statistics(model) as statistics:
+            held_out.append((step, mean_loss(model, batches.held_out)))
+        by_head[:] = [layer.max_logit.tolist() for layer in statistics.values()]
+        largest.append((step, max(map(max, by_head))))
+
+    train(model, batches.continued, rate=settings.rate, what=f"continuing: {name}", each_step=look)
+    return {"held_out": held_out, "max_logit": largest, "max_logit_by_head": by_head}
+
+
+def _save(model: Any, tokenizer: Any, path: Path) -> None:
+    """Save beside `path`, then swap: a killed run leaves the old checkpoint or the new one, never half of one."""
+    partial, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.old")
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    model.eval().save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _reload(model: Any, batch: Tensor, out: Path) -> dict[str, Any]:
+    """Load the saved checkpoint in a new process, and compare its logits with the ones computed here."""
+    expected = out / ".expected.safetensors"
+    with torch.no_grad():
+        logits = model(input_ids=batch).logits
+    save_file({"input_ids": batch, "logits": logits.contiguous()}, expected)
+    command = [sys.executable, "-m", "hf_qknorm.demo.reload", str(out / "model"), str(expected)]
+    with tqdm(total=1, desc="reloading in a new process", unit="process") as bar:
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
+        bar.update()
+    expected.unlink()
+    if finished.returncode:
+        raise RuntimeError(f"the saved checkpoint could not be loaded in a new process:\n{finished.stderr}")
+    return json.loads(finished.stdout)
+
+
+def _tell(report: dict[str, Any], out: Path) -> None:
+    steps = report["settings"]["steps"]
+    print(f"\n{report['parameters']:,} parameters, scheme {report['settings']['scheme']}, held-out text:\n")
+    print(f"{'':14}{'loss at step 0':>16}{f'after {steps} steps':>16}{'max |logit| at 0':>18}{f'after {steps}':>10}")
+    for name, run in report["runs"].items():
+        (_, first), (_, last) = run["held_out"][0], run["held_out"][-1]
+        (_, logit), (_, last_logit) = run["max_logit"][0], run["max_logit"][-1]
+        print(f"{name:14}{first:16.3f}{last:16.3f}{logit:18.1f}{last_logit:10.1f}")
+    reloaded = report["reloaded"]
+    print(f"\nreloaded in a new process as {reloaded['class']}: logits differ by {reloaded['largest_difference']:g}")
+    print(f"it goes on writing: {reloaded['prompt'].splitlines()[-1] if reloaded['prompt'] else ''}▸{reloaded['text']}")
+    print(f"\nwritten: {out / 'loss.png'}, {out / 'logits.png'}, {out / 'report.json'}, {out / 'model'}/")

@@ -1,0 +1,94 @@
+"""The demo's small model, its tokenizer, and the loop that trains it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+LENGTH = 256
+BATCH = 8
+CLIP = 1.0
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and one for the end of a text: 257 tokens, nothing to download."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<|endoftext|>": 0, **{byte: i for i, byte in enumerate(alphabet, start=1)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    end = "<|endoftext|>"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end, model_max_length=2 * LENGTH
+    )
+
+
+def small_llama() -> PreTrainedModel:
+    """A Llama of 3 million parameters: 4 layers, 256 wide, 4 query heads and 2 key heads of 64."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=257,
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=2 * LENGTH,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+@torch.no_grad()
+def mean_loss(model: Any, batches: list[Tensor]) -> float:
+    """The mean next-token loss in nats over batches `[B, T]`."""
+    training = model.training
+    model.eval()
+    losses = [float(model(input_ids=batch, labels=batch, use_cache=False).loss) for batch in batches]
+    model.train(training)
+    return sum(losses) / len(losses)
+
+
+def train(
+    model: Any,
+    batches: list[Tensor],
+    *,
+    rate: float,
+    warmup: int = 0,
+    decay: bool = False,
+    what: str,
+    each_step: Callable[[int], None] = lambda step: None,
+) -> list[float]:
+    """One AdamW step a batch; `each_step(n)` runs after n steps, also after none. Returns the training losses."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
+    losses = []
+    model.train()
+    each_step(0)
+    bar = tqdm(batches, desc=what, unit="step")
+    for step, batch in enumerate(bar):
+        factor = min((step + 1) / max(warmup, 1), 1.0)
+        if decay:
+            factor *= 0.1 + 0.45 * (1 + math.cos(math.pi * step / len(batches)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * factor
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+        each_step(step + 1)
+    return losses

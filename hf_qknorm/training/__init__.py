@@ -1,0 +1,1 @@
+"""Watching and steering the training of patched models."""
