@@ -152,16 +152,28 @@ def uninstall(model: nn.Module) -> None:
         for norm in _head_norms(module):
             delattr(module, norm)
         if module.removed_norm:
-            parent, place = model.get_submodule(name.rpartition(".")[0]), next(module.parameters())
-            setattr(parent, module.family.pre_norm, module.removed_norm[0].to(place.device, place.dtype))
+            setattr(model.get_submodule(name.rpartition(".")[0]), module.family.pre_norm, _removed_norm(module))
             del module.removed_norm
         del module.scheme
         _set_class(module, module.base_class)
 
 
+def require_undoable(model: nn.Module) -> None:
+    """Raise ValueError if the model's scheme removed norms that its checkpoint did not keep."""
+    if any(not layer.scheme.pre_norm and not layer.removed_norm for layer in patched_layers(model).values()):
+        raise ValueError(
+            "this model was loaded from a checkpoint whose scheme removed the norms in front of attention "
+            "(pre_norm=False): they were not kept, so it can't be undone. Load the original checkpoint instead"
+        )
+
+
 @contextmanager
 def as_unpatched(model: nn.Module) -> Iterator[None]:
-    """Within, the model computes what it did before it was patched, through the same weights."""
+    """Within, the model computes what it did before it was patched, through the same weights.
+
+    Raises ValueError if its scheme removed norms that a checkpoint did not keep.
+    """
+    require_undoable(model)
     layers = patched_layers(model)
     schemes = {name: layer.scheme for name, layer in layers.items()}
     norms = [getattr(layer, norm) for layer in layers.values() for norm in _head_norms(layer)]
@@ -172,7 +184,7 @@ def as_unpatched(model: nn.Module) -> Iterator[None]:
         for norm in norms:
             norm.bypass = True
         for name, parent in parents.items():
-            setattr(parent, layers[name].family.pre_norm, layers[name].removed_norm[0])
+            setattr(parent, layers[name].family.pre_norm, _removed_norm(layers[name]))
         yield
     finally:
         for name, layer in layers.items():
@@ -181,6 +193,12 @@ def as_unpatched(model: nn.Module) -> Iterator[None]:
             norm.bypass = False
         for name, parent in parents.items():
             setattr(parent, layers[name].family.pre_norm, nn.Identity())
+
+
+def _removed_norm(module: QKNormAttention) -> nn.Module:
+    """The norm that the scheme removed, brought to where the layer is now: it is no submodule, `to` passes it by."""
+    place = next(module.parameters())
+    return module.removed_norm[0] if place.is_meta else module.removed_norm[0].to(place.device, place.dtype)
 
 
 def _head_norms(module: nn.Module) -> list[str]:
@@ -192,6 +210,7 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         remove_hook_from_module(module)
+        vars(module).pop("forward", None)  # left behind: the old class's, on the instance
     module.__class__ = cls
     if hook is not None:
         add_hook_to_module(module, hook)
@@ -200,7 +219,7 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
     config = module.config
     heads: int = config.num_attention_heads
-    heads_kv: int = getattr(config, "num_key_value_heads", None) or heads
+    heads_kv: int = heads // getattr(module, "num_key_value_groups", 1)  # a config may say what the model ignores
     head_dim: int = module.head_dim if hasattr(module, "head_dim") else module.head_size
     device, dtype = _place(module)
     for field, name in NORM_NAMES.items():

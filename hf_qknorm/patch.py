@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_qknorm import functions
-from hf_qknorm.attention import install, own_layers, patched_layers, uninstall
+from hf_qknorm.attention import PREFIX, install, own_layers, patched_layers, require_undoable, uninstall
 from hf_qknorm.families import FAMILIES, Family, check_scheme
 from hf_qknorm.hub.auto import QKNormModel, adopt, derived_config, set_class
 from hf_qknorm.norms import HeadNorm
@@ -72,12 +72,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not isinstance(model, QKNormModel):
         raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
-    scheme: Scheme = model.config.scheme
-    if not scheme.pre_norm and not all(layer.removed_norm for layer in patched_layers(model).values()):
-        raise ValueError(
-            "this model was loaded from a checkpoint whose scheme removed the norms in front of attention "
-            "(pre_norm=False): they were not kept, so it can't be undone. Load the original checkpoint instead"
-        )
+    require_undoable(model)
     base_backend = getattr(model, "qk_norm_base_backend", None)
     uninstall(model)
     for module in model.modules():
@@ -94,6 +89,7 @@ def _patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfi
     """A copy: other models may share the config object."""
     patched = copy.deepcopy(config)
     patched.__class__ = derived_config(config.model_type)
+    vars(patched).pop("model_type", None)  # a loaded config holds it beside its class
     patched.qk_norm = patched.qk_norm_base = None
     patched.attn_logit_softcapping = getattr(config, "attn_logit_softcapping", None)
     patched.set_scheme(scheme)
@@ -108,6 +104,9 @@ def _base_config(config: Any) -> PretrainedConfig:
     else:
         base.attn_logit_softcapping = config.qk_norm_base["attn_logit_softcapping"]
     del base.qk_norm, base.qk_norm_base
+    vars(base).pop("model_type", None)
+    if base.architectures is not None:
+        base.architectures = [name.removeprefix(PREFIX) for name in base.architectures]
     return base
 
 

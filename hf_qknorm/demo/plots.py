@@ -23,7 +23,8 @@ def plot_losses(runs: dict[str, Any], path: Path) -> None:
         axes.plot(steps, losses, color=COLOURS[name], marker="o", markersize=3, label=name)
         axes.annotate(f"{losses[0]:.2f}", (0, losses[0]), xytext=(4, 6), textcoords="offset points", fontsize=9)
     axes.set(xlabel="steps of continued training", ylabel="held-out loss (nats a token)")
-    axes.set_title("Converting a trained model: what the new norms cost, and how fast it comes back", fontsize=11)
+    axes.margins(y=0.12)
+    figure.suptitle("Converting a trained model: what new norms cost, and how fast it comes back", fontsize=11)
     _finish(figure, axes, path)
 
 
@@ -39,6 +40,7 @@ def plot_logits(runs: dict[str, Any], cap: float | None, path: Path) -> None:
         over_steps.axhline(cap, color="#999999", linewidth=0.8, linestyle="--", label=f"cap {cap:g}")
     over_steps.set(xlabel="steps of continued training", ylabel="largest |logit|, before the cap")
     over_steps.set_ylim(bottom=0)
+    over_steps.margins(y=0.12)
     shown = {name: runs[name]["max_logit_by_head"] for name in ("unpatched", "calibrated")}
     top = max(value for heads in shown.values() for row in heads for value in row)
     for axes, (name, heads) in zip(maps, shown.items(), strict=True):
@@ -55,7 +57,7 @@ def plot_logits(runs: dict[str, Any], cap: float | None, path: Path) -> None:
 
 
 def _finish(figure: Any, axes: Any, path: Path) -> None:
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=9)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     replace_file(path, lambda temporary: figure.savefig(temporary, dpi=150, format="png"))

@@ -136,6 +136,8 @@ class QKNormModel(_Model):
             )
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         _check_loaded(model, info)
+        for layer in patched_layers(model).values():
+            layer.removed_norm = ()  # no checkpoint keeps it
         return (model, info) if output_loading_info else model
 
 
@@ -208,11 +210,17 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
     """`QKNormLlamaForCausalLM` for `LlamaForCausalLM`."""
     model_type = base.config_class.model_type
     config_class = derived_config(model_type)
-    conversion = get_checkpoint_conversion_mapping(model_type)
-    if conversion is not None:  # Mixtral's experts are stored apart: the derived type converts them alike
-        register_checkpoint_conversion_mapping(config_class.model_type, conversion, overwrite=True)
-    namespace = {"base_class": base, "config_class": config_class, "__module__": __name__}
-    return type(f"{PREFIX}{base.__name__}", (QKNormModel, base), namespace)
+    derived = type(
+        f"{PREFIX}{base.__name__}",
+        (QKNormModel, base),
+        {"base_class": base, "config_class": config_class, "__module__": __name__},
+    )
+    # Mixtral's experts are stored apart, GPT-NeoX's head under another name: the derived class converts them alike.
+    for own, name in ((model_type, config_class.model_type), (base.__name__, derived.__name__)):
+        conversion = get_checkpoint_conversion_mapping(own)
+        if conversion is not None:
+            register_checkpoint_conversion_mapping(name, conversion, overwrite=True)
+    return derived
 
 
 class _Lazy:

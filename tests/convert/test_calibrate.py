@@ -1,0 +1,151 @@
+"""Closed-form gains: what they are, and what they keep."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_qknorm import Scheme, patch_model
+from hf_qknorm.attention import as_unpatched, patched_layers
+from hf_qknorm.convert import calibrate
+from hf_qknorm.convert.text import load_text, sample_batches, tokenize
+from hf_qknorm.demo.training import mean_loss
+from hf_qknorm.ops.reference import head_norm
+from hf_qknorm.testing import tiny_model
+
+GAINS = {
+    "shared": Scheme(q="rms", k="rms", v="rms"),
+    "shared, bias": Scheme(q="rms", k="layer", bias=True),
+    "per head": Scheme(q="rms", k="lp", p=3, gain="per_head"),
+    "per head, bias": Scheme(q="layer", k="layer", gain="per_head"),
+    "scalar": Scheme(q="rms", v="l2", gain="scalar"),
+}
+
+
+def _projections(model, batches):
+    """q, k and v of every layer, `[N, H, D]` in fp64, through the unpatched model."""
+    seen = {}
+    hooks = []
+    for name, layer in patched_layers(model).items():
+        for field in ("q", "k", "v"):
+            norm = layer._modules.get(f"{field}_norm")
+            if norm is not None:
+                hook = norm.register_forward_pre_hook(
+                    lambda module, args, key=(name, field): seen.setdefault(key, []).append(args[0].flatten(0, 1))
+                )
+                hooks.append(hook)
+    with torch.no_grad(), as_unpatched(model):
+        for batch in batches:
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return {key: torch.cat(parts).double() for key, parts in seen.items()}
+
+
+@pytest.mark.parametrize("scheme", GAINS.values(), ids=GAINS)
+def test_moments_are_the_least_squares_fit(scheme):
+    model = patch_model(tiny_model("llama"), scheme)
+    batches = [{"input_ids": torch.randint(64, (2, 20))} for _ in range(3)]
+    calibrate(model, batches)
+    for (name, field), x in _projections(model, batches).items():
+        norm = getattr(patched_layers(model)[name], f"{field}_norm")
+        n = head_norm(x, norm.norm, eps=norm.eps, p=norm.p)
+        gain = norm.weight.detach().double()
+        bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.detach().double()
+        residual = gain * n + bias - x
+        axes = {2: (0,), 1: (0, 1) if norm.weight.numel() > 1 else (0, 1, 2)}[norm.weight.dim()]
+        # at the optimum the residual is orthogonal to what the parameters multiply
+        scale = (n * x).abs().sum(axes)
+        assert ((residual * n).sum(axes).abs() <= 1e-5 * scale).all()
+        if norm.bias is not None:
+            assert (residual.sum(axes).abs() <= 1e-5 * x.abs().sum(axes)).all()
+
+
+def test_statistics_merge_over_batches_and_leave_padding_out():
+    inputs = torch.randint(3, 64, (4, 12))
+    whole = patch_model(tiny_model("llama"), "qk_norm")
+    calibrate(whole, [inputs])
+    split = patch_model(tiny_model("llama"), "qk_norm")
+    padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), inputs[2:]], dim=1)
+    mask = torch.cat([torch.zeros(2, 5), torch.ones(2, 12)], dim=1).long()
+    position_free = [{"input_ids": inputs[:2]}, {"input_ids": padded, "attention_mask": mask}]
+    calibrate(split, position_free)
+    for name, value in whole.state_dict().items():
+        if "_norm." in name and "self_attn" in name:
+            torch.testing.assert_close(split.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["henry", "lp"])
+def test_one_scalar_carries_both_sides_and_the_scale(name):
+    model = patch_model(tiny_model("llama"), name)
+    batches = [{"input_ids": torch.randint(64, (2, 20))}]
+    calibrate(model, batches)
+    projections = _projections(model, batches)
+    for layer_name, layer in patched_layers(model).items():
+        sides = []
+        for field in ("q", "k"):
+            x = projections[layer_name, field]
+            n = head_norm(x, layer.q_norm.norm, eps=layer.q_norm.eps, p=layer.q_norm.p)
+            sides.append((n * x).sum() / (n * n).sum())
+        expected = sides[0] * sides[1] * layer.scaling / layer.scheme.scale
+        torch.testing.assert_close(layer.q_norm.weight.double().squeeze(), expected, rtol=1e-5, atol=0)
+        assert layer.k_norm.weight is None
+
+
+def test_ones_restores_fresh_gains_and_the_mode():
+    model = patch_model(tiny_model("llama"), "qk_norm_cap").train()
+    batches = [torch.randint(64, (2, 20))]
+    calibrate(model, batches, method="moments")
+    report = calibrate(model, batches, method="ones")
+    assert model.training
+    assert report.loss == report.fresh_loss
+    assert all((layer.q_norm.weight == 1).all() for layer in patched_layers(model).values())
+
+
+def test_refusals():
+    model = tiny_model("llama")
+    batches = [torch.randint(64, (2, 8))]
+    with pytest.raises(ValueError, match="is not patched: call patch_model"):
+        calibrate(model, batches)
+    with pytest.raises(ValueError, match="unknown method 'magic': expected one of ones, moments"):
+        calibrate(patch_model(tiny_model("llama"), "qk_norm"), batches, method="magic")
+    with pytest.raises(ValueError, match="pre_norm=False can't be calibrated"):
+        calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches)
+
+
+def test_bf16_gains_stay_bf16():
+    model = patch_model(tiny_model("llama").bfloat16(), "qk_norm")
+    calibrate(model, [torch.randint(64, (2, 20))])
+    gains = [layer.q_norm.weight for layer in patched_layers(model).values()]
+    assert all(gain.dtype == torch.bfloat16 and (gain != 1).any() for gain in gains)
+
+
+# Held-out loss before, with fresh gains, and the largest that calibrated gains may leave.
+TRAINED = {
+    ("llama", "shared"): (1.618, 2.599, 2.012),
+    ("llama", "per_head"): (1.618, 2.599, 2.012),
+    ("gpt2", "shared"): (1.614, 2.085, 1.862),
+    ("gpt2", "per_head"): (1.614, 2.085, 1.807),
+}
+
+
+@pytest.mark.parametrize(("family", "gain"), TRAINED, ids=["-".join(key) for key in TRAINED])
+def test_trained_models_keep_what_they_knew(shared, caplog, family, gain):
+    base, fresh, most = TRAINED[family, gain]
+    folder = shared / "checkpoints" / f"{family}-shakespeare"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    text = load_text(str(shared / "data" / "tinyshakespeare.txt"))
+    cut = int(len(text) * 0.9)
+    held_out = sample_batches(tokenize(tokenizer, text[cut:]), 6, 8, 256, seed=0)
+    assert mean_loss(model, held_out) == pytest.approx(base, abs=1e-3)
+    with caplog.at_level(logging.WARNING, "hf_qknorm"):
+        patch_model(model, Scheme(q="auto", k="auto", gain=gain))
+    assert "calibrate(model, texts) keeps it" in caplog.text
+    assert mean_loss(model, held_out) == pytest.approx(fresh, abs=1e-3)
+    report = calibrate(model, [text[:20_000]])  # strings: the tokenizer is the checkpoint's
+    assert report.kept > 0.4
+    assert f"{report.kept:.0%} of the jump removed" in str(report)
+    assert mean_loss(model, held_out) <= most

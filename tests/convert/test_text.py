@@ -1,0 +1,83 @@
+"""Where text comes from, and how it becomes batches."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from hf_qknorm.convert.text import as_batches, load_text, sample_batches, tokenize
+from hf_qknorm.demo.training import byte_tokenizer
+
+
+def test_default_is_the_standard_library():
+    text = load_text(limit=50_000)
+    assert len(text) == 50_000
+    assert "import" in text
+
+
+def test_file_and_folder(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "c.bin").write_bytes(b"\x00")
+    assert load_text(str(tmp_path / "b.txt")) == "second"
+    assert load_text(str(tmp_path)) == "first\nsecond"
+    assert load_text(str(tmp_path), limit=3) == "fir"
+
+
+def test_sources_without_text(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"no such file or folder: .*missing\.txt"):
+        load_text(str(tmp_path / "missing.txt"))
+    with pytest.raises(ValueError, match="no text in it"):
+        load_text(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"):
+        load_text("owner/corpus")
+
+
+def test_dataset_by_name(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"id": 1, "text": "one"}, {"id": 2, "text": "two"}, {"id": 3, "text": "three"}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: iter(rows))
+    assert load_text("owner/corpus", limit=6) == "one\ntw"
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: iter([{"id": 1}]))
+    with pytest.raises(ValueError, match="no column of text"):
+        load_text("owner/corpus")
+
+
+def test_byte_tokenizer_round_trip(tmp_path):
+    tokenizer = byte_tokenizer()
+    text = "Ünïcode, tabs\t and\n newlines 🙂"
+    ids = tokenize(tokenizer, text)
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    tokenizer.save_pretrained(tmp_path)
+    assert type(tokenizer).from_pretrained(tmp_path).decode(ids) == text
+
+
+def test_sample_batches_repeat_with_the_seed_and_lie_in_the_text():
+    ids = torch.arange(1000)
+    first, again = sample_batches(ids, 3, 4, 16, seed=5), sample_batches(ids, 3, 4, 16, seed=5)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], sample_batches(ids, 3, 4, 16, seed=6)[0])
+    for batch in first:
+        assert batch.shape == (4, 16)
+        assert torch.equal(batch - batch[:, :1], torch.arange(16).expand(4, -1))
+    with pytest.raises(ValueError, match="need more than 17 tokens for sequences of 16, got 17"):
+        sample_batches(torch.arange(17), 1, 1, 16, seed=0)
+
+
+def test_as_batches():
+    tokenizer = byte_tokenizer()
+    texts = ["a" * 60, "b" * 60]
+    batches = list(as_batches(texts, tokenizer, batch=2, length=16, max_tokens=100))
+    assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 16), (2, 16), (2, 16)]
+    given = [{"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": torch.ones(2, 8), "labels": 1}] * 5
+    batches = list(as_batches(given, None, batch=1, length=1, max_tokens=40))
+    assert len(batches) == 3
+    assert set(batches[0]) == {"input_ids", "attention_mask"}
+    with pytest.raises(ValueError, match="calibration data is empty"):
+        list(as_batches([], tokenizer, batch=1, length=8, max_tokens=10))
+    with pytest.raises(ValueError, match="got int"):
+        list(as_batches([3], tokenizer, batch=1, length=8, max_tokens=10))

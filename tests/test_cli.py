@@ -1,0 +1,63 @@
+"""The command line, and the demo run small."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_qknorm import FAMILIES, SCHEMES, cli
+
+
+def test_schemes_and_families_list_the_tables(capsys):
+    assert cli.main(["schemes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(SCHEMES)
+    assert cli.main(["families"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--data", "./nowhere.txt"], "no such file or folder: ./nowhere.txt"),
+        (["demo", "--out", "FILE"], "is a file: give a folder"),
+        (["demo", "--checkpoint", "FILE"], "hf-qknorm: "),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("x")
+    assert cli.main(arguments) == 1
+    assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["FILE"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["demo", "--scheme", "none"], ["demo", "--steps", "0"]])
+def test_usage_errors(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+
+
+def test_demo_writes_everything(tmp_path, capsys):
+    out = tmp_path / "out"
+    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    arguments = ["demo", "--data", str(tmp_path / "corpus.txt"), "--base-steps", "2", "--steps", "2", "--out", str(out)]
+    assert cli.main(arguments) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert list(report["runs"]) == ["unpatched", "fresh gains", "calibrated"]
+    for run in report["runs"].values():
+        assert [step for step, _ in run["held_out"]] == [0, 1, 2]
+    assert report["reloaded"]["largest_difference"] == 0
+    assert report["reloaded"]["class"] == "QKNormLlamaForCausalLM"
+    for plot in ("loss.png", "logits.png"):
+        assert (out / plot).read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.iterdir()) == ["logits.png", "loss.png", "model", "report.json"]
+    assert AutoModelForCausalLM.from_pretrained(out / "model").config.scheme == SCHEMES["qk_norm_cap"].resolve("rms")
+    assert AutoTokenizer.from_pretrained(out / "model").decode([1, 2])
+    table = capsys.readouterr().out
+    for row in ("unpatched", "fresh gains", "calibrated", "logits differ by 0"):
+        assert row in table
