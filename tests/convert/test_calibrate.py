@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.attention import as_unpatched, patched_layers
 from hf_qknorm.convert import calibrate
+from hf_qknorm.convert.fit import fit_gains
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss
 from hf_qknorm.ops.reference import head_norm
@@ -49,7 +50,7 @@ def _projections(model, batches):
 def test_moments_are_the_least_squares_fit(scheme):
     model = patch_model(tiny_model("llama"), scheme)
     batches = [{"input_ids": torch.randint(64, (2, 20))} for _ in range(3)]
-    calibrate(model, batches)
+    calibrate(model, batches, method="moments")
     for (name, field), x in _projections(model, batches).items():
         norm = getattr(patched_layers(model)[name], f"{field}_norm")
         n = head_norm(x, norm.norm, eps=norm.eps, p=norm.p)
@@ -67,12 +68,12 @@ def test_moments_are_the_least_squares_fit(scheme):
 def test_statistics_merge_over_batches_and_leave_padding_out():
     inputs = torch.randint(3, 64, (4, 12))
     whole = patch_model(tiny_model("llama"), "qk_norm")
-    calibrate(whole, [inputs])
+    calibrate(whole, [inputs], method="moments")
     split = patch_model(tiny_model("llama"), "qk_norm")
     padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), inputs[2:]], dim=1)
     mask = torch.cat([torch.zeros(2, 5), torch.ones(2, 12)], dim=1).long()
     position_free = [{"input_ids": inputs[:2]}, {"input_ids": padded, "attention_mask": mask}]
-    calibrate(split, position_free)
+    calibrate(split, position_free, method="moments")
     for name, value in whole.state_dict().items():
         if "_norm." in name and "self_attn" in name:
             torch.testing.assert_close(split.state_dict()[name], value, rtol=1e-4, atol=1e-5)
@@ -82,7 +83,7 @@ def test_statistics_merge_over_batches_and_leave_padding_out():
 def test_one_scalar_carries_both_sides_and_the_scale(name):
     model = patch_model(tiny_model("llama"), name)
     batches = [{"input_ids": torch.randint(64, (2, 20))}]
-    calibrate(model, batches)
+    calibrate(model, batches, method="moments")
     projections = _projections(model, batches)
     for layer_name, layer in patched_layers(model).items():
         sides = []
@@ -110,17 +111,48 @@ def test_refusals():
     batches = [torch.randint(64, (2, 8))]
     with pytest.raises(ValueError, match="is not patched: call patch_model"):
         calibrate(model, batches)
-    with pytest.raises(ValueError, match="unknown method 'magic': expected one of ones, moments"):
+    with pytest.raises(ValueError, match="unknown method 'magic': expected one of ones, moments, fit"):
         calibrate(patch_model(tiny_model("llama"), "qk_norm"), batches, method="magic")
     with pytest.raises(ValueError, match="pre_norm=False can't be calibrated"):
         calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches)
+    with pytest.raises(ValueError, match="predicts no tokens"):
+        calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), batches)
 
 
-def test_bf16_gains_stay_bf16():
+@pytest.mark.parametrize("method", ["moments", "fit"])
+def test_bf16_gains_stay_bf16(method):
     model = patch_model(tiny_model("llama").bfloat16(), "qk_norm")
-    calibrate(model, [torch.randint(64, (2, 20))])
+    calibrate(model, [torch.randint(64, (2, 20))], method=method)
     gains = [layer.q_norm.weight for layer in patched_layers(model).values()]
     assert all(gain.dtype == torch.bfloat16 and (gain != 1).any() for gain in gains)
+
+
+def test_fit_moves_the_gains_alone_and_repeats():
+    batches = [torch.randint(64, (8, 32)) for _ in range(12)]
+    fitted = []
+    for _ in range(2):
+        model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap").train()
+        model.lm_head.weight.requires_grad_(False)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        report = calibrate(model, batches, steps=60)
+        changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+        assert changed == {name for name in before if "q_norm" in name or "k_norm" in name}
+        assert model.training
+        assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
+        assert all(p.grad is None for p in model.parameters())
+        fitted.append(model.state_dict())
+    assert all(torch.equal(value, fitted[1][name]) for name, value in fitted[0].items())
+    start = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap")
+    assert report.kl < calibrate(start, batches, method="moments").kl
+
+
+def test_fit_never_ends_worse_than_it_started():
+    batches = [torch.randint(64, (2, 20)) for _ in range(6)]
+    model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap")
+    calibrate(model, batches, method="moments")
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    fit_gains(model, [{"input_ids": batch} for batch in batches], steps=12, rate=100.0)
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
 
 
 # Held-out loss before, with fresh gains, and the largest that calibrated gains may leave.
@@ -145,7 +177,8 @@ def test_trained_models_keep_what_they_knew(shared, caplog, family, gain):
         patch_model(model, Scheme(q="auto", k="auto", gain=gain))
     assert "calibrate(model, texts) keeps it" in caplog.text
     assert mean_loss(model, held_out) == pytest.approx(fresh, abs=1e-3)
-    report = calibrate(model, [text[:20_000]])  # strings: the tokenizer is the checkpoint's
+    report = calibrate(model, [text[:20_000]], method="moments")  # strings: the tokenizer is the checkpoint's
     assert report.kept > 0.4
     assert f"{report.kept:.0%} of the jump removed" in str(report)
     assert mean_loss(model, held_out) <= most
+
