@@ -119,7 +119,7 @@ def _attention_backward(
 def _(q, k, v, mask, sinks, seed, scale, softcap, causal, window, dropout):  # type: ignore[no-untyped-def]
     b, h, t, d = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, h, t), dtype=lse_dtype)
+    return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, h, t, 2), dtype=lse_dtype)
 
 
 @_attention_backward.register_fake

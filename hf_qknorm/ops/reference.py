@@ -35,19 +35,21 @@ def head_norm(
     rms:   x / √(mean x² + eps)                   layer: the same of x − mean x
     l2:    x / √(D·(mean x² + eps))               lp:    x / (D·(mean |x|ᵖ + eps^(p/2)))^(1/p)
 
-    Computes in fp32 (fp64 stays fp64) and rounds once, to the dtype of `x`. A row of zeros stays zero, with zero
-    gradient (eps > 0).
+    Computes in fp32 (fp64 stays fp64) and rounds once, to the dtype of `x`. A row of zeros (for "layer": of equal
+    entries) is padding or dead: it stays zero and gets zero gradient, where 1/√eps would multiply it.
     """
     y = x if x.dtype == torch.float64 else x.float()
     if norm == "layer":
         y = y - y.mean(-1, keepdim=True)
     if norm in ("rms", "layer", "l2"):
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+        square = y.pow(2).mean(-1, keepdim=True)
+        y = y * torch.where(square > 0, torch.rsqrt(square + eps), 0.0)
         y = y * y.shape[-1] ** -0.5 if norm == "l2" else y
     elif norm == "lp":
-        peak = y.detach().abs().amax(-1, keepdim=True).clamp_min(eps**0.5)  # |x|ᵖ must not overflow
+        largest = y.detach().abs().amax(-1, keepdim=True)
+        peak = largest.clamp_min(eps**0.5)  # |x|ᵖ must not overflow
         power = (y.abs() / peak).pow(p).mean(-1, keepdim=True) + (eps**0.5 / peak).pow(p)
-        y = y / (peak * (y.shape[-1] * power).pow(1 / p))
+        y = y * torch.where(largest > 0, 1 / (peak * (y.shape[-1] * power).pow(1 / p)), 0.0)
     else:
         raise ValueError(f"unknown norm {norm!r}: expected 'rms', 'layer', 'l2' or 'lp'")
     y = y if gain is None else gain.to(y.dtype) * y

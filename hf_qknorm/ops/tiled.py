@@ -1,8 +1,8 @@
 """Attention in PyTorch, a block of queries at a time, with a backward pass that recomputes: CPU, MPS, any device.
 
 Memory is linear in the sequence length: the largest temporary holds the logits of one block. Half precision is
-computed in fp32 and rounded once. The softmax runs in base 2, because exp2 is far cheaper than exp on a CPU. With a
-cap ≤ 64 the logits are bounded, so it needs no maximum: 2^(64·log2 e) = 2^92 leaves fp32 room for rows of any length.
+computed in fp32 and rounded once. e^x is computed as 2^(x·log2 e), a quarter of the time on a CPU; the maximum is
+subtracted before, so that the product rounds only what is small.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.tiling import LOG2E, Options, Problem
+from hf_qknorm.ops.tiling import Options, Problem
+
+LOG2E = math.log2(math.e)
 
 __all__ = ["Options", "backward", "dropout_mask", "forward", "statistics"]
 
@@ -26,35 +28,32 @@ def forward(
     seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Attention output `[B, H, T, D]` (laid out as `[B, T, H, D]`), and the base-2 log-sum-exp `[B, H, T]`.
+    """Attention output `[B, H, T, D]` (laid out as `[B, T, H, D]`), and the log-sum-exp of the logits `[B, H, T, 2]`.
 
-    Arguments as in `library.attention`. The log-sum-exp of a query that may attend to nothing is +inf.
+    Arguments as in `library.attention`. The log-sum-exp is the sum of its two parts, the maximum and the rest: one
+    number would round away what the backward pass needs of large logits. For a query without keys it is +inf.
     """
     problem = Problem(q, k, v, mask, sinks, options)
     out = problem.q.new_zeros(problem.q.shape)
-    lse = problem.q.new_full((*problem.q.shape[:3], 1), math.inf)
+    lse = problem.q.new_full((*problem.q.shape[:3], 2), math.inf)
     buffer, spare = problem.buffer(), problem.buffer()
     for block in problem.blocks:
         logits = problem.logits(block, buffer, spare)
         sink = problem.sink_rows(block)
-        shift = None
-        if problem.shifted:
-            shift = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
-            logits.sub_(shift)
-        weights = logits.exp2_()
+        shift = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
+        shift = shift if sink is None else torch.maximum(shift, sink)
+        weights = _exp_(logits.sub_(shift))
         total = weights.sum(-1, keepdim=True)
         empty = total == 0
-        if sink is not None and shift is not None:
-            total = total + torch.exp2(sink - shift)
+        total = total if sink is None else total + torch.exp(sink - shift)
         if seed is not None:
             weights.mul_(problem.keep(block, seed))
         rows = torch.bmm(weights, problem.span(problem.v, block))
         problem.put(out, block, rows.div_(total.masked_fill(empty, 1.0)))
-        total = total.log2_() if shift is None else total.log2_().add_(shift)
-        problem.put(lse, block, total.masked_fill_(empty, math.inf))
+        problem.put(lse, block, torch.cat([shift, total.log_().masked_fill_(empty, math.inf)], -1))
     b, h, t, d = q.shape
-    laid_out = out.view(b, h, t, d).transpose(1, 2).to(q.dtype, memory_format=torch.contiguous_format)
-    return laid_out.transpose(1, 2), lse.view(b, h, t)
+    laid_out = q.new_empty((b, t, h, d)).copy_(out.view(b, h, t, d).transpose(1, 2))
+    return laid_out.transpose(1, 2), lse.view(b, h, t, 2)
 
 
 def backward(
@@ -72,23 +71,19 @@ def backward(
     """Gradients of q, k, v and the sinks (None without them), for `grad` `[B, H, T, D]`, recomputing the weights."""
     problem = Problem(q, k, v, mask, sinks, options)
     grads, outs = problem.grouped(grad), problem.grouped(out)
-    shift = problem.grouped(lse.unsqueeze(-1)).neg()
-    dq, dk, dv = (
-        problem.q.new_zeros(problem.q.shape),
-        torch.zeros_like(problem.k),
-        torch.zeros_like(problem.v),
-    )
+    lses = problem.grouped(lse)
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (problem.q, problem.k, problem.v))
     dsinks = None if problem.sinks is None else torch.zeros_like(problem.sinks)
     cap, scale = options.softcap, options.scale
     first, second = problem.buffer(), problem.buffer()
     for block in problem.blocks:
         grad_rows, query_rows = problem.part(grads, block), problem.part(problem.q, block)
         delta = (grad_rows * problem.part(outs, block)).sum(-1, keepdim=True)
-        lse_rows = problem.part(shift, block)
         slope = problem.scores(block, scale, first) if cap is None else problem.tanh_scores(block, cap, first, second)
-        weights = torch.add(lse_rows, slope, alpha=LOG2E * (cap or 1.0), out=second[: slope.numel()].view(slope.shape))
+        weights = torch.mul(slope, cap or 1.0, out=second[: slope.numel()].view(slope.shape))
         problem.hide(weights, block)
-        weights.exp2_()
+        largest, rest = problem.part(lses, block).unbind(-1)
+        _exp_(weights.sub_(largest[..., None]).sub_(rest[..., None]))  # as forward did: what was rounded there cancels
         keep = None if seed is None else problem.keep(block, seed)
         dropped = weights if keep is None else weights * keep
         problem.span(dv, block).baddbmm_(dropped.transpose(1, 2), grad_rows)
@@ -104,7 +99,7 @@ def backward(
         problem.span(dk, block).baddbmm_(dlogits.transpose(1, 2), query_rows, alpha=scale)
         sink = problem.sink_rows(block)
         if sink is not None and dsinks is not None:
-            flow = torch.exp2(sink + lse_rows).mul_(delta).neg_()
+            flow = torch.exp(sink - (largest + rest)[..., None]).mul_(delta).neg_()
             dsinks += flow.view(-1, problem.heads_kv, problem.group, block.shape[1], 1).sum((0, 3), keepdim=True)[0]
     return (
         dq.mul_(scale).view(q.shape).to(q.dtype),
@@ -137,14 +132,18 @@ def statistics(
     for block in problem.blocks:
         b, n, w = block.shape
         raw = problem.scores(block, options.scale, buffer).abs()
-        logits = problem.logits(block, buffer, spare).div_(LOG2E)
+        logits = problem.logits(block, buffer, spare)
         seen = logits > -math.inf
         largest = torch.maximum(largest, raw.masked_fill_(~seen, 0.0).view(b, *shape, n * w).amax((0, 3)))
         seen = seen.any(-1, keepdim=True)
         sink = problem.sink_rows(block)
-        logits = logits if sink is None else torch.cat([logits, sink / LOG2E], -1)
+        logits = logits if sink is None else torch.cat([logits, sink], -1)
         weights = torch.softmax(logits.masked_fill(~seen, 0.0), -1)
         nats = torch.special.xlogy(weights, weights).sum(-1, keepdim=True).neg_().masked_fill_(~seen, 0.0)
         entropy += nats.view(b, *shape, n).sum((0, 3))
         counted += seen.view(b, *shape, n).sum((0, 3))
     return largest.flatten(), (entropy / counted.clamp_min(1)).flatten()
+
+
+def _exp_(x: Tensor) -> Tensor:
+    return x.mul_(LOG2E).exp2_()

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOG2E = math.log2(math.e)
 BLOCK_ROWS = 64  # rows of logits a head and block: small enough for the cache, large enough for a good matmul
 BLOCK_LOGITS = 1 << 22  # logits in one block at most (16 MiB in fp32)
-UNSHIFTED_CAP = 64.0
+
+# tanh(x) ≈ x·P(x²) on |x| ≤ SMALL to 3.5e-8, by interpolation at Chebyshev nodes; highest power first.
+SMALL = 0.35
+TANH_SMALL = (-0.04895564, 0.13295752, -0.3333242, 0.99999997)
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,6 @@ class Problem:
         self.mask, self.options, self.device = mask, options, q.device
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads_kv, self.group, 1, 1)
         self.q, self.k, self.v = self.grouped(q), self.flat(k), self.flat(v)
-        additive = mask is not None and mask.dtype != torch.bool
-        bounded = options.softcap is not None and options.softcap <= UNSHIFTED_CAP
-        self.shifted = additive or sinks is not None or not bounded
         self.blocks = list(self._blocks())
 
     def flat(self, x: Tensor) -> Tensor:
@@ -103,7 +102,8 @@ class Problem:
             hi = last + window + 1
         lo, hi = max(lo, 0), min(max(hi, 0), self.keys)
         if self.mask is not None and self.mask.dtype == torch.bool and self.device.type == "cpu":
-            used = self._masks(batch, rows, slice(lo, hi)).flatten(0, -2).any(0).nonzero()
+            part = self._masks(batch, rows, slice(lo, hi)).flatten(0, -2).any(0)
+            used = part.expand(max(hi - lo, 0)).nonzero()
             return slice(lo + int(used[0]), lo + int(used[-1]) + 1) if len(used) else slice(0, 0)
         return slice(lo, max(lo, hi))
 
@@ -140,24 +140,30 @@ class Problem:
     def tanh_scores(self, block: Block, cap: float, out: Tensor, spare: Tensor) -> Tensor:
         """tanh(scale·q·kᵀ / cap) of a block, `[b·Hk, G·n, w]`, into the buffer `out`, with the help of `spare`.
 
-        Computed as expm1(2x) / (expm1(2x) + 2): half the time of torch.tanh on a CPU, accurate to 2 ulp. Beyond
-        |x| = 20 tanh is ±1 even in fp64, and expm1 would overflow.
+        Where all of it is small, as after norms, a polynomial takes a third of the time of torch.tanh on a CPU.
         """
-        x = self.scores(block, 2 * self.options.scale / cap, out).clamp_(-40.0, 40.0).expm1_()
-        return x.div_(torch.add(x, 2.0, out=spare[: x.numel()].view(x.shape)))
+        x = self.scores(block, self.options.scale, out).div_(cap)  # scale / cap would round once for all logits
+        if self.device.type != "cpu" or x.dtype == torch.float64 or max(map(abs, map(float, x.aminmax()))) > SMALL:
+            return x.tanh_()
+        square = torch.mul(x, x, out=spare[: x.numel()].view(x.shape))
+        leading, *others, last = TANH_SMALL
+        factor = torch.mul(square, leading)
+        for coefficient in others:
+            factor.add_(coefficient).mul_(square)
+        return x.mul_(factor.add_(last))
 
     def logits(self, block: Block, out: Tensor, spare: Tensor) -> Tensor:
-        """The block's capped and masked logits in base 2, `[b·Hk, G·n, w]`, in the buffer `out`."""
+        """The block's capped and masked logits, `[b·Hk, G·n, w]`, in the buffer `out`."""
         cap = self.options.softcap
         if cap is None:
-            logits = self.scores(block, self.options.scale * LOG2E, out)
+            logits = self.scores(block, self.options.scale, out)
         else:
-            logits = self.tanh_scores(block, cap, out, spare).mul_(cap * LOG2E)
+            logits = self.tanh_scores(block, cap, out, spare).mul_(cap)
         self.hide(logits, block)
         return logits
 
     def hide(self, logits: Tensor, block: Block) -> None:
-        """Apply mask, causality and window to the block's base-2 logits, in place."""
+        """Apply mask, causality and window to the block's logits, in place."""
         b, n, w = block.shape
         view = logits.view(b, self.heads_kv, self.group, n, w)
         if self.mask is not None:
@@ -165,7 +171,7 @@ class Problem:
             if part.dtype == torch.bool:
                 view.masked_fill_(~part, -math.inf)
             else:
-                view.add_(part.to(self.dtype), alpha=LOG2E)
+                view.add_(part.to(self.dtype))
                 view.masked_fill_(part <= torch.finfo(part.dtype).min, -math.inf)
         causal, window = self.options.causal, self.options.window
         first = block.rows.start + self.keys - self.queries - block.cols.start  # the column of row 0's own key
@@ -190,9 +196,9 @@ class Problem:
         return (drawn >= self.options.dropout).to(self.dtype).div_(1 - self.options.dropout)
 
     def sink_rows(self, block: Block) -> Tensor | None:
-        """The sinks' base-2 logits for the block's rows, `[b·Hk, G·n, 1]`."""
+        """The sinks' logits for the block's rows, `[b·Hk, G·n, 1]`."""
         if self.sinks is None:
             return None
         b, n, _ = block.shape
-        rows = self.sinks.mul(LOG2E).expand(-1, -1, n, 1).flatten(1, 2)
+        rows = self.sinks.expand(-1, -1, n, 1).flatten(1, 2)
         return rows.repeat(b, 1, 1)

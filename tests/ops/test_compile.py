@@ -1,0 +1,94 @@
+"""`library.attention` under torch.compile: one opaque node, no graph break, no recompilation for each length."""
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from hf_qknorm.ops import library
+from hf_qknorm.testing import make_qkv
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+SINKS = torch.linspace(-1, 2, 4)
+OPTIONS = {
+    "plain": {},
+    "capped": {"softcap": 5.0, "causal": True},
+    "window": {"causal": True, "window": 4},
+    "mask": {"softcap": 5.0, "mask": torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()},
+    "sinks": {"sinks": SINKS, "causal": True},
+    "dropout": {"dropout": 0.25},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):  # its key knows nothing of the operator's fake
+        yield
+
+
+def projected(x: Tensor, options: dict) -> Tensor:
+    """What a model does around attention: heads split and joined by transposed views."""
+    q = x.unflatten(-1, (4, 16)).transpose(1, 2) * 2
+    k, v = q[:, ::2], q[:, 1::2]
+    return library.attention(q, k, v, **options).transpose(1, 2).flatten(2).sin()
+
+
+def output_and_gradient(function, x: Tensor, options: dict) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    out = function(x, options)
+    return out.detach(), torch.autograd.grad(out.sum(), x)[0]
+
+
+def draw(batch: int, length: int) -> Tensor:
+    return torch.randn(batch, length, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_compiled_function_is_the_plain_one(name: str, batch: int) -> None:
+    options = dict(OPTIONS[name])
+    if "mask" in options:
+        options["mask"] = options["mask"][:batch]
+    x = draw(batch, 9)
+    compiled = torch.compile(projected, fullgraph=True, backend="aot_eager")
+    got, expected = (output_and_gradient(function, x, options) for function in (compiled, projected))
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_accepts_the_layouts() -> None:
+    """Inductor checks the strides that the operator's fake promised, of outputs and of gradients."""
+    x, options = draw(1, 9), OPTIONS["capped"]  # at batch 1 the heads' keys are a view, with strides of their own
+    got, expected = (
+        output_and_gradient(function, x, options) for function in (torch.compile(projected, fullgraph=True), projected)
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_dynamic_graph_serves_every_length() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(projected, fullgraph=True, backend=counter, dynamic=True)
+    graphs = []
+    for length in (9, 17, 33, 70):
+        x = draw(2, length)
+        got, expected = (output_and_gradient(f, x, OPTIONS["capped"]) for f in (compiled, projected))
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+        graphs.append(counter.frame_count)
+    assert set(graphs) == {graphs[0]}
+
+
+def test_the_graph_holds_one_attention_node() -> None:
+    seen = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 9, 9, 16))
+    torch.compile(library.attention, fullgraph=True, backend=record)(q, k, v, softcap=5.0, causal=True)
+    assert [name for name in seen if "hf_qknorm" in name] == ["hf_qknorm.attention.default"]

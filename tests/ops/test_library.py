@@ -1,0 +1,220 @@
+"""`library.attention`: what torch expects of an operator, and what callers are told when they get it wrong."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from hf_qknorm.ops import library, reference, tiled
+from hf_qknorm.testing import make_qkv
+
+F64 = torch.float64
+SINKS = torch.linspace(-1, 2, 4)
+MASK = (torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.7) | torch.eye(9, dtype=torch.bool)
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "capped": {"softcap": 5.0, "causal": True},
+    "window": {"softcap": 5.0, "causal": True, "window": 4},
+    "bidirectional_window": {"window": 2},
+    "scale": {"scale": 0.7},
+    "mask": {"softcap": 5.0, "mask": MASK},
+    "additive": {"mask": torch.zeros(2, 1, 9, 9).masked_fill(~MASK, torch.finfo(torch.float32).min)},
+    "sinks": {"softcap": 70.0, "sinks": SINKS, "causal": True},
+    "dropout": {"dropout": 0.25, "softcap": 5.0},
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def as_in_a_model(*tensors: Tensor) -> list[Tensor]:
+    """The tensors laid out as `[B, T, H, D]`, which projections give."""
+    return [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors]
+
+
+def cast(options: dict, dtype: torch.dtype) -> dict:
+    """The options with sinks in `dtype`, as leaves."""
+    return options if "sinks" not in options else {**options, "sinks": SINKS.to(dtype, copy=True).requires_grad_()}
+
+
+def gradients(out: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out.sin().sum(), [x for x in inputs if x is not None])
+
+
+OPCHECKS = [
+    *((torch.float32, True, 1, name) for name in OPTIONS),
+    *(
+        (dtype, laid_out, n, "capped")
+        for dtype in (torch.float32, torch.bfloat16)
+        for laid_out in (True, False)
+        for n in (1, 2)
+    ),
+]
+
+
+@pytest.mark.parametrize(("dtype", "laid_out", "batch", "name"), OPCHECKS, ids=str)
+def test_the_operators_pass_torchs_opcheck(dtype: torch.dtype, laid_out: bool, batch: int, name: str) -> None:
+    q, k, v = make_qkv(batch, 4, 2, 9, 9, 16, dtype=dtype)
+    q, k, v = as_in_a_model(q, k, v) if laid_out else (q, k, v)
+    options = cast(OPTIONS[name], dtype)
+    mask = options["mask"][:batch] if "mask" in options else None
+    seed = torch.tensor([3]) if "dropout" in options else None
+    numbers = (
+        options.get("scale", 0.25),
+        options.get("softcap"),
+        options.get("causal", False),
+        options.get("window"),
+        options.get("dropout", 0.0),
+    )
+    tensors = (q, k, v, mask, options.get("sinks"), seed)
+    opcheck(torch.ops.hf_qknorm.attention.default, (*tensors, *numbers))
+    with torch.no_grad():
+        out, lse = torch.ops.hf_qknorm.attention(*tensors, *numbers)
+    detached = [x if x is None else x.detach() for x in tensors]
+    opcheck(
+        torch.ops.hf_qknorm.attention_backward.default,
+        (torch.ones_like(out), *detached, out, lse, *numbers),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@every_option
+@pytest.mark.parametrize("laid_out", [False, True])
+def test_autograd_is_the_oracles(laid_out: bool, options: dict) -> None:
+    q, k, v = make_qkv(2, 4, 2, 9, 9, 16, dtype=F64)
+    q, k, v = as_in_a_model(q, k, v) if laid_out else (q, k, v)
+    options = cast(options, F64)
+    out, expected = dropped(q, k, v, options) if "dropout" in options else both(q, k, v, options)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    inputs = (q, k, v, options.get("sinks"))
+    for got, exact in zip(gradients(out, *inputs), gradients(expected, *inputs), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-12)
+
+
+def both(q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Tensor]:
+    return library.attention(q, k, v, **options), reference.attention(q, k, v, **options).out
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Tensor]:
+    """Output with dropout, and the oracle's with the mask that the same generator state gives."""
+    options = dict(options)
+    torch.manual_seed(5)
+    out = library.attention(q, k, v, **options)
+    torch.manual_seed(5)
+    seed = torch.randint(torch.iinfo(torch.int64).max, (1,))
+    rate, scale = options.pop("dropout"), options.get("scale", q.shape[-1] ** -0.5)
+    settings = tiled.Options(scale, options.get("softcap"), options.get("causal", False), options.get("window"), rate)
+    with torch.no_grad():
+        kept = tiled.dropout_mask(q, k, options.get("mask"), seed, settings)
+    return out, reference.attention(q, k, v, **options, dropout_mask=kept).out
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_a_gradient_of_one_input_alone(wanted: str) -> None:
+    tensors = dict(zip("qkv", (x.detach() for x in make_qkv(1, 4, 2, 9, 9, 16, dtype=F64)), strict=True))
+    tensors[wanted].requires_grad_()
+    out, expected = both(*tensors.values(), {"softcap": 5.0, "causal": True})
+    got, exact = gradients(out, tensors[wanted]), gradients(expected, tensors[wanted])
+    torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, F64], ids=str)
+@pytest.mark.parametrize(("heads", "queries"), [(4, 9), (1, 9), (4, 1), (1, 1)])
+def test_the_output_is_laid_out_for_the_output_projection(heads: int, queries: int, dtype: torch.dtype) -> None:
+    q, k, v = make_qkv(2, heads, 1, queries, 9, 16, dtype=dtype)
+    out = library.attention(q, k, v, causal=True)
+    assert out.shape == (2, heads, queries, 16)
+    assert out.dtype == dtype
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_the_same_generator_state_drops_the_same() -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 2, 200, 200, 16))
+
+    def attend(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return library.attention(q, k, v, causal=True, dropout=0.5)
+
+    assert torch.equal(attend(1), attend(1))
+    assert not torch.equal(attend(1), attend(2))
+    torch.manual_seed(1)
+    twice = [library.attention(q, k, v, causal=True, dropout=0.5) for _ in range(2)]
+    assert not torch.equal(*twice)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_keeps_the_mean(rate: float) -> None:
+    """With equal weights over S keys and v = 1, each output is the kept share: mean 1, deviation √(r/(1 − r)/S)."""
+    q, k, _ = (torch.zeros_like(x) for x in make_qkv(2, 4, 4, 500, 400, 16))
+    torch.manual_seed(0)
+    out = library.attention(q, k, torch.ones_like(k), dropout=rate)[..., 0]
+    deviation = math.sqrt(rate / (1 - rate) / 400)
+    assert float(out.mean()) == pytest.approx(1.0, abs=5 * deviation / math.sqrt(out.numel()))
+    assert float(out.std()) == pytest.approx(deviation, rel=0.1)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradient_checkpointing_gives_the_same_gradients(dropout: float, use_reentrant: bool) -> None:
+    q, k, v = make_qkv(2, 4, 2, 70, 70, 16, dtype=F64)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return library.attention(q, k, v, softcap=5.0, causal=True, dropout=dropout).sin()
+
+    torch.manual_seed(7)
+    attend(q, k, v).sum().backward()
+    expected = [x.grad for x in (q, k, v)]
+    q.grad = k.grad = v.grad = None
+    torch.manual_seed(7)
+    out = checkpoint(attend, q, k, v, use_reentrant=use_reentrant)
+    torch.rand(3)  # what runs in between moves the generator
+    out.sum().backward()
+    for x, grad in zip((q, k, v), expected, strict=True):
+        assert torch.equal(x.grad, grad)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = make_qkv(1, 2, 1, 5, 5, 8)
+    (grad,) = torch.autograd.grad(library.attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative.*hf_qknorm_eager"):
+        grad.sum().backward()
+
+
+def q_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+GOOD = {"q": q_of(2, 4, 5, 8), "k": q_of(2, 2, 7, 8), "v": q_of(2, 2, 7, 8)}
+WRONG = [
+    ({"q": q_of(4, 5, 8)}, r"expected q \[B, H, T, D\].*got \[4, 5, 8\]"),
+    ({"k": q_of(2, 7, 8), "v": q_of(2, 7, 8)}, r"expected q .*\[2, 7, 8\]"),
+    ({"v": q_of(2, 2, 6, 8)}, r"expected q .*\[2, 2, 6, 8\]"),
+    ({"v": q_of(2, 2, 7, 4)}, r"expected q .*\[2, 2, 7, 4\]"),
+    ({"q": q_of(1, 4, 5, 8)}, r"q \[1, 4, 5, 8\] and k \[2, 2, 7, 8\] do not fit"),
+    ({"q": q_of(2, 4, 5, 16)}, r"q \[2, 4, 5, 16\] and k .* do not fit: batch and head_dim must be equal"),
+    ({"q": q_of(2, 3, 5, 8)}, r"q \[2, 3, 5, 8\] and k .* a multiple of the key heads"),
+    ({"q": q_of(2, 4, 5, 8, dtype=torch.bfloat16)}, r"share a dtype, got torch.bfloat16, torch.float32"),
+    ({"v": q_of(2, 2, 7, 8, dtype=torch.float16)}, r"share a dtype, .*torch.float16: cast q and k to v's"),
+    ({"mask": q_of(5, 7)}, r"the mask must broadcast to \[B, H, T, S\] = \[2, 4, 5, 7\], got \[5, 7\]"),
+    ({"mask": q_of(2, 1, 5, 6)}, r"the mask must broadcast .* got \[2, 1, 5, 6\]"),
+    ({"mask": q_of(2, 2, 5, 7)}, r"the mask must broadcast .* got \[2, 2, 5, 7\]"),
+    ({"mask": q_of(2, 4, 5, 7).requires_grad_()}, r"the mask requires a gradient.*hf_qknorm_eager"),
+    ({"sinks": q_of(2)}, r"sinks must be one logit a query head, \[4\], got \[2\]"),
+    ({"sinks": q_of(1, 4)}, r"sinks must be .* got \[1, 4\]"),
+    ({"dropout": -0.1}, r"dropout must be in \[0, 1\), got -0.1"),
+    ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ({"dropout": math.nan}, r"dropout must be in \[0, 1\), got nan"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_what_does_not_fit_is_refused(wrong: dict, message: str) -> None:
+    arguments = {**GOOD, **wrong}
+    with pytest.raises(ValueError, match=message):
+        library.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def test_what_fits_is_accepted() -> None:
+    assert library.attention(**GOOD, mask=q_of(1, 1, 1, 7), sinks=q_of(4), dropout=0.5).shape == (2, 4, 5, 8)

@@ -1,0 +1,164 @@
+"""The oracle's head norms, against torch's own definitions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_qknorm.ops.reference import head_norm
+
+HEADS, DIM = 3, 12
+NO_EPS = 1e-60  # too small to be seen, even in fp64
+NORMS = [("rms", 2.0), ("layer", 2.0), ("l2", 2.0), *(("lp", p) for p in (1.0, 1.5, 2.0, 3.0, 4.0))]
+GAINS = {"none": None, "shared": (DIM,), "per_head": (HEADS, DIM), "scalar": (1,)}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+every_norm = pytest.mark.parametrize(("norm", "p"), NORMS, ids=lambda value: str(value))
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_rms_and_layer_are_torchs_functions(eps: float) -> None:
+    x = draw(2, 5, HEADS, DIM)
+    close(head_norm(x, "rms", eps=eps), F.rms_norm(x, (DIM,), eps=eps))
+    close(head_norm(x, "layer", eps=eps), F.layer_norm(x, (DIM,), eps=eps))
+
+
+def test_l2_is_torchs_normalize() -> None:
+    x = draw(2, 5, HEADS, DIM)
+    close(head_norm(x, "l2", eps=NO_EPS), F.normalize(x, dim=-1))
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 4.0, 16.0, 64.0])
+def test_lp_divides_by_torchs_vector_norm(p: float) -> None:
+    x = draw(2, 5, HEADS, DIM)
+    close(head_norm(x, "lp", p=p, eps=NO_EPS), x / torch.linalg.vector_norm(x, ord=p, dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_lp_adds_eps_to_the_mean_power(p: float, eps: float) -> None:
+    x = draw(2, 5, HEADS, DIM) * 0.1
+    power = x.abs().pow(p).mean(-1, keepdim=True) + eps ** (p / 2)
+    close(head_norm(x, "lp", p=p, eps=eps), x / (DIM * power) ** (1 / p))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_l2_is_lp_of_order_2_and_rms_over_root_dim(eps: float) -> None:
+    x = draw(2, 5, HEADS, DIM) * 0.1
+    l2 = head_norm(x, "l2", eps=eps)
+    close(l2, head_norm(x, "lp", p=2.0, eps=eps))
+    close(l2, head_norm(x, "rms", eps=eps) / DIM**0.5)
+
+
+@every_norm
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("gain", GAINS)
+def test_gain_and_bias_come_after_the_norm(norm: str, p: float, gain: str, with_bias: bool) -> None:
+    x, shape = draw(2, 5, HEADS, DIM), GAINS[gain]
+    weight = draw(*shape, seed=1) if shape else None
+    bias = draw(*(shape or (DIM,)), seed=2) if with_bias else None
+    expected = head_norm(x, norm, p=p)
+    for head in range(HEADS):
+        if weight is not None:
+            expected[:, :, head] *= weight.expand(HEADS, DIM)[head]
+        if bias is not None:
+            expected[:, :, head] += bias.expand(HEADS, DIM)[head]
+    close(head_norm(x, norm, weight, bias, p=p), expected)
+
+
+@every_norm
+@every_dtype
+def test_the_result_has_the_inputs_dtype_and_is_rounded_once(norm: str, p: float, dtype: torch.dtype) -> None:
+    x, weight, bias = draw(2, 5, HEADS, DIM, dtype=dtype), draw(DIM, dtype=torch.float32), draw(DIM, dtype=dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    got = head_norm(x, norm, weight, bias, p=p)
+    assert got.dtype == dtype
+    assert torch.equal(got, head_norm(x.to(wide), norm, weight, bias, p=p).to(dtype))
+
+
+def with_zero_rows(dtype: torch.dtype) -> Tensor:
+    x = draw(4, HEADS, DIM, dtype=dtype)
+    x[1], x[2, 0] = 0, 0
+    return x.requires_grad_()
+
+
+@every_norm
+@every_dtype
+def test_zero_rows_stay_zero_with_finite_gradients(norm: str, p: float, dtype: torch.dtype) -> None:
+    x = with_zero_rows(dtype)
+    zero = (x == 0).all(-1)
+    y = head_norm(x, norm, p=p)
+    y.backward(draw(*x.shape, dtype=dtype, seed=1))
+    assert (y[zero] == 0).all()
+    assert (y[~zero] != 0).all()
+    assert torch.isfinite(x.grad).all()
+
+
+@every_norm
+def test_zero_rows_get_zero_gradients(norm: str, p: float) -> None:
+    x = with_zero_rows(torch.float32)
+    zero = (x == 0).all(-1)
+    head_norm(x, norm, p=p).backward(draw(*x.shape, dtype=torch.float32, seed=1))
+    assert (x.grad[zero] == 0).all()
+    assert (x.grad[~zero] != 0).any(-1).all()
+
+
+MAGNITUDES = {
+    torch.float16: (1e4, 6e4),
+    torch.bfloat16: (1e4, 1e10, 1e18, 1e30),
+    torch.float32: (1e4, 1e10, 1e18, 1e30),
+}
+HUGE = [
+    (norm, p, dtype, magnitude)
+    for norm, p in (*NORMS, ("lp", 8.0), ("lp", 64.0))
+    for dtype, magnitudes in MAGNITUDES.items()
+    for magnitude in magnitudes
+]
+# Beyond 1e19 the mean square overflows fp32, as in torch.nn.functional.rms_norm; Lp rescales first.
+EXACT = [case for case in HUGE if case[0] == "lp" or case[3] <= 1e18]
+
+
+def huge(dtype: torch.dtype, magnitude: float) -> Tensor:
+    signs = draw(4, HEADS, DIM).clamp(-1, 1)
+    return (signs * magnitude).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize(("norm", "p", "dtype", "magnitude"), HUGE, ids=str)
+def test_huge_inputs_stay_finite(norm: str, p: float, dtype: torch.dtype, magnitude: float) -> None:
+    x = huge(dtype, magnitude)
+    y = head_norm(x, norm, p=p)
+    y.backward(torch.ones_like(y))
+    assert torch.isfinite(y).all()
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize(("norm", "p", "dtype", "magnitude"), EXACT, ids=str)
+def test_huge_inputs_give_the_right_result(norm: str, p: float, dtype: torch.dtype, magnitude: float) -> None:
+    x = huge(dtype, magnitude).detach()
+    exact = head_norm(x.double(), norm, p=p)
+    eps = max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)  # fp32 steps add up to a few roundings
+    torch.testing.assert_close(head_norm(x, norm, p=p).double(), exact, rtol=eps, atol=eps * float(exact.abs().max()))
+
+
+@every_norm
+@pytest.mark.parametrize("gain", GAINS)
+def test_gradients_are_those_of_the_definition(norm: str, p: float, gain: str) -> None:
+    x = draw(1, HEADS, DIM)
+    x = (x + 0.1 * x.sign()).requires_grad_()  # |x|ᵖ has a kink at 0
+    shape = GAINS[gain]
+    gains = [draw(*shape, seed=seed).requires_grad_() for seed in (1, 2)] if shape else []
+    assert torch.autograd.gradcheck(lambda x, *gains: head_norm(x, norm, *gains, p=p), (x, *gains))
+
+
+def test_an_unknown_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown norm 'batch'"):
+        head_norm(draw(1, 1, 4), "batch")

@@ -1,0 +1,157 @@
+"""The tiled attention in fp64, against the oracle: every shape and option, exact to rounding."""
+
+import pytest
+import torch
+from tiled_cases import Case, draw_inputs, oracle_results, tiled_results
+
+from hf_qknorm.ops import reference, tiled, tiling
+
+F64 = torch.float64
+LENGTHS = (1, 63, 64, 65, 111, 128, 129)
+MASKS = (
+    *(f"bool:{axes}" for axes in ("BHTS", "B1TS", "1HTS", "11TS", "B11S", "1H1S", "111S", "BHT1", "11T1")),
+    *(f"{kind}:{axes}" for kind in ("add", "inf") for axes in ("BHTS", "B1TS", "1HTS", "11TS", "B11S", "BHT1")),
+    *("left_padding", "right_padding", "packed", "nothing"),
+)
+LENGTH_CASES = [
+    *(Case(queries=n, causal=causal, softcap=cap) for n in LENGTHS for causal in (False, True) for cap in (None, 50.0)),
+    *(Case(batch=1, heads=2, heads_kv=1, queries=1000, causal=True, softcap=cap) for cap in (None, 50.0)),
+    Case(batch=1, heads=2, heads_kv=1, queries=1000, window=200),
+    Case(batch=1, heads=2, heads_kv=1, queries=1000, causal=True, window=200, mask="bool:11TS"),
+]
+SHAPE_CASES = [
+    *(Case(head_dim=d, causal=True, softcap=50.0) for d in (16, 40, 64, 80, 96, 128, 256)),
+    *(
+        Case(heads=group * heads_kv, heads_kv=heads_kv, queries=n, causal=True, softcap=cap)
+        for group in (1, 4, 7)
+        for heads_kv in (1, 2)
+        for n in (63, 111)
+        for cap in (None, 50.0)
+    ),
+    *(
+        Case(queries=queries, keys=keys, causal=causal, window=window, softcap=cap)
+        for queries, keys in ((1, 63), (1, 111), (5, 111), (64, 128), (65, 200), (111, 63), (200, 3))
+        for causal in (False, True)
+        for window in (None, 20)
+        for cap in (None, 50.0)
+    ),
+]
+OPTION_CASES = [
+    *(Case(queries=111, causal=causal, window=w) for causal in (False, True) for w in (1, 2, 20, 64, 110, 111, 500)),
+    *(Case(softcap=cap, causal=True, spread=spread) for cap in (5.0, 50.0, 64.0, 70.0) for spread in (1.0, 5.0, 50.0)),
+    *(Case(mask=mask, softcap=cap) for mask in MASKS for cap in (None, 50.0, 70.0)),
+    *(Case(queries=80, mask=mask, causal=True, window=30, softcap=50.0) for mask in MASKS),
+    *(Case(sinks=True, softcap=cap, causal=True, mask=m) for cap in (None, 5.0, 70.0) for m in (None, "bool:B1TS")),
+    *(Case(dropout=0.3, softcap=cap, causal=True, mask=m) for cap in (None, 5.0, 70.0) for m in (None, "bool:B1TS")),
+    Case(queries=111, keys=63, causal=True, sinks=True),
+    Case(queries=111, keys=63, causal=True, dropout=0.3),
+    Case(heads=14, queries=111, causal=True, window=30, softcap=70.0, mask="add:B1TS", sinks=True, dropout=0.1),
+]
+SPLIT_CASES = [
+    Case(batch=5, queries=70, causal=True, softcap=50.0, mask=mask, sinks=True, dropout=dropout)
+    for mask in (None, "left_padding", "bool:BHTS", "add:B11S", "bool:1H1S")
+    for dropout in (0.0, 0.3)
+]
+
+
+def assert_is_the_oracle(case: Case) -> None:
+    inputs = draw_inputs(case, F64)
+    got = tiled_results(case, inputs)
+    dropped = None
+    if inputs.seed is not None:
+        dropped = tiled.dropout_mask(inputs.q.detach(), inputs.k.detach(), inputs.mask, inputs.seed, case.options)
+    expected = oracle_results(case, inputs, dropped)
+    assert got.keys() == expected.keys()
+    for name, exact in expected.items():
+        scale = max(float(exact.abs().max()), 1.0)
+        torch.testing.assert_close(got[name], exact, rtol=1e-10, atol=1e-12 * scale, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("case", LENGTH_CASES, ids=str)
+def test_every_length_is_the_oracle(case: Case) -> None:
+    assert_is_the_oracle(case)
+
+
+@pytest.mark.parametrize("case", SHAPE_CASES, ids=str)
+def test_every_shape_is_the_oracle(case: Case) -> None:
+    assert_is_the_oracle(case)
+
+
+@pytest.mark.parametrize("case", OPTION_CASES, ids=str)
+def test_every_option_is_the_oracle(case: Case) -> None:
+    assert_is_the_oracle(case)
+
+
+@pytest.mark.parametrize("logits", [1, 4 * 64 * 70 * 2])
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
+def test_a_batch_in_parts_is_the_oracle(case: Case, logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "BLOCK_LOGITS", logits)
+    assert_is_the_oracle(case)
+
+
+STATISTICS = [*LENGTH_CASES, *SHAPE_CASES[::3], *(case for case in OPTION_CASES if not case.dropout)]
+
+
+@pytest.mark.parametrize("case", STATISTICS, ids=str)
+def test_statistics_are_the_oracles(case: Case) -> None:
+    inputs = draw_inputs(case, F64)
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    sinks = None if inputs.sinks is None else inputs.sinks.detach()
+    largest, entropy = tiled.statistics(q, k, inputs.mask, sinks, case.options)
+    expected = reference.attention(
+        q, k, v, softcap=case.softcap, causal=case.causal, window=case.window, mask=inputs.mask, sinks=sinks
+    )
+    torch.testing.assert_close(largest, expected.max_logit, rtol=1e-12, atol=0)
+    torch.testing.assert_close(entropy, expected.entropy, rtol=1e-10, atol=1e-12)
+
+
+DECODING = [
+    Case(batch=2, heads=heads, queries=130, causal=True, softcap=cap, window=window, sinks=sinks)
+    for heads in (2, 14)
+    for cap in (None, 50.0, 70.0)
+    for window in (None, 30)
+    for sinks in (False, True)
+]
+
+
+@pytest.mark.parametrize("case", DECODING, ids=str)
+def test_a_decode_step_is_the_full_passes_last_row(case: Case) -> None:
+    inputs = draw_inputs(case, F64)
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    sinks = None if inputs.sinks is None else inputs.sinks.detach()
+    full, lse = tiled.forward(q, k, v, None, sinks, None, case.options)
+    last, last_lse = tiled.forward(q[:, :, -1:], k, v, None, sinks, None, case.options)
+    torch.testing.assert_close(last, full[:, :, -1:], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(last_lse, lse[:, :, -1:], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(queries=n, keys=s, causal=True) for n, s in ((70, 70), (1, 9), (90, 40))], ids=str
+)
+@pytest.mark.parametrize("cap", [None, 5.0, 70.0])
+def test_the_second_result_is_the_log_sum_exp(case: Case, cap: float | None) -> None:
+    inputs, options = draw_inputs(case, F64), tiled.Options(0.25, cap, case.causal)
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    logits = 0.25 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    logits = logits.masked_fill(~reference.visible(q.shape[2], k.shape[2], causal=True), -torch.inf)
+    expected = torch.logsumexp(logits, -1)
+    _, lse = tiled.forward(q, k, v, None, None, None, options)
+    torch.testing.assert_close(
+        lse.sum(-1), expected.masked_fill(expected == -torch.inf, torch.inf), rtol=1e-12, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("case", [Case(queries=256, causal=True), Case(queries=256, window=40, softcap=5.0)], ids=str)
+def test_the_dropout_mask_has_its_rate_where_keys_are_seen(case: Case, rate: float) -> None:
+    inputs = draw_inputs(case, F64)
+    options = tiled.Options(0.25, case.softcap, case.causal, case.window, rate)
+    masks = [tiled.dropout_mask(inputs.q, inputs.k, None, torch.tensor([seed]), options) for seed in (3, 3, 4)]
+    seen = reference.visible(256, 256, case.causal, case.window).expand(masks[0].shape)
+    values = masks[0][seen]
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+    assert torch.equal(values[values != 0], torch.full_like(values[values != 0], 1 / (1 - rate)))
+    deviation = (rate * (1 - rate) / values.numel()) ** 0.5
+    assert float((values == 0).double().mean()) == pytest.approx(rate, abs=5 * deviation)

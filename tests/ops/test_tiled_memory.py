@@ -1,0 +1,111 @@
+"""What the tiled attention allocates, and that it never reads what it has not written."""
+
+import pytest
+import torch
+from tiled_cases import Case, draw_inputs, tiled_results
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_qknorm.ops import tiled
+from hf_qknorm.testing import make_qkv
+
+
+class LargestStorage(TorchDispatchMode):
+    """Records the elements of the largest tensor that any operator returns, views counted by what they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+def largest_of_forward_and_backward(q: Tensor, k: Tensor, v: Tensor, options: tiled.Options) -> int:
+    with torch.no_grad(), LargestStorage() as largest:
+        out, lse = tiled.forward(q, k, v, None, None, None, options)
+        tiled.backward(out, q, k, v, None, None, None, out, lse, options)
+        tiled.statistics(q, k, None, None, options)
+    return largest.elements
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_as_large_as_the_logits_of_a_head_is_allocated(dtype: torch.dtype) -> None:
+    length, heads = 4096, 8
+    q, k, v = (x.detach() for x in make_qkv(1, heads, heads, length, length, 64, dtype=dtype))
+    options = tiled.Options(64**-0.5, 50.0, causal=True)
+    assert largest_of_forward_and_backward(q, k, v, options) <= length * length * heads // 8
+
+
+def test_the_largest_temporary_is_linear_in_the_length() -> None:
+    options = tiled.Options(0.25, 50.0, causal=True)
+    sizes = [
+        largest_of_forward_and_backward(*(x.detach() for x in make_qkv(1, 4, 2, n, n, 16)), options)
+        for n in (512, 1024, 2048)
+    ]
+    assert sizes[1] <= 2 * sizes[0]
+    assert sizes[2] <= 4 * sizes[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_keys_and_values_are_not_repeated_for_their_group(softcap: float | None, dtype: torch.dtype) -> None:
+    """With few queries, the keys themselves are the largest tensor; repeated they would be 8 times that."""
+    q, k, v = (x.detach() for x in make_qkv(1, 8, 1, 4, 2048, 64, dtype=dtype))
+    assert largest_of_forward_and_backward(q, k, v, tiled.Options(0.125, softcap)) == k.numel()
+
+
+POISONED = [
+    *(Case(queries=111, causal=True, softcap=cap) for cap in (None, 50.0, 70.0)),
+    *(Case(queries=111, keys=63, causal=True, softcap=cap, sinks=True) for cap in (None, 50.0)),
+    *(Case(queries=111, softcap=cap, mask=m) for cap in (None, 50.0) for m in ("nothing", "bool:B1TS", "add:BHTS")),
+    Case(queries=150, softcap=50.0, mask="packed", window=20),
+    Case(queries=150, causal=True, window=20, mask="left_padding", dropout=0.3),
+    Case(heads=14, queries=1, keys=70, causal=True, softcap=70.0, mask="add:B11S", sinks=True, dropout=0.3),
+]
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fill whatever torch would leave uninitialised with NaN; the list counts the tensors."""
+    filled = []
+
+    def poisoned(function):  # type: ignore[no-untyped-def]
+        def empty(*args, **kwargs):  # type: ignore[no-untyped-def]
+            x = function(*args, **kwargs)
+            if x.is_floating_point():
+                x.fill_(torch.nan)
+                filled.append(x.numel())
+            return x
+
+        return empty
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"), (torch, "empty_strided")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    return filled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", POISONED, ids=str)
+def test_uninitialised_memory_is_never_read(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = draw_inputs(case, dtype)
+    detached = (inputs.q.detach(), inputs.k.detach(), inputs.mask)
+
+    def everything() -> dict[str, Tensor]:
+        results = tiled_results(case, inputs)
+        sinks = None if inputs.sinks is None else inputs.sinks.detach()
+        results["max_logit"], results["entropy"] = tiled.statistics(*detached, sinks, case.options)
+        if inputs.seed is not None:
+            results["dropout_mask"] = tiled.dropout_mask(*detached, inputs.seed, case.options)
+        return results
+
+    expected = everything()
+    filled = poison(monkeypatch)
+    got = everything()
+    assert filled
+    for name, result in got.items():
+        assert torch.equal(result, expected[name]), name

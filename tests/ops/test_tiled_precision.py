@@ -1,0 +1,98 @@
+"""The tiled attention in the dtypes that models use: within the error budget, finite whatever the logits' size."""
+
+import pytest
+import torch
+from tiled_cases import Case, draw_inputs, oracle_results, tiled_results
+
+from hf_qknorm.ops import tiled
+from hf_qknorm.testing import assert_within_budget
+
+CAPS = (None, 5.0, 50.0, 70.0)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MANY = {"heads": 16, "heads_kv": 4}  # one number a head: an error norm over few of them is mostly luck
+CASES = [
+    *(Case(queries=n, head_dim=64, causal=True, softcap=cap) for n in (63, 128) for cap in CAPS),
+    *(Case(queries=111, head_dim=64, softcap=cap, spread=spread) for cap in CAPS for spread in (0.3, 3.0)),
+    *(Case(queries=111, head_dim=d, causal=True, softcap=50.0) for d in (16, 40, 80, 96, 128, 256)),
+    *(Case(heads=7 * n, heads_kv=n, queries=111, head_dim=64, causal=True, softcap=50.0) for n in (1, 2)),
+    *(
+        Case(queries=111, head_dim=64, softcap=cap, mask=m)
+        for cap in (None, 50.0)
+        for m in ("bool:B1TS", "add:BHTS", "add:B11S", "left_padding")
+    ),
+    *(Case(**MANY, queries=111, head_dim=64, causal=True, softcap=cap, sinks=True, window=30) for cap in CAPS),
+    *(Case(queries=111, head_dim=64, causal=True, softcap=cap, dropout=0.2) for cap in CAPS),
+    *(Case(queries=n, keys=s, head_dim=64, causal=True, softcap=50.0) for n, s in ((1, 111), (65, 200), (111, 63))),
+    *(Case(batch=1, heads=2, heads_kv=1, queries=1000, head_dim=64, causal=True, softcap=cap) for cap in (None, 50.0)),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output_and_gradients_are_within_the_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = draw_inputs(case, dtype)
+    dropped = None
+    if inputs.seed is not None:
+        dropped = tiled.dropout_mask(inputs.q.detach(), inputs.k.detach(), inputs.mask, inputs.seed, case.options)
+    exact = oracle_results(case, inputs.to(torch.float64), None if dropped is None else dropped.double())
+    eager = oracle_results(case, inputs, dropped)
+    got = tiled_results(case, inputs)
+    assert got.keys() == exact.keys()
+    for name, result in got.items():
+        assert result.dtype == dtype
+        assert_within_budget(result, exact[name], eager[name], name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", CAPS)
+def test_a_single_key_is_within_the_budget(softcap: float | None, dtype: torch.dtype) -> None:
+    case = Case(queries=1, head_dim=64, causal=True, softcap=softcap)
+    inputs = draw_inputs(case, dtype)
+    exact, eager = oracle_results(case, inputs.to(torch.float64)), oracle_results(case, inputs)
+    got = tiled_results(case, inputs)
+    for name in ("out", "dv"):
+        assert_within_budget(got[name], exact[name], eager[name], name)
+    for name in ("dq", "dk"):  # exactly zero, so there is no relative error: what is left is rounding in fp32
+        assert float(exact[name].abs().max()) == 0
+        assert float(got[name].abs().max()) <= 64 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [5.0, 50.0, 64.0, 70.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_logits_driven_to_the_cap_stay_within_the_budget(sinks: bool, softcap: float, dtype: torch.dtype) -> None:
+    case = Case(**MANY, queries=111, head_dim=64, causal=True, softcap=softcap, sinks=sinks, spread=8.0)
+    inputs = draw_inputs(case, dtype)
+    exact, eager = oracle_results(case, inputs.to(torch.float64)), oracle_results(case, inputs)
+    for name, result in tiled_results(case, inputs).items():
+        assert_within_budget(result, exact[name], eager[name], name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", CAPS)
+@pytest.mark.parametrize("mask", [None, "bool:B1TS", "add:B1TS"])
+def test_logits_of_ten_thousand_stay_finite(mask: str | None, softcap: float | None, dtype: torch.dtype) -> None:
+    case = Case(queries=111, head_dim=64, causal=True, softcap=softcap, mask=mask, spread=40.0)
+    inputs = draw_inputs(case, dtype)
+    largest, entropy = tiled.statistics(inputs.q.detach(), inputs.k.detach(), inputs.mask, None, case.options)
+    assert float(largest.min()) > 5e3
+    assert torch.isfinite(entropy).all()
+    results = tiled_results(case, inputs)
+    assert all(torch.isfinite(result).all() for result in results.values())
+    exact, eager = oracle_results(case, inputs.to(torch.float64)), oracle_results(case, inputs)
+    for name, result in results.items():
+        assert_within_budget(result, exact[name], eager[name], name)
+
+
+@pytest.mark.parametrize("softcap", [50.0, 64.0])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_rows_with_all_logits_at_the_cap_are_averages(sign: float, softcap: float) -> None:
+    """Nothing may overflow or vanish there."""
+    q = torch.full((1, 2, 300, 16), 10.0)
+    k, v = sign * q[:, :1], torch.randn(1, 1, 300, 16, generator=torch.Generator().manual_seed(0))
+    out, lse = tiled.forward(q, k, v, None, None, None, tiled.Options(1.0, softcap, causal=True))
+    counts = torch.arange(1, 301)
+    expected = (v.cumsum(-2) / counts[:, None]).expand(out.shape)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    nats = sign * softcap + counts.log()
+    torch.testing.assert_close(lse.sum(-1), nats.expand(lse.shape[:-1]), rtol=1e-6, atol=1e-5)
