@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -78,6 +79,7 @@ def tiled_attention(
         )
     _refuse_unsupported(kwargs)
     seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal)
+    seen = _within_sequences(seen, query, kwargs.get("cu_seq_lens_q"))
     out = library.attention(
         query,
         seen.key,
@@ -110,6 +112,7 @@ def eager_attention(
     """The oracle as a backend: every logit in memory, weights returned; `attn_implementation="hf_qknorm_eager"`."""
     _refuse_unsupported(kwargs)
     seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal)
+    seen = _within_sequences(seen, query, kwargs.get("cu_seq_lens_q"))
     key = seen.key
     dropout_mask = None
     if dropout > 0:
@@ -159,6 +162,21 @@ def structure(
     if causal and 1 < queries < keys:  # a static cache's first call: what lies beyond the queries is still empty
         key, value = key[:, :, :queries], value[:, :, :queries]
     return Structure(key, value, None, causal, window)  # causal with one query too: a window looks back only
+
+
+def _within_sequences(seen: Structure, query: Tensor, boundaries: Tensor | None) -> Structure:
+    """Keep packed sequences apart where `cu_seq_lens_q` `[N + 1]` gives their ends in the flattened batch."""
+    if boundaries is None:
+        return seen
+    batch, length = query.shape[0], query.shape[2]
+    if length != seen.key.shape[2]:
+        raise ValueError("hf_qknorm attention takes cu_seq_lens_q for whole sequences only, not with a filled cache")
+    places = torch.arange(batch * length, device=query.device, dtype=boundaries.dtype)
+    row = torch.searchsorted(boundaries.to(query.device), places, right=True).view(batch, 1, length)
+    same, mask = row[..., :, None] == row[..., None, :], seen.mask
+    if mask is not None:
+        same = mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, torch.finfo(mask.dtype).min)
+    return seen._replace(mask=same)
 
 
 def _refuse_unsupported(arguments: dict[str, Any]) -> None:

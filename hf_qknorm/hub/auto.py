@@ -20,7 +20,11 @@ from transformers.conversion_mapping import (
 )
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import (
+    MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
+    TOKENIZER_MAPPING_NAMES,
+    tokenizer_class_from_name,
+)
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_qknorm import functions
@@ -80,16 +84,19 @@ class QKNormConfig(_Config):
         family = FAMILIES[self.base_model_type]
         scheme = scheme.resolve(family.norm)
         check_scheme(self.base_model_type, scheme)
-        if stated_cap is not None and stated_cap != scheme.softcap and not family.own_cap:
-            raise ValueError(
-                f"attn_logit_softcapping={stated_cap} contradicts qk_norm, whose softcap is {scheme.softcap}: servers "
-                "read the first, hf_qknorm the second. Make them equal, or leave attn_logit_softcapping out"
-            )
         if family.own_cap and self.qk_norm_base is None:
             self.qk_norm_base = {"attn_logit_softcapping": self.attn_logit_softcapping}
+            stated_cap = None
+        cap = scheme.softcap
+        if cap is None and self.qk_norm_base is not None:
+            cap = self.qk_norm_base["attn_logit_softcapping"]
+        if stated_cap is not None and stated_cap != cap:
+            raise ValueError(
+                f"attn_logit_softcapping={stated_cap} contradicts qk_norm, whose softcap is {cap}: servers read the "
+                "first, hf_qknorm the second. Make them equal, or leave attn_logit_softcapping out"
+            )
         self.qk_norm = scheme.to_dict()
-        if scheme.softcap is not None:
-            self.attn_logit_softcapping = scheme.softcap
+        self.attn_logit_softcapping = cap
 
 
 class QKNormModel(_Model):
@@ -245,8 +252,12 @@ def register() -> None:
         config_class = derived_config(model_type)
         derived_type = config_class.model_type
         transformers.AutoConfig.register(derived_type, config_class, exist_ok=True)
-        if model_type in TOKENIZER_MAPPING_NAMES:
-            TOKENIZER_MAPPING_NAMES[derived_type] = TOKENIZER_MAPPING_NAMES[model_type]
+        if tokenizer := TOKENIZER_MAPPING_NAMES.get(model_type):
+            TOKENIZER_MAPPING_NAMES[derived_type] = tokenizer
+            tokenizer_class = tokenizer_class_from_name(tokenizer)
+            transformers.AutoTokenizer.register(config_class, fast_tokenizer_class=tokenizer_class, exist_ok=True)
+        if model_type in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
+            MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.add(derived_type)
         for auto, names in AUTO_CLASSES.items():
             if model_type in names:
                 name = f"{PREFIX}{names[model_type]}"

@@ -181,4 +181,3 @@ def test_trained_models_keep_what_they_knew(shared, caplog, family, gain):
     assert report.kept > 0.4
     assert f"{report.kept:.0%} of the jump removed" in str(report)
     assert mean_loss(model, held_out) <= most
-

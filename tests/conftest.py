@@ -1,0 +1,32 @@
+"""Common settings and fixtures: no test reaches the network, and trained checkpoints are used where they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, which this file does not do
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+torch.set_num_threads(1)  # tiny models are no faster with more, and waiting threads slow a busy machine
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of small trained checkpoints and texts that stands beside the repository."""
+    folder = Path(__file__).parents[2] / "shared"
+    if not (folder / "checkpoints").is_dir():
+        pytest.skip("needs ../shared/checkpoints, the small trained models, beside the repository")
+    return folder
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A distributed group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

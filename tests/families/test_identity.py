@@ -1,0 +1,143 @@
+"""The scheme "none" changes nothing, bit for bit: the proof that a family projects, rotates and joins as its model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tables import BATCHES, PAIRS, fingerprint, make_batch, randomise, sharp_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_qknorm import FAMILIES, patch_model, unpatch_model
+
+ROTARY = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{model_type: (model_type, {"attention_dropout": 0.1}) for model_type in FAMILIES},
+    "gpt2": ("gpt2", {}),  # its dropout is 0.1 as it comes
+    "gpt2-inverse-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False}),
+    "gpt2-upcast": ("gpt2", {"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt_neox-partial": ("gpt_neox", {"rope_parameters": ROTARY, "use_parallel_residual": True}),
+    "gpt_neox-sequential": ("gpt_neox", {"rope_parameters": ROTARY, "use_parallel_residual": False}),
+    "gpt_neox-no-bias": ("gpt_neox", {"attention_bias": False, "attention_dropout": 0.1}),
+    "llama-bias": ("llama", {"attention_bias": True}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "mixtral-full": ("mixtral", {"sliding_window": None}),
+    "phi3-partial": ("phi3", {"rope_parameters": {**ROTARY, "partial_rotary_factor": 0.5}}),
+    "qwen2-full": ("qwen2", {"use_sliding_window": False}),
+    "gemma2-uncapped": ("gemma2", {"attn_logit_softcapping": None}),
+}
+
+
+def backends(model_type: str, settings: dict[str, Any]) -> tuple[str, ...]:
+    """Those that the base model itself supports; GPT-2's upcasting is a branch of "eager" alone."""
+    if FAMILIES[model_type].own_cap or "reorder_and_upcast_attn" in settings:
+        return ("eager",)
+    return ("sdpa", "eager")
+
+
+RUNS = [(case, backend) for case, (model_type, settings) in CASES.items() for backend in backends(model_type, settings)]
+
+
+@pytest.fixture(scope="module", params=RUNS, ids="-".join)
+def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same model twice: as it comes, and patched with the scheme "none"."""
+    case, backend = request.param
+    model_type, settings = CASES[case]
+    original, patched = (sharp_model(model_type, **settings) for _ in range(2))
+    for model in (original, patched):
+        model.set_attn_implementation(backend)
+    return original, patch_model(patched, "none")
+
+
+def step(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Loss, logits and every gradient of one training step, its dropout seeded."""
+    model.train()
+    model.zero_grad()
+    torch.manual_seed(0)
+    result = model(**batch)
+    result.loss.backward()
+    model.eval()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": result.loss.detach(), "logits": result.logits.detach(), **gradients}
+
+
+def assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_training_step(pair, kind):
+    original, patched = pair
+    assert patched.config._attn_implementation == original.config._attn_implementation
+    batch = make_batch(kind)
+    assert_identical(step(patched, batch), step(original, batch))
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_inference(pair, kind):
+    original, patched = pair
+    batch = make_batch(kind)
+    with torch.no_grad():
+        expected, actual = original(**batch), patched(**batch)
+    assert torch.isfinite(expected.loss)
+    assert torch.equal(actual.loss, expected.loss)
+    assert torch.equal(actual.logits, expected.logits)
+
+
+@torch.no_grad()
+def test_inference_in_bfloat16(pair):
+    """Where a cast stands shows in half precision only: GPT-2's upcasting, a softmax in fp32."""
+    expected, actual = (copy.deepcopy(model).to(torch.bfloat16)(**make_batch("left")).logits for model in pair)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # renamed in v6
+def test_gradient_checkpointing(pair):
+    original, patched = pair
+    batch = make_batch("left")
+    plain = step(patched, batch)
+    for model in pair:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpointed = [step(model, batch) for model in (original, patched)]
+    for model in pair:
+        model.gradient_checkpointing_disable()
+    assert_identical(checkpointed[1], checkpointed[0])
+    assert_identical(checkpointed[1], plain)
+
+
+@pytest.mark.parametrize("kind", ["plain", "left"])
+def test_cached_generation(pair, kind):
+    batch = make_batch(kind, labels=False)
+    expected, actual = (
+        model.generate(
+            **batch,
+            max_new_tokens=10,
+            min_new_tokens=10,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        for model in pair
+    )
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert len(actual.logits) == 10
+    assert all(torch.equal(a, e) for a, e in zip(actual.logits, expected.logits, strict=True))
+
+
+@pytest.mark.parametrize(("model_type", "preset"), PAIRS)
+def test_unpatching_restores_the_model(model_type, preset):
+    model = sharp_model(model_type)
+    batch = make_batch("left")
+    before, expected = fingerprint(model), model(**batch).logits
+    patched = randomise(patch_model(model, preset))
+    assert fingerprint(patched) != before
+    assert unpatch_model(model) is model
+    assert fingerprint(model) == before
+    assert torch.equal(model(**batch).logits, expected)

@@ -1,0 +1,79 @@
+"""What the tests iterate over: families × schemes, models and batches.
+
+Random gains, because gains of 1 hide mistakes; large weights, because flat attention hides a lost mask, norm or cap.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme
+from hf_qknorm.norms import HeadNorm
+from hf_qknorm.testing import TINY, error, tiny_model
+
+BATCHES = ("plain", "left", "right", "packed")
+LENGTH = 20  # longer than the tiny models' sliding window of 8
+
+
+def applies(model_type: str, scheme: Scheme) -> bool:
+    """Whether a family can have the scheme: one with norms of its own takes no others."""
+    return not (FAMILIES[model_type].own_norms and scheme.norms)
+
+
+PAIRS = [(model_type, name) for model_type in FAMILIES for name in SCHEMES if applies(model_type, SCHEMES[name])]
+
+
+def sharp_model(model_type: str, **settings: Any) -> PreTrainedModel:
+    """A tiny model whose attention logits spread over several nats; `tiny_model`'s own are near zero."""
+    return tiny_model(model_type, **{"initializer_range": 0.2, **settings})
+
+
+def make_batch(kind: str, *, labels: bool = True) -> dict[str, Any]:
+    """Two rows of tokens: without padding, padded at the left or the right, or several sequences packed into a row."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, TINY["vocab_size"], (2, LENGTH), generator=generator)
+    batch: dict[str, Any] = {"input_ids": tokens}
+    if kind in ("left", "right"):
+        mask = torch.ones_like(tokens)
+        mask[0, slice(0, 6) if kind == "left" else slice(-6, None)] = 0
+        batch |= {"input_ids": tokens * mask, "attention_mask": mask}
+    elif kind == "packed":
+        rows = ([7, 13], [11, 4, 5])
+        batch["use_cache"] = False  # with a cache, transformers reads no packing from the positions
+        batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    if labels:  # no prediction is asked of padding: what an empty row gives is a backend's own affair
+        batch["labels"] = tokens.where(real(batch) & real(batch).roll(1, dims=1), -100)
+    return batch
+
+
+def real(batch: dict[str, Any]) -> Tensor:
+    """Which positions hold a token and no padding, `[B, T]`."""
+    return batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float, what: str = "result") -> None:
+    """Fail unless the relative error, in the Frobenius norm, is at most `tolerance`."""
+    got = error(actual.detach(), expected.detach())
+    assert got <= tolerance, f"{what}: relative error {got:.1e} > {tolerance:.0e}"
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Random gains and biases in every head norm of `model`, in place: each changes the result by itself."""
+    generator = torch.Generator().manual_seed(seed)
+    for norm in (module for module in model.modules() if isinstance(module, HeadNorm)):
+        for parameter, centre in ((norm.weight, norm.fresh), (norm.bias, 0.0)):
+            if parameter is not None:
+                noise = torch.randn(parameter.shape, generator=generator) * 0.3
+                parameter.copy_(centre * (1 + noise) if centre else noise)
+    return model
+
+
+def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What a model is, apart from the numbers in it."""
+    flags = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    return type(model), str(model), model.config.to_dict(), type(model.config), list(model.state_dict()), flags

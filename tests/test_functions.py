@@ -1,0 +1,236 @@
+"""The attention functions: every backend computes the same, keeps causality, and none drops a cap."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tables import BATCHES, LENGTH, applies, assert_near, make_batch, randomise, real, sharp_model
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
+from hf_qknorm.functions import CAP_BACKENDS, REGISTERED, structured_mask
+from hf_qknorm.testing import error
+
+OWN = tuple(REGISTERED)
+CAPPING = (*OWN, "eager")
+TOLERANCE = 1e-5
+# The published caps of 50 change almost nothing on tiny models: these act.
+CAPPED = {name: replace(SCHEMES[name], softcap=2.0) for name in ("soft_cap", "qk_norm_cap")}
+MODELS = [(t, name) for t in FAMILIES for name, scheme in CAPPED.items() if applies(t, scheme)]
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="flex_attention on the CPU needs a C++ compiler"
+)
+
+
+def capped_model(model_type: str, scheme: str, **settings: Any) -> PreTrainedModel:
+    return randomise(patch_model(sharp_model(model_type, **settings), CAPPED[scheme]))
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return capped_model(*request.param)
+
+
+def outcome(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Logits at the tokens that are no padding, and every gradient."""
+    model.zero_grad()
+    result = model(**batch)
+    result.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"logits": result.logits[real(batch)].detach(), **grads}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_backends_with_a_cap_agree(model, kind):
+    batch = make_batch(kind)
+    model.set_attn_implementation("hf_qknorm_eager")
+    expected = outcome(model, batch)
+    for backend in CAPPING:
+        model.set_attn_implementation(backend)
+        for name, value in outcome(model, batch).items():
+            # A bias that softmax cannot see has a gradient of rounding errors alone.
+            if expected[name].abs().max() > 1e-6:
+                assert_near(value, expected[name], TOLERANCE, f"{backend}: {name}")
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.no_grad()
+def test_backends_without_a_cap_agree(model_type, kind):
+    scheme = SCHEMES["none"] if FAMILIES[model_type].own_norms else SCHEMES["qk_norm"]
+    settings = {"attn_logit_softcapping": None} if FAMILIES[model_type].own_cap else {}
+    model = randomise(patch_model(sharp_model(model_type, **settings), scheme))
+    batch = make_batch(kind)
+    logits = {}
+    for backend in (*CAPPING, *(() if FAMILIES[model_type].own_cap else ("sdpa",))):
+        model.set_attn_implementation(backend)
+        logits[backend] = model(**batch).logits[real(batch)]
+        assert_near(logits[backend], logits["hf_qknorm"], TOLERANCE, backend)
+
+
+@torch.no_grad()
+def test_packed_rows_are_separate_sequences(model):
+    batch = make_batch("packed", labels=False)
+    starts = (batch["position_ids"][1] == 0).nonzero().flatten().tolist()
+    alone = [
+        model(input_ids=batch["input_ids"][1:, start:stop]).logits
+        for start, stop in zip(starts, [*starts[1:], LENGTH], strict=True)
+    ]
+    for backend in CAPPING:
+        model.set_attn_implementation(backend)
+        assert_near(model(**batch).logits[1:], torch.cat(alone, dim=1), TOLERANCE, backend)
+
+
+@torch.no_grad()
+def test_packed_rows_by_their_lengths(model):
+    """`cu_seq_lens_q`, as the flattening collator gives it, also where transformers reads no packing from positions."""
+    batch = make_batch("packed", labels=False)
+    starts = (batch["position_ids"].flatten() == 0).nonzero().flatten()
+    ends = torch.cat([starts, torch.tensor([2 * LENGTH])]).to(torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 13, "max_length_k": 13}
+    for backend in CAPPING:
+        model.set_attn_implementation(backend)
+        expected = model(**batch).logits
+        for use_cache in (False, True):
+            actual = model(**{**batch, "use_cache": use_cache}, **lengths).logits
+            assert_near(actual, expected, TOLERANCE, f"{backend}, cache {use_cache}")
+    first, rest = batch["input_ids"].split([8, LENGTH - 8], dim=1)
+    cache = model(input_ids=first, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        model(input_ids=rest, past_key_values=cache, **lengths)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:.*(_compile flag|script_method):DeprecationWarning")  # theirs
+@pytest.mark.parametrize(("model_type", "cap"), [("llama", None), ("mistral", 2.0), ("gpt_neox", 2.0)])
+@torch.no_grad()
+def test_flex_attention_agrees(model_type, cap):
+    model = randomise(patch_model(sharp_model(model_type), Scheme(q="auto", k="auto", softcap=cap)))
+    batch = make_batch("left")
+    expected = model(**batch).logits[real(batch)]
+    model.set_attn_implementation("flex_attention")
+    assert_near(model(**batch).logits[real(batch)], expected, TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_changed_last_token_moves_nothing_earlier(model):
+    batch = make_batch("plain", labels=False)
+    changed = {"input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][:, -1] = 1
+    for backend in CAPPING:
+        model.set_attn_implementation(backend)
+        before, after = model(**batch).logits, model(**changed).logits
+        assert torch.equal(before[:, :-1], after[:, :-1]), backend
+        assert not torch.equal(before[:, -1], after[:, -1]), backend
+
+
+@torch.no_grad()
+def test_a_window_hides_what_is_behind_it():
+    """With two layers and a window of 4, the first token reaches 6 positions further and no more."""
+    model = capped_model("mistral", "qk_norm_cap", sliding_window=4)
+    batch = make_batch("plain", labels=False)
+    changed = {"input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][:, 0] = 1
+    for backend in CAPPING:
+        model.set_attn_implementation(backend)
+        moved = (model(**batch).logits - model(**changed).logits).abs().amax((0, 2)) > 0
+        assert moved.tolist() == [True] * 7 + [False] * (LENGTH - 7), backend
+
+
+@pytest.mark.parametrize("backend", CAPPING)
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.no_grad()
+def test_a_full_pass_in_pieces(model_type, backend):
+    """A prompt in two chunks and then single tokens, into a cache that keeps all keys: windows are masked."""
+    model = capped_model(model_type, "soft_cap")
+    model.set_attn_implementation(backend)
+    tokens = make_batch("plain")["input_ids"]
+    cache = DynamicCache()
+    pieces = [model(input_ids=piece, past_key_values=cache).logits for piece in tokens.split([6, 7, 1, 1, 1, 4], dim=1)]
+    assert_near(torch.cat(pieces, dim=1), model(input_ids=tokens).logits, TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", CAPPING)
+@torch.no_grad()
+def test_a_mask_of_the_users_own(backend):
+    """The 4D mask of two packed sequences, boolean or additive, is what restarting positions say."""
+    model = capped_model("llama", "qk_norm_cap")
+    model.set_attn_implementation(backend)
+    packed = make_batch("packed", labels=False)
+    row = (packed["position_ids"] == 0).cumsum(1)
+    seen = (row[:, :, None] == row[:, None, :]).tril()[:, None]
+    additive = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = model(**packed).logits
+    for mask in (additive,) if backend == "eager" else (additive, seen):
+        assert_near(model(**packed, attention_mask=mask).logits, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.no_grad()
+def test_the_cap_acts(model_type):
+    batch = make_batch("plain")
+    settings = {"attn_logit_softcapping": None} if FAMILIES[model_type].own_cap else {}
+    for backend in CAPPING:
+        uncapped, *capped = (
+            patch_model(sharp_model(model_type, **settings), scheme, attn_implementation=backend)(**batch).logits
+            for scheme in ("none", *(Scheme(softcap=c) for c in (0.5, 5.0, 50.0, 1e6)))
+        )
+        moved = [error(logits, uncapped) for logits in capped]
+        assert moved == sorted(moved, reverse=True), backend
+        assert moved[0] > 0.05, backend
+        assert moved[1] > 1e-3, backend
+        assert moved[2] > 1e-6, backend
+        assert moved[3] < TOLERANCE, backend
+
+
+def test_the_mask_is_none_where_structure_says_all():
+    """Plain causal and windowed batches need no T×S mask; padding and packed rows do."""
+    masks: list[Tensor | None] = []
+    model = capped_model("qwen2", "soft_cap")  # one full layer, one with a window
+    for layer in (layer.self_attn for layer in model.model.layers):
+        layer.observer = lambda module, q, k, v, mask, options: masks.append(mask)
+    for kind in BATCHES:
+        masks.clear()
+        model(**make_batch(kind))
+        assert len(masks) == 2
+        if kind == "plain":
+            assert masks == [None, None]
+        else:
+            assert all(mask.dtype == torch.bool and mask.shape == (2, 1, LENGTH, LENGTH) for mask in masks)
+            assert not torch.equal(*masks), "a padded window is in its mask"
+
+
+def test_a_window_that_is_not_the_layers_own_is_masked():
+    arguments = {"batch_size": 1, "q_length": 8, "kv_length": 8, "config": sharp_model("mistral").config}
+    assert structured_mask(**arguments, local_size=8) is None
+    mask = structured_mask(**arguments, local_size=3)
+    assert mask is not None
+    assert mask.dtype == torch.bool
+
+
+def test_a_model_without_causality_is_bidirectional():
+    """`config.is_causal = False` and the module's flag: what text embedders set."""
+    batch = make_batch("left", labels=False)
+    expected = None
+    for backend in CAPPING:
+        model = capped_model("llama", "qk_norm_cap")
+        model.config.is_causal = False
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+        model.set_attn_implementation(backend)
+        logits = model(**batch).logits[real(batch)]
+        expected = logits if expected is None else expected
+        assert_near(logits, expected, TOLERANCE, backend)
+    causal = capped_model("llama", "qk_norm_cap")(**batch).logits[real(batch)]
+    assert error(causal.detach(), expected.detach()) > 0.01
+
+
+def test_backends_that_can_cap_are_the_ones_listed():
+    assert set(OWN) < set(CAP_BACKENDS)
+    assert "sdpa" not in CAP_BACKENDS

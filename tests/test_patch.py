@@ -1,0 +1,213 @@
+"""`patch_model` and `unpatch_model`: in place, complete, reversible, and said aloud."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tables import PAIRS, applies, fingerprint, make_batch, randomise, sharp_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
+from hf_qknorm.attention import as_unpatched, patched_layers
+from hf_qknorm.norms import HeadNorm
+from hf_qknorm.testing import TINY, error
+
+PER_HEAD = (
+    Scheme(q="rms", k="rms", gain="per_head", bias=True),
+    Scheme(q="layer", v="l2", gain="per_head"),
+)
+
+
+def head_norms(model: torch.nn.Module) -> list[HeadNorm]:
+    return [module for module in model.modules() if isinstance(module, HeadNorm)]
+
+
+@pytest.mark.parametrize(("model_type", "preset"), PAIRS)
+@torch.no_grad()
+def test_patching_is_in_place_and_complete(model_type, preset):
+    model = sharp_model(model_type)
+    base, parameters, state = type(model), dict(model.named_parameters()), list(model.state_dict())
+    scheme = SCHEMES[preset].resolve(FAMILIES[model_type].norm)
+    assert patch_model(model, preset) is model
+    assert isinstance(model, base)
+    assert len(patched_layers(model)) == 2
+    assert len(head_norms(model)) == 2 * len(scheme.norms)
+    assert model.config.scheme == scheme
+    after = dict(model.named_parameters())
+    kept = [name for name in state if scheme.pre_norm or f".{FAMILIES[model_type].pre_norm}." not in f".{name}"]
+    assert [name for name in model.state_dict() if "_norm." not in name or name in state] == kept
+    assert all(after[name] is parameters[name] for name in kept if name in parameters)
+    assert not model.training
+
+
+@pytest.mark.parametrize("form", ["preset", "scheme", "json"])
+def test_a_scheme_may_be_given_by_name_spelt_out_or_as_json(form):
+    scheme = {"preset": "qk_norm", "scheme": SCHEMES["qk_norm"], "json": SCHEMES["qk_norm"].to_dict()}[form]
+    assert patch_model(sharp_model("llama"), scheme).config.scheme == Scheme(q="rms", k="rms")
+
+
+def test_auto_is_the_norm_that_the_model_uses():
+    assert patch_model(sharp_model("gpt2")).config.scheme == Scheme(q="layer", k="layer", softcap=50.0)
+    assert patch_model(sharp_model("llama")).config.scheme == Scheme(q="rms", k="rms", softcap=50.0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scheme"),
+    [(t, s) for t in FAMILIES for s in (*SCHEMES.values(), *PER_HEAD) if applies(t, s)],
+    ids=str,
+)
+def test_names_of_the_new_parameters_keep_them_from_weight_decay(model_type, scheme, tmp_path):
+    model = sharp_model(model_type)
+    before = set(model.state_dict())
+    patch_model(model, scheme)
+    added = set(model.state_dict()) - before
+    assert bool(added) == bool(scheme.norms)
+    assert all(name.endswith(("_norm.weight", "_norm.bias")) for name in added)
+    trainer = Trainer(model, TrainingArguments(tmp_path, use_cpu=True, report_to=[]))
+    decayed = trainer.get_decay_parameter_names(model)
+    assert not added & set(decayed)
+    assert decayed, "projections decay as before"
+
+
+def test_two_models_with_one_config_object_do_not_meet():
+    config = LlamaConfig(**TINY)
+    first, second = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    assert first.config is second.config
+    before, expected = fingerprint(second), second(**make_batch("left")).logits
+    patch_model(first)
+    assert fingerprint(second) == before
+    assert torch.equal(second(**make_batch("left")).logits, expected)
+    assert type(config) is LlamaConfig
+    assert not hasattr(config, "qk_norm")
+    patch_model(second, "soft_cap")
+    assert first.config.scheme != second.config.scheme
+    unpatch_model(first)
+    assert len(patched_layers(second)) == 2
+
+
+def test_a_model_built_later_from_the_base_class_is_unpatched():
+    patch_model(sharp_model("llama"))
+    assert not patched_layers(sharp_model("llama"))
+
+
+@pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_other_heads_are_patched_as_well(model_type, auto):
+    import transformers
+
+    config = sharp_model(model_type).config
+    model = getattr(transformers, auto).from_config(config).eval()
+    batch = make_batch("right", labels=False)
+    before, expected = fingerprint(model), model(**batch)[0]
+    patch_model(model, "soft_cap" if FAMILIES[model_type].own_norms else "qk_norm_cap")
+    assert len(patched_layers(model)) == 2
+    assert type(model).__name__.startswith("QKNorm")
+    model(**batch)
+    unpatch_model(model)
+    assert fingerprint(model) == before
+    assert torch.equal(model(**batch)[0], expected)
+
+
+def test_print_shows_the_norms_the_scale_and_the_cap():
+    text = str(patch_model(sharp_model("llama"), Scheme(q="rms", k="lp", p=3, gain="per_head", softcap=30)))
+    assert "QKNormLlamaAttention" in text
+    assert "scale=0.25, softcap=30" in text
+    assert "(q_norm): HeadNorm(rms, gain=[4, 16], bias=False, eps=1e-06)" in text
+    assert "(k_norm): HeadNorm(lp, p=3, gain=[2, 16], bias=False, eps=1e-06)" in text
+    henry = str(patch_model(sharp_model("gpt2"), "henry"))
+    assert "scale=1" in henry
+    assert "softcap" not in henry
+    assert "(q_norm): HeadNorm(l2, gain=[1], bias=False, eps=1e-06)" in henry
+    assert "softcap=50" in str(patch_model(sharp_model("gemma2"), "none")), "its own cap is shown as well"
+
+
+def test_the_log_says_what_was_done(caplog):
+    with caplog.at_level(logging.INFO, logger="hf_qknorm"):
+        patch_model(sharp_model("llama"), "qk_norm_cap")
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert record.message == (
+        "patched 2 attention layers (q=rms, k=rms, softcap=50.0), 64 parameters added, attention by hf_qknorm"
+    )
+
+
+def test_fresh_gains_on_a_trained_model_are_warned_of(caplog, tmp_path):
+    sharp_model("llama").save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, logger="hf_qknorm"):
+        patch_model(AutoModelForCausalLM.from_pretrained(tmp_path), "qk_norm")
+        patch_model(AutoModelForCausalLM.from_pretrained(tmp_path), "soft_cap")
+    normed, capped = caplog.records
+    assert normed.levelname == "WARNING"
+    assert "its gains are fresh" in normed.message
+    assert "calibrate(model, texts)" in normed.message
+    assert capped.levelname == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("preset", "note"), [("qk_norm", "keeps its own cap of 50"), (Scheme(softcap=30), "own cap of 50 becomes 30")]
+)
+def test_the_log_says_what_becomes_of_gemma2s_own_cap(preset, note, caplog):
+    with caplog.at_level(logging.INFO, logger="hf_qknorm"):
+        patch_model(sharp_model("gemma2"), preset)
+    assert note in caplog.text
+
+
+@pytest.mark.parametrize("preset", ["qk_norm", "qkv_norm", "henry"])
+def test_a_reloaded_model_is_unpatched_where_that_is_possible(preset, tmp_path):
+    base = sharp_model("llama")
+    expected = base(**make_batch("left")).logits
+    randomise(patch_model(base, preset)).save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    if preset == "qkv_norm":
+        before = fingerprint(reloaded)
+        with pytest.raises(ValueError, match="can't be undone"):
+            unpatch_model(reloaded)
+        with pytest.raises(ValueError, match="can't be undone"), as_unpatched(reloaded):
+            pass
+        assert fingerprint(reloaded) == before
+        return
+    unpatch_model(reloaded)
+    assert type(reloaded) is LlamaForCausalLM
+    assert reloaded.config.model_type == "llama"
+    assert reloaded.config.architectures == ["LlamaForCausalLM"]
+    assert reloaded.config._attn_implementation == "sdpa"
+    assert torch.equal(reloaded(**make_batch("left")).logits, expected)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_loaded_model_changes_its_type_and_back(model_type, tmp_path):
+    sharp_model(model_type).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    before = fingerprint(model)
+    patch_model(model, "soft_cap")
+    assert model.config.model_type == f"qknorm_{model_type}"
+    unpatch_model(model)
+    assert model.config.model_type == model_type
+    assert fingerprint(model) == before
+
+
+def test_unpatching_what_is_not_patched_is_an_error():
+    with pytest.raises(ValueError, match="not patched"):
+        unpatch_model(sharp_model("llama"))
+
+
+def test_a_patched_model_can_be_patched_again_after_unpatching():
+    model = sharp_model("llama")
+    first = patch_model(model, "qk_norm")(**make_batch("left")).logits
+    patch_model(unpatch_model(model), "qkv_norm")
+    patch_model(unpatch_model(model), "qk_norm")
+    assert torch.equal(model(**make_batch("left")).logits, first)
+
+
+def test_a_trained_model_loses_something_with_fresh_gains(shared):
+    """What the warning says: the gains start at 1, so the loss jumps; "none" leaves it alone."""
+    path = shared / "checkpoints" / "llama-shakespeare"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    text = (shared / "data" / "tinyshakespeare.txt").read_bytes()[-256:]
+    tokens = torch.tensor([list(text)]) % 257
+    before = model(input_ids=tokens).logits
+    normed = patch_model(model, "qk_norm")(input_ids=tokens).logits
+    assert error(normed.detach(), before.detach()) > 0.05
+    assert torch.equal(patch_model(unpatch_model(model), "none")(input_ids=tokens).logits, before)

@@ -1,0 +1,124 @@
+"""A patched model is a model: it is copied, pickled, cast, moved, and steps back to what it was for a while."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from tables import PAIRS, assert_near, fingerprint, make_batch, randomise, sharp_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
+from hf_qknorm.attention import as_unpatched, patched_layers
+from hf_qknorm.norms import HeadNorm
+from hf_qknorm.testing import TINY
+
+
+@pytest.mark.parametrize(("model_type", "preset"), PAIRS)
+@torch.no_grad()
+def test_as_unpatched_is_the_base_model(model_type, preset):
+    base = sharp_model(model_type)
+    model = randomise(patch_model(sharp_model(model_type), preset))
+    base.set_attn_implementation(model.config._attn_implementation)
+    batch = make_batch("left")
+    patched, expected = model(**batch).logits, base(**batch).logits
+    before = fingerprint(model)
+    with as_unpatched(model):
+        assert torch.equal(model(**batch).logits, expected)
+    assert fingerprint(model) == before
+    assert torch.equal(model(**batch).logits, patched)
+    with pytest.raises(KeyError), as_unpatched(model):
+        raise KeyError
+    assert fingerprint(model) == before
+    assert torch.equal(model(**batch).logits, patched)
+    own_cap = getattr(base.config, "attn_logit_softcapping", None)
+    unchanged = SCHEMES[preset] in (Scheme(), Scheme(softcap=own_cap))
+    assert torch.equal(patched, expected) == unchanged
+
+
+@pytest.mark.parametrize(("model_type", "preset"), PAIRS)
+@torch.no_grad()
+def test_deepcopy_and_pickle(model_type, preset):
+    model = randomise(patch_model(sharp_model(model_type), preset))
+    expected = model(**make_batch("left")).logits
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied) is type(model)
+        assert str(copied) == str(model)
+        assert torch.equal(copied(**make_batch("left")).logits, expected)
+    unpatch_model(copied)
+    assert not patched_layers(copied)
+    assert len(patched_layers(model)) == 2
+
+
+def test_a_pickle_loads_in_a_new_process(tmp_path):
+    models = [randomise(patch_model(sharp_model(model_type), "soft_cap")) for model_type in FAMILIES]
+    batch = make_batch("left", labels=False)
+    with torch.no_grad():
+        logits = [model(**batch).logits for model in models]
+    (tmp_path / "models.pickle").write_bytes(pickle.dumps((models, batch, logits)))
+    script = (
+        "import pickle, sys, torch; torch.set_num_threads(1)\n"
+        "models, batch, logits = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "sys.exit(not all(torch.equal(m(**batch).logits, x) for m, x in zip(models, logits, strict=True)))"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path / "models.pickle"], check=True)
+
+
+@pytest.mark.parametrize("model_type", [t for t in FAMILIES if not FAMILIES[t].own_norms])
+@torch.no_grad()
+def test_new_parameters_take_the_models_dtype(model_type):
+    scheme = Scheme(q="rms", k="rms", gain="per_head", bias=True)
+    model = patch_model(sharp_model(model_type).to(torch.bfloat16), scheme)
+    added = [p for module in model.modules() if isinstance(module, HeadNorm) for p in module.parameters()]
+    assert len(added) == 8
+    assert all(p.dtype == torch.bfloat16 for p in added)
+    assert model(**make_batch("left")).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("preset", [name for name, scheme in SCHEMES.items() if scheme.norms])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@torch.no_grad()
+def test_bfloat16_is_near_fp32(model_type, preset):
+    exact = randomise(patch_model(sharp_model(model_type), preset))
+    model = copy.deepcopy(exact).to(torch.bfloat16)
+    assert_near(model(**make_batch("left")).logits, exact(**make_batch("left")).logits, 0.05)
+
+
+@torch.no_grad()
+def test_a_removed_norm_follows_the_model_to_another_dtype():
+    model, base = randomise(patch_model(sharp_model("llama"), "qkv_norm")), sharp_model("llama")
+    model.to(torch.bfloat16)
+    base.set_attn_implementation(model.config._attn_implementation)
+    expected = base.to(torch.bfloat16)(**make_batch("left")).logits
+    with as_unpatched(model):
+        assert torch.equal(model(**make_batch("left")).logits, expected)
+    assert torch.equal(unpatch_model(model)(**make_batch("left")).logits, expected)
+
+
+@torch.no_grad()
+def test_a_model_on_the_meta_device():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
+    patch_model(model)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    source = randomise(patch_model(sharp_model("llama")))
+    model.load_state_dict(source.state_dict(), assign=True)
+    model.model.rotary_emb = source.model.rotary_emb  # its buffers are in no state dict
+    assert torch.equal(model(**make_batch("left")).logits, source(**make_batch("left")).logits)
+
+
+@pytest.mark.parametrize(("model_type", "preset"), PAIRS)
+def test_under_autocast_q_and_k_reach_the_attention_in_the_dtype_of_v(model_type, preset):
+    model = randomise(patch_model(sharp_model(model_type), preset))
+    seen = []
+    for layer in patched_layers(model).values():
+        layer.observer = lambda module, q, k, v, *rest: seen.append((q.dtype, k.dtype, v.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**make_batch("left")).loss
+    loss.backward()
+    assert seen == [(torch.bfloat16,) * 3] * 2
+    assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -1,0 +1,199 @@
+"""`Scheme`: what it accepts, what it refuses and with which words, and its JSON form."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_qknorm import SCHEMES, Scheme
+from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, NORMS
+
+every_preset = pytest.mark.parametrize("name", SCHEMES)
+
+
+def json_round_trip(scheme: Scheme) -> Scheme:
+    return Scheme.from_dict(json.loads(json.dumps(scheme.to_dict(), allow_nan=False)))
+
+
+@every_preset
+def test_presets_survive_json(name: str) -> None:
+    assert json_round_trip(SCHEMES[name]) == SCHEMES[name]
+
+
+@every_preset
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_presets_resolve_to_the_models_norm(name: str, norm: str) -> None:
+    preset, resolved = SCHEMES[name], SCHEMES[name].resolve(norm)
+    assert "auto" not in resolved.norms
+    for field in ("q", "k", "v"):
+        before, after = getattr(preset, field), getattr(resolved, field)
+        assert after == (norm if before == "auto" else before)
+    assert dataclasses.replace(resolved, q=preset.q, k=preset.k, v=preset.v) == preset
+    assert resolved.resolve("layer") == resolved
+
+
+PUBLISHED = {
+    "none": Scheme(),
+    "soft_cap": Scheme(softcap=50.0),
+    "qk_norm": Scheme(q="auto", k="auto"),
+    "qk_norm_cap": Scheme(q="auto", k="auto", softcap=50.0),
+    "qkv_norm": Scheme(q="auto", k="auto", v="auto", pre_norm=False),
+    "q_norm": Scheme(q="auto"),
+    "henry": Scheme(q="l2", k="l2", gain="scalar", scale=1.0),
+    "lp": Scheme(q="lp", k="lp", p=3.0, gain="scalar", scale=1.0),
+}
+
+
+def test_presets_are_the_published_ones() -> None:
+    assert PUBLISHED == SCHEMES
+
+
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False) | st.integers(1, 10**6)
+norms = st.sampled_from((*NORMS, "auto", None))
+
+
+@st.composite
+def schemes(draw: st.DrawFn) -> Scheme:
+    """Any scheme that makes sense."""
+    q, k, v, gain = draw(norms), draw(norms), draw(norms), draw(st.sampled_from(GAINS))
+    bias_fits = gain in CHANNEL_GAINS and (q, k, v) != (None, None, None)
+    return Scheme(
+        q=q,
+        k=k,
+        v=v,
+        gain=gain,
+        bias=draw(st.sampled_from((None, False, True) if bias_fits else (None, False))),
+        p=draw(st.floats(1, 100) | st.integers(1, 8)) if "lp" in (q, k, v) else 2,
+        scale=draw(st.none() | positive),
+        softcap=draw(st.none() | positive),
+        pre_norm=True if None in (q, k, v) else draw(st.booleans()),
+        eps=draw(positive),
+    )
+
+
+@given(schemes())
+def test_every_scheme_survives_json(scheme: Scheme) -> None:
+    again = json_round_trip(scheme)
+    assert again == scheme
+    assert hash(again) == hash(scheme)
+    assert str(again) == str(scheme)
+
+
+@given(schemes(), st.sampled_from(NORMS))
+def test_every_scheme_resolves(scheme: Scheme, norm: str) -> None:
+    resolved = scheme.resolve(norm)
+    assert resolved.norms == tuple(norm if named == "auto" else named for named in scheme.norms)
+
+
+NUMBER = "a finite number > 0, or None"
+REFUSED = [
+    *(({field: "batch"}, f"{field}='batch'", '"rms", "layer", "l2", "lp", "auto" or None') for field in "qkv"),
+    ({"q": "RMS"}, "q='RMS'", '"rms"'),
+    ({"q": True}, "q=True", '"rms"'),
+    ({"q": "rms", "gain": "per-head"}, "gain='per-head'", '"shared", "per_head", "scalar", "none"'),
+    ({"gain": None}, "gain=None", '"shared"'),
+    *(({field: x}, f"{field}={x!r}", NUMBER) for field in ("softcap", "scale") for x in (0, 0.0, -1, "50", True)),
+    *(({field: x}, f"{field}={x!r}", NUMBER) for field in ("softcap", "scale") for x in (math.nan, math.inf, [50.0])),
+    *(({"eps": x}, f"eps={x!r}", "a finite number > 0") for x in (0, -1e-6, math.nan, math.inf, True, None, "1e-6")),
+    *(({"q": "lp", "p": x}, f"p={x!r}", "≥ 1") for x in (0.5, 0, -2, math.nan, math.inf, True, None, "3")),
+    ({"q": "rms", "p": 3}, "p=3.0", '"lp" among q, k and v'),
+    ({"p": 1.5}, "p=1.5", '"lp" among q, k and v'),
+    ({"q": "rms", "bias": 1}, "bias=1", "True, False or None"),
+    ({"bias": True}, "bias=True", "a norm on q, k or v"),
+    ({"q": "l2", "gain": "scalar", "bias": True}, "bias=True", 'gain "shared", "per_head"'),
+    ({"q": "rms", "gain": "none", "bias": True}, "bias=True", "a bias has the gain's shape"),
+    ({"pre_norm": 0}, "pre_norm=0", "True or False"),
+    ({"pre_norm": False}, "pre_norm=False", "q, k and v are all normed"),
+    ({"q": "rms", "k": "rms", "pre_norm": False}, "pre_norm=False", "q, k and v are all normed"),
+]
+
+
+@pytest.mark.parametrize(("fields", "got", "expected"), REFUSED, ids=[str(fields) for fields, _, _ in REFUSED])
+def test_what_makes_no_sense_is_refused_by_name(fields: dict, got: str, expected: str) -> None:
+    with pytest.raises(ValueError, match="is not possible") as refusal:
+        Scheme(**fields)
+    message = str(refusal.value)
+    assert message.startswith(f"Scheme({got}) is not possible: expected ")
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("softcaps", "did you mean 'softcap'?"),
+        ("prenorm", "did you mean 'pre_norm'?"),
+        ("Gain", "did you mean 'gain'?"),
+    ],
+)
+def test_an_unknown_field_comes_with_a_suggestion(key: str, suggestion: str) -> None:
+    with pytest.raises(ValueError, match="unknown scheme field") as refusal:
+        Scheme.from_dict({"q": "rms", key: 1})
+    assert f"{key!r}, {suggestion}" in str(refusal.value)
+    assert all(field.name in str(refusal.value) for field in dataclasses.fields(Scheme))
+
+
+def test_an_unknown_field_unlike_any_other_has_no_suggestion() -> None:
+    with pytest.raises(ValueError, match="unknown scheme field 'zzz'. Known fields: q, k, v"):
+        Scheme.from_dict({"zzz": 1})
+
+
+@pytest.mark.parametrize("data", [None, 3, ["rms", "rms"], 50.0])
+def test_a_scheme_must_be_a_mapping(data: object) -> None:
+    with pytest.raises(ValueError, match="must be a mapping of its fields, got"):
+        Scheme.of(data)
+
+
+def test_missing_fields_have_their_defaults() -> None:
+    assert Scheme.from_dict({}) == Scheme()
+    assert Scheme.from_dict({"softcap": 30}) == Scheme(softcap=30.0)
+
+
+def test_of_takes_a_scheme_a_name_or_a_mapping() -> None:
+    scheme = Scheme(q="rms", k="rms", softcap=50)
+    assert Scheme.of(scheme) is scheme
+    assert Scheme.of("qk_norm_cap") is SCHEMES["qk_norm_cap"]
+    assert Scheme.of(scheme.to_dict()) == scheme
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("softcap", "soft_cap"), ("qknorm", "qk_norm"), ("henri", "henry")])
+def test_an_unknown_preset_comes_with_a_suggestion_and_the_list(name: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown scheme '{name}', did you mean '{nearest}'?") as refusal:
+        Scheme.of(name)
+    assert all(preset in str(refusal.value) for preset in SCHEMES)
+
+
+def test_a_scheme_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Scheme().softcap = 50.0
+
+
+def test_numbers_become_floats() -> None:
+    scheme = Scheme(q="lp", p=3, scale=1, softcap=50, eps=1)
+    assert [type(getattr(scheme, name)) for name in ("p", "scale", "softcap", "eps")] == [float] * 4
+    assert scheme == Scheme(q="lp", p=3.0, scale=1.0, softcap=50.0, eps=1.0)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "text"),
+    [
+        (Scheme(), "nothing changed"),
+        (Scheme(q="rms", k="rms", softcap=50), "q=rms, k=rms, softcap=50.0"),
+        (SCHEMES["henry"], "q=l2, k=l2, gain=scalar, scale=1.0"),
+        (SCHEMES["qkv_norm"], "q=auto, k=auto, v=auto, pre_norm=False"),
+    ],
+    ids=str,
+)
+def test_text_names_what_differs_from_the_defaults(scheme: Scheme, text: str) -> None:
+    assert str(scheme) == text
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("gain", "bias"), [(g, b) for g in GAINS for b in (None, False, True) if g in CHANNEL_GAINS or not b]
+)
+def test_a_bias_is_there_if_asked_for_and_beside_layer_norm(gain: str, bias: bool | None, norm: str) -> None:
+    expected = norm == "layer" and gain in CHANNEL_GAINS if bias is None else bias
+    assert Scheme(q=norm, gain=gain, bias=bias).has_bias(norm) is expected
