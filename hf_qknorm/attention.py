@@ -70,7 +70,7 @@ class QKNormAttention(nn.Module):
         if self.softcap is not None:
             options["softcap"] = self.softcap
         if self.observer is not None:
-            self.observer(self, q, k, v, attention_mask, options)
+            self.observer(self, q, k, v, attention_mask, {**options, **kwargs})
         attend = functions.attention_function(self, self.scheme.softcap, style.eager(self))
         dropout = style.dropout(self) if self.training else 0.0
         out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, **options, **kwargs)

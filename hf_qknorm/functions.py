@@ -78,8 +78,8 @@ def tiled_attention(
             "output_attentions=True"
         )
     _refuse_unsupported(kwargs)
-    seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal)
-    seen = _within_sequences(seen, query, kwargs.get("cu_seq_lens_q"))
+    boundaries = kwargs.get("cu_seq_lens_q")
+    seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal, boundaries)
     out = library.attention(
         query,
         seen.key,
@@ -111,8 +111,8 @@ def eager_attention(
 ) -> tuple[Tensor, Tensor]:
     """The oracle as a backend: every logit in memory, weights returned; `attn_implementation="hf_qknorm_eager"`."""
     _refuse_unsupported(kwargs)
-    seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal)
-    seen = _within_sequences(seen, query, kwargs.get("cu_seq_lens_q"))
+    boundaries = kwargs.get("cu_seq_lens_q")
+    seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal, boundaries)
     key = seen.key
     dropout_mask = None
     if dropout > 0:
@@ -153,15 +153,21 @@ def structure(
     mask: Tensor | None,
     window: int | None,
     is_causal: bool | None = None,
+    boundaries: Tensor | None = None,
 ) -> Structure:
-    """transformers' conventions for a call of an attention function, spelt out for the ops."""
+    """transformers' conventions for a call of an attention function, spelt out for the ops.
+
+    `boundaries` `[N + 1]` are the ends of packed sequences in the flattened batch (`cu_seq_lens_q`).
+    """
     if mask is not None:  # it holds causality, window and padding
-        return Structure(key, value, mask[..., : key.shape[2]], False, None)
+        seen = Structure(key, value, mask[..., : key.shape[2]], False, None)
+        return _within_sequences(seen, query, boundaries)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     queries, keys = query.shape[2], key.shape[2]
     if causal and 1 < queries < keys:  # a static cache's first call: what lies beyond the queries is still empty
         key, value = key[:, :, :queries], value[:, :, :queries]
-    return Structure(key, value, None, causal, window)  # causal with one query too: a window looks back only
+    seen = Structure(key, value, None, causal, window)  # causal with one query too: a window looks back only
+    return _within_sequences(seen, query, boundaries)
 
 
 def _within_sequences(seen: Structure, query: Tensor, boundaries: Tensor | None) -> Structure:

@@ -39,7 +39,7 @@ class Settings:
     data: str | None = None
     checkpoint: str | None = None
     scheme: str = "qk_norm_cap"
-    base_steps: int = 300
+    base_steps: int = 200
     steps: int = 60
     rate: float = 3e-4
     out: str = "./qknorm-demo"

@@ -45,7 +45,10 @@ def logit_statistics(model: Any) -> Iterator[dict[str, LogitStatistics]]:
 
     @torch.no_grad()
     def observe(layer: QKNormAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> None:
-        seen = functions.structure(layer, q, k, v, mask, options["sliding_window"])
+        boundaries = options.get("cu_seq_lens_q")
+        seen = functions.structure(
+            layer, q, k, v, mask, options["sliding_window"], options.get("is_causal"), boundaries
+        )
         largest, entropy = tiled.statistics(
             q,
             seen.key,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -26,8 +27,10 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
+    """No graph from an earlier run: the caches' keys know nothing of the operator's fake."""
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):  # its key knows nothing of the operator's fake
+    inductor, functorch = torch._inductor.config, torch._functorch.config
+    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
         yield
 
 
