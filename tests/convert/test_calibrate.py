@@ -17,6 +17,12 @@ from hf_qknorm.demo.training import mean_loss
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.testing import tiny_model
 
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[rows, length]` above the special ones."""
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
 GAINS = {
     "shared": Scheme(q="rms", k="rms", v="rms"),
     "shared, bias": Scheme(q="rms", k="layer", bias=True),
@@ -49,7 +55,7 @@ def _projections(model, batches):
 @pytest.mark.parametrize("scheme", GAINS.values(), ids=GAINS)
 def test_moments_are_the_least_squares_fit(scheme):
     model = patch_model(tiny_model("llama"), scheme)
-    batches = [{"input_ids": torch.randint(64, (2, 20))} for _ in range(3)]
+    batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
     calibrate(model, batches, method="moments")
     for (name, field), x in _projections(model, batches).items():
         norm = getattr(patched_layers(model)[name], f"{field}_norm")
@@ -66,7 +72,7 @@ def test_moments_are_the_least_squares_fit(scheme):
 
 
 def test_statistics_merge_over_batches_and_leave_padding_out():
-    inputs = torch.randint(3, 64, (4, 12))
+    inputs = tokens(4, 12)
     whole = patch_model(tiny_model("llama"), "qk_norm")
     calibrate(whole, [inputs], method="moments")
     split = patch_model(tiny_model("llama"), "qk_norm")
@@ -82,7 +88,7 @@ def test_statistics_merge_over_batches_and_leave_padding_out():
 @pytest.mark.parametrize("name", ["henry", "lp"])
 def test_one_scalar_carries_both_sides_and_the_scale(name):
     model = patch_model(tiny_model("llama"), name)
-    batches = [{"input_ids": torch.randint(64, (2, 20))}]
+    batches = [{"input_ids": tokens(2, 20)}]
     calibrate(model, batches, method="moments")
     projections = _projections(model, batches)
     for layer_name, layer in patched_layers(model).items():
@@ -98,7 +104,7 @@ def test_one_scalar_carries_both_sides_and_the_scale(name):
 
 def test_ones_restores_fresh_gains_and_the_mode():
     model = patch_model(tiny_model("llama"), "qk_norm_cap").train()
-    batches = [torch.randint(64, (2, 20))]
+    batches = [tokens(2, 20)]
     calibrate(model, batches, method="moments")
     report = calibrate(model, batches, method="ones")
     assert model.training
@@ -108,7 +114,7 @@ def test_ones_restores_fresh_gains_and_the_mode():
 
 def test_refusals():
     model = tiny_model("llama")
-    batches = [torch.randint(64, (2, 8))]
+    batches = [tokens(2, 8)]
     with pytest.raises(ValueError, match="is not patched: call patch_model"):
         calibrate(model, batches)
     with pytest.raises(ValueError, match="unknown method 'magic': expected one of ones, moments, fit"):
@@ -122,13 +128,13 @@ def test_refusals():
 @pytest.mark.parametrize("method", ["moments", "fit"])
 def test_bf16_gains_stay_bf16(method):
     model = patch_model(tiny_model("llama").bfloat16(), "qk_norm")
-    calibrate(model, [torch.randint(64, (2, 20))], method=method)
+    calibrate(model, [tokens(2, 20)], method=method)
     gains = [layer.q_norm.weight for layer in patched_layers(model).values()]
     assert all(gain.dtype == torch.bfloat16 and (gain != 1).any() for gain in gains)
 
 
 def test_fit_moves_the_gains_alone_and_repeats():
-    batches = [torch.randint(64, (8, 32)) for _ in range(12)]
+    batches = [tokens(8, 32, seed) for seed in range(12)]
     fitted = []
     for _ in range(2):
         model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap").train()
@@ -147,7 +153,7 @@ def test_fit_moves_the_gains_alone_and_repeats():
 
 
 def test_fit_never_ends_worse_than_it_started():
-    batches = [torch.randint(64, (2, 20)) for _ in range(6)]
+    batches = [tokens(2, 20, seed) for seed in range(6)]
     model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap")
     calibrate(model, batches, method="moments")
     start = {name: value.clone() for name, value in model.state_dict().items()}

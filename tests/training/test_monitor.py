@@ -11,11 +11,16 @@ from hf_qknorm.families import FAMILIES
 from hf_qknorm.testing import tiny_model
 
 
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[rows, length]` above the special ones."""
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_statistics_equal_those_of_the_weights(family, padded):
     model = patch_model(tiny_model(family), "soft_cap", attn_implementation="eager")
-    inputs = {"input_ids": torch.randint(3, 64, (2, 20))}
+    inputs = {"input_ids": tokens(2, 20)}
     if padded:
         inputs["attention_mask"] = torch.ones(2, 20, dtype=torch.long)
         inputs["attention_mask"][0, :6] = 0
@@ -32,7 +37,7 @@ def test_statistics_equal_those_of_the_weights(family, padded):
 
 def test_backends_agree_and_passes_accumulate():
     model = patch_model(tiny_model("llama"), "qk_norm_cap")
-    batches = [torch.randint(64, (2, 20)) for _ in range(2)]
+    batches = [tokens(2, 20, seed) for seed in range(2)]
     seen = {}
     for backend in ("hf_qknorm", "eager"):
         model.set_attn_implementation(backend)
@@ -48,7 +53,7 @@ def test_backends_agree_and_passes_accumulate():
 
 def test_watching_ends_and_changes_nothing():
     model = patch_model(tiny_model("llama"), "qk_norm_cap")
-    batch = torch.randint(64, (2, 20))
+    batch = tokens(2, 20)
     plain = model(batch).logits
     with pytest.raises(RuntimeError, match="stop"), logit_statistics(model) as statistics:  # noqa: PT012
         assert torch.equal(model(batch).logits, plain)
@@ -63,3 +68,18 @@ def test_unpatched_models_are_refused():
         logit_statistics(tiny_model("llama")),
     ):
         pass
+
+
+def test_packed_sequences_are_watched_apart():
+    model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap")
+    rows = tokens(2, 10)
+    places = torch.arange(10).repeat(2)[None]
+    ends = torch.tensor([0, 10, 20], dtype=torch.int32)
+    with torch.no_grad(), logit_statistics(model) as apart:
+        model(rows, use_cache=False)
+    with torch.no_grad(), logit_statistics(model) as packed:
+        # a mask of ones keeps transformers from reading the packing off the positions
+        model(rows.view(1, -1), torch.ones(1, 20), position_ids=places, cu_seq_lens_q=ends, use_cache=False)
+    for name, entry in apart.items():
+        torch.testing.assert_close(packed[name].max_logit, entry.max_logit, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(packed[name].entropy, entry.entropy, rtol=1e-5, atol=1e-6)
