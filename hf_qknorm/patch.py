@@ -143,7 +143,9 @@ def _require_bare(model: Any) -> None:
             "with quantization_config (the new gains are never quantised)"
         )
     if getattr(model, "_tp_size", None) is not None:
-        raise ValueError("this model is sharded by tensor parallelism: patch and save it first, then load it sharded")
+        raise ValueError(
+            "this model is sharded by tensor parallelism, which is not supported yet: load it without tp_plan"
+        )
 
 
 def _family_of(model: PreTrainedModel) -> Family:
