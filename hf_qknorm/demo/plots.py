@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import matplotlib
 matplotlib.use("Agg")  # no display
 
 from matplotlib import pyplot
+
+from hf_qknorm.files import replace_file
 
 COLOURS = {"unpatched": "#4d4d4d", "fresh gains": "#c8553d", "calibrated": "#2a7f9e"}
 
@@ -62,10 +63,3 @@ def _finish(figure: Any, axes: Any, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     replace_file(path, lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
     pyplot.close(figure)
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside `path`, then rename it: a killed run leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.partial")
-    write(temporary)
-    temporary.replace(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,8 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm.convert.calibrate import calibrate
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
-from hf_qknorm.demo.plots import plot_logits, plot_losses, replace_file
+from hf_qknorm.demo.plots import plot_logits, plot_losses
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
+from hf_qknorm.files import new_folder, replace_file
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.training.monitor import logit_statistics
@@ -74,7 +74,9 @@ def run(settings: Settings) -> dict[str, Any]:
             calibrate(model, batches.calibration, method="moments")
         runs[name] = _continue(model, batches, settings, name)
     out.mkdir(parents=True, exist_ok=True)
-    _save(models["calibrated"], tokenizer, out / "model")
+    with new_folder(out / "model", overwrite=True) as folder:
+        models["calibrated"].eval().save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     plot_losses(runs, out / "loss.png")
     plot_logits(runs, scheme.softcap, out / "logits.png")
     reloaded = _reload(models["calibrated"], batches.held_out[0], out)
@@ -129,19 +131,6 @@ def _continue(model: Any, batches: _Batches, settings: Settings, name: str) -> d
 
     train(model, batches.continued, rate=settings.rate, what=f"continuing: {name}", each_step=look)
     return {"held_out": held_out, "max_logit": largest, "max_logit_by_head": by_head}
-
-
-def _save(model: Any, tokenizer: Any, path: Path) -> None:
-    """Save beside `path`, then swap: a killed run leaves the old checkpoint or the new one, never half of one."""
-    partial, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.old")
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    model.eval().save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    if path.exists():
-        path.rename(old)
-    partial.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _reload(model: Any, batch: Tensor, out: Path) -> dict[str, Any]:
