@@ -12,17 +12,22 @@ from hf_qknorm.families import FAMILIES
 from hf_qknorm.hub import auto
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
 from hf_qknorm.training.monitor import LogitStatistics, logit_statistics
 
 __all__ = [
     "FAMILIES",
     "SCHEMES",
+    "BlendSchedule",
     "Calibration",
+    "CapSchedule",
     "LogitStatistics",
     "Scheme",
     "calibrate",
     "logit_statistics",
     "patch_model",
+    "set_blend",
+    "set_cap",
     "unpatch_model",
 ]
 __version__ = "0.1.0"

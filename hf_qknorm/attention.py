@@ -35,6 +35,7 @@ class QKNormAttention(nn.Module):
     scheme: Scheme
     removed_norm: tuple[nn.Module, ...] = ()  # a tuple, so that it is no submodule and has no place in checkpoints
     observer: Callable[..., None] | None = None
+    blending: bool = False
 
     config: Any
     layer_idx: int
@@ -89,8 +90,8 @@ class QKNormAttention(nn.Module):
 
     @property
     def logit_scale(self) -> float:
-        """What multiplies q·k: the scheme's scale, or else the model's own."""
-        return self.scaling if self.scheme.scale is None else self.scheme.scale
+        """What multiplies q·k: the scheme's scale, or else the model's own, as also until a blend is over."""
+        return self.scaling if self.scheme.scale is None or self.blending else self.scheme.scale
 
     @property
     def window(self) -> int | None:
@@ -140,6 +141,8 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
             module.attn_logit_softcapping = module.config.qk_norm_base["attn_logit_softcapping"]
         module.scheme = scheme
         _add_norms(module, scheme)
+        if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):
+            start_blend(module)
         if not scheme.pre_norm:
             parent = model.get_submodule(name.rpartition(".")[0])
             module.removed_norm = (getattr(parent, family.pre_norm),)
@@ -149,13 +152,45 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
 def uninstall(model: nn.Module) -> None:
     """Undo `install`, in place."""
     for name, module in patched_layers(model).items():
-        for norm in _head_norms(module):
+        for norm in head_norms(module):
             delattr(module, norm)
+        vars(module).pop("blending", None)
         if module.removed_norm:
             setattr(model.get_submodule(name.rpartition(".")[0]), module.family.pre_norm, _removed_norm(module))
             del module.removed_norm
         del module.scheme
         _set_class(module, module.base_class)
+
+
+def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
+    """The layer's norms by name: q_norm, k_norm, v_norm, those that the scheme put there."""
+    modules = {name: layer._modules.get(name) for name in NORM_NAMES.values()}
+    return {name: module for name, module in modules.items() if isinstance(module, HeadNorm)}
+
+
+def start_blend(layer: QKNormAttention) -> None:
+    """Give the layer's norms a blend, at 0: until `end_blend` it computes what it did before, and its own scale holds.
+
+    Raises ValueError for a scale that no norm of q or k can stand for meanwhile.
+    """
+    norms = head_norms(layer)
+    factor = layer.logit_scale / layer.scaling
+    carrier = norms.get("q_norm", norms.get("k_norm"))
+    if carrier is not None:
+        carrier.rescale = factor
+    elif factor != 1:
+        raise ValueError(f"a blend can't bring in scale={layer.scheme.scale:g} without a norm on queries or keys")
+    device, _ = _place(layer)
+    for norm in norms.values():
+        norm.blend = torch.zeros((), device=device)
+    layer.blending = True
+
+
+def end_blend(layer: QKNormAttention) -> None:
+    """Leave the layer's norms as the scheme says, without a trace of the blend."""
+    for norm in head_norms(layer).values():
+        norm.blend, norm.rescale = None, 1.0
+    vars(layer).pop("blending", None)
 
 
 def require_undoable(model: nn.Module) -> None:
@@ -176,7 +211,7 @@ def as_unpatched(model: nn.Module) -> Iterator[None]:
     require_undoable(model)
     layers = patched_layers(model)
     schemes = {name: layer.scheme for name, layer in layers.items()}
-    norms = [getattr(layer, norm) for layer in layers.values() for norm in _head_norms(layer)]
+    norms = [norm for layer in layers.values() for norm in head_norms(layer).values()]
     parents = {name: model.get_submodule(name.rpartition(".")[0]) for name, m in layers.items() if m.removed_norm}
     try:
         for layer in layers.values():
@@ -199,10 +234,6 @@ def _removed_norm(module: QKNormAttention) -> nn.Module:
     """The norm that the scheme removed, brought to where the layer is now: it is no submodule, `to` passes it by."""
     place = next(module.parameters())
     return module.removed_norm[0] if place.is_meta else module.removed_norm[0].to(place.device, place.dtype)
-
-
-def _head_norms(module: nn.Module) -> list[str]:
-    return [name for name in NORM_NAMES.values() if isinstance(module._modules.get(name), HeadNorm)]
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:

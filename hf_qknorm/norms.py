@@ -15,11 +15,14 @@ class HeadNorm(nn.Module):
     """Normalise each head of `[B, T, H, D]` over D, then apply the scheme's gain and bias.
 
     The gain is `weight`: `[D]` (shared), `[H, D]` (per head), `[1]` (scalar) or None; `bias` has its shape.
+    `blend` is a buffer while the norm is on its way in: with b, x becomes x + b·(y − x), where y is `rescale` times the
+    normed x (`rescale` stands for a scale of the logits that the attention does not apply before the blend is over).
     While `bypass` is set the module returns its input: the model then computes what it did before it was patched.
     """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    blend: Tensor | None
 
     def __init__(
         self,
@@ -35,11 +38,12 @@ class HeadNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.norm, self.p, self.eps, self.fresh = norm, scheme.p, scheme.eps, fresh
-        self.bypass = False
+        self.bypass, self.rescale = False, 1.0
         shape = {"shared": (head_dim,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
         for name, wanted in (("weight", gain), ("bias", scheme.has_bias(norm))):
             value = torch.empty(shape, device=device, dtype=dtype) if shape and wanted else None
             self.register_parameter(name, None if value is None else nn.Parameter(value))
+        self.register_buffer("blend", None)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -53,12 +57,19 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bypass:
             return x
-        return head_norm(x, self.norm, self.weight, self.bias, self.eps, self.p)
+        if self.blend is None:
+            return head_norm(x, self.norm, self.weight, self.bias, self.eps, self.p)
+        gain = self.blend.new_ones(1) if self.weight is None else self.weight
+        bias = None if self.bias is None else self.bias * self.rescale
+        return head_norm(x, self.norm, gain * self.rescale, bias, self.eps, self.p, self.blend)
 
     def extra_repr(self) -> str:
         order = f", p={self.p:g}" if self.norm == "lp" else ""
         gain = "none" if self.weight is None else list(self.weight.shape)
-        return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={self.eps:g}"
+        blend = ""
+        if self.blend is not None:
+            blend = ", blend" if self.blend.is_meta else f", blend={float(self.blend):.3g}"
+        return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={self.eps:g}{blend}"
 
 
 def fresh_scalar(scheme: Scheme, norm: str, max_positions: int, head_dim: int, scale: float) -> float:

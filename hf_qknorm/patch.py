@@ -90,7 +90,7 @@ def _patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfi
     patched = copy.deepcopy(config)
     patched.__class__ = derived_config(config.model_type)
     vars(patched).pop("model_type", None)  # a loaded config holds it beside its class
-    patched.qk_norm = patched.qk_norm_base = None
+    patched.qk_norm = patched.qk_norm_base = patched.qk_norm_blend = None
     patched.attn_logit_softcapping = getattr(config, "attn_logit_softcapping", None)
     patched.set_scheme(scheme)
     return patched
@@ -103,7 +103,7 @@ def _base_config(config: Any) -> PretrainedConfig:
         del base.attn_logit_softcapping
     else:
         base.attn_logit_softcapping = config.qk_norm_base["attn_logit_softcapping"]
-    del base.qk_norm, base.qk_norm_base
+    del base.qk_norm, base.qk_norm_base, base.qk_norm_blend
     vars(base).pop("model_type", None)
     if base.architectures is not None:
         base.architectures = [name.removeprefix(PREFIX) for name in base.architectures]

@@ -209,7 +209,8 @@ def _bytes(name: str, new: New) -> memoryview:
     tensor = new.make().detach().to(device="cpu", dtype=new.dtype)
     if tuple(tensor.shape) != new.shape:
         raise ValueError(f"{name} was made with shape {list(tensor.shape)}, expected {list(new.shape)}")
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    data: memoryview = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    return data
 
 
 def _copy(source: BinaryIO, out: BinaryIO, begin: int, end: int, bar: Any) -> None:

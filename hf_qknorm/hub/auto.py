@@ -56,11 +56,14 @@ class QKNormConfig(_Config):
 
     `qk_norm` may be given as a `Scheme`, a preset's name or JSON; it is kept as JSON, with "auto" resolved.
     `qk_norm_base` holds what the scheme overwrote in a family with a cap of its own, so that it can be undone.
+    `qk_norm_blend` says what is on its way in (`hf_qknorm.training.blend`): None, or whether the norms hold a blend,
+    and the cap at the end, while `qk_norm` has the one in force.
     Raises ValueError if it is malformed, or contradicts `attn_logit_softcapping`.
     """
 
     qk_norm: Any
     qk_norm_base: Any
+    qk_norm_blend: Any
     attn_logit_softcapping: float | None
     base_model_type: ClassVar[str]
 
@@ -119,7 +122,7 @@ class QKNormModel(_Model):
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """transformers' check of a backend; a capped scheme also refuses those that can't cap."""
-        softcap = self.config.scheme.softcap
+        softcap = self.config.scheme.softcap or (self.config.qk_norm_blend or {}).get("softcap")
         if softcap is not None:
             requested_attention = requested_attention or "hf_qknorm"
             functions.check_cap_backend(requested_attention, softcap)
@@ -154,7 +157,7 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any]) -> None:
         f"{name}.{norm}.{parameter}"
         for name in layers
         for norm in NORM_NAMES.values()
-        for parameter in ("weight", "bias")
+        for parameter in ("weight", "bias", "blend")
     }
     prefix = f"{model.base_model_prefix}."
 
@@ -199,7 +202,7 @@ def _family_of(cls: type[PreTrainedModel]) -> Family | None:
 def derived_config(model_type: str) -> type[PretrainedConfig]:
     """`QKNormLlamaConfig` for "llama"."""
     base = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
-    fields: dict[str, Any] = {"qk_norm": Any, "qk_norm_base": Any}
+    fields: dict[str, Any] = {"qk_norm": Any, "qk_norm_base": Any, "qk_norm_blend": Any}
     if not hasattr(base, "attn_logit_softcapping"):
         fields["attn_logit_softcapping"] = float | None
     namespace = {

@@ -29,16 +29,18 @@ def head_norm(
     bias: Tensor | None = None,
     eps: float = 1e-6,
     p: float = 2.0,
+    blend: Tensor | None = None,
 ) -> Tensor:
     """Normalise the last axis of `x` `[..., H, D]`, then apply gain and bias (each `[D]`, `[H, D]` or `[1]`).
 
     rms:   x / √(mean x² + eps)                   layer: the same of x − mean x
     l2:    x / √(D·(mean x² + eps))               lp:    x / (D·(mean |x|ᵖ + eps^(p/2)))^(1/p)
 
+    With `blend` b, a number as a tensor, the result y becomes x + b·(y − x): x itself at 0.
     Computes in fp32 (fp64 stays fp64) and rounds once, to the dtype of `x`. A row of zeros (for "layer": of equal
     entries) is padding or dead: it stays zero and gets zero gradient, where 1/√eps would multiply it.
     """
-    y = x if x.dtype == torch.float64 else x.float()
+    wide = y = x if x.dtype == torch.float64 else x.float()
     if norm == "layer":
         y = y - y.mean(-1, keepdim=True)
     if norm in ("rms", "layer", "l2"):
@@ -54,6 +56,7 @@ def head_norm(
         raise ValueError(f"unknown norm {norm!r}: expected 'rms', 'layer', 'l2' or 'lp'")
     y = y if gain is None else gain.to(y.dtype) * y
     y = y if bias is None else y + bias.to(y.dtype)
+    y = y if blend is None else wide + blend.to(y.dtype) * (y - wide)
     return y.to(x.dtype)
 
 

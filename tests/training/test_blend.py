@@ -1,0 +1,203 @@
+"""An exact start: at blend 0 nothing has changed, at 1 the scheme is all there is, and what lies between is saved."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from tables import PAIRS, fingerprint, make_batch, randomise, sharp_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from hf_qknorm import SCHEMES, BlendSchedule, CapSchedule, Scheme, patch_model, set_blend, set_cap, unpatch_model
+from hf_qknorm.attention import patched_layers
+from hf_qknorm.testing import tiny_model
+from hf_qknorm.training.blend import blend_of
+
+BLENDED = [(model_type, name) for model_type, name in PAIRS if SCHEMES[name].pre_norm]
+SCALED = Scheme(q="l2", k="rms", v="rms", gain="none", scale=2.0, softcap=30.0)
+
+
+def logits(model: PreTrainedModel, kind: str = "plain") -> Tensor:
+    batch = make_batch(kind)
+    with torch.no_grad():
+        return model.eval()(**batch).logits[batch["labels"] >= 0]
+
+
+def patched(model_type: str, scheme: Scheme | str, **settings: Any) -> PreTrainedModel:
+    model = sharp_model(model_type, **settings)
+    return randomise(patch_model(model, scheme, attn_implementation="hf_qknorm"))
+
+
+@pytest.mark.parametrize(("model_type", "scheme"), [*BLENDED, ("llama", SCALED), ("gpt2", SCALED)])
+def test_the_start_is_exact_and_the_end_is_the_plain_scheme(model_type, scheme):
+    base, model = patched(model_type, "none"), patched(model_type, scheme)
+    end, before = logits(model), fingerprint(model)
+    set_blend(model, 0.0)
+    for kind in ("plain", "left", "packed"):
+        assert torch.equal(logits(model, kind), logits(base, kind))
+    set_blend(model, 0.5)
+    assert blend_of(model) == 0.5 or not Scheme.of(scheme).norms
+    set_blend(model, 1.0)
+    assert torch.equal(logits(model), end)
+    assert fingerprint(model) == before
+    assert blend_of(model) == 1
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if SCHEMES[name].pre_norm and name != "none"])
+def test_the_model_moves_from_one_end_to_the_other(scheme):
+    model = patched("llama", scheme)
+    end = logits(model)
+    set_blend(model, 0.0)
+    start = logits(model)
+    far = float((end - start).norm())
+    set_blend(model, 1e-3)
+    assert 0 < float((logits(model) - start).norm()) < 0.05 * far
+    set_blend(model, 1 - 1e-3)
+    assert float((logits(model) - end).norm()) < 0.05 * far
+
+
+def test_cap_in_force():
+    model = patched("llama", "qk_norm_cap")
+    layers = patched_layers(model).values()
+    for blend, cap in ((0.0, None), (0.25, 200.0), (1.0, 50.0)):
+        set_blend(model, blend)
+        assert [layer.softcap for layer in layers] == [cap] * len(layers)
+        assert model.config.scheme.softcap == model.config.attn_logit_softcapping == cap
+    own = patched("gemma2", Scheme(softcap=20.0), attn_logit_softcapping=60.0)
+    for blend, cap in ((0.0, 60.0), (0.5, 30.0), (1.0, 20.0)):  # 1/c goes straight from one to the other
+        set_cap(own, blend)
+        assert [layer.softcap for layer in patched_layers(own).values()] == pytest.approx([cap] * 2)
+
+
+@pytest.mark.parametrize(("scheme", "put"), [("qk_norm_cap", set_blend), ("henry", set_blend), ("soft_cap", set_cap)])
+@pytest.mark.parametrize("blend", [0.0, 0.3])
+def test_saved_on_the_way(tmp_path, scheme, put, blend):
+    model = patched("llama", scheme)
+    put(model, blend)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="hf_qknorm")
+    assert blend_of(loaded) == pytest.approx(blend_of(model))
+    assert torch.equal(logits(loaded), expected)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation != "sdpa" or scheme == "henry"
+    put(model, 1.0)
+    put(loaded, 1.0)
+    assert torch.equal(logits(loaded), logits(model))
+    assert "blend=" not in str(loaded)
+
+
+def test_a_config_that_denies_the_blend_is_refused(tmp_path):
+    model = patched("llama", "qk_norm")
+    set_blend(model, 0.3)
+    assert "blend=0.3" in str(model)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["qk_norm_blend"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"norm parameters are in the weights but not in the scheme.*blend"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_unpatching_on_the_way():
+    model = sharp_model("llama")
+    expected = logits(model)
+    before = fingerprint(model)
+    patch_model(model, "henry")
+    set_blend(model, 0.5)
+    unpatch_model(model)
+    assert fingerprint(model) == before
+    assert torch.equal(logits(model), expected)
+
+
+class Record(TrainerCallback):
+    """What each step was trained with, and a stop in the middle."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.seen: list[tuple[float, float | None]] = []
+        self.stop = stop
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        layer = next(iter(patched_layers(kwargs["model"]).values()))
+        self.seen.append((round(blend_of(kwargs["model"]), 4), layer.softcap))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.stop:
+            control.should_save = control.should_training_stop = True
+
+
+def run(model: PreTrainedModel, folder: Any, schedule: TrainerCallback, resume: str | None = None, **stop: int) -> Any:
+    rows = torch.randint(3, 64, (64, 16), generator=torch.Generator().manual_seed(0))
+    arguments = TrainingArguments(
+        folder, max_steps=8, per_device_train_batch_size=8, learning_rate=1e-2, save_strategy="no", report_to=[],
+        use_cpu=True, disable_tqdm=True, seed=0,
+    )  # fmt: skip
+    record = Record(**stop)
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        callbacks=[schedule, record],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return record.seen
+
+
+def test_blend_schedule_resumes_where_it_was(tmp_path):
+    whole, first, second = (patch_model(tiny_model("llama"), "qk_norm_cap") for _ in range(3))
+    seen = run(whole, tmp_path / "whole", BlendSchedule(share=0.5))
+    assert seen == [(0.0, None), (0.25, 200.0), (0.5, 100.0), (0.75, 50 / 0.75), *[(1.0, 50.0)] * 4]
+    assert run(first, tmp_path / "parts", BlendSchedule(share=0.5), stop=3) == seen[:3]
+    checkpoint = str(tmp_path / "parts" / "checkpoint-3")
+    assert blend_of(AutoModelForCausalLM.from_pretrained(checkpoint)) == 0.75
+    assert run(second, tmp_path / "parts", BlendSchedule(share=0.5), resume=checkpoint) == seen[3:]
+    assert fingerprint(second) == fingerprint(whole)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value), name
+
+
+def test_cap_schedule(tmp_path):
+    model = patch_model(tiny_model("llama"), "soft_cap")
+    caps = [cap for _, cap in run(model, tmp_path, CapSchedule(share=1.0, shape="cosine"))]
+    assert caps[0] is None
+    assert caps[4] == pytest.approx(100.0)
+    assert all(earlier > later for earlier, later in zip(caps[1:], caps[2:], strict=False))
+    assert model.config.scheme == SCHEMES["soft_cap"]
+    assert model.config.qk_norm_blend is None
+
+
+def test_gradients_reach_gains_on_the_way():
+    model = patched("llama", "qk_norm")
+    set_blend(model, 0.5)
+    model(**make_batch("plain")).loss.backward()
+    for layer in patched_layers(model).values():
+        assert layer.q_norm.weight.grad.abs().min() > 0
+        assert layer.k_norm.weight.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "act", "message"),
+    [
+        ("qk_norm", lambda m: set_blend(m, 1.5), "blend=1.5: expected a number from 0"),
+        ("qk_norm", lambda m: set_cap(m, 0.5), "has no cap to bring in"),
+        ("qkv_norm", lambda m: set_blend(m, 0.0), "pre_norm=False removed the norm"),
+        (Scheme(v="rms", scale=1.0), lambda m: set_blend(m, 0.0), "can't bring in scale=1 without a norm on queries"),
+        ("qk_norm_cap", lambda m: (set_cap(m, 0.5), set_blend(m, 0.5)), "the cap is on its way by itself"),
+        ("qk_norm_cap", lambda m: (set_blend(m, 0.5), set_cap(m, 0.5)), "brings in the cap as well"),
+    ],
+)
+def test_refusals(scheme, act, message):
+    model = patched("llama", scheme)
+    with pytest.raises(ValueError, match=message):
+        act(model)
+
+
+def test_refusals_without_a_model():
+    with pytest.raises(ValueError, match="is not patched: call patch_model"):
+        set_blend(tiny_model("llama"), 0.0)
+    with pytest.raises(ValueError, match=r"share=0 of the run: expected more than 0"):
+        BlendSchedule(share=0)
+    with pytest.raises(ValueError, match="shape='square'"):
+        CapSchedule(shape="square")
