@@ -8,6 +8,7 @@ subtracted before, so that the product rounds only what is small.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from hf_qknorm.ops.tiling import Options, Problem
 
 LOG2E = math.log2(math.e)
 
-__all__ = ["Options", "backward", "dropout_mask", "forward", "statistics"]
+__all__ = ["Options", "Statistics", "backward", "dropout_mask", "forward", "statistics"]
 
 
 def forward(
@@ -120,29 +121,47 @@ def dropout_mask(q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor, option
     return full.view(*q.shape[:3], problem.keys)
 
 
+class Statistics(NamedTuple):
+    """What `statistics` finds, per head `[H]`, over everything that is not masked; the last three are int64 counts."""
+
+    max_logit: Tensor  # the largest |scale·q·k|, before the cap
+    entropy: Tensor  # the mean over the queries that attend to anything, in nats
+    seen: Tensor  # pairs of a query and a key that it may see
+    over_half: Tensor  # of these, those with |scale·q·k| over half the cap
+    over_cap: Tensor  # and over the whole of it
+
+
 def statistics(
-    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Per head `[H]`: the largest |scale·q·k| before the cap, and the mean entropy in nats; no T×S tensor."""
+    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, options: Options, cap: float = 50.0
+) -> Statistics:
+    """How large the logits are and how flat the weights, per head, as `Statistics`; no T×S tensor.
+
+    Logits are held against `cap`, which need not be the cap that is applied to them (`options.softcap`).
+    """
     problem = Problem(q, k, k, mask, sinks, options)
     shape = (problem.heads_kv, problem.group)
     largest, entropy = problem.q.new_zeros(shape), problem.q.new_zeros(shape)
-    counted = problem.q.new_zeros(shape)
+    queries, pairs, over_half, over_cap = (entropy.new_zeros(shape, dtype=torch.int64) for _ in range(4))
     buffer, spare = problem.buffer(), problem.buffer()
     for block in problem.blocks:
         b, n, w = block.shape
         raw = problem.scores(block, options.scale, buffer).abs()
         logits = problem.logits(block, buffer, spare)
         seen = logits > -math.inf
-        largest = torch.maximum(largest, raw.masked_fill_(~seen, 0.0).view(b, *shape, n * w).amax((0, 3)))
+        heads = raw.masked_fill_(~seen, 0.0).view(b, *shape, n * w)
+        largest = torch.maximum(largest, heads.amax((0, 3)))
+        pairs += seen.view(heads.shape).sum((0, 3))
+        over_half += (heads > cap / 2).sum((0, 3))
+        over_cap += (heads > cap).sum((0, 3))
         seen = seen.any(-1, keepdim=True)
         sink = problem.sink_rows(block)
         logits = logits if sink is None else torch.cat([logits, sink], -1)
         weights = torch.softmax(logits.masked_fill(~seen, 0.0), -1)
         nats = torch.special.xlogy(weights, weights).sum(-1, keepdim=True).neg_().masked_fill_(~seen, 0.0)
         entropy += nats.view(b, *shape, n).sum((0, 3))
-        counted += seen.view(b, *shape, n).sum((0, 3))
-    return largest.flatten(), (entropy / counted.clamp_min(1)).flatten()
+        queries += seen.view(b, *shape, n).sum((0, 3))
+    entropy /= queries.clamp_min(1)
+    return Statistics(*(x.flatten() for x in (largest, entropy, pairs, over_half, over_cap)))
 
 
 def _exp_(x: Tensor) -> Tensor:

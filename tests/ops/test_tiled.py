@@ -97,12 +97,27 @@ def test_statistics_are_the_oracles(case: Case) -> None:
     inputs = draw_inputs(case, F64)
     q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     sinks = None if inputs.sinks is None else inputs.sinks.detach()
-    largest, entropy = tiled.statistics(q, k, inputs.mask, sinks, case.options)
+    cap = 4.0 * case.spread**2
+    got = tiled.statistics(q, k, inputs.mask, sinks, case.options, cap)
     expected = reference.attention(
         q, k, v, softcap=case.softcap, causal=case.causal, window=case.window, mask=inputs.mask, sinks=sinks
     )
-    torch.testing.assert_close(largest, expected.max_logit, rtol=1e-12, atol=0)
-    torch.testing.assert_close(entropy, expected.entropy, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got.max_logit, expected.max_logit, rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.entropy, expected.entropy, rtol=1e-10, atol=1e-12)
+    seen = expected.weights > 0
+    raw = (q @ k.repeat_interleave(case.heads // case.heads_kv, 1).transpose(-1, -2) * case.head_dim**-0.5).abs()
+    for counted, limit in ((got.seen, -1.0), (got.over_half, cap / 2), (got.over_cap, cap)):
+        assert counted.tolist() == (seen & (raw > limit)).sum((0, 2, 3)).tolist()
+
+
+def test_statistics_tell_the_shares_apart() -> None:
+    """Logits 0, 6 and 12 of one query, then of another that sees the first key alone."""
+    q, k = torch.ones(1, 2, 2, 1), torch.tensor([0.0, 6.0, 12.0]).view(1, 1, 3, 1)
+    q[:, 1] = -2.0
+    mask = torch.tensor([[True, True, True], [True, False, False]]).view(1, 1, 2, 3)
+    got = tiled.statistics(q, k, mask, None, tiled.Options(1.0), cap=10.0)
+    assert [x.tolist() for x in got[2:]] == [[4, 4], [2, 2], [1, 2]]
+    assert got.max_logit.tolist() == [12.0, 24.0]
 
 
 DECODING = [

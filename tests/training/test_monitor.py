@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
+from tables import BATCHES, make_batch, randomise, real, sharp_model
 
 from hf_qknorm import logit_statistics, patch_model
-from hf_qknorm.attention import patched_layers
+from hf_qknorm.attention import as_unpatched, patched_layers
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.testing import tiny_model
 
@@ -35,6 +38,113 @@ def test_statistics_equal_those_of_the_weights(family, padded):
         assert (entry.max_logit > 0).all()
 
 
+def projections(model, batch):
+    """q and k of every layer as they leave the projection, `[B, T, H, D]`, without the monitor's help."""
+    seen = {name: {} for name in patched_layers(model)}
+    with ExitStack() as stack, torch.no_grad():
+        for name, layer in patched_layers(model).items():
+
+            def note(module, args, kwargs, name=name):
+                states = args[0] if args else kwargs["hidden_states"]
+                seen[name]["q"], seen[name]["k"], _ = module.family.style.project(module, states)
+
+            stack.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)
+        model(**batch)
+    return seen
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", ["none", "qk_norm_cap"])
+def test_rms_is_the_projections_own_without_padding(family, scheme, kind):
+    if FAMILIES[family].own_norms and scheme != "none":
+        scheme = "soft_cap"
+    model = randomise(patch_model(sharp_model(family), scheme))
+    batch = make_batch(kind, labels=False)
+    expected = projections(model, batch)
+    with torch.no_grad(), logit_statistics(model) as statistics:
+        for _ in range(2):
+            model(**batch)
+    for name, seen in expected.items():
+        for field, got in (("q", statistics[name].rms_q), ("k", statistics[name].rms_k)):
+            x = seen[field][real(batch)].double()  # [N, H, D]
+            torch.testing.assert_close(got.double(), x.pow(2).mean((0, 2)).sqrt(), rtol=1e-5, atol=0)
+
+
+def test_yarn_does_not_change_the_rms():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+    model = patch_model(sharp_model("llama", rope_parameters=yarn), "none")
+    assert model.model.rotary_emb.attention_scaling > 1.05
+    batch = make_batch("plain", labels=False)
+    with torch.no_grad(), logit_statistics(model) as statistics:
+        model(**batch)
+    for name, seen in projections(model, batch).items():
+        expected = seen["q"].pow(2).mean((0, 1, 3)).sqrt()
+        torch.testing.assert_close(statistics[name].rms_q, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["hf_qknorm", "eager"])
+def test_padding_at_either_side_counts_for_nothing(backend):
+    model = patch_model(sharp_model("llama"), "none", attn_implementation=backend)
+    rows = [torch.randint(3, 64, (1, n), generator=torch.Generator().manual_seed(n)) for n in (14, 20)]
+    found = {}
+    for side in ("alone", "left", "right"):
+        with torch.no_grad(), logit_statistics(model, cap=2.0) as found[side]:
+            if side == "alone":
+                for row in rows:
+                    model(row)
+                continue
+            pad = (6, 0) if side == "left" else (0, 6)
+            short, mask = (torch.nn.functional.pad(x, pad) for x in (rows[0], torch.ones_like(rows[0])))
+            mask = torch.cat([mask, torch.ones_like(rows[1])])
+            model(torch.cat([short, rows[1]]), mask)  # the mask by position, as some callers give it
+    for name, alone in found["alone"].items():
+        queries = torch.tensor([14.0, 20.0])
+        entropy = (torch.stack(alone.entropies) * queries[:, None]).sum(0) / queries.sum()
+        assert (alone.over_half > 0).all()
+        for side in ("left", "right"):
+            padded = found[side][name]
+            torch.testing.assert_close(padded.entropy, entropy, rtol=1e-4, atol=1e-5)
+            for field in ("max_logit", "over_half", "over_cap", "rms_q", "rms_k"):
+                torch.testing.assert_close(getattr(padded, field), getattr(alone, field), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("scheme", "cap"), [("none", 50.0), ("soft_cap", 50.0), ({"softcap": 3.0}, 3.0)])
+def test_logits_are_held_against_the_layers_cap(scheme, cap):
+    model = patch_model(sharp_model("llama"), scheme)
+    batch = make_batch("plain", labels=False)
+    with torch.no_grad(), logit_statistics(model) as own:
+        model(**batch)
+    with torch.no_grad(), logit_statistics(model, cap=1.5) as told:
+        model(**batch)
+    assert all(entry.cap == cap for entry in own.values())
+    assert all(entry.cap == 1.5 for entry in told.values())
+    assert all((entry.over_cap == 0).all() for entry in own.values() if cap == 50)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shares_are_those_of_the_logits_before_the_cap(family):
+    model = patch_model(sharp_model(family), "soft_cap", attn_implementation="hf_qknorm_eager")
+    batch = make_batch("left", labels=False)
+    calls = []
+    for name, layer in patched_layers(model).items():
+        layer.observer = lambda layer, q, k, v, mask, options, name=name: calls.append((name, q, k, mask, options))
+    with torch.no_grad():
+        weights = dict(zip(patched_layers(model), model(**batch, output_attentions=True).attentions, strict=True))
+    with torch.no_grad(), logit_statistics(model, cap=1.0) as statistics:
+        model(**batch)
+    assert len(calls) == len(statistics)
+    for name, q, k, _, options in calls:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        raw = (q.double() @ k.double().transpose(-1, -2) * options["scaling"]).abs()
+        seen = weights[name] > 0
+        pairs = seen.sum((0, 2, 3))
+        for got, limit in ((statistics[name].over_half, 0.5), (statistics[name].over_cap, 1.0)):
+            expected = (seen & (raw > limit)).sum((0, 2, 3)) / pairs
+            torch.testing.assert_close(got, expected, rtol=0, atol=1.5 / float(pairs.min()))  # one on the edge may flip
+        assert (statistics[name].over_half > statistics[name].over_cap).all()
+
+
 def test_backends_agree_and_passes_accumulate():
     model = patch_model(tiny_model("llama"), "qk_norm_cap")
     batches = [tokens(2, 20, seed) for seed in range(2)]
@@ -60,6 +170,21 @@ def test_watching_ends_and_changes_nothing():
         raise RuntimeError("stop")
     assert len(statistics) == 2
     assert all(layer.observer is None for layer in patched_layers(model).values())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_watching_an_unnormed_model_leaves_it_as_it_was():
+    model = patch_model(tiny_model("llama"), "none")
+    before, flags = str(model), {name: sorted(vars(module)) for name, module in model.named_modules()}
+    with torch.no_grad(), logit_statistics(model) as statistics:
+        keys = list(model.state_dict())
+        model(tokens(2, 20))
+        with as_unpatched(model):
+            model(tokens(2, 20))
+    assert str(model) == before
+    assert {name: sorted(vars(module)) for name, module in model.named_modules()} == flags
+    assert list(model.state_dict()) == keys
+    assert all(len(entry.entropies) == 2 for entry in statistics.values())
 
 
 def test_unpatched_models_are_refused():
