@@ -36,6 +36,7 @@ class QKNormAttention(nn.Module):
     removed_norm: tuple[nn.Module, ...] = ()  # a tuple, so that it is no submodule and has no place in checkpoints
     observer: Callable[..., None] | None = None
     blending: bool = False
+    base_weights: tuple[tuple[nn.Parameter, Tensor], ...] = ()  # what parameters were before a fit moves them
 
     config: Any
     layer_idx: int
@@ -193,12 +194,12 @@ def end_blend(layer: QKNormAttention) -> None:
     vars(layer).pop("blending", None)
 
 
-def require_undoable(model: nn.Module) -> None:
-    """Raise ValueError if the model's scheme removed norms that its checkpoint did not keep."""
+def require_base(model: nn.Module) -> None:
+    """Raise ValueError if the model's scheme folded norms away, which its checkpoint did not keep."""
     if any(not layer.scheme.pre_norm and not layer.removed_norm for layer in patched_layers(model).values()):
         raise ValueError(
-            "this model was loaded from a checkpoint whose scheme removed the norms in front of attention "
-            "(pre_norm=False): they were not kept, so it can't be undone. Load the original checkpoint instead"
+            "this model was loaded from a checkpoint whose scheme folded the norms in front of attention into the "
+            "projections (pre_norm=False): what it was before is not known any more. Load the original checkpoint"
         )
 
 
@@ -206,14 +207,17 @@ def require_undoable(model: nn.Module) -> None:
 def as_unpatched(model: nn.Module) -> Iterator[None]:
     """Within, the model computes what it did before it was patched, through the same weights.
 
-    Raises ValueError if its scheme removed norms that a checkpoint did not keep.
+    Norms that the scheme folded away leave rounding behind. Raises ValueError if a checkpoint did not keep them.
     """
-    require_undoable(model)
+    require_base(model)
     layers = patched_layers(model)
     schemes = {name: layer.scheme for name, layer in layers.items()}
     norms = [norm for layer in layers.values() for norm in head_norms(layer).values()]
     parents = {name: model.get_submodule(name.rpartition(".")[0]) for name, m in layers.items() if m.removed_norm}
+    moved = [(p, p.data, base) for layer in layers.values() for p, base in layer.base_weights]
     try:
+        for p, _, base in moved:
+            p.data = base
         for layer in layers.values():
             layer.scheme = SCHEMES["none"]
         for norm in norms:
@@ -222,6 +226,8 @@ def as_unpatched(model: nn.Module) -> Iterator[None]:
             setattr(parent, layers[name].family.pre_norm, _removed_norm(layers[name]))
         yield
     finally:
+        for p, now, _ in moved:
+            p.data = now
         for name, layer in layers.items():
             layer.scheme = schemes[name]
         for norm in norms:

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_qknorm import functions
-from hf_qknorm.attention import PREFIX, install, own_layers, patched_layers, require_undoable, uninstall
+from hf_qknorm.attention import PREFIX, install, own_layers, patched_layers, uninstall
 from hf_qknorm.families import FAMILIES, Family, check_scheme
+from hf_qknorm.fold import check_foldable, fold_pre_norms
 from hf_qknorm.hub.auto import QKNormModel, adopt, derived_config, set_class
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.scheme import Scheme
@@ -31,9 +32,10 @@ def patch_model(
 ) -> PreTrainedModel:
     """Put `scheme` (a preset's name, a `Scheme`, or its JSON form) on every attention layer of `model`, in place.
 
-    Fresh gains are 1: a trained model loses part of what it knew until `calibrate` fits them. The backend becomes
-    "hf_qknorm" for a scheme with a cap and stays what it was for one without; `attn_implementation` overrides.
-    Returns the model, which now saves, loads and trains as a patched one.
+    Fresh gains are 1: a trained model loses part of what it knew until `calibrate` fits them. With `pre_norm=False` the
+    norm in front of attention is folded into the projections, for good. The backend becomes "hf_qknorm" for a scheme
+    with a cap and stays what it was for one without; `attn_implementation` overrides. Returns the model, which now
+    saves, loads and trains as a patched one.
 
     Raises TypeError for what is no transformers model, and ValueError, with the model untouched, for a model, a
     wrapper or a backend that the scheme can't be put on, and for a model that is patched already.
@@ -44,6 +46,8 @@ def patch_model(
     scheme = scheme.resolve(family.norm)
     check_scheme(model.config.model_type, scheme)
     _require_own_forward(model, family)
+    if not scheme.pre_norm:
+        check_foldable(model, family)
     backend = attn_implementation or ("hf_qknorm" if scheme.softcap is not None else None)
     if backend is not None:
         if scheme.softcap is not None:
@@ -59,20 +63,31 @@ def patch_model(
     try:
         _check_causality(model)
     except Exception:
-        unpatch_model(model)
+        _undo(model)
         raise
     _log(model, scheme)
+    if not scheme.pre_norm:
+        fold_pre_norms(model)
     return model
 
 
 def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     """Take the scheme off, in place: the model computes exactly what its base weights do. Returns the model.
 
-    Raises ValueError if the model is not patched, or if its scheme removed norms that a checkpoint did not keep.
+    Raises ValueError if the model is not patched, and for `pre_norm=False`: the norm in front of attention is in the
+    projections since, and once they are trained nothing tells the two apart.
     """
     if not isinstance(model, QKNormModel):
         raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
-    require_undoable(model)
+    if not model.config.scheme.pre_norm:
+        raise ValueError(
+            "the scheme folded the norm in front of attention into the projections (pre_norm=False), which can't be "
+            "undone: after training nothing tells the two apart. Load the original checkpoint instead"
+        )
+    return _undo(model)
+
+
+def _undo(model: PreTrainedModel) -> PreTrainedModel:
     base_backend = getattr(model, "qk_norm_base_backend", None)
     uninstall(model)
     for module in model.modules():

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
-from hf_qknorm.attention import as_unpatched
+from hf_qknorm import FAMILIES, SCHEMES, calibrate, patch_model, unpatch_model
+from hf_qknorm.attention import as_unpatched, patched_layers
 from hf_qknorm.norms import HeadNorm
 
-PRESETS = ("none", "soft_cap", "qk_norm_cap", "qkv_norm", "henry")
+PRESETS = ("none", "soft_cap", "qk_norm_cap", "henry")
 MODELS = [(t, name) for t in FAMILIES for name in PRESETS if applies(t, SCHEMES[name])]
 
 
@@ -70,6 +70,31 @@ def test_patching_a_model_with_a_layer_on_the_disk(checkpoint, preset, tmp_path)
 
     assert torch.equal(unpatch_model(model)(**batch).logits, plain)
     assert fingerprint(model)[:-1] == before[:-1]
+
+
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
+@torch.no_grad()
+def test_folding_and_moving_weights_on_the_disk_is_refused(checkpoint, tmp_path):
+    model = offloaded(checkpoint, tmp_path)
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"layers.1.self_attn: pre_norm=False .* not in memory"):
+        patch_model(model, "qkv_norm")
+    assert fingerprint(model) == before
+    patch_model(model, "qk_norm")
+    with pytest.raises(ValueError, match="fit_qk.* moves weights, and some are offloaded"):
+        calibrate(model, [make_batch("plain", labels=False)], method="fit_qk")
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "gpt2"], indirect=True)
+@pytest.mark.parametrize("method", ["moments", "fit"])
+def test_calibrating_a_model_with_a_layer_on_the_disk(checkpoint, method, tmp_path):
+    batches = [torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    whole = patch_model(AutoModelForCausalLM.from_pretrained(checkpoint), "qk_norm")
+    model = patch_model(offloaded(checkpoint, tmp_path), "qk_norm")
+    expected, report = (calibrate(m, batches, method=method, steps=4) for m in (whole, model))
+    assert report.loss == pytest.approx(expected.loss, abs=1e-5)
+    for name, layer in patched_layers(model).items():
+        torch.testing.assert_close(layer.k_norm.weight, patched_layers(whole)[name].k_norm.weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("places", ["auto", "cpu", {"": "cpu"}], ids=str)

@@ -164,7 +164,7 @@ def test_a_reloaded_model_is_unpatched_where_that_is_possible(preset, tmp_path):
         before = fingerprint(reloaded)
         with pytest.raises(ValueError, match="can't be undone"):
             unpatch_model(reloaded)
-        with pytest.raises(ValueError, match="can't be undone"), as_unpatched(reloaded):
+        with pytest.raises(ValueError, match="not known any more"), as_unpatched(reloaded):
             pass
         assert fingerprint(reloaded) == before
         return
@@ -196,7 +196,7 @@ def test_unpatching_what_is_not_patched_is_an_error():
 def test_a_patched_model_can_be_patched_again_after_unpatching():
     model = sharp_model("llama")
     first = patch_model(model, "qk_norm")(**make_batch("left")).logits
-    patch_model(unpatch_model(model), "qkv_norm")
+    patch_model(unpatch_model(model), "henry")
     patch_model(unpatch_model(model), "qk_norm")
     assert torch.equal(model(**make_batch("left")).logits, first)
 

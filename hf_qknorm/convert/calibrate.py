@@ -2,61 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from hf_qknorm.attention import as_unpatched
-from hf_qknorm.convert.fit import divergence, fit_gains
-from hf_qknorm.convert.moments import fit_moments
+from hf_qknorm.attention import as_unpatched, patched_layers, require_base
+from hf_qknorm.convert.fit import fit_gains
+from hf_qknorm.convert.measure import layer_reports, layer_statistics, predictions
+from hf_qknorm.convert.moments import fit_moments, fit_spread
+from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.text import as_batches
+from hf_qknorm.fold import is_exact
 from hf_qknorm.hub.auto import QKNormModel
 from hf_qknorm.norms import HeadNorm
+from hf_qknorm.training.monitor import CAP
 
-METHODS = ("ones", "moments", "fit")
+METHODS = ("ones", "moments", "fit", "fit_qk")
 START_BATCHES = 16  # moments of these are a good enough start for a fit
 LOSS_BATCHES = 8  # enough to see a jump; the gains themselves come from all the data
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What a calibration did: mean next-token loss (nats) of the base, of fresh gains, and of the chosen ones.
-
-    `kl` is what is left between the unpatched model's next-token distribution and the calibrated one's. All are over
-    the first few batches, and None for a model without a language-modelling head.
-    """
-
-    method: str
-    tokens: int
-    base_loss: float | None
-    fresh_loss: float | None
-    loss: float | None
-    kl: float | None
-
-    @property
-    def kept(self) -> float | None:
-        """The share of the jump in loss that the calibration removed; None if there was no jump to remove."""
-        if self.base_loss is None or self.fresh_loss is None or self.loss is None or self.fresh_loss <= self.base_loss:
-            return None
-        return (self.fresh_loss - self.loss) / (self.fresh_loss - self.base_loss)
-
-    def __str__(self) -> str:
-        if self.loss is None:
-            return f"{self.method}: gains from {self.tokens:,} tokens"
-        kept = "" if self.kept is None else f" ({self.kept:.0%} of the jump removed)"
-        return (
-            f"{self.method}: loss {self.base_loss:.3f} unpatched, {self.fresh_loss:.3f} with fresh gains, "
-            f"{self.loss:.3f} calibrated on {self.tokens:,} tokens{kept}; KL {self.kl:.4f}"
-        )
-
-
 def calibrate(
     model: PreTrainedModel,
-    data: Iterable[Any],
+    data: Any,
     method: str = "fit",
     *,
     tokenizer: Any = None,
@@ -67,59 +36,63 @@ def calibrate(
 ) -> Calibration:
     """Set the gains (and biases) of a patched model from `data`, in place, and say what it bought.
 
-    `data` is a list of strings, or an iterable of batches: tensors `[B, T]` or mappings with "input_ids" and perhaps
-    "attention_mask" (padding is left out). Strings need a tokenizer, by default the one of `model.name_or_path`.
+    `data` is a list of strings, a `datasets.Dataset`, a file, a folder, the name of a Hub dataset, or an iterable of
+    batches: tensors `[B, T]` or mappings with "input_ids" and perhaps "attention_mask" (padding is left out). Text is
+    cut into batches `[batch_size, length]`; at most `max_tokens` tokens are used. Text needs a tokenizer, by default
+    the one of `model.name_or_path`.
 
     "fit" trains the gains alone, for at most `steps` steps, to predict what the unpatched model does, from "moments"
     on. "moments" is the closed form: per channel, the least-squares fit of the model's own projection by its normalised
     self, x ≈ gain·norm(x) + bias, in one pass through the unpatched model. "ones" puts the fresh gains back.
+    "fit_qk" keeps the most: as "fit", with the weights that lead to queries and keys moving along, for good
+    (`unpatch_model` then no longer gives the model that it was).
 
-    Raises ValueError for a model that is not patched, an unknown method, a fit of a model without a language-modelling
-    head, or a scheme without the norm before attention.
+    Raises ValueError for a model that is not patched or in a blend, an unknown method, a fit of a model without a
+    language-modelling head, or a model whose folded norms (`pre_norm=False`) a checkpoint did not keep.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
     if not isinstance(model, QKNormModel):
         raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
-    if not model.config.scheme.pre_norm:
-        raise ValueError("a scheme with pre_norm=False can't be calibrated: its projections no longer see normed input")
-    if method == "fit" and model.get_output_embeddings() is None:
+    if model.config.qk_norm_blend is not None:
         raise ValueError(
-            f'{type(model).__name__} predicts no tokens, which method="fit" compares: calibrate the causal language '
-            'model, or use method="moments"'
+            "this model is in a blend: calibrate it before the blend is begun, or set_blend(model, 1) first"
         )
-    if tokenizer is None and isinstance(data, str | list) and isinstance(data[0] if data else None, str):
-        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
-    batches = list(as_batches(data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens))
+    require_base(model)
+    if method.startswith("fit") and model.get_output_embeddings() is None:
+        raise ValueError(
+            f'{type(model).__name__} predicts no tokens, which method="{method}" compares: calibrate the causal '
+            'language model, or use method="moments"'
+        )
+    load = partial(_tokenizer, model) if tokenizer is None else lambda: tokenizer
+    batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
+    watched, cap = batches[:LOSS_BATCHES], model.config.attn_logit_softcapping or CAP
     training = model.training
     model.eval()
     try:
         with as_unpatched(model):
-            base_loss = _loss(model, batches)
+            before = layer_statistics(model, watched, cap)
         for module in model.modules():
             if isinstance(module, HeadNorm):
                 module.reset_parameters()
-        fresh_loss = _loss(model, batches)
+        if not model.config.scheme.pre_norm and not is_exact(model):
+            fit_spread(model, batches[:START_BATCHES])
+        base, ones = predictions(model, watched)
         if method != "ones":
-            fit_moments(model, batches[:START_BATCHES] if method == "fit" else batches)
-        if method == "fit":
-            fit_gains(model, batches, steps=steps)
-        loss = _loss(model, batches)
-        kl = None if loss is None else divergence(model, batches[:LOSS_BATCHES])
+            fit_moments(model, batches if method == "moments" else batches[:START_BATCHES])
+        if method.startswith("fit"):
+            fit_gains(model, batches, steps=steps, projections=method == "fit_qk")
+        chosen = ones if method == "ones" else predictions(model, watched)[1]
+        layers = layer_reports(model, before, layer_statistics(model, watched, cap))
     finally:
         model.train(training)
-    return Calibration(method, sum(b["input_ids"].numel() for b in batches), base_loss, fresh_loss, loss, kl)
+        for layer in patched_layers(model).values():
+            vars(layer).pop("base_weights", None)
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    return Calibration(method, tokens, model.config.scheme, cap, base, ones, chosen, layers)
 
 
-@torch.no_grad()
-def _loss(model: Any, batches: list[dict[str, Tensor]]) -> float | None:
-    if model.get_output_embeddings() is None:
-        return None
-    losses = []
-    for batch in batches[:LOSS_BATCHES]:
-        inputs = {key: value.to(model.device) for key, value in batch.items()}
-        labels = inputs["input_ids"]
-        if "attention_mask" in inputs:
-            labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
-        losses.append(float(model(**inputs, labels=labels, use_cache=False).loss))
-    return sum(losses) / len(losses)
+def _tokenizer(model: PreTrainedModel) -> Any:
+    if not model.name_or_path:
+        raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
+    return AutoTokenizer.from_pretrained(model.name_or_path)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,50 +14,67 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_qknorm.attention import as_unpatched
+from hf_qknorm.attention import QKNormAttention, as_unpatched, patched_layers
 from hf_qknorm.norms import HeadNorm
 
 HELD_OUT = 2  # batches that judge the gains and are not fitted to, where there are enough
 CHECKS = 10  # how often in a fit the held-out batches are asked
 PATIENCE = 5  # checks without progress before it stops
+GAIN_RATE = 0.1
+PROJECTION_RATE = 0.25  # over the projection's width: Adam's steps add up over the columns
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """A parameter that a fit moves: by which rate, and which of its entries (all where `mask` is None)."""
+
+    parameter: nn.Parameter
+    rate: float
+    mask: Tensor | None = None
 
 
 def fit_gains(
-    model: Any, batches: list[dict[str, Tensor]], *, steps: int = 120, rate: float = 0.05, seed: int = 0
+    model: Any, batches: list[dict[str, Tensor]], *, steps: int = 120, projections: bool = False, seed: int = 0
 ) -> None:
     """Minimise KL(unpatched ‖ patched) of the next token over gains and biases, by Adam with a cosine decay.
 
-    The teacher is the same model with its norms bypassed: no second copy. Gains and optimiser state are fp32, whatever
-    the model's dtype. The gains kept are those that did best on two batches that were not fitted to, the ones it
-    started from included; it stops early when those see no progress.
+    The teacher is the same model with its norms bypassed: no second copy. With `projections` the weights that lead to
+    queries and keys move too, at a small rate; what they were is kept in the layers' `base_weights` for the teacher.
+    Weights and optimiser state are fp32 at least, whatever the model's dtype. Kept is what did best on two batches that
+    were not fitted to, the start included; it stops early when those see no progress.
     """
     cut = HELD_OUT if len(batches) > 2 * HELD_OUT else 0
-    held_out, fitted = batches[:cut] or batches, batches[cut:]
+    held_out, training = batches[:cut] or batches, batches[cut:]
     order = random.Random(seed)
-    with _only_gains(model) as gains:
-        optimizer = torch.optim.Adam(gains, lr=rate, betas=(0.9, 0.99))
-        best, kept, stale = divergence(model, held_out), [gain.detach().clone() for gain in gains], 0
+    fitted = [_Fitted(p, GAIN_RATE) for p in _gains(model)]
+    if projections:
+        for layer in patched_layers(model).values():
+            moved = _query_key_weights(layer)
+            layer.base_weights = tuple((f.parameter, f.parameter.detach().clone()) for f in moved)
+            fitted += moved
+    with _alone(model, fitted) as wide:
+        groups = [{"params": [w], "lr": f.rate, "rate": f.rate} for f, w in zip(fitted, wide, strict=True)]
+        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
+        best, kept, stale = divergence(model, held_out), [w.clone() for w in wide], 0
         bar = tqdm(range(steps), desc="fit", unit="step", leave=False)
         queue: list[dict[str, Tensor]] = []
         for step in bar:
-            queue = queue or order.sample(fitted, len(fitted))
+            queue = queue or order.sample(training, len(training))
             for group in optimizer.param_groups:
-                group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
-            loss = _divergence(model, queue.pop())
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
+                group["lr"] = group["rate"] * 0.5 * (1 + math.cos(math.pi * step / steps))
+            torch.autograd.backward(_divergence(model, queue.pop()))
+            _step(optimizer, fitted, wide)
             if (step + 1) % max(steps // CHECKS, 1) and step + 1 != steps:
                 continue
             now = divergence(model, held_out)
             bar.set_postfix(kl=f"{now:.4f}")
             stale = 0 if now < best else stale + 1
             if now < best:
-                best, kept = now, [gain.detach().clone() for gain in gains]
+                best, kept = now, [w.clone() for w in wide]
             if stale == PATIENCE:
                 break
-        for gain, value in zip(gains, kept, strict=True):
-            gain.data = value
+        for f, value in zip(fitted, kept, strict=True):
+            f.parameter.data.copy_(value)
 
 
 @torch.no_grad()
@@ -77,22 +95,55 @@ def _divergence(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return token[real].mean()
 
 
+def _gains(model: nn.Module) -> list[nn.Parameter]:
+    return [p for module in model.modules() if isinstance(module, HeadNorm) for p in module.parameters()]
+
+
+def _query_key_weights(layer: QKNormAttention) -> list[_Fitted]:
+    """The projections' weights (and biases) as far as queries and keys come from them: one may hold values as well."""
+    parameters = [p for part in layer.family.style.weights for p in layer.get_submodule(part).parameters()]
+    if any(p.is_meta for p in parameters):
+        raise ValueError('method="fit_qk" moves weights, and some are offloaded: use method="fit", or a larger machine')
+    probe = torch.ones(1, 1, layer.config.hidden_size, device=parameters[0].device, dtype=parameters[0].dtype)
+    flags = [p.requires_grad for p in parameters]
+    with torch.enable_grad():
+        for p in parameters:
+            p.requires_grad_(True)
+        q, k, _ = layer.family.style.project(layer, probe)
+        reached = torch.autograd.grad(q.sum() + k.sum(), parameters, allow_unused=True)
+    for p, flag in zip(parameters, flags, strict=True):
+        p.requires_grad_(flag)
+    rate = PROJECTION_RATE / layer.config.hidden_size
+    return [_Fitted(p, rate, g != 0) for p, g in zip(parameters, reached, strict=True) if g is not None and g.any()]
+
+
 @contextmanager
-def _only_gains(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """The gains and biases in fp32, alone in needing gradients; dtypes and flags come back afterwards."""
-    gains = [p for module in model.modules() if isinstance(module, HeadNorm) for p in module.parameters()]
-    dtypes = [gain.dtype for gain in gains]
+def _alone(model: nn.Module, fitted: list[_Fitted]) -> Iterator[list[Tensor]]:
+    """The fitted parameters alone in needing gradients, and wide copies of them to step; flags come back afterwards."""
     flags = [(p, p.requires_grad) for p in model.parameters()]
     try:
         for p, _ in flags:
             p.requires_grad_(False)
-        for gain in gains:
-            gain.data = gain.data.float() if gain.dtype != torch.float64 else gain.data
-            gain.requires_grad_(True)
-        yield gains
+        for f in fitted:
+            f.parameter.requires_grad_(True)
+        yield [
+            f.parameter.detach().to(torch.promote_types(f.parameter.dtype, torch.float32), copy=True) for f in fitted
+        ]
     finally:
-        for gain, dtype in zip(gains, dtypes, strict=True):
-            gain.data = gain.data.to(dtype)
-            gain.grad = None
+        for f in fitted:
+            f.parameter.grad = None
         for p, flag in flags:
             p.requires_grad_(flag)
+
+
+@torch.no_grad()
+def _step(optimizer: torch.optim.Optimizer, fitted: list[_Fitted], wide: list[Tensor]) -> None:
+    """Step the wide copies by the parameters' gradients, and round them back into the parameters."""
+    for f, w in zip(fitted, wide, strict=True):
+        grad = f.parameter.grad
+        assert grad is not None
+        w.grad = (grad if f.mask is None else grad * f.mask).to(w.dtype)
+        f.parameter.grad = None
+    optimizer.step()
+    for f, w in zip(fitted, wide, strict=True):
+        f.parameter.data.copy_(w)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from hf_qknorm.attention import NORM_NAMES, QKNormAttention, as_unpatched, patched_layers
+from hf_qknorm.fold import set_spread
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.ops.reference import head_norm
 
@@ -39,6 +41,31 @@ class _Moments:
         gain = torch.where(nn > 0, nx / nn.clamp_min(torch.finfo(nn.dtype).tiny), 1.0)
         offset = (x - gain * n) / count if bias else torch.zeros_like(gain)
         return gain.reshape(shape), offset.reshape(shape)
+
+
+@torch.no_grad()
+def fit_spread(model: Any, batches: list[dict[str, Tensor]]) -> None:
+    """Where norms were folded away, scale weights so that the projections' biases are right for the text's mean σ."""
+    layers = patched_layers(model).values()
+    sums = dict.fromkeys(layers, torch.zeros(2, dtype=torch.float64))
+    valid: Tensor | None = None
+
+    def add(layer: QKNormAttention, norm: Any, args: tuple[Tensor, ...]) -> None:
+        sigma = norm.sigma(args[0])[..., 0].double().cpu()
+        sigma = sigma if valid is None else sigma[valid]
+        sums[layer] = sums[layer] + torch.stack([sigma.sum(), torch.tensor(float(sigma.numel()))])
+
+    hooks = [layer.removed_norm[0].register_forward_pre_hook(partial(add, layer)) for layer in layers]
+    try:
+        with as_unpatched(model):
+            for batch in batches:
+                valid = batch["attention_mask"].bool().cpu() if "attention_mask" in batch else None
+                model(**{key: value.to(model.device) for key, value in batch.items()}, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer, (total, count) in sums.items():
+        set_spread(layer, float(total / count))
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
+CHARACTERS = 16  # read for each token asked for: more than tokens have
 
 
 def load_text(source: str | None = None, limit: int = 4_000_000) -> str:
@@ -53,11 +55,11 @@ def _dataset_text(name: str, limit: int) -> str:
     parts: list[str] = []
     size = 0
     for row in rows:
-        column = "text" if "text" in row else next((key for key, value in row.items() if isinstance(value, str)), None)
-        if column is None:
-            raise ValueError(f"the dataset {name!r} has no column of text, only {', '.join(row)}")
-        parts.append(row[column])
-        size += len(row[column])
+        try:
+            parts.append(_text_of(row))
+        except ValueError as error:
+            raise ValueError(f"the dataset {name!r}: {error}") from None
+        size += len(parts[-1])
         if size >= limit:
             break
     return "\n".join(parts)[:limit]
@@ -80,25 +82,76 @@ def sample_batches(ids: Tensor, count: int, batch: int, length: int, seed: int) 
 
 
 def as_batches(
-    data: Iterable[Any], tokenizer: Any, *, batch: int, length: int, max_tokens: int
+    data: Any, load_tokenizer: Callable[[], Any], *, batch: int, length: int, max_tokens: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Batches with "input_ids" `[B, T]` from strings, tensors `[B, T]` or mappings, up to `max_tokens` tokens.
+    """Batches with "input_ids" `[B, T]`, and "attention_mask" where there is one, of up to `max_tokens` tokens.
 
-    Strings are joined and cut into sequences of `length`, `batch` at a time.
+    `data` is a source that `load_text` knows (a path or a name), a `datasets.Dataset`, or an iterable: of strings, of
+    rows (mappings with a text, or with "input_ids" `[N]`), or of batches (tensors `[B, T]`, or mappings with them).
+    Strings and rows are joined and cut into sequences of `length`, `batch` at a time; batches stay as they are. It is
+    read no further than needed.
+
+    Raises ValueError for data that is empty or none of these.
     """
-    data = [data] if isinstance(data, str) else list(data)
-    if not data:
+    if isinstance(data, str | Path):
+        data = [load_text(str(data), limit=CHARACTERS * max_tokens)]
+    items = iter(data)
+    first = next(items, None)
+    if first is None:
         raise ValueError("the calibration data is empty: give texts, or batches with input_ids")
-    if all(isinstance(item, str) for item in data):
-        ids = tokenize(tokenizer, "\n".join(data))[:max_tokens]
-        whole = ids[: len(ids) // length * length].view(-1, length)
-        data = [whole[i : i + batch] for i in range(0, len(whole), batch)] or [ids[None]]
+    items = chain([first], items)
+    if _is_batch(first):
+        yield from _whole_batches(items, max_tokens)
+        return
+    ids = _joined(items, load_tokenizer, max_tokens)
+    whole = ids[: len(ids) // length * length].view(-1, length)
+    for rows in torch.split(whole, batch) if len(whole) else [ids[None]]:
+        yield {"input_ids": rows}
+
+
+def _is_batch(item: Any) -> bool:
+    ids = item.get("input_ids") if isinstance(item, Mapping) else item
+    return (isinstance(ids, Tensor) and ids.dim() == 2) or (isinstance(ids, list) and isinstance(ids[0], list))
+
+
+def _whole_batches(items: Iterable[Any], max_tokens: int) -> Iterator[dict[str, Tensor]]:
     seen = 0
-    for item in data:
+    for item in items:
+        if not _is_batch(item):
+            raise ValueError(f"a batch must be a tensor [B, T] or a mapping with input_ids, got {type(item).__name__}")
+        inputs = item if isinstance(item, Mapping) else {"input_ids": item}
+        result = {key: torch.as_tensor(inputs[key]) for key in ("input_ids", "attention_mask") if key in inputs}
+        yield result
+        seen += result["input_ids"].numel()
         if seen >= max_tokens:
             return
-        if not isinstance(item, Tensor | Mapping):
-            raise ValueError(f"a batch must be a tensor [B, T] or a mapping with input_ids, got {type(item).__name__}")
-        inputs = {"input_ids": item} if isinstance(item, Tensor) else dict(item)
-        seen += inputs["input_ids"].numel()
-        yield {key: torch.as_tensor(inputs[key]) for key in ("input_ids", "attention_mask") if key in inputs}
+
+
+def _joined(items: Iterable[Any], load_tokenizer: Callable[[], Any], max_tokens: int) -> Tensor:
+    """The token ids of strings or rows, one after the other, `[N]`."""
+    parts: list[Tensor] = []
+    tokenizer = None
+    for item in items:
+        ids = item.get("input_ids") if isinstance(item, Mapping) else item if isinstance(item, Tensor) else None
+        if ids is None:
+            text = item if isinstance(item, str) else _text_of(item)
+            tokenizer = tokenizer or load_tokenizer()
+            parts.append(tokenize(tokenizer, text))
+        else:
+            parts.append(torch.as_tensor(ids, dtype=torch.long).flatten())
+        if sum(map(len, parts)) >= max_tokens:
+            break
+    return torch.cat(parts)[:max_tokens]
+
+
+def _text_of(row: Any) -> str:
+    """The text of a dataset's row: its column "text", or the first one of strings."""
+    if not isinstance(row, Mapping):
+        raise ValueError(
+            f"expected strings, rows with a text or input_ids, or batches [B, T], got {type(row).__name__}"
+        )
+    column = "text" if "text" in row else next((key for key, value in row.items() if isinstance(value, str)), None)
+    if column is None:
+        raise ValueError(f"a row has no column of text, only {', '.join(row)}")
+    text: str = row[column]
+    return text

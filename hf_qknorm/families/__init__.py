@@ -17,20 +17,22 @@ from hf_qknorm.scheme import Scheme
 class Family:
     """A model type of transformers: the attention class that is patched, its style, and what it already has.
 
-    `norm` is what "auto" means for it; `pre_norm` names the norm in front of attention on the decoder layer.
+    `norm` is what "auto" means for it; `pre_norm` names the norm in front of attention on the decoder layer, whose
+    gain may be held as 1 + weight.
     """
 
     attention: str
     style: Style
     norm: str = "rms"
     pre_norm: str = "input_layernorm"
+    gain_plus_one: bool = False
     own_norms: bool = False
     own_cap: bool = False
     unsupported: Callable[[Any], str | None] | None = None
 
 
 FAMILIES: Final[dict[str, Family]] = {
-    "gemma2": Family("Gemma2Attention", SEPARATE, own_cap=True),
+    "gemma2": Family("Gemma2Attention", SEPARATE, gain_plus_one=True, own_cap=True),
     "gpt2": Family("GPT2Attention", gpt2.GPT2, "layer", "ln_1", unsupported=gpt2.unsupported),
     "gpt_neox": Family("GPTNeoXAttention", NEOX, "layer"),
     "llama": Family("LlamaAttention", SEPARATE),

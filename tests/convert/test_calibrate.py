@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm import Scheme, patch_model
+from hf_qknorm import Scheme, patch_model, set_blend
 from hf_qknorm.attention import as_unpatched, patched_layers
-from hf_qknorm.convert import calibrate
+from hf_qknorm.convert import calibrate, fit
 from hf_qknorm.convert.fit import fit_gains
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss
@@ -117,10 +117,14 @@ def test_refusals():
     batches = [tokens(2, 8)]
     with pytest.raises(ValueError, match="is not patched: call patch_model"):
         calibrate(model, batches)
-    with pytest.raises(ValueError, match="unknown method 'magic': expected one of ones, moments, fit"):
+    with pytest.raises(ValueError, match="unknown method 'magic': expected one of ones, moments, fit, fit_qk"):
         calibrate(patch_model(tiny_model("llama"), "qk_norm"), batches, method="magic")
-    with pytest.raises(ValueError, match="pre_norm=False can't be calibrated"):
-        calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches)
+    blended = patch_model(tiny_model("llama"), "qk_norm")
+    set_blend(blended, 0.5)
+    with pytest.raises(ValueError, match="this model is in a blend: calibrate it before"):
+        calibrate(blended, batches)
+    with pytest.raises(ValueError, match="text needs a tokenizer, and this model has no name"):
+        calibrate(patch_model(tiny_model("llama"), "qk_norm"), ["text"])
     with pytest.raises(ValueError, match="predicts no tokens"):
         calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), batches)
 
@@ -152,12 +156,13 @@ def test_fit_moves_the_gains_alone_and_repeats():
     assert report.kl < calibrate(start, batches, method="moments").kl
 
 
-def test_fit_never_ends_worse_than_it_started():
+def test_fit_never_ends_worse_than_it_started(monkeypatch):
     batches = [tokens(2, 20, seed) for seed in range(6)]
     model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap")
     calibrate(model, batches, method="moments")
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    fit_gains(model, [{"input_ids": batch} for batch in batches], steps=12, rate=100.0)
+    monkeypatch.setattr(fit, "GAIN_RATE", 100.0)
+    fit_gains(model, [{"input_ids": batch} for batch in batches], steps=12)
     assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
 
 

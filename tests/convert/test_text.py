@@ -42,7 +42,7 @@ def test_dataset_by_name(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: iter(rows))
     assert load_text("owner/corpus", limit=6) == "one\ntw"
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: iter([{"id": 1}]))
-    with pytest.raises(ValueError, match="no column of text"):
+    with pytest.raises(ValueError, match="'owner/corpus': a row has no column of text, only id"):
         load_text("owner/corpus")
 
 
@@ -68,16 +68,67 @@ def test_sample_batches_repeat_with_the_seed_and_lie_in_the_text():
         sample_batches(torch.arange(17), 1, 1, 16, seed=0)
 
 
-def test_as_batches():
-    tokenizer = byte_tokenizer()
-    texts = ["a" * 60, "b" * 60]
-    batches = list(as_batches(texts, tokenizer, batch=2, length=16, max_tokens=100))
+A, B = tokenize(byte_tokenizer(), "ab").tolist()
+
+
+def batches_of(data, max_tokens=100):
+    return list(as_batches(data, byte_tokenizer, batch=2, length=16, max_tokens=max_tokens))
+
+
+def test_texts_are_joined_and_cut():
+    batches = batches_of(["a" * 60, "b" * 60])
     assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 16), (2, 16), (2, 16)]
+    assert batches[-1]["input_ids"][-1].tolist() == [B] * 16
+    assert [tuple(batch["input_ids"].shape) for batch in batches_of(["short"])] == [(1, 5)]
+
+
+def test_files_folders_and_paths(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 60)
+    expected = batches_of(["a" * 60])
+    for source in (tmp_path, tmp_path / "a.txt", str(tmp_path)):
+        for batch, other in zip(batches_of(source), expected, strict=True):
+            assert torch.equal(batch["input_ids"], other["input_ids"])
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        batches_of(tmp_path / "b.txt")
+
+
+def test_datasets_by_text_and_by_tokens():
+    datasets = pytest.importorskip("datasets")
+    text = datasets.Dataset.from_dict({"id": [1, 2], "text": ["a" * 60, "b" * 60]})
+    tokens = datasets.Dataset.from_dict({"input_ids": [[A] * 60, [B] * 60]})
+    expected = batches_of(["a" * 60, "b" * 60])
+    for data in (text, tokens, text.to_iterable_dataset(), tokens.with_format("torch")):
+        for batch, other in zip(batches_of(data), expected, strict=True):
+            assert torch.equal(batch["input_ids"], other["input_ids"])
+
+
+def test_batches_stay_as_they_are():
     given = [{"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": torch.ones(2, 8), "labels": 1}] * 5
-    batches = list(as_batches(given, None, batch=1, length=1, max_tokens=40))
+    batches = batches_of(given, max_tokens=40)
     assert len(batches) == 3
     assert set(batches[0]) == {"input_ids", "attention_mask"}
-    with pytest.raises(ValueError, match="calibration data is empty"):
-        list(as_batches([], tokenizer, batch=1, length=8, max_tokens=10))
-    with pytest.raises(ValueError, match="got int"):
-        list(as_batches([3], tokenizer, batch=1, length=8, max_tokens=10))
+    assert [batch["input_ids"].shape for batch in batches_of([torch.ones(3, 4), torch.ones(1, 9)])] == [(3, 4), (1, 9)]
+    assert batches_of([{"input_ids": [[1, 2], [3, 4]]}])[0]["input_ids"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_stream_is_read_no_further_than_needed():
+    def texts():
+        yield "a" * 200
+        raise AssertionError("read too far")
+
+    assert len(batches_of(texts())) == 3
+    assert len(batches_of((torch.ones(2, 25) for _ in texts()), max_tokens=50)) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "calibration data is empty"),
+        ([3], "expected strings, rows with a text or input_ids, or batches .* got int"),
+        ([{"id": 3}], "a row has no column of text, only id"),
+        ([torch.ones(2, 2), "text"], "a batch must be a tensor .* got str"),
+    ],
+)
+def test_data_that_is_none(data, message):
+    with pytest.raises(ValueError, match=message):
+        batches_of(data)
