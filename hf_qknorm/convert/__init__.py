@@ -1,5 +1,6 @@
 """Conversion: putting a scheme on a trained model so that it keeps what it knew."""
 
-from hf_qknorm.convert.calibrate import Calibration, calibrate
+from hf_qknorm.convert.calibrate import calibrate
+from hf_qknorm.convert.report import Calibration
 
 __all__ = ["Calibration", "calibrate"]

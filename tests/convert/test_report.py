@@ -1,0 +1,173 @@
+"""The report of a calibration: what is in it, how it reads, and that it comes back from JSON as it was."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from hf_qknorm import Calibration, Scheme, calibrate, patch_model
+from hf_qknorm.attention import as_unpatched, patched_layers
+from hf_qknorm.convert.measure import layer_statistics
+from hf_qknorm.convert.report import LayerReport, LayerStatistics, Prediction, aligned
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.scheme import SCHEMES
+from hf_qknorm.testing import tiny_model
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[rows, length]` above the special ones."""
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def made(scheme: str | Scheme = "qk_norm_cap", method: str = "moments", family: str = "llama") -> Calibration:
+    """The report of a small calibration."""
+    model = patch_model(tiny_model(family, initializer_range=0.2), scheme)
+    return calibrate(model, [tokens(2, 20, seed) for seed in range(3)], method=method)
+
+
+def example(layers: int = 2) -> Calibration:
+    """A report with numbers that are easy to tell apart."""
+    before = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), (1.0, 3.0), (2.0,))
+    after = LayerStatistics((8.0, 7.0), (2.5, 2.0), (0.0, 0.0), (0.0, 0.0), (1.0, 3.0), (2.0,))
+    reports = {
+        f"layers.{i}": LayerReport(before, dataclasses.replace(after, max_logit=(8.0 + i, 7.0)), (1.0, 2.0), None)
+        for i in range(layers)
+    }
+    predictions = Prediction(1.415), Prediction(1.905, 0.5, 0.6), Prediction(1.531, 0.1097, 0.9)
+    return Calibration("fit", 199_936, SCHEMES["soft_cap"], 50.0, *predictions, reports)
+
+
+def test_the_line_and_the_properties():
+    report = example()
+    assert str(report) == (
+        "fit: loss 1.415 unpatched, 1.905 with fresh gains, 1.531 calibrated on 199,936 tokens "
+        "(76% of the jump removed); KL 0.1097"
+    )
+    assert (report.base_loss, report.fresh_loss, report.loss, report.kl) == (1.415, 1.905, 1.531, 0.1097)
+    assert report.kept == pytest.approx((1.905 - 1.531) / (1.905 - 1.415))
+    assert report.base.perplexity == pytest.approx(math.exp(1.415))
+    no_jump = dataclasses.replace(report, ones=Prediction(1.4))
+    assert no_jump.kept is None
+    assert "jump" not in str(no_jump)
+    assert Prediction(1e4).perplexity > 1e300
+
+
+def test_the_table_has_predictions_and_the_worst_layers():
+    table = example(layers=15).table()
+    lines = [line.split() for line in table.splitlines()]
+    assert ["fit", "1.531", "4.62", "0.1097", "90.0%"] in lines
+    cells = "60.0 → 22.0 0.50 → 2.00 20.00% → 0.00% 3.00% → 0.00% 2 2 1.5 -"
+    assert lines.index(["layers.14", *cells.split()]) < next(i for i, x in enumerate(lines) if x[:1] == ["layers.13"])
+    assert "layers.2 " not in table
+    assert "… and 3 calmer layers" in table
+    assert max(map(len, table.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_json_gives_the_report_back(family, tmp_path):
+    report = made("soft_cap" if FAMILIES[family].own_norms else "qk_norm_cap", family=family)
+    assert Calibration.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    report.save(tmp_path / "report.json")
+    assert Calibration.from_dict(json.loads((tmp_path / "report.json").read_text())) == report
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def changed(path: str, value: object) -> dict:
+    """The example's JSON with something else at `path`; `...` takes the key away."""
+    data = copy.deepcopy(example().to_dict())
+    *parents, last = path.split("/")
+    place = data
+    for key in parents:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("format", 2, "report.format is 2, expected 1"),
+        ("method", ..., "report.method is missing"),
+        ("method", 3, "report.method is 3, expected a name"),
+        ("speed", 3, "report.speed is unknown"),
+        ("tokens", 1.5, "report.tokens is 1.5, expected a whole number"),
+        ("scheme", {"qq": "rms"}, "unknown scheme field 'qq'"),
+        ("cap", "50", "report.cap is '50', expected a number"),
+        ("base", 3.0, "report.base is 3.0, expected a mapping"),
+        ("base/kl", None, "report.base.kl is None, expected a number"),
+        ("base/perplexity", ..., "report.base.perplexity is missing"),
+        ("layers", [], r"report.layers is \[\], expected a mapping"),
+        ("layers/layers.0/after", ..., "report.layers.layers.0.after is missing"),
+        ("layers/layers.0/gain_q", 1.0, "report.layers.layers.0.gain_q is 1.0, expected a list"),
+        ("layers/layers.1/before/rms_k", [True], r"report.layers.layers.1.before.rms_k\[0\] is True"),
+        ("layers/layers.1/before/rms_k", [], "rms_k is .*, expected a list of numbers"),
+        ("layers/layers.1/before/median", [1.0], "report.layers.layers.1.before.median is unknown"),
+    ],
+)
+def test_malformed_reports_are_refused_by_key(path, value, message):
+    with pytest.raises(ValueError, match=message):
+        Calibration.from_dict(changed(path, value))
+
+
+@pytest.mark.parametrize("data", [None, [], "report"])
+def test_what_is_no_mapping_is_refused(data):
+    with pytest.raises(ValueError, match="expected a mapping"):
+        Calibration.from_dict(data)
+
+
+def test_a_calibration_reports_both_sides_and_the_gains():
+    batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
+    model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", gain="per_head"))
+    report = calibrate(model, batches, method="moments")
+    with as_unpatched(model):
+        before = layer_statistics(model, batches, 50.0)
+    after = layer_statistics(model, batches, 50.0)
+    assert list(report.layers) == list(patched_layers(model))
+    for name, layer in patched_layers(model).items():
+        got = report.layers[name]
+        assert (got.before, got.after) == (before[name], after[name])
+        assert got.before != got.after
+        for gains, norm in ((got.gain_q, layer.q_norm), (got.gain_k, layer.k_norm)):
+            assert gains == pytest.approx(norm.weight.detach().double().pow(2).mean(-1).sqrt().tolist())
+    assert (report.base.kl, report.base.agreement) == (0, 1)
+    assert report.ones.kl > report.chosen.kl > 0
+    assert report.scheme == model.config.scheme
+
+
+@pytest.mark.parametrize(
+    ("scheme", "q", "k"), [("qk_norm", 4, 2), ("henry", 4, None), ("q_norm", 4, None), ("soft_cap", None, None)]
+)
+def test_gains_are_told_for_every_head_that_has_one(scheme, q, k):
+    for layer in made(scheme).layers.values():
+        assert (layer.gain_q and len(layer.gain_q), layer.gain_k and len(layer.gain_k)) == (q, k)
+        assert (len(layer.after.rms_q), len(layer.after.rms_k)) == (4, 2)
+
+
+def test_without_a_head_there_are_layers_and_no_predictions():
+    model = patch_model(tiny_model("llama").base_model, "qk_norm")
+    report = calibrate(model, [tokens(2, 20)], method="moments")
+    assert (report.base, report.ones, report.chosen, report.loss, report.kl, report.kept) == (None,) * 6
+    assert str(report) == "moments: gains from 40 tokens"
+    assert "perplexity" not in report.table()
+    assert "layers.0.self_attn" in report.table()
+    assert Calibration.from_dict(report.to_dict()) == report
+
+
+def test_shares_are_relative_to_the_schemes_cap():
+    assert made("qk_norm").cap == 50
+    report = made(Scheme(q="rms", k="rms", softcap=2.0))
+    assert report.cap == 2
+    assert any(share > 0 for layer in report.layers.values() for share in layer.before.over_cap)
+    assert "> 1 " in report.table()
+
+
+def test_aligned_rows():
+    assert aligned([["a", "b"], ["long", "1"], ["", "22"]]) == "a      b\nlong   1\n      22"
