@@ -7,7 +7,7 @@ Importing the package registers its attention functions, masks and Auto classes 
 """
 
 from hf_qknorm import functions
-from hf_qknorm.convert import Calibration, calibrate
+from hf_qknorm.convert import Calibration, NativeExport, calibrate, export_native
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.hub import auto
 from hf_qknorm.patch import patch_model, unpatch_model
@@ -22,8 +22,10 @@ __all__ = [
     "Calibration",
     "CapSchedule",
     "LogitStatistics",
+    "NativeExport",
     "Scheme",
     "calibrate",
+    "export_native",
     "logit_statistics",
     "patch_model",
     "set_blend",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_qknorm import __version__
+from hf_qknorm.convert.native import export_native
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.scheme import SCHEMES
 
@@ -43,6 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", type=float, default=3e-4, help="learning rate of continued training")
     add("--out", default="./qknorm-demo", help="folder for plots, report and the converted checkpoint")
     add("--seed", type=int, default=0)
+    export = commands.add_parser("export", help="write a patched checkpoint as a model that needs no plugin, if exact")
+    export.set_defaults(command=_export)
+    add = export.add_argument
+    add("source", help="a folder with a patched checkpoint")
+    add("destination", help="a folder that is not there yet")
+    add("--overwrite", action="store_true", help="replace a checkpoint at the destination")
     commands.add_parser("schemes", help="the presets").set_defaults(command=_schemes)
     commands.add_parser("families", help="the model types that can be patched").set_defaults(command=_families)
     return parser
@@ -59,6 +66,10 @@ def _demo(options: argparse.Namespace) -> None:
     from hf_qknorm.demo import story  # draws in matplotlib, which the other commands do not need
 
     story.run(story.Settings(**{key: value for key, value in vars(options).items() if key != "command"}))
+
+
+def _export(options: argparse.Namespace) -> None:
+    print(export_native(options.source, options.destination, overwrite=options.overwrite))
 
 
 def _schemes(options: argparse.Namespace) -> None:

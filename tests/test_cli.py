@@ -7,7 +7,8 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm import FAMILIES, SCHEMES, cli
+from hf_qknorm import FAMILIES, SCHEMES, cli, patch_model
+from hf_qknorm.testing import tiny_model
 
 
 def test_schemes_and_families_list_the_tables(capsys):
@@ -61,3 +62,17 @@ def test_demo_writes_everything(tmp_path, capsys):
     table = capsys.readouterr().out
     for row in ("unpatched", "fresh gains", "calibrated", "logits differ by 0"):
         assert row in table
+
+
+def test_export_writes_a_model_of_transformers(tmp_path, capsys):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    patch_model(tiny_model("llama"), "qk_norm").save_pretrained(ours)
+    assert cli.main(["export", str(ours), str(theirs)]) == 0
+    assert capsys.readouterr().out.strip().endswith("Qwen3ForCausalLM, which transformers loads without hf_qknorm")
+    assert type(AutoModelForCausalLM.from_pretrained(theirs)).__name__ == "Qwen3ForCausalLM"
+    assert cli.main(["export", str(ours), str(theirs)]) == 1
+    assert "(--overwrite)" in capsys.readouterr().err
+    assert cli.main(["export", str(ours), str(theirs), "--overwrite"]) == 0
+    patch_model(tiny_model("llama"), "qk_norm_cap").save_pretrained(ours)
+    assert cli.main(["export", str(ours), str(tmp_path / "more")]) == 1
+    assert "the cap of 50 would be lost" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""`export_native`: a patched checkpoint as one of transformers' own models, where that computes exactly the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_qknorm.attention import PREFIX
+from hf_qknorm.convert.native.draft import Draft
+from hf_qknorm.convert.native.targets import Target, find_target
+from hf_qknorm.convert.shards import Weights, copy_file
+from hf_qknorm.files import check_new_folder, new_folder
+from hf_qknorm.hub.auto import QKNormConfig
+
+# What goes along beside weights and config, by the beginning of its name.
+TRAVELLING: Final = (
+    "tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "chat_template", "generation_config",
+    "LICENSE", "LICENCE", "NOTICE", "USE_POLICY",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NativeExport:
+    """What `export_native` did: from which folder to which, and the model type and class that transformers loads."""
+
+    source: Path
+    destination: Path
+    model_type: str
+    architecture: str
+
+    def __str__(self) -> str:
+        return f"{self.source} → {self.destination}: {self.architecture}, which transformers loads without hf_qknorm"
+
+
+def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, overwrite: bool = False) -> NativeExport:
+    """Write the patched checkpoint in the folder `src` into the new folder `dst` as a model of transformers' own.
+
+    RMS norms on q and k of a Llama, Mistral, Phi-3 or Qwen 2 give a Qwen 3, of a Mixtral a Qwen 3 MoE; LayerNorms of a
+    GPT-NeoX a Phi; a cap without norms a VaultGemma, or another Gemma 2 from a Gemma 2; the scheme "none" the model
+    that was patched. Tensors keep their dtypes and are never all in memory; tokenizer, generation config and licence
+    go along. Where tensors must be scaled on the way, the logits are equal up to rounding in float32, else to the bit.
+
+    Raises ValueError, saying what would be lost and what to do, where no model of transformers computes the same;
+    FileExistsError where `dst` is there (with `overwrite`: is there and no checkpoint), FileNotFoundError and
+    ValueError for a `src` that is no whole patched checkpoint. Then nothing is written.
+    """
+    source, destination = Path(src), Path(dst)
+    check_new_folder(destination, overwrite=overwrite)
+    if destination.resolve() == source.resolve():
+        raise ValueError(f"{destination} is the source itself: give another destination")
+    config = _read_config(source)
+    try:
+        target = find_target(config)
+        draft = Draft(Weights(source))
+        for step in target.steps:
+            step(draft, config, config.scheme)
+        plain = _plain_config(config, target)
+    except ValueError as error:
+        raise ValueError(f"{source} ({config.base_model_type}, {config.scheme}) is not exported: {error}") from error
+    with new_folder(destination, overwrite=overwrite) as folder:
+        draft.write(folder)
+        (folder / "config.json").write_text(_json(plain), encoding="utf-8")
+        for file in source.iterdir():
+            if file.name.startswith(TRAVELLING) and file.is_file():
+                copy_file(file, folder / file.name)
+    return NativeExport(source, destination, target.model_type, plain.architectures[0])
+
+
+def _read_config(source: Path) -> Any:
+    if not (source / "config.json").is_file():
+        raise FileNotFoundError(f"{source} holds no config.json: give the folder of a patched checkpoint")
+    config = AutoConfig.from_pretrained(source)
+    if not isinstance(config, QKNormConfig):
+        raise ValueError(f"{source} is a plain {config.model_type}, not a patched model: there is nothing to export")
+    if config.qk_norm_blend is not None:
+        raise ValueError(f"{source} was saved while its scheme was on its way in (a blend): train to the end of that")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{source} is quantised: export the checkpoint in full precision, then quantise what comes out"
+        )
+    return config
+
+
+def _plain_config(config: Any, target: Target) -> PretrainedConfig:
+    """The target's config: what it has in common with the source's, and its own settings."""
+    said = json.loads(config.to_json_string(use_diff=False))
+    for key in ("qk_norm", "qk_norm_base", "qk_norm_blend", "auto_map", "model_type", "architectures"):
+        said.pop(key, None)
+    target_class = CONFIG_MAPPING[target.model_type]
+    base = config.base_model_type
+    architectures = [name.removeprefix(PREFIX) for name in config.architectures or ()]
+    if target.model_type == base:
+        if not target.cap:
+            said.pop("attn_logit_softcapping", None)
+    else:
+        if architectures != [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base]]:
+            raise ValueError(
+                f"a {base} goes to {target.model_type} as a causal language model only, got "
+                f"{', '.join(architectures) or 'no architecture'} in config.json"
+            )
+        architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[target.model_type]]
+        known = target_class().to_dict()
+        said = {key: value for key, value in said.items() if key in known}
+    plain: PretrainedConfig = target_class(**(said | target.settings(config)), architectures=architectures)
+    return plain
+
+
+def _json(config: PretrainedConfig) -> str:
+    said = json.loads(config.to_json_string())
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        said["attn_implementation"] = "eager"  # older transformers (5.17) drop the cap by default
+    return json.dumps(said, indent=2, sort_keys=True) + "\n"
