@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_qknorm import __version__
+from hf_qknorm.convert import convert_checkpoint, plan_conversion
+from hf_qknorm.convert.calibrate import METHODS
 from hf_qknorm.convert.native import export_native
 from hf_qknorm.families import FAMILIES
-from hf_qknorm.scheme import SCHEMES
+from hf_qknorm.scheme import SCHEMES, Scheme
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +47,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", type=float, default=3e-4, help="learning rate of continued training")
     add("--out", default="./qknorm-demo", help="folder for plots, report and the converted checkpoint")
     add("--seed", type=int, default=0)
+    convert = commands.add_parser(
+        "convert", help="put a scheme on a checkpoint: a folder or a Hub name, to a new folder"
+    )
+    convert.set_defaults(command=_convert)
+    add = convert.add_argument
+    add("source", help="a folder with a checkpoint, or a name on the Hub")
+    add("destination", help="a folder that is not there yet")
+    add("--scheme", default="qk_norm_cap", type=_scheme, help="a preset's name, or JSON as in config.json")
+    add("--calibrate", metavar="TEXT", help="text to fit the gains on: a file, a folder, or a Hub dataset's name")
+    add("--method", default="fit", choices=METHODS, help="how the gains are found, with --calibrate")
+    add("--max-loss-increase", type=float, metavar="NATS", help="refuse to write a conversion that lost more")
+    add("--dry-run", action="store_true", help="check everything, say what would happen, and write nothing")
+    add("--overwrite", action="store_true", help="replace a checkpoint at the destination")
+    add("--allow-pickle", action="store_true", help="read pytorch_model.bin where there is no safetensors")
     export = commands.add_parser("export", help="write a patched checkpoint as a model that needs no plugin, if exact")
     export.set_defaults(command=_export)
     add = export.add_argument
@@ -66,6 +83,32 @@ def _demo(options: argparse.Namespace) -> None:
     from hf_qknorm.demo import story  # draws in matplotlib, which the other commands do not need
 
     story.run(story.Settings(**{key: value for key, value in vars(options).items() if key != "command"}))
+
+
+def _scheme(text: str) -> Any:
+    return json.loads(text) if text.lstrip().startswith("{") else text
+
+
+def _convert(options: argparse.Namespace) -> None:
+    common = {"overwrite": options.overwrite, "allow_pickle": options.allow_pickle}
+    calibrated = options.calibrate is not None
+    places = (options.source, options.destination, options.scheme)
+    print(plan_conversion(*places, calibrated=calibrated, **common))
+    if options.dry_run:
+        print("\ndry run: nothing was written")
+        return
+    report = convert_checkpoint(
+        *places,
+        calibration=options.calibrate,
+        method=options.method,
+        max_loss_increase=options.max_loss_increase,
+        **common,
+    )
+    if report is not None:
+        print(f"\n{report}")
+    elif Scheme.of(options.scheme).norms:
+        print("\nits gains are fresh, so that it lost part of what it knew: --calibrate TEXT keeps it")
+    print(f"\nwritten: {options.destination}")
 
 
 def _export(options: argparse.Namespace) -> None:

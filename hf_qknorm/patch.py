@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_qknorm import functions
 from hf_qknorm.attention import PREFIX, install, own_layers, patched_layers, uninstall
-from hf_qknorm.families import FAMILIES, Family, check_scheme
+from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.fold import check_foldable, fold_pre_norms
 from hf_qknorm.hub.auto import QKNormModel, adopt, derived_config, set_class
 from hf_qknorm.norms import HeadNorm
@@ -42,7 +42,7 @@ def patch_model(
     """
     scheme = Scheme.of(scheme)
     _require_bare(model)
-    family = _family_of(model)
+    family = family_of(model.config)
     scheme = scheme.resolve(family.norm)
     check_scheme(model.config.model_type, scheme)
     _require_own_forward(model, family)
@@ -54,7 +54,7 @@ def patch_model(
             functions.check_cap_backend(backend, scheme.softcap)
         backend = model.get_correct_attn_implementation(backend)
     base_backend = model.config._attn_implementation
-    _set_config(model, _patched_config(model.config, scheme))
+    _set_config(model, patched_config(model.config, scheme))
     adopt(model)
     install(model, family, scheme)
     model.qk_norm_base_backend = base_backend
@@ -100,8 +100,8 @@ def _undo(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig:
-    """A copy: other models may share the config object."""
+def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig:
+    """A copy of a family's config as its derived type, with the scheme; other models may share the original."""
     patched = copy.deepcopy(config)
     patched.__class__ = derived_config(config.model_type)
     vars(patched).pop("model_type", None)  # a loaded config holds it beside its class
@@ -161,20 +161,6 @@ def _require_bare(model: Any) -> None:
         raise ValueError(
             "this model is sharded by tensor parallelism, which is not supported yet: load it without tp_plan"
         )
-
-
-def _family_of(model: PreTrainedModel) -> Family:
-    model_type = model.config.model_type
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"{type(model).__name__} (model_type {model_type!r}) is not supported. Supported model types: "
-            f"{', '.join(sorted(FAMILIES))}"
-        )
-    family = FAMILIES[model_type]
-    reason = family.unsupported(model.config) if family.unsupported else None
-    if reason:
-        raise ValueError(f"this {model_type} is not supported: {reason}")
-    return family
 
 
 def _require_own_forward(model: PreTrainedModel, family: Family) -> None:

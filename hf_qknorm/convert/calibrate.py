@@ -19,6 +19,7 @@ from hf_qknorm.norms import HeadNorm
 from hf_qknorm.training.monitor import CAP
 
 METHODS = ("ones", "moments", "fit", "fit_qk")
+LENGTH = 256
 START_BATCHES = 16  # moments of these are a good enough start for a fit
 LOSS_BATCHES = 8  # enough to see a jump; the gains themselves come from all the data
 
@@ -31,14 +32,15 @@ def calibrate(
     tokenizer: Any = None,
     max_tokens: int = 262_144,
     batch_size: int = 8,
-    length: int = 256,
+    length: int | None = None,
     steps: int = 120,
 ) -> Calibration:
     """Set the gains (and biases) of a patched model from `data`, in place, and say what it bought.
 
     `data` is a list of strings, a `datasets.Dataset`, a file, a folder, the name of a Hub dataset, or an iterable of
     batches: tensors `[B, T]` or mappings with "input_ids" and perhaps "attention_mask" (padding is left out). Text is
-    cut into batches `[batch_size, length]`; at most `max_tokens` tokens are used. Text needs a tokenizer, by default
+    cut into batches `[batch_size, length]`, by default 256 or as long as the model's positions reach; at most
+    `max_tokens` tokens are used. Text needs a tokenizer, by default
     the one of `model.name_or_path`.
 
     "fit" trains the gains alone, for at most `steps` steps, to predict what the unpatched model does, from "moments"
@@ -64,7 +66,8 @@ def calibrate(
             f'{type(model).__name__} predicts no tokens, which method="{method}" compares: calibrate the causal '
             'language model, or use method="moments"'
         )
-    load = partial(_tokenizer, model) if tokenizer is None else lambda: tokenizer
+    length = length or min(LENGTH, getattr(model.config, "max_position_embeddings", LENGTH))
+    load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
     watched, cap = batches[:LOSS_BATCHES], model.config.attn_logit_softcapping or CAP
     training = model.training
@@ -92,7 +95,8 @@ def calibrate(
     return Calibration(method, tokens, model.config.scheme, cap, base, ones, chosen, layers)
 
 
-def _tokenizer(model: PreTrainedModel) -> Any:
+def tokenizer_of(model: PreTrainedModel) -> Any:
+    """The tokenizer of the checkpoint that the model came from. Raises ValueError for a model without a name."""
     if not model.name_or_path:
         raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
     return AutoTokenizer.from_pretrained(model.name_or_path)

@@ -91,6 +91,11 @@ class Weights:
             return file.get_tensor(name)
 
     @property
+    def parameters(self) -> int:
+        """How many numbers they are."""
+        return sum(torch.Size(stored.shape).numel() for stored in self.stored.values())
+
+    @property
     def size(self) -> int:
         """The bytes of all tensors."""
         return sum(stored.end - stored.begin for stored in self.stored.values())

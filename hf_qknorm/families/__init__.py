@@ -44,6 +44,19 @@ FAMILIES: Final[dict[str, Family]] = {
 }
 
 
+def family_of(config: Any) -> Family:
+    """The family of a model's config. Raises ValueError, with the reason, if there is none or it does not serve it."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type {config.model_type!r} is not supported. Supported model types: {', '.join(sorted(FAMILIES))}"
+        )
+    family = FAMILIES[config.model_type]
+    reason = family.unsupported(config) if family.unsupported else None
+    if reason:
+        raise ValueError(f"this {config.model_type} is not supported: {reason}")
+    return family
+
+
 def check_scheme(model_type: str, scheme: Scheme) -> None:
     """Raise ValueError if `scheme` can't be put on a model of this type: norms are never stacked on norms."""
     if FAMILIES[model_type].own_norms and scheme.norms:

@@ -1,0 +1,166 @@
+"""`convert_checkpoint`: a checkpoint on the disk or the Hub to one with a scheme, written whole or not at all.
+
+The weights pass through shard by shard; a model is built only to calibrate it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.attention import head_norms, patched_layers
+from hf_qknorm.convert.calibrate import METHODS, calibrate
+from hf_qknorm.convert.plan import Plan, check_exact_fold, converted_config, make_plan, new_tensors, stored_name
+from hf_qknorm.convert.report import Calibration
+from hf_qknorm.convert.shards import New, Weights, copy_file
+from hf_qknorm.convert.source import Source, open_source
+from hf_qknorm.families import check_scheme, family_of
+from hf_qknorm.files import check_new_folder, new_folder
+from hf_qknorm.hub.auto import TYPE_PREFIX
+from hf_qknorm.patch import patch_model
+from hf_qknorm.scheme import Scheme
+
+REPORT = "qk_norm_report.json"
+
+
+def plan_conversion(
+    src: str | Path,
+    dst: str | Path,
+    scheme: Scheme | str | Mapping[str, Any] = "qk_norm_cap",
+    *,
+    calibrated: bool = False,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+) -> Plan:
+    """Everything that `convert_checkpoint` checks before it writes, and what it would do; writes nothing.
+
+    Raises what `convert_checkpoint` raises before it writes.
+    """
+    with _opened(src, dst, scheme, calibrated, overwrite, allow_pickle) as (source, resolved):
+        return make_plan(source, Path(dst), resolved, *new_tensors(source, resolved))
+
+
+def convert_checkpoint(
+    src: str | Path,
+    dst: str | Path,
+    scheme: Scheme | str | Mapping[str, Any] = "qk_norm_cap",
+    *,
+    calibration: Any = None,
+    method: str = "fit",
+    max_loss_increase: float | None = None,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+) -> Calibration | None:
+    """Convert the checkpoint `src` (a folder or a Hub name) to `scheme`, into the new folder `dst`.
+
+    With `calibration` (what `calibrate` takes as data) the gains are fitted by `method`, and the report is returned and
+    saved beside the weights; without it they are fresh, and the weights stream through without a model being built.
+    Tokenizer, generation config, templates, licence and card travel along. `dst` appears at once when all is written;
+    one that is there is replaced only with `overwrite`. Only safetensors is read, unless `allow_pickle`.
+
+    Raises ValueError for a source, scheme or tokenizer that can't be converted, naming the file, and for a loss (nats)
+    that rose by more than `max_loss_increase`; FileExistsError for a destination that is there; OSError, naming the
+    file, for what can't be read or written. Nothing is written then.
+    """
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
+    if max_loss_increase is not None and calibration is None:
+        raise ValueError("max_loss_increase is judged on text: pass calibration= as well")
+    with _opened(src, dst, scheme, calibration is not None, overwrite, allow_pickle) as (source, resolved):
+        new, removed = new_tensors(source, resolved)
+        _check_space(Path(dst), make_plan(source, Path(dst), resolved, new, removed).size)
+        report = None
+        if calibration is not None:
+            report, values = _calibrated(source, resolved, calibration, method)
+            _check_loss(report, max_loss_increase)
+            new |= {name: _from_value(source.weights, new, name, value) for name, value in values.items()}
+        with new_folder(Path(dst), overwrite=overwrite) as folder:
+            source.weights.rewrite(folder, new, removed)
+            for file in source.files:
+                (folder / file).parent.mkdir(exist_ok=True)
+                copy_file(source.folder / file, folder / file)
+            converted_config(source, resolved).save_pretrained(folder)
+            if report is not None:
+                report.save(folder / REPORT)
+            Weights(folder)  # what was written is whole
+        return report
+
+
+@contextmanager
+def _opened(
+    src: str | Path, dst: str | Path, scheme: Any, calibrated: bool, overwrite: bool, allow_pickle: bool
+) -> Iterator[tuple[Source, Scheme]]:
+    """The source, and the scheme as it is for this family, once all that can be refused has been."""
+    scheme = Scheme.of(scheme)
+    check_new_folder(Path(dst), overwrite=overwrite)
+    with open_source(src, allow_pickle=allow_pickle) as source:
+        here, there = (Path(os.path.realpath(path)) for path in (source.folder, dst))
+        if here == there or there in here.parents:
+            raise FileExistsError(f"{dst} is where the source lies: give another destination")
+        model_type = source.config.model_type
+        if model_type.startswith(TYPE_PREFIX):
+            raise ValueError(
+                f"{source.name} is converted already ({source.config.scheme}): convert the original checkpoint instead"
+            )
+        family = family_of(source.config)
+        scheme = scheme.resolve(family.norm)
+        check_scheme(model_type, scheme)
+        if not scheme.pre_norm and not calibrated:
+            check_exact_fold(source, scheme)
+        yield source, scheme
+
+
+def _calibrated(source: Source, scheme: Scheme, calibration: Any, method: str) -> tuple[Calibration, dict[str, Tensor]]:
+    """Load, patch and calibrate the model; the report, and every value that is new or may have moved, by its name."""
+    places = {"device_map": "auto"} if torch.cuda.is_available() else {}
+    model = source.model_class.from_pretrained(
+        source.weights.folder, config=copy.deepcopy(source.config), dtype="auto", **places
+    )
+    model.name_or_path = ""  # a model with a name is told to be calibrated, which is next
+    patch_model(model, scheme)
+    model.name_or_path = str(source.folder)  # where its tokenizer is
+    report = calibrate(model, calibration, method=method)
+    values: dict[str, Tensor] = {}
+    for name, layer in patched_layers(model).items():
+        prefix = stored_name(source.weights, model.base_model_prefix, name, layer)
+        parts = [*head_norms(layer)]
+        if method == "fit_qk" or not scheme.pre_norm:
+            parts += layer.family.style.weights
+        for part in parts:
+            for kind, parameter in layer.get_submodule(part).named_parameters():
+                values[f"{prefix}.{part}.{kind}"] = parameter.detach()
+    return report, values
+
+
+def _from_value(weights: Weights, new: Mapping[str, New], name: str, value: Tensor) -> New:
+    stored = weights.stored.get(name)
+    file = stored.file if stored is not None else new[name].file
+    return New(file, tuple(value.shape), weights.dtype(name) if stored else new[name].dtype, lambda: value)
+
+
+def _check_loss(report: Calibration, most: float | None) -> None:
+    if most is None or report.loss is None or report.base_loss is None:
+        return
+    rise = report.loss - report.base_loss
+    if not rise <= most or math.isnan(rise):
+        raise ValueError(
+            f"the conversion raises the loss by {rise:.4f} nats ({report.base_loss:.4f} to {report.loss:.4f}), more "
+            f'than max_loss_increase={most:g}: nothing was written. method="fit_qk" keeps more, as do '
+            'gain="per_head" and bias=True in the scheme, more text, or queries alone (q_norm)'
+        )
+
+
+def _check_space(dst: Path, size: int) -> None:
+    place = next(path for path in Path(os.path.abspath(dst)).parents if path.exists())
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise OSError(f"{dst} needs {size / 1e9:.2f} GB, and {place} has {free / 1e9:.2f} GB free: nothing was written")

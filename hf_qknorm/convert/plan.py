@@ -1,0 +1,150 @@
+"""What a conversion will do to the tensors and files of a checkpoint, known before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_qknorm.attention import PREFIX, QKNormAttention, head_norms, patched_layers
+from hf_qknorm.convert.shards import INDEX, New, Weights
+from hf_qknorm.convert.source import Source
+from hf_qknorm.fold import fold_weight
+from hf_qknorm.hub.auto import TYPE_PREFIX, derived_model
+from hf_qknorm.patch import patched_config
+from hf_qknorm.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do: from where, to where, which tensors come and go, which files travel."""
+
+    source: str
+    destination: str
+    model_type: str
+    scheme: Scheme
+    parameters: int
+    added: tuple[str, ...]
+    added_parameters: int
+    changed: tuple[str, ...]
+    removed: tuple[str, ...]
+    files: tuple[str, ...]
+    left: tuple[str, ...]
+    size: int  # bytes to be written
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+
+        def listed(names: tuple[str, ...]) -> str:
+            return f"{len(names)} tensors, first {names[0]}" if names else "nothing"
+
+        lines = {
+            "source": f"{self.source} ({self.model_type}, {self.parameters:,} parameters)",
+            "destination": f"{self.destination} ({TYPE_PREFIX}{self.model_type}, {self.size / 1e6:,.1f} MB)",
+            "scheme": str(self.scheme),
+            "adds": f"{self.added_parameters:,} parameters: {listed(self.added)}",
+            "changes": listed(self.changed),
+            "removes": listed(self.removed),
+            "copies": ", ".join(self.files) or "no other files",
+            "leaves out": ", ".join(self.left) or "nothing",
+        }
+        return "\n".join(f"{what:12}{text}" for what, text in lines.items())
+
+
+def make_plan(source: Source, dst: Path, scheme: Scheme, new: Mapping[str, New], removed: set[str]) -> Plan:
+    """The plan of a conversion that writes and removes these tensors."""
+    weights = source.weights
+    added = tuple(name for name in new if name not in weights)
+    taken = {"config.json", INDEX, *weights.files, *map(str, source.files)}
+    gone = sum(weights.stored[name].end - weights.stored[name].begin for name in removed)
+    files = sum((source.folder / file).stat().st_size for file in source.files)
+    return Plan(
+        source=source.name,
+        destination=str(dst),
+        model_type=source.config.model_type,
+        scheme=scheme,
+        parameters=weights.parameters,
+        added=added,
+        added_parameters=sum(torch.Size(new[name].shape).numel() for name in added),
+        changed=tuple(name for name in new if name in weights),
+        removed=tuple(sorted(removed)),
+        files=tuple(map(str, source.files)),
+        left=tuple(sorted(p.name for p in source.folder.iterdir() if p.is_file() and p.name not in taken)),
+        size=weights.size - gone + sum(new[name].size for name in added) + files,
+    )
+
+
+def converted_config(source: Source, scheme: Scheme) -> Any:
+    """The config of the converted model."""
+    config = patched_config(source.config, scheme)
+    config.architectures = [f"{PREFIX}{source.model_class.__name__}"]
+    vars(config).pop("auto_map", None)  # it names code for the model that it was
+    return config
+
+
+def _skeleton(source: Source, scheme: Scheme) -> nn.Module:
+    """The converted model without weights: its modules say what the new parameters are called, and their shapes."""
+    with torch.device("meta"):
+        return derived_model(source.model_class)(converted_config(source, scheme))
+
+
+def new_tensors(source: Source, scheme: Scheme) -> tuple[dict[str, New], set[str]]:
+    """The tensors that a conversion without calibration adds or changes, and the names of those that it removes."""
+    new: dict[str, New] = {}
+    removed: set[str] = set()
+    model: Any = _skeleton(source, scheme)
+    for name, layer in patched_layers(model).items():
+        prefix = stored_name(source.weights, model.base_model_prefix, name, layer)
+        projection = f"{prefix}.{layer.family.style.weights[0]}.weight"
+        file, dtype = source.weights.stored[projection].file, source.weights.dtype(projection)
+        for norm_name, norm in head_norms(layer).items():
+            for kind, parameter in norm.named_parameters():
+                start = norm.fresh if kind == "weight" else 0.0
+                shape = tuple(parameter.shape)
+                new[f"{prefix}.{norm_name}.{kind}"] = New(file, shape, dtype, partial(torch.full, shape, start))
+        if not scheme.pre_norm:
+            pre_norm = f"{prefix.rpartition('.')[0]}.{layer.family.pre_norm}"
+            removed |= {key for key in (f"{pre_norm}.weight", f"{pre_norm}.bias") if key in source.weights}
+            for part in layer.family.style.weights:
+                key = f"{prefix}.{part}.weight"
+                stored = source.weights.stored[key]
+                transposed = isinstance(layer.get_submodule(part), Conv1D)
+                make = partial(_folded, source.weights, key, pre_norm, layer, transposed)
+                new[key] = New(stored.file, stored.shape, source.weights.dtype(key), make)
+    return new, removed
+
+
+def _folded(weights: Weights, key: str, pre_norm: str, layer: QKNormAttention, transposed: bool) -> Tensor:
+    gain = weights.read(f"{pre_norm}.weight").float() + layer.family.gain_plus_one
+    return fold_weight(weights.read(key), gain, centred=layer.family.norm == "layer", transposed=transposed)
+
+
+def stored_name(weights: Weights, base_prefix: str, name: str, layer: QKNormAttention) -> str:
+    """What the weights call a layer: checkpoints may hold a model's base alone, without its prefix, or with it."""
+    start = f"{base_prefix}."
+    for candidate in (name, name.removeprefix(start), start + name):
+        if all(f"{candidate}.{part}.weight" in weights for part in layer.family.style.weights):
+            return candidate
+    missing = f"{name}.{layer.family.style.weights[0]}.weight"
+    where = weights.folder / (INDEX if weights.index is not None else weights.files[0])
+    raise ValueError(f"{where}: no entry for {missing}, which the config asks for. Is the download complete?")
+
+
+def check_exact_fold(source: Source, scheme: Scheme) -> None:
+    """Raise ValueError for a bias that `pre_norm=False` can't fold without having seen text."""
+    model: Any = _skeleton(source, scheme)
+    for name, layer in patched_layers(model).items():
+        prefix = stored_name(source.weights, model.base_model_prefix, name, layer)
+        pre_norm = f"{prefix.rpartition('.')[0]}.{layer.family.pre_norm}"
+        for key in (f"{pre_norm}.bias", *(f"{prefix}.{part}.bias" for part in layer.family.style.weights)):
+            if key in source.weights and bool(source.weights.read(key).any()):
+                raise ValueError(
+                    f"pre_norm=False can't fold {key} exactly: how large it must be depends on the text that the model "
+                    "sees. Pass calibration= (--calibrate)"
+                )

@@ -1,0 +1,147 @@
+"""Where a checkpoint comes from: a folder or a Hub name, looked through before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import transformers
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoTokenizer
+
+from hf_qknorm.convert.shards import INDEX, SINGLE, Weights
+
+# Other forms of the weights, and what a Trainer leaves: they do not belong to the converted model.
+LEFT_SUFFIXES = (
+    ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pickle", ".pkl", ".pt", ".pth",
+    ".safetensors", ".tflite",
+)  # fmt: skip
+LEFT_NAMES = ("config.json", "trainer_state.json", INDEX, "pytorch_model.bin.index.json", "qk_norm_report.json")
+FOLDERS = ("additional_chat_templates",)
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
+    "special_tokens_map.json", "added_tokens.json", "spiece.model", "tekken.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint: the name it was asked for by, its folder, its config, its weights, and the files that travel."""
+
+    name: str
+    folder: Path
+    config: Any
+    weights: Weights
+    files: tuple[Path, ...]  # relative to the folder
+
+    @property
+    def model_class(self) -> Any:
+        """The transformers class that its config names. Raises ValueError for one that transformers does not have."""
+        architectures = self.config.architectures or []
+        cls = getattr(transformers, architectures[0], None) if architectures else None
+        if cls is None:
+            raise ValueError(
+                f'{self.folder / "config.json"}: "architectures" is {architectures or "missing"}, expected the name of '
+                'a class of transformers, as ["LlamaForCausalLM"]'
+            )
+        return cls
+
+
+@contextmanager
+def open_source(name: str | Path, *, allow_pickle: bool = False) -> Iterator[Source]:
+    """Open a checkpoint by folder or Hub name and check it; pickled weights are read only where that is allowed.
+
+    Raises FileNotFoundError for a folder or a file that is not there, and ValueError, naming the file, for one that is
+    corrupted, for a tokenizer that can't be read, and for weights that are pickled, quantised, or an adapter.
+    """
+    folder = _folder(str(name), allow_pickle)
+    config = _config(folder)
+    files = travelling_files(folder)
+    _check_tokenizer(folder, files)
+    if _has_weights(folder):
+        yield Source(str(name), folder, config, Weights(folder), files)
+        return
+    pickled = [file for file in PICKLED if (folder / file).is_file()]
+    if pickled and not allow_pickle:
+        raise ValueError(
+            f"{folder / pickled[0]}: only pickled weights are there, and a pickle can run code when it is read. Look "
+            "for a safetensors version, or allow it with allow_pickle=True (--allow-pickle)"
+        )
+    if not pickled:
+        raise FileNotFoundError(f"{folder} holds no weights: expected {SINGLE} or {INDEX}")
+    with TemporaryDirectory(prefix="hf-qknorm-") as staged:
+        source = Source(str(name), folder, config, None, files)  # type: ignore[arg-type]
+        model = source.model_class.from_pretrained(folder, dtype="auto", use_safetensors=False, weights_only=True)
+        model.save_pretrained(staged)
+        yield Source(str(name), folder, config, Weights(Path(staged)), files)
+
+
+def travelling_files(folder: Path) -> tuple[Path, ...]:
+    """What goes along with a checkpoint, relative to its folder: tokenizer, templates, licence, card, ….
+
+    Raises ValueError, naming the file, for JSON that can't be read.
+    """
+    files: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name in FOLDERS:
+            files += [item.relative_to(folder) for item in sorted(path.iterdir()) if item.is_file()]
+        elif path.is_file() and not (
+            path.name.startswith(".") or path.suffix in LEFT_SUFFIXES or path.name in LEFT_NAMES
+        ):
+            files.append(Path(path.name))
+    for file in files:
+        if file.suffix == ".json":
+            try:
+                json.loads((folder / file).read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{folder / file} is no JSON ({error}): download it again") from error
+    return tuple(files)
+
+
+def _folder(name: str, allow_pickle: bool) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"{name} is no folder: expected one with a checkpoint, or the name of one on the Hub")
+    wanted = (".safetensors", ".bin") if allow_pickle else (".safetensors",)
+    unwanted = [f"*{suffix}" for suffix in LEFT_SUFFIXES if suffix not in wanted]
+    return Path(snapshot_download(name, ignore_patterns=[*unwanted, "original/*", "onnx/*"]))
+
+
+def _config(folder: Path) -> Any:
+    path = folder / "config.json"
+    if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(f"{folder} holds an adapter alone: merge it into its base model, then convert that")
+        raise FileNotFoundError(f"{path} is missing: is this a checkpoint of transformers?")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): download it again") from error
+    if "quantization_config" in data:
+        raise ValueError(f"{path}: this checkpoint is quantised. Convert the one in full precision, then quantise that")
+    return AutoConfig.from_pretrained(folder)
+
+
+def _has_weights(folder: Path) -> bool:
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
+def _check_tokenizer(folder: Path, files: tuple[Path, ...]) -> None:
+    there = [file for file in TOKENIZER_FILES if Path(file) in files]
+    if not there:
+        return
+    try:
+        AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # each tokenizer library has its own
+        raise ValueError(
+            f"{folder / there[0]}: the tokenizer can't be read ({type(error).__name__}: {error}). Download "
+            f"{', '.join(there)} again, or move them away to convert without a tokenizer"
+        ) from error

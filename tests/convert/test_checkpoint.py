@@ -1,0 +1,349 @@
+"""Converting checkpoints: the same as patching in memory, whole or not at all, refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tables import PAIRS, make_batch, sharp_model
+from test_fold import trained_like
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, convert_checkpoint, patch_model, plan_conversion
+from hf_qknorm.convert import checkpoint, source
+from hf_qknorm.convert.report import Calibration
+from hf_qknorm.convert.shards import INDEX
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.testing import tiny_model
+
+STREAMED = [(t, name) for t, name in PAIRS if SCHEMES[name].pre_norm or FAMILIES[t].norm == "rms"]
+TEXTS = ["to be, or not to be: that is the question. " * 12]
+
+
+def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**make_batch("left")).logits
+
+
+def loaded(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="hf_qknorm")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A sharded Llama with a tokenizer and everything that may lie beside it."""
+    folder = save(sharp_model("llama", vocab_size=300), tmp_path / "source", max_shard_size="60KB")
+    byte_tokenizer().save_pretrained(folder)
+    for name in (
+        "LICENSE",
+        "README.md",
+        "chat_template.jinja",
+        "pytorch_model.bin",
+        ".gitattributes",
+        "training_args.bin",
+    ):
+        (folder / name).write_text(name)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("model_type", "preset"), STREAMED)
+def test_streaming_is_patching(model_type, preset, sharded, tmp_path):
+    model = trained_like(model_type, biases=False)
+    options = {"max_shard_size": "60KB"} if sharded else {}
+    folder = save(model, tmp_path / "source", **options)
+    before = contents(folder)
+    assert convert_checkpoint(folder, tmp_path / "out", preset) is None
+    converted = loaded(tmp_path / "out")
+    assert torch.equal(logits(converted), logits(patch_model(model, preset, attn_implementation="hf_qknorm")))
+    assert converted.config.scheme == model.config.scheme
+    assert converted.config.architectures == [type(model).__name__]
+    assert contents(folder) == before
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(list(folder.glob("*.safetensors")))
+    assert sorted(os.listdir(tmp_path)) == ["out", "source"]
+
+
+@pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox"])
+def test_other_heads_and_bare_models(auto, model_type, tmp_path):
+    model = getattr(transformers, auto).from_config(sharp_model(model_type).config).eval()
+    convert_checkpoint(save(model, tmp_path / "source"), tmp_path / "out", "qk_norm")
+    converted = getattr(transformers, auto).from_pretrained(tmp_path / "out")
+    batch = make_batch("left", labels=False)
+    assert torch.equal(converted(**batch)[0], patch_model(model, "qk_norm")(**batch)[0])
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_gpt2_keys_with_and_without_their_prefix(prefix, tmp_path):
+    """The Hub's GPT-2 is stored as its base model, under a config that names the language model."""
+    from safetensors.torch import save_file
+
+    model = sharp_model("gpt2")
+    folder = save(model, tmp_path / "source")
+    state = load_file(folder / "model.safetensors")
+    renamed = {f"{prefix}{name.removeprefix('transformer.')}": value for name, value in state.items()}
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    convert_checkpoint(folder, tmp_path / "out", "qk_norm_cap")
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(patch_model(model, "qk_norm_cap")))
+
+
+def test_dtypes_stay_and_untouched_tensors_keep_their_bytes(tmp_path):
+    folder = save(sharp_model("llama").bfloat16(), tmp_path / "source")
+    convert_checkpoint(folder, tmp_path / "out", Scheme(q="rms", k="rms", gain="per_head", bias=True))
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert {value.dtype for value in after.values()} == {torch.bfloat16}
+    assert len(after) == len(before) + 2 * 4
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert loaded(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_what_travels(llama, tmp_path):
+    plan = plan_conversion(llama, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert "pytorch_model.bin" in plan.left
+    assert "adds        64 parameters: 4 tensors, first model.layers.0.self_attn.q_norm.weight" in str(plan)
+    convert_checkpoint(llama, tmp_path / "out")
+    there = set(contents(tmp_path / "out"))
+    assert {"LICENSE", "README.md", "chat_template.jinja", "additional_chat_templates/tool.jinja", INDEX} <= there
+    assert not there & {"pytorch_model.bin", ".gitattributes", "training_args.bin"}
+    assert set(plan.files) < there
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.decode(tokenizer("to be")["input_ids"]) == "to be"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "preset", "method"),
+    [
+        ("llama", "qk_norm_cap", "fit_qk"),
+        ("llama", "qkv_norm", "moments"),
+        ("gpt2", "qk_norm_cap", "ones"),
+        ("gpt2", "qkv_norm", "fit"),
+    ],
+)
+def test_calibrated(model_type, preset, method, tmp_path):
+    model = trained_like(model_type, vocab_size=300)
+    folder = save(model, tmp_path / "source", max_shard_size="60KB")
+    byte_tokenizer().save_pretrained(folder)
+    report = convert_checkpoint(folder, tmp_path / "out", preset, calibration=TEXTS, method=method)
+    expected = patch_model(AutoModelForCausalLM.from_pretrained(folder), preset)
+    again = calibrate(expected, TEXTS, method=method, tokenizer=byte_tokenizer())
+    assert report.loss == pytest.approx(again.loss, abs=1e-5)
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    state = expected.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in converted.state_dict().items())
+    assert torch.equal(logits(converted), logits(expected))
+    saved = json.loads((tmp_path / "out" / "qk_norm_report.json").read_text())
+    assert Calibration.from_dict(saved).loss == report.loss
+
+
+def test_a_conversion_that_loses_too_much_is_refused(tmp_path):
+    folder = save(trained_like("llama", vocab_size=300), tmp_path / "source")
+    byte_tokenizer().save_pretrained(folder)
+    options = {"calibration": TEXTS, "method": "ones"}
+    with pytest.raises(ValueError, match=r"raises the loss by .* more than max_loss_increase=-9: nothing was written"):
+        convert_checkpoint(folder, tmp_path / "out", max_loss_increase=-9, **options)
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+    convert_checkpoint(folder, tmp_path / "out", max_loss_increase=9, **options)
+
+
+def test_hub_names(llama, tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(
+        source, "snapshot_download", lambda name, **options: asked.update({name: options}) or str(llama)
+    )
+    convert_checkpoint("owner/name", tmp_path / "out")
+    assert "*.bin" in asked["owner/name"]["ignore_patterns"]
+    assert "*.safetensors" not in asked["owner/name"]["ignore_patterns"]
+    plan_conversion("owner/name", tmp_path / "new", allow_pickle=True)
+    assert "*.bin" not in asked["owner/name"]["ignore_patterns"]
+
+
+def test_pickles_only_where_allowed(tmp_path):
+    model = sharp_model("llama")
+    folder = save(model, tmp_path / "source")
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"pytorch_model.bin: only pickled weights .*--allow-pickle"):
+        convert_checkpoint(folder, tmp_path / "out")
+    convert_checkpoint(folder, tmp_path / "out", allow_pickle=True)
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(patch_model(model)))
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _drop_entry(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _shard(folder: Path) -> Path:
+    return sorted(folder.glob("model-*.safetensors"))[1]
+
+
+DAMAGE = {
+    "truncated shard": (lambda f: _truncate(_shard(f)), r"model-00002-of-\d+.safetensors is truncated or corrupted"),
+    "corrupted shard": (lambda f: _shard(f).write_bytes(b"\xff" * 4096), r"model-00002.* is truncated or corrupted"),
+    "missing shard": (lambda f: _shard(f).unlink(), r"model-00002-of-\d+.safetensors is missing"),
+    "missing index entry": (_drop_entry, r"index.json has no entry for model.norm.weight"),
+    "corrupted index": (lambda f: _truncate(f / INDEX), r"index.json is no JSON"),
+    "index without map": (lambda f: (f / INDEX).write_text("{}"), r'index.json has no "weight_map"'),
+    "index that leads out": (
+        lambda f: _edit(f / INDEX, weight_map={"x": "../../secret.safetensors"}),
+        r"said to be in '../../secret.safetensors': expected a .safetensors file of this folder",
+    ),
+    "no layer": (
+        lambda f: _edit(f / "config.json", num_hidden_layers=3),
+        r"no entry for model.layers.2.self_attn.q_proj",
+    ),
+    "corrupted config": (lambda f: _truncate(f / "config.json"), r"config.json is no JSON"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
+    "no weights": (lambda f: [p.unlink() for p in [*f.glob("model*"), f / "pytorch_model.bin"]], r"holds no weights"),
+    "corrupted tokenizer": (lambda f: _truncate(f / "tokenizer.json"), r"tokenizer.json is no JSON"),
+    "strange tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("{}"),
+        r"tokenizer.json: the tokenizer can't be read",
+    ),
+    "unknown class": (lambda f: _edit(f / "config.json", architectures=["Nobody"]), r"architectures.* is \['Nobody'\]"),
+    "quantised": (
+        lambda f: _edit(f / "config.json", quantization_config={}),
+        r"config.json: this checkpoint is quantised",
+    ),
+    "unsupported": (lambda f: _edit(f / "config.json", model_type="bloom"), r"model_type 'bloom' is not supported"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_sources_are_refused_by_file(damage, llama, tmp_path):
+    harm, message = DAMAGE[damage]
+    harm(llama)
+    before = contents(llama)
+    with pytest.raises((ValueError, OSError), match=message):
+        convert_checkpoint(llama, tmp_path / "out")
+    with pytest.raises((ValueError, OSError), match=message):
+        plan_conversion(llama, tmp_path / "out")
+    assert contents(llama) == before
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+
+
+def test_other_refusals(llama, tmp_path):
+    out = tmp_path / "out"
+    convert_checkpoint(llama, out, "qk_norm")
+    before = contents(out)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.png").write_text("")
+    biased = save(trained_like("gpt2"), tmp_path / "biased")
+    for arguments, message in (
+        ((llama, out), r"out exists and is not empty: .*--overwrite"),
+        ((llama, llama, "qk_norm", {"overwrite": True}), "is where the source lies"),
+        ((llama, tmp_path, "qk_norm", {"overwrite": True}), "holds no config.json, so it is no checkpoint"),
+        ((llama, tmp_path / "photos", "qk_norm", {"overwrite": True}), "holds no config.json"),
+        ((llama, llama / "LICENSE", "qk_norm", {"overwrite": True}), "LICENSE is a file"),
+        ((out, tmp_path / "twice"), r"is converted already \(q=rms, k=rms\)"),
+        ((tmp_path / "adapter", tmp_path / "new"), "holds an adapter alone"),
+        ((tmp_path / "nowhere", tmp_path / "new"), "nowhere is no folder"),
+        ((llama, tmp_path / "new", "qk_nrom"), "did you mean 'qk_norm'"),
+        ((biased, tmp_path / "new", "qkv_norm"), r"can't fold .*bias exactly.* Pass calibration="),
+        ((llama, tmp_path / "new", "qk_norm", {"method": "guess"}), "unknown method 'guess'"),
+        ((llama, tmp_path / "new", "qk_norm", {"max_loss_increase": 0.1}), "judged on text: pass calibration="),
+    ):
+        *positional, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
+        with pytest.raises((ValueError, OSError), match=message):
+            convert_checkpoint(*positional, **options)
+    assert contents(out) == before
+    assert sorted(os.listdir(tmp_path)) == ["adapter", "biased", "out", "photos", "source"]
+    convert_checkpoint(llama, out, "soft_cap", overwrite=True)
+    assert loaded(out).config.scheme == SCHEMES["soft_cap"]
+
+
+def test_a_full_disk(llama, tmp_path, monkeypatch):
+    free = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda place: free)
+    with pytest.raises(OSError, match=r"out needs .* GB, and .* has 0.00 GB free: nothing was written"):
+        convert_checkpoint(llama, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, the device that is always full")
+def test_a_disk_that_fills_up_while_writing(llama, tmp_path, monkeypatch):
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        return opened(Path("/dev/full") if "w" in mode and "00002" in path.name else path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*model-00002-of-\d+.safetensors"):
+        convert_checkpoint(llama, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("replaces", [False, True])
+def test_killed_at_any_moment_it_leaves_nothing_or_a_whole_checkpoint(replaces, tmp_path):
+    folder = save(tiny_model("llama", vocab_size=60_000, hidden_size=256), tmp_path / "source", max_shard_size="4MB")
+    whole, old, out = (tmp_path / name for name in ("whole", "old", "out"))
+    convert_checkpoint(folder, old, "soft_cap")
+    start = time.perf_counter()
+    convert_checkpoint(folder, whole, "qk_norm")
+    duration = time.perf_counter() - start
+    moments, outcomes = random.Random(0), []
+    for i in range(16):
+        shutil.rmtree(out, ignore_errors=True)
+        if replaces:
+            shutil.copytree(old, out)
+        child = os.fork()
+        if child == 0:
+            convert_checkpoint(folder, out, "qk_norm", overwrite=True)
+            os._exit(0)
+        time.sleep(duration * 1.2 * (i + moments.random()) / 16)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        left = contents(out) if out.exists() else None
+        assert left in (contents(whole), contents(old) if replaces else None)
+        outcomes.append(left == contents(whole))
+    assert not outcomes[0], "killed at once"
+    convert_checkpoint(folder, out, "qk_norm", overwrite=True)
+    assert contents(out) == contents(whole)
+    assert sorted(os.listdir(tmp_path)) == ["old", "out", "source", "whole"]
+
+
+def test_two_at_once(llama, tmp_path):
+    import fcntl
+
+    with (tmp_path / ".out.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.raises(FileExistsError, match="another process is writing there"):
+            convert_checkpoint(llama, tmp_path / "out")
+    convert_checkpoint(llama, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["out", "source"]
