@@ -285,13 +285,15 @@ def test_a_trained_model_with_its_tokenizer(tmp_path, shared):
     randomise(patch_model(model, "qk_norm"))
     model.save_pretrained(tmp_path / "ours")
     tokenizer.save_pretrained(tmp_path / "ours")
-    (tmp_path / "ours/LICENSE").write_text("as you like")
+    for name in ("LICENSE", "README.md", "modeling_qknorm.py"):
+        (tmp_path / "ours" / name).write_text("as you like")
     report = export_native(tmp_path / "ours", tmp_path / "theirs")
     assert str(report).endswith("Qwen3ForCausalLM, which transformers loads without hf_qknorm")
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     again = AutoTokenizer.from_pretrained(tmp_path / "theirs")
     assert again.chat_template == tokenizer.chat_template
     assert (tmp_path / "theirs/LICENSE").read_text() == "as you like"
+    assert not any((tmp_path / "theirs" / name).exists() for name in ("README.md", "modeling_qknorm.py"))
     assert native.generation_config.eos_token_id == model.generation_config.eos_token_id
     tokens = again("ROMEO: But soft, what light through yonder window breaks?", return_tensors="pt")
     with torch.no_grad():

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -15,14 +15,9 @@ from hf_qknorm.attention import PREFIX
 from hf_qknorm.convert.native.draft import Draft
 from hf_qknorm.convert.native.targets import Target, find_target
 from hf_qknorm.convert.shards import Weights, copy_file
+from hf_qknorm.convert.source import travelling_files
 from hf_qknorm.files import check_new_folder, new_folder
 from hf_qknorm.hub.auto import QKNormConfig
-
-# What goes along beside weights and config, by the beginning of its name.
-TRAVELLING: Final = (
-    "tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "chat_template", "generation_config",
-    "LICENSE", "LICENCE", "NOTICE", "USE_POLICY",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +51,8 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
         raise ValueError(f"{destination} is the source itself: give another destination")
     config = _read_config(source)
     try:
+        # the card and the stand-alone code tell of a model that this one no longer is
+        files = [file for file in travelling_files(source) if file.name != "README.md" and file.suffix != ".py"]
         target = find_target(config)
         draft = Draft(Weights(source))
         for step in target.steps:
@@ -66,9 +63,9 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
     with new_folder(destination, overwrite=overwrite) as folder:
         draft.write(folder)
         (folder / "config.json").write_text(_json(plain), encoding="utf-8")
-        for file in source.iterdir():
-            if file.name.startswith(TRAVELLING) and file.is_file():
-                copy_file(file, folder / file.name)
+        for file in files:
+            (folder / file).parent.mkdir(exist_ok=True)
+            copy_file(source / file, folder / file)
     return NativeExport(source, destination, target.model_type, plain.architectures[0])
 
 
