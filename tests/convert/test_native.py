@@ -165,14 +165,14 @@ def test_bfloat16_stays_as_it_is(tmp_path, case):
 
 # What is patched, its settings, the scheme, and what the refusal says.
 REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, str]] = {
-    "cap-and-norms": ("llama", EPS, "qk_norm_cap", "the cap of 50 would be lost.*convert with qk_norm"),
-    "gemma2-own-cap": ("gemma2", {}, "qk_norm", "the cap of 50 would be lost.*set it to None before"),
-    "values": ("llama", EPS, "qkv_norm", "norms its values: convert with"),
-    "queries-alone": ("llama", EPS, "q_norm", "norms its queries alone: convert with"),
-    "keys-alone": ("llama", EPS, Scheme(k="rms"), "norms its keys alone: convert with"),
-    "order": ("llama", EPS, "lp", "norm of order p=3: convert with henry or qk_norm"),
-    "per-head": ("llama", EPS, Scheme(q="rms", k="rms", gain="per_head"), 'Convert with gain="shared"'),
-    "two-kinds": ("llama", EPS, Scheme(q="rms", k="layer", bias=False), "two kinds"),
+    "cap-and-norms": ("llama", EPS, "qk_norm_cap", r"k=rms\) or the cap of 50 would be lost: .* a llama but for both"),
+    "gemma2-own-cap": ("gemma2", {}, "qk_norm", r"k=rms\) or the cap of 50 would be lost: .* a gemma2 but for both"),
+    "values": ("llama", EPS, "qkv_norm", "the norm of the values would be lost: convert with"),
+    "queries-alone": ("llama", EPS, "q_norm", "not one of them: convert with a scheme on both"),
+    "keys-alone": ("llama", EPS, Scheme(k="rms"), "not one of them: convert with a scheme on both"),
+    "order": ("llama", EPS, "lp", "of order 2, not p=3: convert with henry or qk_norm"),
+    "per-head": ("llama", EPS, Scheme(q="rms", k="rms", gain="per_head"), 'convert with gain="shared"'),
+    "two-kinds": ("llama", EPS, Scheme(q="rms", k="layer", bias=False), r"norms \(q=rms, k=layer\) would be lost"),
     "rms-bias": ("llama", EPS, Scheme(q="rms", k="rms", bias=True), "biases of the norms.*convert with bias=False"),
     "layer-norm": ("llama", EPS, LAYER, r"norms \(q=layer, k=layer\) would be lost.*gpt_neox with layer"),
     "mlp-bias": ("llama", EPS | {"mlp_bias": True}, RMS, "qwen3 would be.*biases of the MLP would be lost"),
@@ -181,10 +181,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, str]] = {
     "qwen3-cap": ("qwen3", {}, "soft_cap", "the cap of 50 would be lost"),
     "gpt2": ("gpt2", {}, "qk_norm", r"norms \(q=layer, k=layer\) would be lost"),
     "gpt2-scale": ("gpt2", {}, Scheme(scale=1.0), "scale=1 would be lost: gpt2 has no projection of the queries alone"),
-    "serial-neox": ("gpt_neox", {"use_parallel_residual": False}, LAYER, "Phi has them side by side"),
+    "serial-neox": ("gpt_neox", {"use_parallel_residual": False}, LAYER, "attention and MLP are side by side there"),
     "partial-phi3": (
         "phi3", EPS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        RMS, "partial_rotary_factor=0.5: only Phi-3",
+        RMS, "partial_rotary_factor=0.5 would be lost: only Phi-3",
     ),
 }  # fmt: skip
 

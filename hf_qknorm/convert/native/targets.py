@@ -6,8 +6,8 @@ qwen3, qwen3_moe  RMSNorm over head_dim on q and k, before RoPE, one gain a laye
 phi               LayerNorm there, with a bias; attention and MLP side by side, behind one norm
 vaultgemma        a cap on the logits, no norms on q and k; gains as weight + 1, embeddings times √hidden_size
 
-No model has both on the way that a scheme has: Gemma 3's attention does not apply the cap that its config can state,
-Gemma 2 has none of the norms, OLMo's run over all heads at once, HunYuan's stand behind RoPE.
+None has both norms and a cap: Gemma 3's config can state a cap, but its attention does not apply it. OLMo 2's norms run
+over all heads at once, HunYuan's stand behind RoPE; StableLM and Cohere have LayerNorm where Llama has RMSNorm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Target:
     """A model type of transformers, the norms that its queries and keys have, and whether it caps their products.
 
     `settings` gives what its config says otherwise than the source's; `steps` move the tensors, in this order;
-    `obstacle` says what in a config it has no place for, if there is such a thing.
+    `obstacle` says what of a config would be lost, if anything.
     """
 
     model_type: str
@@ -103,18 +103,22 @@ def _phi(config: Any) -> dict[str, Any]:
 
 def _of_llama(config: Any) -> str | None:
     if getattr(config, "mlp_bias", False):
-        return "mlp_bias=True: the biases of the MLP would be lost"
+        return "the biases of the MLP would be lost (mlp_bias=True)"
     rope = config.rope_parameters
     if config.base_model_type == "phi3" and (rope["rope_type"] != "default" or rope["partial_rotary_factor"] != 1):
         return (
-            f"rope_type={rope['rope_type']!r} with partial_rotary_factor={rope['partial_rotary_factor']:g}: only Phi-3 "
-            "rotates parts of a head, and starts its cache anew where LongRoPE switches factors"
+            f"rope_type={rope['rope_type']!r}, partial_rotary_factor={rope['partial_rotary_factor']:g} would be lost: "
+            "only Phi-3 rotates a part of each head, and starts its cache anew where LongRoPE switches factors"
         )
     return None
 
 
 def _of_neox(config: Any) -> str | None:
-    return None if config.use_parallel_residual else "use_parallel_residual=False: Phi has them side by side"
+    return (
+        None
+        if config.use_parallel_residual
+        else "attention and MLP are side by side there (use_parallel_residual=False)"
+    )
 
 
 _NORMS = (steps.align_eps, steps.share_gains)
@@ -144,19 +148,12 @@ def find_target(config: Any) -> Target:
     norms, capped = set(scheme.norms), scheme.softcap is not None
     if not norms and (not capped or FAMILIES[base].own_cap):
         return _itself(base, scheme)
-    if problem := _unheard_of(scheme):
-        raise ValueError(problem)
     for target in TARGETS.get(base, ()):
         if capped == target.cap and bool(norms) == bool(target.norms) and norms <= set(target.norms):
-            if obstacle := target.obstacle(config):
-                raise ValueError(f"{target.model_type} would be its counterpart, but has no place for {obstacle}")
-            if not target.bias and any(scheme.has_bias(norm) for norm in norms):
-                raise ValueError(
-                    f"{target.model_type} would be its counterpart, but the biases of the norms on q and k would be "
-                    "lost there: convert with bias=False"
-                )
+            if lost := target.obstacle(config) or _lost(target, scheme):
+                raise ValueError(f"{target.model_type} would be its counterpart, but {lost}")
             return target
-    raise ValueError(_nothing_like(base, scheme, config))
+    raise ValueError(_nothing_like(config))
 
 
 def _itself(base: str, scheme: Scheme) -> Target:
@@ -168,41 +165,31 @@ def _itself(base: str, scheme: Scheme) -> Target:
     return Target(base, (), FAMILIES[base].own_cap, lambda config: {}, (steps.scale_queries,), lambda config: None)
 
 
-def _unheard_of(scheme: Scheme) -> str | None:
-    """What of a scheme no model of transformers has, wherever it is."""
-    if scheme.v is not None or not scheme.pre_norm:
-        return "no model of transformers norms its values: convert with a scheme on q and k alone, such as qk_norm"
+def _lost(target: Target, scheme: Scheme) -> str | None:
+    """What `target` has no place for in a scheme whose kinds of norms, and cap, it has."""
+    if scheme.v is not None:
+        return "the norm of the values would be lost: convert with a scheme on q and k alone, such as qk_norm"
     if scheme.norms and None in (scheme.q, scheme.k):
-        only = "queries" if scheme.k is None else "keys"
-        return f"no model of transformers norms its {only} alone: convert with a scheme on both, such as qk_norm"
+        return "it norms queries and keys, not one of them: convert with a scheme on both, such as qk_norm"
     if "lp" in scheme.norms and scheme.p != 2:
-        return f"no model of transformers has the norm of order p={scheme.p:g}: convert with henry or qk_norm"
-    if scheme.norms and scheme.gain == "per_head":
-        return (
-            "the gains of each head would be lost: the models that norm queries and keys share them among the heads "
-            'of a layer. Convert with gain="shared"'
-        )
+        return f"its norms are of order 2, not p={scheme.p:g}: convert with henry or qk_norm"
+    if scheme.gain == "per_head" and scheme.norms:
+        return 'it shares gains among the heads of a layer, those of each would be lost: convert with gain="shared"'
+    if not target.bias and any(scheme.has_bias(norm) for norm in scheme.norms):
+        return "the biases of the norms on q and k would be lost there: convert with bias=False"
     return None
 
 
-def _nothing_like(base: str, scheme: Scheme, config: Any) -> str:
-    """Why no target of `base` fits a scheme whose parts are all known."""
-    cap = config.attn_logit_softcapping
-    if cap is not None and scheme.norms:
-        mend = "convert with qk_norm" if scheme.softcap is not None else "set it to None before the model is patched"
-        return (
-            f"the cap of {cap:g} would be lost: no model of transformers has both norms on q and k and a cap on their "
-            f"products, so {mend}"
-        )
-    if scheme.norms and any(set(scheme.norms) & set(target.norms) for target in TARGETS.get(base, ())):
-        return f"q={scheme.q} and k={scheme.k} are norms of two kinds: no model of transformers mixes them"
-    what = f"norms (q={scheme.q}, k={scheme.k})" if scheme.norms else f"the cap of {cap:g}"
-    possible = [
-        f"{model_type} with {'a cap' if target.cap else '/'.join(target.norms)}"
-        for model_type, targets in TARGETS.items()
-        for target in targets
-    ]
+def _nothing_like(config: Any) -> str:
+    """Why there is no target with the norms and the cap of the scheme."""
+    base, scheme, cap = config.base_model_type, config.scheme, config.attn_logit_softcapping
+    possible = ["any model with the scheme none", "gemma2 with a cap"]
+    for model_type, targets in TARGETS.items():
+        possible += [f"{model_type} with {'a cap' if t.cap else '/'.join(t.norms)}" for t in targets]
+    what = [f"norms (q={scheme.q}, k={scheme.k})"] if scheme.norms else []
+    if cap is not None:
+        what.append(f"the cap of {cap:g}")
     return (
-        f"{what} would be lost: no model of transformers is a {base} that has that. What can be exported: any model "
-        f"with the scheme none, gemma2 with a cap, {', '.join(possible)}"
+        f"{' or '.join(what)} would be lost: no model of transformers is a {base} but for "
+        f"{'both' if len(what) > 1 else what[0]}. What can be exported: {', '.join(possible)}; never norms and a cap"
     )
