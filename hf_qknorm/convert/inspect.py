@@ -1,0 +1,273 @@
+"""`inspect_model`: how a model's attention looks, head by head, and which scheme suits it, before one is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_qknorm.attention import QKNormAttention, patched_layers
+from hf_qknorm.convert.advice import Advice, Risk, Situation, advise, name_of, rank, wide_cap
+from hf_qknorm.convert.calibrate import tokenizer_of
+from hf_qknorm.convert.measure import Batches, layer_statistics, predictions
+from hf_qknorm.convert.report import (
+    FORMAT,
+    READING,
+    ROWS,
+    LayerStatistics,
+    Prediction,
+    aligned,
+    mean,
+    over_names,
+    predictions_table,
+    rest,
+    save_json,
+)
+from hf_qknorm.convert.text import CHARACTERS, as_batches, load_text
+from hf_qknorm.families import family_of
+from hf_qknorm.hub.auto import QKNormConfig, QKNormModel
+from hf_qknorm.patch import patch_model, unpatch_model
+from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.training.monitor import CAP
+
+WIDTH = 100  # of the advice, in characters
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What an inspection found: `layers` by name, `risks` with the worst layer first, and the `advice`.
+
+    `base` predicts as the unpatched model does, `patched` as a patched one does now (else None). `trials` are schemes
+    put on for a moment, with fresh gains: what they cost before any calibration. `scheme` is what the model is patched
+    with. Shares of large logits are relative to `cap`; `even` is the entropy (nats) of even attention by layer.
+    """
+
+    model: str
+    model_type: str
+    tokens: int
+    length: int
+    cap: float
+    scheme: Scheme | None
+    base: Prediction | None
+    patched: Prediction | None
+    trials: Mapping[Scheme, Prediction]
+    layers: Mapping[str, LayerStatistics]
+    even: Mapping[str, float]
+    risks: tuple[Risk, ...]
+    advice: Advice
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the advice is to leave the model as it is."""
+        return self.advice.scheme == (self.scheme or SCHEMES["none"])
+
+    def table(self) -> str:
+        """What was measured, the layers at the greatest risk, and the advice: a page of text."""
+        heads = len(next(iter(self.layers.values())).max_logit)
+        state = "unpatched" if self.scheme is None else str(self.scheme)
+        title = (
+            f"{self.model}: {self.model_type}, {len(self.layers)} layers of {heads} heads, {state}; "
+            f"{self.tokens:,} tokens in sequences of up to {self.length}"
+        )
+        named = {"unpatched": self.base, "as it is": self.patched}
+        named |= {name_of(scheme) + (", fresh gains" if scheme.norms else ""): p for scheme, p in self.trials.items()}
+        measured = predictions_table({name: p for name, p in named.items() if p is not None})
+        rows = [["layer", "", "max |logit|", "head", "entropy", "head", *over_names(self.cap), "rms q", "rms k"]]
+        for risk in self.risks[:ROWS]:
+            layer = self.layers[risk.layer]
+            logit = [f"{risk.max_logit:.1f}", str(risk.max_head), f"{risk.entropy:.2f}", str(risk.entropy_head)]
+            shares = [f"{mean(share):.2%}" for share in (layer.over_half, layer.over_cap)]
+            rows.append(
+                [risk.layer, risk.level, *logit, *shares, f"{mean(layer.rms_q):.3g}", f"{mean(layer.rms_k):.3g}"]
+            )
+        parts = (title, measured, aligned(rows) + rest(len(self.risks)), READING, self._advice())
+        return "\n\n".join(part for part in parts if part)
+
+    def _advice(self) -> str:
+        lines = [f"Advice: {'leave it as it is' if self.keeps else self.advice.name}"]
+        for reason in self.advice.reasons:
+            lines += textwrap.wrap(reason, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON-ready data."""
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "model_type": self.model_type,
+            "tokens": self.tokens,
+            "length": self.length,
+            "cap": self.cap,
+            "scheme": None if self.scheme is None else self.scheme.to_dict(),
+            "base": None if self.base is None else self.base.to_dict(),
+            "patched": None if self.patched is None else self.patched.to_dict(),
+            "trials": [{"scheme": scheme.to_dict(), **p.to_dict()} for scheme, p in self.trials.items()],
+            "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
+            "even": dict(self.even),
+            "risks": [risk.to_dict() for risk in self.risks],
+            "advice": self.advice.to_dict(),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        save_json(self.to_dict(), Path(path))
+
+
+def inspect_model(
+    model: PreTrainedModel,
+    data: Any,
+    *,
+    tokenizer: Any = None,
+    max_tokens: int = 16_384,
+    batch_size: int = 8,
+    length: int = 256,
+    cap: float | None = None,
+) -> Inspection:
+    """Measure the attention of a model, patched or not, on `data` (as for `calibrate`), and say what suits it.
+
+    The model is left as it was. Logits are held against `cap`, by default the model's own cap, or 50. An unpatched
+    model is also measured with the schemes in question put on for a moment.
+
+    Raises ValueError for a model that can't be patched, data without tokens, a cap that is not > 0, or logits that are
+    not finite.
+    """
+    if cap is not None and not (math.isfinite(cap) and cap > 0):
+        raise ValueError(f"cap={cap!r} is not possible: expected a finite number > 0")
+    load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
+    batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
+    scheme = model.config.scheme if isinstance(model, QKNormModel) else None
+    training = model.training
+    model.eval()
+    try:
+        with _quiet():
+            with _watchable(model):
+                situation = _situation(model, batches, cap)
+                base, now = predictions(model, batches)
+            if scheme is None and base is not None:
+                trials = _trials(model, batches, situation)
+                situation = dataclasses.replace(situation, trials=trials)
+    finally:
+        model.train(training)
+    return Inspection(
+        model=model.name_or_path or type(model).__name__,
+        model_type=model.config.model_type,
+        tokens=sum(batch["input_ids"].numel() for batch in batches),
+        length=max(batch["input_ids"].shape[1] for batch in batches),
+        cap=situation.cap,
+        scheme=scheme,
+        base=base,
+        patched=None if scheme is None else now,
+        trials=situation.trials,
+        layers=situation.layers,
+        even=situation.even,
+        risks=rank(situation),
+        advice=advise(situation),
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log lines of patching: it is undone before anyone could act on them."""
+    logger = logging.getLogger("hf_qknorm")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _watchable(model: PreTrainedModel) -> Iterator[None]:
+    """An unpatched model is patched with "none" meanwhile, with the attention that forms no T×S mask."""
+    if isinstance(model, QKNormModel):
+        yield
+        return
+    patch_model(model, "none", attn_implementation="hf_qknorm")
+    try:
+        yield
+    finally:
+        unpatch_model(model)
+
+
+def _situation(model: Any, batches: Batches, cap: float | None) -> Situation:
+    layers = patched_layers(model)
+    first, scheme = next(iter(layers.values())), model.config.scheme
+    cap = cap or first.softcap or CAP
+    found = layer_statistics(model, batches, cap)
+    for name, layer in found.items():
+        if not all(map(math.isfinite, (*layer.max_logit, *layer.entropy))):
+            raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
+    even = {name: _even_entropy(layer, batches) for name, layer in layers.items()}
+    normed = first.family.own_norms or None not in (scheme.q, scheme.k)
+    return Situation(found, cap, even, scheme, normed, first.softcap)
+
+
+def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
+    """The mean entropy of causal attention that is the same for all tokens in sight, in nats."""
+    total, count = 0.0, 0
+    for batch in batches:
+        ids = batch["input_ids"]
+        for length in batch.get("attention_mask", torch.ones_like(ids)).sum(-1).tolist():
+            seen = torch.arange(1, int(length) + 1).clamp_max(layer.window or int(length))
+            total, count = total + float(seen.double().log().sum()), count + int(length)
+    return total / max(count, 1)
+
+
+def _trials(model: PreTrainedModel, batches: Batches, situation: Situation) -> dict[Scheme, Prediction]:
+    """What the schemes in question cost, put on an unpatched model one after the other, with fresh gains."""
+    schemes = []
+    if situation.own_cap is None:
+        wide = wide_cap(situation.largest, situation.cap)
+        schemes += [Scheme(softcap=cap) for cap in dict.fromkeys((situation.cap, wide))]
+    if not situation.normed:
+        schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]]
+    trials = {}
+    for scheme in schemes:
+        patch_model(model, scheme, attn_implementation="hf_qknorm")
+        try:
+            _, found = predictions(model, batches)
+        finally:
+            unpatch_model(model)
+        if found is not None:
+            trials[scheme] = found
+    return trials
+
+
+def inspect_checkpoint(
+    checkpoint: str, *, texts: str | None = None, tokens: int = 16_384, cap: float | None = None
+) -> Inspection:
+    """`inspect_model` of a checkpoint (a folder or a Hub name) on `texts` as `load_text` takes them.
+
+    Raises FileNotFoundError for a folder that is not there, OSError without a model or a tokenizer in it, and
+    ValueError for a model that is not supported.
+    """
+    if not Path(checkpoint).is_dir() and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
+        raise FileNotFoundError(f"no such folder: {checkpoint}")
+    text = load_text(texts, limit=CHARACTERS * tokens)
+    config = _one_line(checkpoint, partial(AutoConfig.from_pretrained, checkpoint))
+    if not isinstance(config, QKNormConfig):
+        family_of(config)
+    tokenizer = _one_line(checkpoint, partial(AutoTokenizer.from_pretrained, checkpoint))
+    model = _one_line(checkpoint, partial(AutoModelForCausalLM.from_pretrained, checkpoint, dtype="auto"))
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return inspect_model(model, [text], tokenizer=tokenizer, max_tokens=tokens, cap=cap)
+
+
+def _one_line(checkpoint: str, load: Callable[[], Any]) -> Any:
+    """What `load` gives; of transformers' messages, which go on for paragraphs, the first line says what is wrong."""
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{checkpoint}: {str(error).strip().splitlines()[0]}") from error

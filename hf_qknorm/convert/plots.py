@@ -1,0 +1,109 @@
+"""The heat map of an inspection: layers × heads, the largest logits and the entropies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.collections import PatchCollection
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from hf_qknorm.convert.inspect import Inspection
+from hf_qknorm.files import replace_file
+
+LETTERED = 24  # layers or heads up to which a number in each cell can be read
+HOT, COLD = "YlOrRd", "YlGnBu_r"
+INK, GRID, OUTLINE = "#333333", "#888888", "#ff6b4a"
+
+Rows = Sequence[Sequence[float]]
+
+
+def heat_map(inspection: Inspection, path: str | Path) -> None:
+    """Draw the largest |logit| and the entropy of every head, and each layer's worst head, as a PNG at `path`.
+
+    Dark is at risk in both maps. Colours go by the cap (from 1/16 to twice of it, by doublings) and by the entropy of
+    even attention, whatever the model: two drawings can be compared. The file is written whole or not at all.
+    """
+    logits = [layer.max_logit for layer in inspection.layers.values()]
+    entropies = [layer.entropy for layer in inspection.layers.values()]
+    layers, heads, cap = len(logits), len(logits[0]), inspection.cap
+    height = min(max(2.2 + 0.32 * layers, 3.4), 11.0)
+    figure = Figure(figsize=(min(max(8.5 + 0.12 * heads, 9.5), 15.0), height), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=(1, 1, 0.42))
+    scale = LogNorm(cap / 16, 2 * cap, clip=True)
+    bar = _map(figure, left, logits, scale, HOT, "largest |logit|, before any cap")
+    bar.set_ticks([cap * 2.0**i for i in range(-4, 2)], labels=[f"{cap * 2.0**i:.3g}" for i in range(-4, 2)])
+    bar.minorticks_off()
+    collapsed = [(i, head) for i, risk in _numbered(inspection) for head in risk.collapsed]
+    note = "; outlined: low, with large logits" if collapsed else ""
+    even = max(max(inspection.even.values()), 0.1)
+    bar = _map(figure, middle, entropies, Normalize(0, even), COLD, f"attention entropy (nats){note}")
+    bar.locator = MaxNLocator(nbins=5)
+    _outline(middle, collapsed, width=1.8 if layers <= LETTERED else 0.7)
+    _profile(right, logits, cap, scale)
+    left.set_ylabel("layer", color=INK)
+    left.set_yticks(range(0, layers, -(-layers // 24)))
+    figure.suptitle(_title(inspection), fontsize=11, color=INK)
+    replace_file(Path(path), lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
+
+
+def _title(inspection: Inspection) -> str:
+    state = "" if inspection.scheme is None else f" ({inspection.scheme})"
+    advice = "nothing need be added" if inspection.keeps else f"advice: {inspection.advice.name}"
+    return f"{Path(inspection.model).name}{state}: attention over {inspection.tokens:,} tokens; {advice}"
+
+
+def _numbered(inspection: Inspection) -> list[tuple[int, Any]]:
+    """The risks with the numbers of their layers."""
+    numbers = {name: i for i, name in enumerate(inspection.layers)}
+    return [(numbers[risk.layer], risk) for risk in inspection.risks]
+
+
+def _map(figure: Figure, axes: Any, values: Rows, scale: Normalize, colours: str, label: str) -> Any:
+    """A cell a head, with its number where there is room; returns the colour bar."""
+    image = axes.imshow(values, norm=scale, cmap=colours, aspect="auto", interpolation="nearest")
+    axes.set_xlabel("head", color=INK)
+    axes.set_xticks(range(0, len(values[0]), -(-len(values[0]) // 16)))
+    axes.tick_params(length=2, colors=INK, labelsize=8)
+    axes.spines[:].set_visible(False)
+    bar = figure.colorbar(image, ax=axes, location="top", shrink=0.85, aspect=34, pad=0.02)
+    bar.set_label(label, fontsize=9, color=INK)
+    bar.ax.tick_params(length=2, labelsize=8, colors=INK)
+    bar.outline.set_visible(False)
+    if max(len(values), len(values[0])) <= LETTERED:
+        for i, row in enumerate(values):
+            for j, value in enumerate(row):
+                red, green, blue, _ = colormaps[colours](scale(value))
+                ink = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else INK
+                text = f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+                axes.text(j, i, text, ha="center", va="center", fontsize=8 if len(row) <= 16 else 6, color=ink)
+    return bar
+
+
+def _outline(axes: Any, cells: Sequence[tuple[int, int]], width: float) -> None:
+    boxes = [Rectangle((head - 0.46, layer - 0.46), 0.92, 0.92) for layer, head in cells]
+    axes.add_collection(PatchCollection(boxes, facecolor="none", edgecolor=OUTLINE, linewidth=width))
+
+
+def _profile(axes: Any, logits: Rows, cap: float, scale: Normalize) -> None:
+    """Each layer's worst head and its median, against the cap and half of it."""
+    worst, middle = [max(row) for row in logits], [sorted(row)[len(row) // 2] for row in logits]
+    axes.barh(range(len(logits)), worst, height=0.75, color=colormaps[HOT](scale(worst)))
+    axes.plot(middle, range(len(logits)), color=INK, linestyle="", marker="|", markersize=5, markeredgewidth=1.4)
+    end = max(1.1 * max(worst), 1.1 * cap)
+    for limit, style in ((cap / 2, ":"), (cap, "--")):
+        axes.axvline(limit, color=GRID, linewidth=1, linestyle=style)
+    kept: list[float] = []
+    for tick in (cap, 0.0, *(cap * 2.0**i for i in range(-3, 12))):
+        if tick < end and all(abs(tick - other) > end / 6 for other in kept):  # closer, labels would touch
+            kept.append(tick)
+    axes.set_xticks(kept, labels=[f"{tick:.4g}" for tick in kept])
+    axes.set_xlim(0, end)
+    axes.set_xlabel("worst head (| median)", color=INK)
+    axes.tick_params(length=2, colors=INK, labelsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)

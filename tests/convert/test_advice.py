@@ -1,0 +1,150 @@
+"""Advice is a pure function of numbers: what it says, case by case."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from hf_qknorm import SCHEMES, Scheme
+from hf_qknorm.convert.advice import Advice, Situation, advise, bend, name_of, rank, wide_cap
+from hf_qknorm.convert.report import LayerStatistics, Prediction
+
+CHEAP, DEAR = Prediction(1.4, 0.001, 0.99), Prediction(1.9, 0.4, 0.7)
+NORMED = Scheme(q="rms", k="rms")
+
+
+def layer(*logits: float, entropy: float = 3.0) -> LayerStatistics:
+    """A layer with a head for each largest logit."""
+    n = len(logits)
+    return LayerStatistics(logits, (entropy,) * n, (0.0,) * n, (0.0,) * n, (1.0,) * n, (1.0,))
+
+
+def situation(largest: float, **known) -> Situation:
+    """A model of two layers whose largest |logit| is given."""
+    layers = {"calm": layer(1.0, 2.0), "worst": layer(1.0, largest)}
+    return Situation(layers, **{"cap": 50.0, "even": dict.fromkeys(layers, 4.5), **known})
+
+
+@pytest.mark.parametrize(("logit", "share"), [(0.0, 0.0), (10.0, 0.013), (50.0, 0.238), (100.0, 0.518)])
+def test_what_a_cap_of_50_bends(logit, share):
+    assert bend(logit, 50.0) == pytest.approx(share, abs=5e-4)
+
+
+@pytest.mark.parametrize("logit", [1.0, 28.6, 28.7, 50.0, 77.0, 1e4])
+def test_the_wide_cap_is_the_smallest_that_hardly_bends(logit):
+    cap = wide_cap(logit, 50.0)
+    assert bend(logit, cap) <= 0.1
+    assert cap == 50 or bend(logit, cap - 10) > 0.1
+
+
+def test_layers_are_ranked_by_their_largest_logit():
+    layers = {f"layer.{i}": layer(1.0, x) for i, x in enumerate((10.0, 26.0, 120.0, 51.0))}
+    layers["layer.1"] = dataclasses.replace(layers["layer.1"], entropy=(0.1, 0.4))
+    risks = rank(Situation(layers, 50.0, dict.fromkeys(layers, 4.5)))
+    assert [(r.layer, r.level) for r in risks] == [
+        ("layer.2", "runaway"), ("layer.3", "large"), ("layer.1", "raised"), ("layer.0", "calm")
+    ]  # fmt: skip
+    assert [(r.max_logit, r.max_head) for r in risks][0] == (120.0, 1)
+    # head 0 is sharper still, but its logits are small: it was born so
+    assert (risks[2].collapsed, risks[2].entropy, risks[2].entropy_head) == ((1,), 0.1, 0)
+    assert not any(risk.collapsed for risk in risks if risk.layer != "layer.1")
+
+
+@pytest.mark.parametrize(("entropy", "told"), [(0.44, True), (0.46, False)])
+def test_collapsed_heads_are_told(entropy, told):
+    layers = {"layer": layer(30.0, entropy=entropy)}
+    reasons = advise(Situation(layers, 50.0, {"layer": 4.5})).reasons
+    assert any("hardly more than one token" in reason for reason in reasons) == told
+
+
+CASES = {
+    # name: (what is known, the scheme advised, what a reason must say)
+    "calm": (situation(20.0), "soft_cap", "a cap of 50 bends that by no more than 5%"),
+    "raised": (situation(40.0), "Scheme(softcap=70.0)", "a cap of 70 bends that by no more than 10%"),
+    "large": (situation(80.0), "Scheme(softcap=140.0)", "a cap of 140 bends that by no more than 10%"),
+    "runaway": (situation(101.0), "qk_norm", "a cap of 50 would bend that by 52%"),
+    "large, and 50 is measured to cost nothing": (
+        situation(80.0, trials={Scheme(softcap=50.0): CHEAP, Scheme(softcap=140.0): CHEAP}),
+        "soft_cap",
+        "a cap of 50 bends that by 42%; measured, it costs a KL of 0.001, 99.0% same top token",
+    ),
+    "large, and 50 is measured to cost much": (
+        situation(80.0, trials={Scheme(softcap=50.0): DEAR, Scheme(softcap=140.0): CHEAP}),
+        "Scheme(softcap=140.0)",
+        "measured, it costs a KL of 0.001",
+    ),
+    "large, and every cap costs much": (
+        situation(80.0, trials={Scheme(softcap=50.0): DEAR, Scheme(softcap=140.0): DEAR}),
+        "qk_norm",
+        "measured: a KL of 0.4",
+    ),
+    "runaway in logits that nothing hangs on": (
+        situation(500.0, trials={Scheme(softcap=50.0): CHEAP}),
+        "soft_cap",
+        "measured, it costs a KL of 0.001",
+    ),
+    "another cap": (situation(15.0, cap=10.0), "Scheme(softcap=30.0)", "a cap of 30 bends that by no more than 8%"),
+    "q_norm already": (
+        situation(300.0, scheme=Scheme(q="rms")),
+        "Scheme(q='rms', k='auto')",
+        "a cap of 50 would bend that",
+    ),
+    "Qwen3": (situation(12.0, normed=True), "none", "a cap of 50 would bend that by 1.9%: nothing need be added"),
+    "Qwen3 with grown gains": (
+        situation(60.0, normed=True),
+        "Scheme(softcap=110.0)",
+        "a cap is all that can be added to norms",
+    ),
+    "Qwen3 with grown gains, measured": (
+        situation(60.0, normed=True, trials={Scheme(softcap=50.0): CHEAP}),
+        "soft_cap",
+        "measured, it costs a KL of 0.001",
+    ),
+    "patched with norms": (situation(8.0, scheme=NORMED, normed=True), "Scheme(q='rms', k='rms')", "nothing need"),
+    "patched with norms whose gains have grown": (
+        situation(60.0, scheme=NORMED, normed=True),
+        "Scheme(q='rms', k='rms', softcap=110.0)",
+        "and these have grown",
+    ),
+    "Gemma 2": (situation(90.0, own_cap=50.0), "none", "its cap of 50 bends that by 47%, and bounds whatever comes"),
+    "Gemma 2, saturated": (situation(150.0, own_cap=50.0), "qk_norm", "lets 1.0% of the gradient through"),
+    "capped and normed, saturated": (
+        situation(150.0, own_cap=50.0, normed=True, scheme=dataclasses.replace(NORMED, softcap=50.0)),
+        "Scheme(q='rms', k='rms', softcap=260.0)",
+        "a cap of 260 bends it by 10%",
+    ),
+}
+
+
+@pytest.mark.parametrize(("known", "name", "reason"), CASES.values(), ids=CASES)
+def test_the_scheme_and_its_reason(known, name, reason):
+    advice = advise(known)
+    assert advice.name == name
+    assert any(reason in text for text in advice.reasons), advice.reasons
+    assert f"the largest |logit| is {known.largest:.1f} (worst, head 1)" in advice.reasons
+
+
+@pytest.mark.parametrize(
+    ("queries", "both", "harmful"), [(0.05, 1.1, True), (0.5, 0.6, False)]
+)  # the claim is made where it was measured
+def test_the_keys_norm_is_blamed_where_it_is_to_blame(queries, both, harmful):
+    trials = {SCHEMES["q_norm"]: Prediction(1.5, queries, 0.9), SCHEMES["qk_norm"]: Prediction(2.5, both, 0.5)}
+    (reason,) = [text for text in advise(situation(300.0, trials=trials)).reasons if "measured with fresh" in text]
+    assert ("the keys' norm is the damaging half" in reason) == harmful
+    assert f"{queries:.2g}" in reason
+    unmeasured = advise(situation(300.0)).reasons
+    assert any("q_norm is the mild half" in text for text in unmeasured)
+
+
+def test_names_are_what_a_user_would_type():
+    for scheme in (Scheme(softcap=70.0), Scheme(q="auto", gain="per_head"), *SCHEMES.values()):
+        assert (SCHEMES.get(name_of(scheme)) or eval(name_of(scheme))) == scheme
+    assert Advice(SCHEMES["qk_norm"], ("why",)).to_dict()["name"] == "qk_norm"
+
+
+def test_the_thresholds_are_the_fields_own():
+    """Raw logits of 50 to 100 are bent by a quarter to a half; those of fresh norms by a hundredth."""
+    for head_dim, share in ((64, 0.008), (128, 0.017), (256, 0.033)):
+        assert bend(math.sqrt(head_dim), 50.0) == pytest.approx(share, abs=5e-4)

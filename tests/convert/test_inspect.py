@@ -1,0 +1,212 @@
+"""Inspections: the numbers are the monitor's, the model stays as it was, and a checkpoint is enough."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import pytest
+import torch
+from tables import fingerprint, sharp_model
+
+from hf_qknorm import SCHEMES, Inspection, Scheme, inspect_model, patch_model, unpatch_model
+from hf_qknorm.attention import patched_layers
+from hf_qknorm.convert.inspect import inspect_checkpoint
+from hf_qknorm.convert.measure import layer_statistics, predictions
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.testing import tiny_model
+
+CAP = Scheme(softcap=50.0)
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[rows, length]` above the special ones."""
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
+    model = sharp_model(family).train()
+    before, weights = fingerprint(model), {name: x.clone() for name, x in model.state_dict().items()}
+    backend, batch = model.config._attn_implementation, tokens(2, 20)
+    found = inspect_model(model, [batch, tokens(1, 12)])
+    assert fingerprint(model) == before
+    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+    assert model.training
+    assert model.config._attn_implementation == backend
+    assert (found.tokens, found.length, found.scheme, found.patched) == (52, 20, None, None)
+    assert found.model_type == family
+    patch_model(model.eval(), "none", attn_implementation="hf_qknorm")
+    batches = [{"input_ids": x} for x in (batch, tokens(1, 12))]
+    assert found.base == predictions(model, batches)[0]
+    for name, layer in layer_statistics(model, batches, 50.0).items():
+        for field in ("max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k"):
+            assert getattr(found.layers[name], field) == pytest.approx(getattr(layer, field), rel=1e-5, abs=1e-6)
+    assert {risk.layer for risk in found.risks} == set(patched_layers(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_schemes_in_question_are_tried(family):
+    model = sharp_model(family)
+    batch = tokens(2, 20)
+    found = inspect_model(model, [batch])
+    has = FAMILIES[family]
+    expected = ([] if has.own_cap else [CAP]) + ([] if has.own_norms else [SCHEMES["q_norm"], SCHEMES["qk_norm"]])
+    assert list(found.trials) == expected
+    for scheme, prediction in found.trials.items():
+        patch_model(model, scheme, attn_implementation="hf_qknorm")
+        assert predictions(model, [{"input_ids": batch}])[1] == prediction
+        unpatch_model(model)
+    if not has.own_norms:
+        assert found.trials[SCHEMES["qk_norm"]].kl > 0.01
+    if has.own_cap:
+        assert found.cap == 50
+        assert "its cap of 50 bends" in "".join(found.advice.reasons)
+
+
+@pytest.mark.parametrize("scheme", ["qk_norm_cap", "qkv_norm", "q_norm", "none", {"softcap": 3.0}])
+def test_a_patched_model_is_measured_as_it_is(scheme):
+    model = patch_model(sharp_model("llama"), scheme)
+    before = fingerprint(model)
+    found = inspect_model(model, [tokens(2, 20)])
+    assert fingerprint(model) == before
+    assert found.scheme == model.config.scheme
+    base, now = predictions(model, [{"input_ids": tokens(2, 20)}])
+    assert (found.base, found.patched, found.trials) == (base, now, {})
+    assert found.cap == (model.config.attn_logit_softcapping or 50)
+    assert str(found.scheme) in found.table()
+    if scheme == "qk_norm_cap":
+        assert found.keeps
+        assert "Advice: leave it as it is" in found.table()
+
+
+def test_even_attention_is_the_mean_of_logarithms():
+    batch = {"input_ids": tokens(2, 20), "attention_mask": torch.ones(2, 20, dtype=torch.long)}
+    batch["attention_mask"][0, :15] = 0
+    llama = inspect_model(sharp_model("llama"), [batch])
+    mistral = inspect_model(sharp_model("mistral"), [batch])  # with a window of 8
+    for found, window in ((llama, 20), (mistral, 8)):
+        terms = [math.log(min(t, window)) for n in (5, 20) for t in range(1, n + 1)]
+        assert list(found.even.values()) == [pytest.approx(sum(terms) / 25)] * 2
+    model = sharp_model("mistral")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name:
+                parameter.zero_()  # then attention is even
+    found = inspect_model(model, [batch])
+    for name, layer in found.layers.items():
+        assert layer.entropy == pytest.approx([found.even[name]] * 4, rel=1e-5)
+
+
+def test_risks_are_in_order_and_the_cap_can_be_told():
+    found = inspect_model(sharp_model("gpt2", num_hidden_layers=4, n_layer=4), [tokens(2, 20)], cap=2.0)
+    largest = [risk.max_logit for risk in found.risks]
+    assert largest == sorted(largest, reverse=True)
+    assert largest[0] == max(max(layer.max_logit) for layer in found.layers.values())
+    assert found.cap == 2
+    assert any(share > 0 for layer in found.layers.values() for share in layer.over_cap)
+    assert Scheme(softcap=2.0) in found.trials
+    assert "> 1  " in found.table()
+
+
+def test_json_holds_everything(tmp_path):
+    found = inspect_model(sharp_model("llama"), [tokens(2, 20)])
+    found.save(tmp_path / "inspect.json")
+    data = json.loads((tmp_path / "inspect.json").read_text())
+    assert data == json.loads(json.dumps(found.to_dict()))
+    assert set(data["layers"]) == set(found.layers) == set(data["even"])
+    assert data["advice"]["scheme"] == found.advice.scheme.to_dict()
+    assert [risk["layer"] for risk in data["risks"]] == [risk.layer for risk in found.risks]
+    assert [Scheme.from_dict(trial["scheme"]) for trial in data["trials"]] == list(found.trials)
+
+
+def test_without_a_head_there_are_layers_and_no_predictions():
+    found = inspect_model(sharp_model("llama").base_model, [tokens(2, 20)])
+    assert (found.base, found.trials) == (None, {})
+    assert "perplexity" not in found.table()
+    assert len(found.layers) == 2
+
+
+def test_patching_for_a_moment_is_not_logged(caplog):
+    model = tiny_model("llama")
+    model.name_or_path = "somewhere"
+    with caplog.at_level(logging.INFO, "hf_qknorm"):
+        inspect_model(model, [tokens(2, 20)])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, math.inf, math.nan])
+def test_impossible_caps_are_refused(cap):
+    with pytest.raises(ValueError, match="is not possible: expected a finite number > 0"):
+        inspect_model(tiny_model("llama"), [tokens(2, 20)], cap=cap)
+
+
+def test_what_is_not_finite_is_refused_by_layer():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = math.inf
+    with pytest.raises(ValueError, match=r"logits of model.layers.1.self_attn are not finite in torch.float32"):
+        inspect_model(model, [tokens(2, 20)])
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A small checkpoint with a tokenizer, and some text."""
+    folder = tmp_path / "checkpoint"
+    tokenizer = byte_tokenizer()
+    sharp_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return folder
+
+
+def test_a_checkpoint_and_a_text_are_enough(checkpoint):
+    text = checkpoint.parent / "text.txt"
+    found = inspect_checkpoint(str(checkpoint), texts=str(text), tokens=600)
+    assert isinstance(found, Inspection)
+    assert (found.tokens, found.length) == (512, 256)
+    assert found.model == str(checkpoint)
+    patched = patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "qk_norm")
+    patched.save_pretrained(checkpoint)
+    again = inspect_checkpoint(str(checkpoint), texts=str(text), tokens=600)
+    assert again.scheme == SCHEMES["qk_norm"].resolve("rms")
+    assert again.model_type == "qknorm_llama"
+
+
+def test_what_is_missing_is_told_in_a_line(checkpoint):
+    text = str(checkpoint.parent / "text.txt")
+    for name, message in (
+        (str(checkpoint.parent / "nowhere"), "no such folder: "),
+        ("./nowhere", "no such folder: ./nowhere"),
+        ("no-such-model-anywhere", "no-such-model-anywhere: "),
+        (str(checkpoint.parent), f"{checkpoint.parent}: Unrecognized model"),
+    ):
+        with pytest.raises((OSError, ValueError), match=message) as error:
+            inspect_checkpoint(name, texts=text)
+        assert "\n" not in str(error.value)
+    with pytest.raises(FileNotFoundError, match="no such file or folder: ./none.txt"):
+        inspect_checkpoint(str(checkpoint), texts="./none.txt")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+    with pytest.raises(ValueError, match="'bert' is not supported. Supported model types: gemma2"):
+        inspect_checkpoint(str(checkpoint), texts=text)
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    for path in checkpoint.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises((OSError, ValueError), match=f"{checkpoint}: ") as error:
+        inspect_checkpoint(str(checkpoint), texts=text)
+    assert "\n" not in str(error.value)
+    assert "tokenizer" in str(error.value)
+
+
+def test_trained_models_are_told_what_suits_them(shared):
+    text = str(shared / "data" / "tinyshakespeare.txt")
+    found = inspect_checkpoint(str(shared / "checkpoints" / "llama-shakespeare"), texts=text, tokens=2048)
+    assert found.advice.name == "soft_cap"
+    assert found.risks[0].layer == "model.layers.3.self_attn"
+    assert found.risks[0].max_logit > 50
+    assert found.trials[SCHEMES["qk_norm"]].kl > 10 * found.trials[SCHEMES["q_norm"]].kl > 100 * found.trials[CAP].kl
+    assert "the keys' norm is the damaging half" in " ".join(found.table().split())

@@ -1,0 +1,101 @@
+"""The heat map: what is on it, and that it is a picture whatever the model's shape."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from hf_qknorm import Inspection
+from hf_qknorm.convert.advice import Situation, advise, rank
+from hf_qknorm.convert.plots import heat_map
+from hf_qknorm.convert.report import LayerStatistics
+
+
+def inspection(layers: int, heads: int, size: float = 10.0, cap: float = 50.0) -> Inspection:
+    """An inspection with made-up numbers."""
+    generator = torch.Generator().manual_seed(0)
+    logits = size * torch.exp(torch.randn(layers, heads, generator=generator))
+    entropy = torch.rand(layers, heads, generator=generator) * 4
+    found = {
+        f"layers.{i}": LayerStatistics(
+            tuple(logits[i].tolist()), tuple(entropy[i].tolist()), *((0.0,) * heads,) * 2, *((1.0,) * heads,) * 2
+        )
+        for i in range(layers)
+    }
+    known = Situation(found, cap, dict.fromkeys(found, 4.5))
+    fields = ("made/up", "llama", 4096, 256, cap, None, None, None, {}, found, known.even, rank(known), advise(known))
+    return Inspection(*fields)
+
+
+def drawn(monkeypatch, tmp_path, found: Inspection) -> Figure:
+    """The figure that `heat_map` saves."""
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **options: figures.append(self) or save(self, *args, **options)
+    )
+    heat_map(found, tmp_path / "map.png")
+    return figures[0]
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (4, 4), (24, 16), (80, 64), (3, 128)])
+@pytest.mark.parametrize("size", [0.0, 0.01, 10.0, 1e5])
+def test_any_shape_and_any_size_is_a_picture(tmp_path, layers, heads, size):
+    heat_map(inspection(layers, heads, size), tmp_path / "map.png")
+    height, width, _ = imread(tmp_path / "map.png").shape
+    assert 400 < height <= 1700
+    assert 1200 < width <= 2300
+    assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
+
+
+def test_both_maps_show_the_numbers(monkeypatch, tmp_path):
+    found = inspection(4, 4, size=60.0)
+    left, middle, right, *_ = drawn(monkeypatch, tmp_path, found).axes
+    for axes, field in ((left, "max_logit"), (middle, "entropy")):
+        shown = torch.tensor(axes.images[0].get_array().tolist())
+        expected = torch.tensor([getattr(layer, field) for layer in found.layers.values()])
+        torch.testing.assert_close(shown, expected)
+        assert len(axes.texts) == 16
+    assert [bar.get_width() for bar in right.patches] == [max(layer.max_logit) for layer in found.layers.values()]
+    assert axes.texts[0].get_text() == f"{found.layers['layers.0'].entropy[0]:.1f}"
+    collapsed = sum(len(risk.collapsed) for risk in found.risks)
+    assert collapsed > 0
+    assert len(middle.collections[0].get_paths()) == collapsed
+
+
+def test_cells_have_no_text_when_there_are_too_many(monkeypatch, tmp_path):
+    left, middle, *_ = drawn(monkeypatch, tmp_path, inspection(80, 64)).axes
+    assert not left.texts
+    assert not middle.texts
+    assert len(left.get_xticks()) <= 16
+    assert len(left.get_yticks()) <= 24
+
+
+@pytest.mark.parametrize("cap", [10.0, 50.0])
+def test_colours_go_by_the_cap(monkeypatch, tmp_path, cap):
+    left, middle, *_ = drawn(monkeypatch, tmp_path, inspection(4, 4, cap=cap)).axes
+    assert (left.images[0].norm.vmin, left.images[0].norm.vmax) == (cap / 16, 2 * cap)
+    assert (middle.images[0].norm.vmin, middle.images[0].norm.vmax) == (0, 4.5)
+
+
+def test_a_failed_drawing_leaves_the_old_one(monkeypatch, tmp_path):
+    (tmp_path / "map.png").write_text("old")
+
+    def fail(self: Figure, path: object, **options: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OSError, match="disk full"):
+        heat_map(inspection(2, 2), tmp_path / "map.png")
+    assert (tmp_path / "map.png").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_matplotlib_is_imported_only_to_draw():
+    code = "import sys, hf_qknorm, hf_qknorm.convert.inspect; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
