@@ -7,7 +7,17 @@ Importing the package registers its attention functions, masks and Auto classes 
 """
 
 from hf_qknorm import functions
-from hf_qknorm.convert import Calibration, NativeExport, calibrate, export_native
+from hf_qknorm.convert import (
+    Calibration,
+    Inspection,
+    NativeExport,
+    Plan,
+    calibrate,
+    convert_checkpoint,
+    export_native,
+    inspect_model,
+    plan_conversion,
+)
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.hub import auto
 from hf_qknorm.patch import patch_model, unpatch_model
@@ -21,13 +31,18 @@ __all__ = [
     "BlendSchedule",
     "Calibration",
     "CapSchedule",
+    "Inspection",
     "LogitStatistics",
     "NativeExport",
+    "Plan",
     "Scheme",
     "calibrate",
+    "convert_checkpoint",
     "export_native",
+    "inspect_model",
     "logit_statistics",
     "patch_model",
+    "plan_conversion",
     "set_blend",
     "set_cap",
     "unpatch_model",

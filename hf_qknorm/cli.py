@@ -1,4 +1,4 @@
-"""The command line: `hf-qknorm demo | schemes | families`."""
+"""The command line: `hf-qknorm demo | convert | inspect | export | schemes | families`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hf_qknorm import __version__
@@ -67,9 +68,28 @@ def _parser() -> argparse.ArgumentParser:
     add("source", help="a folder with a patched checkpoint")
     add("destination", help="a folder that is not there yet")
     add("--overwrite", action="store_true", help="replace a checkpoint at the destination")
+    _add_inspect(commands)
     commands.add_parser("schemes", help="the presets").set_defaults(command=_schemes)
     commands.add_parser("families", help="the model types that can be patched").set_defaults(command=_families)
     return parser
+
+
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="how a checkpoint's attention looks, head by head, and which scheme suits it",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    inspect.set_defaults(command=_inspect)
+    add = inspect.add_argument
+    add("checkpoint", metavar="CKPT", help="a folder with a checkpoint, patched or not, or a name on the Hub")
+    add(
+        "--texts",
+        help="text like the model's own: a file, a folder, or a Hub dataset's name; Python's standard library",
+    )
+    add("--tokens", type=_count, default=16_384, help="how much of it to look at")
+    add("--cap", type=float, help="the cap to hold logits against; by default the model's own, or 50")
+    add("--out", default="./qknorm-inspect", help="folder for inspect.json and heatmap.png")
 
 
 def _count(text: str) -> int:
@@ -113,6 +133,21 @@ def _convert(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     print(export_native(options.source, options.destination, overwrite=options.overwrite))
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from hf_qknorm.convert.inspect import inspect_checkpoint
+    from hf_qknorm.convert.plots import heat_map  # brings matplotlib
+
+    out = Path(options.out)
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"--out {out} is a file: give a folder")
+    found = inspect_checkpoint(options.checkpoint, texts=options.texts, tokens=options.tokens, cap=options.cap)
+    print(found.table())
+    out.mkdir(parents=True, exist_ok=True)
+    found.save(out / "inspect.json")
+    heat_map(found, out / "heatmap.png")
+    print(f"\nwritten: {out / 'inspect.json'}, {out / 'heatmap.png'}")
 
 
 def _schemes(options: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import FAMILIES, SCHEMES, cli, patch_model
+from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.testing import tiny_model
 
 
@@ -26,17 +27,26 @@ def test_schemes_and_families_list_the_tables(capsys):
         (["demo", "--data", "./nowhere.txt"], "no such file or folder: ./nowhere.txt"),
         (["demo", "--out", "FILE"], "is a file: give a folder"),
         (["demo", "--checkpoint", "FILE"], "hf-qknorm: "),
+        (["inspect", "./nowhere"], "hf-qknorm: no such folder: ./nowhere"),
+        (["inspect", "nowhere", "--texts", "./nowhere.txt"], "no such file or folder: ./nowhere.txt"),
+        (["inspect", "nowhere", "--texts", "FILE"], "hf-qknorm: nowhere: "),
+        (["inspect", "nowhere", "--out", "FILE"], "is a file: give a folder"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text("x")
     assert cli.main(arguments) == 1
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1 or arguments[0] == "demo"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["FILE"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo", "--scheme", "none"], ["demo", "--steps", "0"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["demo", "--scheme", "none"], ["demo", "--steps", "0"], ["inspect"], ["inspect", "x", "--tokens", "0"]],
+)
 def test_usage_errors(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
@@ -76,3 +86,24 @@ def test_export_writes_a_model_of_transformers(tmp_path, capsys):
     patch_model(tiny_model("llama"), "qk_norm_cap").save_pretrained(ours)
     assert cli.main(["export", str(ours), str(tmp_path / "more")]) == 1
     assert "the cap of 50 would be lost" in capsys.readouterr().err
+
+
+def test_inspect_tells_and_draws(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer()
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    assert cli.main(["inspect", "model", "--texts", "text.txt", "--tokens", "512", "--cap", "30"]) == 0
+    told = capsys.readouterr().out
+    for line in (
+        "model: llama, 2 layers of 4 heads",
+        "unpatched",
+        "model.layers.1.self_attn",
+        "Advice: Scheme(softcap=30.0)",
+    ):
+        assert line in told
+    out = tmp_path / "qknorm-inspect"
+    assert json.loads((out / "inspect.json").read_text())["tokens"] == 512
+    assert (out / "heatmap.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.iterdir()) == ["heatmap.png", "inspect.json"]
