@@ -48,8 +48,9 @@ def norm_gain(norm: nn.Module, family: Family) -> Tensor:
 
 def fold_weight(weight: Tensor, gain: Tensor, *, centred: bool, transposed: bool, spread: float = 1.0) -> Tensor:
     """A projection's weight with the norm's gain (and centring) in its columns; `transposed`: columns are rows."""
-    columns = weight.double().t() if transposed else weight.double()
-    columns = columns * (gain.double() / spread)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    columns = weight.to(wide).t() if transposed else weight.to(wide)
+    columns = columns * (gain.to(wide) / spread)
     columns = columns - columns.mean(1, keepdim=True) if centred else columns
     return (columns.t() if transposed else columns).to(weight.dtype).contiguous()
 
