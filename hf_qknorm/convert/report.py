@@ -21,8 +21,11 @@ Numbers = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Prediction:
-    """How well next tokens are predicted: mean loss in nats; KL(unpatched ‖ this) in nats a token; and the share of
-    tokens whose likeliest successor is the unpatched model's. The unpatched model itself has a KL of 0, agreement 1."""
+    """How well next tokens are predicted: mean `loss` in nats a token, and how far from the unpatched model.
+
+    `kl` is KL(unpatched ‖ this) in nats a token, `agreement` the share of tokens whose likeliest successor is the
+    unpatched model's; that model itself has 0 and 1.
+    """
 
     loss: float
     kl: float = 0.0
