@@ -125,7 +125,7 @@ def _convert(options: argparse.Namespace) -> None:
         **common,
     )
     if report is not None:
-        print(f"\n{report}")
+        print(f"\n{report.table()}\n\n{report}")
     elif Scheme.of(options.scheme).norms:
         print("\nits gains are fresh, so that it lost part of what it knew: --calibrate TEXT keeps it")
     print(f"\nwritten: {options.destination}")

@@ -53,6 +53,39 @@ def test_usage_errors(capsys, arguments):
     assert stop.value.code == 2
 
 
+def checkpoint(folder):
+    """A tiny Llama with a tokenizer."""
+    tiny_model("llama", vocab_size=300).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_convert(tmp_path, capsys):
+    source, out = checkpoint(tmp_path / "source"), tmp_path / "out"
+    assert cli.main(["convert", source, str(out), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "scheme      q=rms, k=rms, softcap=50.0" in text
+    assert "dry run: nothing was written" in text
+    assert not out.exists()
+    assert cli.main(["convert", source, str(out)]) == 0
+    assert "its gains are fresh" in capsys.readouterr().out
+    assert cli.main(["convert", source, str(out)]) == 1
+    assert (
+        "exists and is not empty: give another destination, or overwrite=True (--overwrite)" in capsys.readouterr().err
+    )
+    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    options = ["--calibrate", str(tmp_path / "corpus.txt"), "--method", "moments", "--overwrite"]
+    scheme = ["--scheme", '{"q": "rms", "k": "rms", "gain": "per_head"}']
+    assert cli.main(["convert", source, str(out), *options, *scheme]) == 0
+    text = capsys.readouterr().out
+    assert "fresh gains" in text
+    assert f"written: {out}" in text
+    assert AutoModelForCausalLM.from_pretrained(out).config.scheme.gain == "per_head"
+    assert json.loads((out / "qk_norm_report.json").read_text())["method"] == "moments"
+    assert cli.main(["convert", source, str(tmp_path / "new"), *options, "--max-loss-increase", "-9"]) == 1
+    assert "more than max_loss_increase=-9: nothing was written" in capsys.readouterr().err
+
+
 def test_demo_writes_everything(tmp_path, capsys):
     out = tmp_path / "out"
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)

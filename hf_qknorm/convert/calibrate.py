@@ -39,15 +39,15 @@ def calibrate(
 
     `data` is a list of strings, a `datasets.Dataset`, a file, a folder, the name of a Hub dataset, or an iterable of
     batches: tensors `[B, T]` or mappings with "input_ids" and perhaps "attention_mask" (padding is left out). Text is
-    cut into batches `[batch_size, length]`, by default 256 or as long as the model's positions reach; at most
-    `max_tokens` tokens are used. Text needs a tokenizer, by default
-    the one of `model.name_or_path`.
+    cut into batches `[batch_size, length]`, by default 256 long or as far as the model's positions reach; at most
+    `max_tokens` tokens are used. Text needs a tokenizer, by default the one of `model.name_or_path`.
 
     "fit" trains the gains alone, for at most `steps` steps, to predict what the unpatched model does, from "moments"
     on. "moments" is the closed form: per channel, the least-squares fit of the model's own projection by its normalised
     self, x ≈ gain·norm(x) + bias, in one pass through the unpatched model. "ones" puts the fresh gains back.
     "fit_qk" keeps the most: as "fit", with the weights that lead to queries and keys moving along, for good
-    (`unpatch_model` then no longer gives the model that it was).
+    (`unpatch_model` then no longer gives the model that it was). What is reported is measured on batches that no fit
+    has seen, where there are at least two.
 
     Raises ValueError for a model that is not patched or in a blend, an unknown method, a fit of a model without a
     language-modelling head, or a model whose folded norms (`pre_norm=False`) a checkpoint did not keep.
@@ -69,7 +69,8 @@ def calibrate(
     length = length or min(LENGTH, getattr(model.config, "max_position_embeddings", LENGTH))
     load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
-    watched, cap = batches[:LOSS_BATCHES], model.config.attn_logit_softcapping or CAP
+    cut, cap = min(LOSS_BATCHES, len(batches) // 2), model.config.attn_logit_softcapping or CAP
+    watched, fitted = batches[:cut] or batches, batches[cut:]
     training = model.training
     model.eval()
     try:
@@ -84,7 +85,7 @@ def calibrate(
         if method != "ones":
             fit_moments(model, batches if method == "moments" else batches[:START_BATCHES])
         if method.startswith("fit"):
-            fit_gains(model, batches, steps=steps, projections=method == "fit_qk")
+            fit_gains(model, fitted, watched, steps=steps, projections=method == "fit_qk")
         chosen = ones if method == "ones" else predictions(model, watched)[1]
         layers = layer_reports(model, before, layer_statistics(model, watched, cap))
     finally:

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from hf_qknorm.attention import QKNormAttention, as_unpatched, patched_layers
 from hf_qknorm.norms import HeadNorm
 
-HELD_OUT = 2  # batches that judge the gains and are not fitted to, where there are enough
+HELD_OUT = 2  # batches that judge the gains
 CHECKS = 10  # how often in a fit the held-out batches are asked
 PATIENCE = 5  # checks without progress before it stops
 GAIN_RATE = 0.1
@@ -34,17 +34,22 @@ class _Fitted:
 
 
 def fit_gains(
-    model: Any, batches: list[dict[str, Tensor]], *, steps: int = 120, projections: bool = False, seed: int = 0
+    model: Any,
+    batches: list[dict[str, Tensor]],
+    held_out: list[dict[str, Tensor]],
+    *,
+    steps: int = 120,
+    projections: bool = False,
+    seed: int = 0,
 ) -> None:
     """Minimise KL(unpatched ‖ patched) of the next token over gains and biases, by Adam with a cosine decay.
 
     The teacher is the same model with its norms bypassed: no second copy. With `projections` the weights that lead to
     queries and keys move too, at a small rate; what they were is kept in the layers' `base_weights` for the teacher.
-    Weights and optimiser state are fp32 at least, whatever the model's dtype. Kept is what did best on two batches that
-    were not fitted to, the start included; it stops early when those see no progress.
+    Weights and optimiser state are fp32 at least, whatever the model's dtype. Kept is what did best on the first two of
+    the batches `held_out`, the start included; it stops early when those see no progress.
     """
-    cut = HELD_OUT if len(batches) > 2 * HELD_OUT else 0
-    held_out, training = batches[:cut] or batches, batches[cut:]
+    held_out = held_out[:HELD_OUT]
     order = random.Random(seed)
     fitted = [_Fitted(p, GAIN_RATE) for p in _gains(model)]
     if projections:
@@ -59,7 +64,7 @@ def fit_gains(
         bar = tqdm(range(steps), desc="fit", unit="step", leave=False)
         queue: list[dict[str, Tensor]] = []
         for step in bar:
-            queue = queue or order.sample(training, len(training))
+            queue = queue or order.sample(batches, len(batches))
             for group in optimizer.param_groups:
                 group["lr"] = group["rate"] * 0.5 * (1 + math.cos(math.pi * step / steps))
             torch.autograd.backward(_divergence(model, queue.pop()))

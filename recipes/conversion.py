@@ -1,0 +1,172 @@
+"""What a conversion keeps of a trained model: methods, blending, folding, and what a fit costs.
+
+    python recipes/conversion.py --checkpoint ../shared/checkpoints/llama-shakespeare \\
+        --text ../shared/data/tinyshakespeare.txt --part methods
+
+Parts: methods, blend, fold, cost; `conversion_tried.py` has what else was tried. Calibration draws batches of 8×256
+tokens from the first nine tenths of the text; losses are over six batches of the last tenth. A jump removed is
+(ones − method) / (ones − base). Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
+from hf_qknorm.convert import fit
+from hf_qknorm.convert.calibrate import METHODS
+from hf_qknorm.convert.text import load_text, sample_batches, tokenize
+from hf_qknorm.demo.training import mean_loss, train
+
+BATCH, LENGTH = 8, 256
+FITTED = 128  # 8 judge, 120 are fitted to
+QK = {"q": "auto", "k": "auto"}
+SHARED, PER_HEAD = Scheme(**QK), Scheme(**QK, gain="per_head")
+BIASED = Scheme(**QK, gain="per_head", bias=True)
+BLENDED, RATE = 120, 3e-4
+
+
+class Story:
+    """A trained model, its text cut into calibration, training and held-out batches, and its loss."""
+
+    def __init__(self, checkpoint: str, text: str) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        characters = load_text(text)
+        cut = int(len(characters) * 0.9)
+        seen, held_out = (tokenize(tokenizer, part) for part in (characters[:cut], characters[cut:]))
+        self.base = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        self.calibration = sample_batches(seen, FITTED, BATCH, LENGTH, seed=1)
+        self.training = sample_batches(seen, BLENDED, BATCH, LENGTH, seed=2)
+        self.held_out = sample_batches(held_out, 6, BATCH, LENGTH, seed=0)
+        self.loss = mean_loss(self.base, self.held_out)
+
+    def patched(self, scheme: Scheme | str, method: str = "ones") -> Any:
+        model = patch_model(copy.deepcopy(self.base), scheme)
+        if method != "ones":
+            calibrate(model, self.calibration, method=method, max_tokens=2**20)
+        return model.eval()
+
+    def row(self, label: str, scheme: Scheme | str, model: Any, fresh: float | None = None) -> None:
+        """Print a line: label, fresh gains' loss, this model's loss, and how much of the jump it removed."""
+        fresh = mean_loss(self.patched(scheme), self.held_out) if fresh is None else fresh
+        loss = mean_loss(model, self.held_out)
+        removed = (fresh - loss) / (fresh - self.loss)
+        print(f"| {label} | {fresh:.3f} | {loss:.4f} | {removed:.1%} |", flush=True)
+
+
+def head(story: Story, first: str) -> None:
+    print(f"\nbase {story.loss:.4f}\n\n| {first} | ones | loss | jump removed |\n|---|---:|---:|---:|")
+
+
+def methods(story: Story) -> None:
+    """Every method with the gains that a scheme may have."""
+    head(story, "gains, method")
+    for label, scheme in (("shared", SHARED), ("per head", PER_HEAD), ("per head, bias", BIASED)):
+        for method in ("moments", "fit", "fit_qk"):
+            story.row(f"{label}, `{method}`", scheme, story.patched(scheme, method))
+
+
+def blend(story: Story) -> None:
+    """Continued training from an exact start, beside the unpatched control."""
+    steps = range(0, BLENDED + 1, 20)
+    print(f"\n| held-out loss after step | {' | '.join(map(str, steps))} |\n|---|{'---:|' * len(steps)}")
+    control = continued(story, story.patched("none"), None)
+    runs = {"unpatched control": control}
+    for scheme, method in (*(("qk_norm", method) for method in METHODS), ("qk_norm_cap", "fit")):
+        model, schedule = story.patched(scheme, method), BlendSchedule(share=0.5)
+        runs[f"`{scheme}`, blend over 60 steps, gains from `{method}`"] = continued(story, model, schedule)
+    runs["`qk_norm`, no blend, gains from `fit`"] = continued(story, story.patched("qk_norm", "fit"), None)
+    for label, losses in runs.items():
+        worst = max(loss - other for loss, other in zip(losses, control, strict=True))
+        note = "" if losses is control else f" (end {losses[-1] - control[-1]:+.4f}, worst {worst:+.4f})"
+        print(f"| {label}{note} | {' | '.join(f'{loss:.4f}' for loss in losses)} |", flush=True)
+
+
+def continued(story: Story, model: Any, schedule: BlendSchedule | None) -> list[float]:
+    """Held-out losses every 20 steps of training."""
+    losses = []
+
+    def each_step(step: int) -> None:
+        if schedule is not None:
+            set_blend(model, schedule.at(step, BLENDED))
+        if step % 20 == 0:
+            losses.append(mean_loss(model, story.held_out))
+
+    torch.manual_seed(0)
+    train(model, story.training, rate=RATE, what="continuing", each_step=each_step)
+    return losses
+
+
+def fold(story: Story) -> None:
+    """qkv_norm: the norm before attention folded away."""
+    head(story, "`qkv_norm`, method")
+    scheme = Scheme(q="auto", k="auto", v="auto", pre_norm=False)
+    fresh = mean_loss(story.patched(scheme), story.held_out)
+    for label, gain in (("shared", "shared"), ("per head", "per_head")):
+        for method in ("moments", "fit", "fit_qk"):
+            each = Scheme(q="auto", k="auto", v="auto", pre_norm=False, gain=gain)
+            story.row(f"{label}, `{method}`", each, story.patched(each, method), fresh)
+    kept = Scheme(q="auto", k="auto", v="auto")
+    story.row("shared, the norm kept, `fit`", kept, story.patched(kept, "fit"), fresh)
+
+
+@contextmanager
+def settings(**values: float) -> Iterator[None]:
+    """The fit's constants, changed for a while."""
+    old = {name: getattr(fit, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(fit, name, value)
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(fit, name, value)
+
+
+def cost(story: Story) -> None:
+    """What a step of a fit costs beside a training step of the same batch."""
+
+    def one_step(model: Any) -> float:
+        start = time.perf_counter()
+        train(model, story.training[:1], rate=RATE, what="training")
+        return time.perf_counter() - start
+
+    def one_fit(model: Any, projections: bool) -> float:
+        batches = [{"input_ids": batch} for batch in story.calibration[:5]]
+        start = time.perf_counter()
+        fit.fit_gains(model, batches, batches, steps=10, projections=projections)
+        return (time.perf_counter() - start) / 10
+
+    plain, patched = story.patched("none"), story.patched(SHARED)
+    with settings(CHECKS=1):
+        turns = [(one_step(plain), one_fit(patched, False), one_fit(patched, True)) for _ in range(5)]
+    steps, fits, moves = (statistics.median(times) for times in zip(*turns, strict=True))
+    print(
+        f"\ntraining step {steps * 1e3:.0f} ms; a fit's takes {fits / steps:.2f} of that, fit_qk's {moves / steps:.2f}"
+    )
+
+
+def run(parts: list[Callable[[Story], None]], text: str | None) -> None:
+    """The command line of a recipe that prints parts of a story."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--text", required=True)
+    named = {part.__name__: part for part in parts}
+    parser.add_argument("--part", choices=named, required=True)
+    options = parser.parse_args()
+    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)
+    named[options.part](Story(options.checkpoint, options.text))
+
+
+if __name__ == "__main__":
+    run([methods, blend, fold, cost], __doc__)
