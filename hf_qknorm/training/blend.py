@@ -1,7 +1,7 @@
 """An exact start: the scheme comes in step by step, from a model that computes what it did before.
 
 With a blend b each norm gives x + b·(y − x), and the cap c is in force as c/b: nothing has changed at 0, and at 1 the
-layer is the plain scheme.
+layer is the plain scheme. The cap moves in quarters of b: torch.compile makes a program for every value that it has.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_qknorm.attention import QKNormAttention, end_blend, head_norms, patched_layers, start_blend
 
+CAP_LEVELS = 4
 Shape = Literal["linear", "cosine"]
 
 
@@ -49,7 +50,7 @@ def set_blend(model: nn.Module, blend: float) -> None:
 
 
 def set_cap(model: nn.Module, blend: float) -> None:
-    """Bring in the cap c of a patched model alone, as c/`blend`: no cap at 0, the scheme's at 1.
+    """Bring in the cap c of a patched model alone, as c/`blend`: no cap at 0, the scheme's at 1, in quarters.
 
     Raises ValueError for a model that is not patched, has no cap to come, or is in a blend, and for a `blend` outside
     0 to 1.
@@ -136,8 +137,9 @@ def _put_cap(layers: list[QKNormAttention], blend: float) -> None:
     end = config.qk_norm_blend["softcap"]
     own = (config.qk_norm_base or {}).get("attn_logit_softcapping")  # a family's own cap is where it starts from
     if end is not None:
-        inverse = blend / end + (0 if own is None else (1 - blend) / own)
-        cap = end if blend == 1 else None if blend == 0 else 1 / inverse
+        done = math.floor(blend * CAP_LEVELS + 1e-9) / CAP_LEVELS  # a cosine may miss a quarter by a bit
+        inverse = done / end + (0 if own is None else (1 - done) / own)
+        cap = end if done == 1 else None if done == 0 else 1 / inverse
         scheme = dataclasses.replace(config.scheme, softcap=cap)
         config.set_scheme(scheme)
         for layer in layers:
