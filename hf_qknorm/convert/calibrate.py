@@ -66,7 +66,7 @@ def calibrate(
             f'{type(model).__name__} predicts no tokens, which method="{method}" compares: calibrate the causal '
             'language model, or use method="moments"'
         )
-    length = length or min(LENGTH, getattr(model.config, "max_position_embeddings", LENGTH))
+    length = length or length_for(model)
     load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
     cut, cap = min(LOSS_BATCHES, len(batches) // 2), model.config.attn_logit_softcapping or CAP
@@ -94,6 +94,11 @@ def calibrate(
             vars(layer).pop("base_weights", None)
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     return Calibration(method, tokens, model.config.scheme, cap, base, ones, chosen, layers)
+
+
+def length_for(model: PreTrainedModel) -> int:
+    """How long sequences are by default: 256, or as far as the model's positions reach."""
+    return min(LENGTH, getattr(model.config, "max_position_embeddings", LENGTH))
 
 
 def tokenizer_of(model: PreTrainedModel) -> Any:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from hf_qknorm.attention import QKNormAttention, patched_layers
 from hf_qknorm.convert.advice import Advice, Risk, Situation, advise, name_of, rank, wide_cap
-from hf_qknorm.convert.calibrate import tokenizer_of
+from hf_qknorm.convert.calibrate import length_for, tokenizer_of
 from hf_qknorm.convert.measure import Batches, layer_statistics, predictions
 from hf_qknorm.convert.report import (
     FORMAT,
@@ -130,7 +130,7 @@ def inspect_model(
     tokenizer: Any = None,
     max_tokens: int = 16_384,
     batch_size: int = 8,
-    length: int = 256,
+    length: int | None = None,
     cap: float | None = None,
 ) -> Inspection:
     """Measure the attention of a model, patched or not, on `data` (as for `calibrate`), and say what suits it.
@@ -144,6 +144,7 @@ def inspect_model(
     if cap is not None and not (math.isfinite(cap) and cap > 0):
         raise ValueError(f"cap={cap!r} is not possible: expected a finite number > 0")
     load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
+    length = length or length_for(model)
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
     scheme = model.config.scheme if isinstance(model, QKNormModel) else None
     training = model.training

@@ -167,7 +167,7 @@ def test_a_checkpoint_and_a_text_are_enough(checkpoint):
     text = checkpoint.parent / "text.txt"
     found = inspect_checkpoint(str(checkpoint), texts=str(text), tokens=600)
     assert isinstance(found, Inspection)
-    assert (found.tokens, found.length) == (512, 256)
+    assert (found.tokens, found.length) == (512, 128)  # as far as its positions reach
     assert found.model == str(checkpoint)
     patched = patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "qk_norm")
     patched.save_pretrained(checkpoint)

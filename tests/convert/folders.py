@@ -1,0 +1,29 @@
+"""A checkpoint with everything that may lie beside it, and what tests of conversions ask of folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tables import make_batch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**make_batch("left")).logits
+
+
+def loaded(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="hf_qknorm")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

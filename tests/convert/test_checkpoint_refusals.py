@@ -1,0 +1,144 @@
+"""What can't be converted is refused by file, before anything is written, also where the disk is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from folders import contents, loaded, save
+from test_fold import trained_like
+
+from hf_qknorm import SCHEMES, convert_checkpoint, plan_conversion
+from hf_qknorm.convert import checkpoint
+from hf_qknorm.convert.shards import INDEX
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _drop_entry(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _shard(folder: Path) -> Path:
+    return sorted(folder.glob("model-*.safetensors"))[1]
+
+
+DAMAGE = {
+    "truncated shard": (lambda f: _truncate(_shard(f)), r"model-00002-of-\d+.safetensors is truncated or corrupted"),
+    "corrupted shard": (lambda f: _shard(f).write_bytes(b"\xff" * 4096), r"model-00002.* is truncated or corrupted"),
+    "missing shard": (lambda f: _shard(f).unlink(), r"model-00002-of-\d+.safetensors is missing"),
+    "missing index entry": (_drop_entry, r"index.json has no entry for model.norm.weight"),
+    "corrupted index": (lambda f: _truncate(f / INDEX), r"index.json is no JSON"),
+    "index without map": (lambda f: (f / INDEX).write_text("{}"), r'index.json has no "weight_map"'),
+    "index that leads out": (
+        lambda f: _edit(f / INDEX, weight_map={"x": "../../secret.safetensors"}),
+        r"said to be in '../../secret.safetensors': expected a .safetensors file of this folder",
+    ),
+    "no layer": (
+        lambda f: _edit(f / "config.json", num_hidden_layers=3),
+        r"no entry for model.layers.2.self_attn.q_proj",
+    ),
+    "corrupted config": (lambda f: _truncate(f / "config.json"), r"config.json is no JSON"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
+    "no weights": (lambda f: [p.unlink() for p in [*f.glob("model*"), f / "pytorch_model.bin"]], r"holds no weights"),
+    "corrupted tokenizer": (lambda f: _truncate(f / "tokenizer.json"), r"tokenizer.json is no JSON"),
+    "strange tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("{}"),
+        r"tokenizer.json: the tokenizer can't be read",
+    ),
+    "unknown class": (lambda f: _edit(f / "config.json", architectures=["Nobody"]), r"architectures.* is \['Nobody'\]"),
+    "quantised": (
+        lambda f: _edit(f / "config.json", quantization_config={}),
+        r"config.json: this checkpoint is quantised",
+    ),
+    "unsupported": (lambda f: _edit(f / "config.json", model_type="bloom"), r"model_type 'bloom' is not supported"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_sources_are_refused_by_file(damage, llama, tmp_path):
+    harm, message = DAMAGE[damage]
+    harm(llama)
+    before = contents(llama)
+    with pytest.raises((ValueError, OSError), match=message):
+        convert_checkpoint(llama, tmp_path / "out")
+    with pytest.raises((ValueError, OSError), match=message):
+        plan_conversion(llama, tmp_path / "out")
+    assert contents(llama) == before
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+
+
+def test_other_refusals(llama, tmp_path):
+    out = tmp_path / "out"
+    convert_checkpoint(llama, out, "qk_norm")
+    before = contents(out)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.png").write_text("")
+    biased = save(trained_like("gpt2"), tmp_path / "biased")
+    for arguments, message in (
+        ((llama, out), r"out exists and is not empty: .*--overwrite"),
+        ((llama, llama, "qk_norm", {"overwrite": True}), "is where the source lies"),
+        ((llama, tmp_path, "qk_norm", {"overwrite": True}), "holds no config.json, so it is no checkpoint"),
+        ((llama, tmp_path / "photos", "qk_norm", {"overwrite": True}), "holds no config.json"),
+        ((llama, llama / "LICENSE", "qk_norm", {"overwrite": True}), "LICENSE is a file"),
+        ((out, tmp_path / "twice"), r"is converted already \(q=rms, k=rms\)"),
+        ((tmp_path / "adapter", tmp_path / "new"), "holds an adapter alone"),
+        ((tmp_path / "nowhere", tmp_path / "new"), "nowhere is no folder"),
+        ((llama, tmp_path / "new", "qk_nrom"), "did you mean 'qk_norm'"),
+        ((biased, tmp_path / "new", "qkv_norm"), r"can't fold .*bias exactly.* Pass calibration="),
+        ((llama, tmp_path / "new", "qk_norm", {"method": "guess"}), "unknown method 'guess'"),
+        ((llama, tmp_path / "new", "qk_norm", {"max_loss_increase": 0.1}), "judged on text: pass calibration="),
+    ):
+        *positional, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
+        with pytest.raises((ValueError, OSError), match=message):
+            convert_checkpoint(*positional, **options)
+    assert contents(out) == before
+    assert sorted(os.listdir(tmp_path)) == ["adapter", "biased", "out", "photos", "source"]
+    convert_checkpoint(llama, out, "soft_cap", overwrite=True)
+    assert loaded(out).config.scheme == SCHEMES["soft_cap"]
+
+
+def test_a_full_disk(llama, tmp_path, monkeypatch):
+    free = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda place: free)
+    with pytest.raises(OSError, match=r"out needs .* GB, and .* has 0.00 GB free: nothing was written"):
+        convert_checkpoint(llama, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, the device that is always full")
+def test_a_disk_that_fills_up_while_writing(llama, tmp_path, monkeypatch):
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        return opened(Path("/dev/full") if "w" in mode and "00002" in path.name else path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*model-00002-of-\d+.safetensors"):
+        convert_checkpoint(llama, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+
+
+def test_two_at_once(llama, tmp_path):
+    import fcntl
+
+    with (tmp_path / ".out.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.raises(FileExistsError, match="another process is writing there"):
+            convert_checkpoint(llama, tmp_path / "out")
+    convert_checkpoint(llama, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["out", "source"]
