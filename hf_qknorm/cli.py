@@ -111,9 +111,9 @@ def _scheme(text: str) -> Any:
 
 def _convert(options: argparse.Namespace) -> None:
     common = {"overwrite": options.overwrite, "allow_pickle": options.allow_pickle}
-    calibrated = options.calibrate is not None
+    method = None if options.calibrate is None else options.method
     places = (options.source, options.destination, options.scheme)
-    print(plan_conversion(*places, calibrated=calibrated, **common))
+    print(plan_conversion(*places, method=method, **common))
     if options.dry_run:
         print("\ndry run: nothing was written")
         return

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hf_qknorm.attention import head_norms, patched_layers
 from hf_qknorm.convert.calibrate import METHODS, calibrate
 from hf_qknorm.convert.plan import Plan, check_exact_fold, converted_config, make_plan, new_tensors, stored_name
 from hf_qknorm.convert.report import Calibration
-from hf_qknorm.convert.shards import New, Weights, copy_file
+from hf_qknorm.convert.shards import Weights, copy_file
 from hf_qknorm.convert.source import Source, open_source
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files import check_new_folder, new_folder
@@ -37,16 +38,16 @@ def plan_conversion(
     dst: str | Path,
     scheme: Scheme | str | Mapping[str, Any] = "qk_norm_cap",
     *,
-    calibrated: bool = False,
+    method: str | None = None,
     overwrite: bool = False,
     allow_pickle: bool = False,
 ) -> Plan:
     """Everything that `convert_checkpoint` checks before it writes, and what it would do; writes nothing.
 
-    Raises what `convert_checkpoint` raises before it writes.
+    `method` is that of the calibration, None without one. Raises what `convert_checkpoint` raises before it writes.
     """
-    with _opened(src, dst, scheme, calibrated, overwrite, allow_pickle) as (source, resolved):
-        return make_plan(source, Path(dst), resolved, *new_tensors(source, resolved))
+    with _opened(src, dst, scheme, method, overwrite, allow_pickle) as (source, resolved):
+        return make_plan(source, Path(dst), resolved, *new_tensors(source, resolved, method))
 
 
 def convert_checkpoint(
@@ -71,18 +72,17 @@ def convert_checkpoint(
     that rose by more than `max_loss_increase`; FileExistsError for a destination that is there; OSError, naming the
     file, for what can't be read or written. Nothing is written then.
     """
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
     if max_loss_increase is not None and calibration is None:
         raise ValueError("max_loss_increase is judged on text: pass calibration= as well")
-    with _opened(src, dst, scheme, calibration is not None, overwrite, allow_pickle) as (source, resolved):
-        new, removed = new_tensors(source, resolved)
+    used = None if calibration is None else method
+    with _opened(src, dst, scheme, used, overwrite, allow_pickle) as (source, resolved):
+        new, removed = new_tensors(source, resolved, used)
         _check_space(Path(dst), make_plan(source, Path(dst), resolved, new, removed).size)
         report = None
         if calibration is not None:
             report, values = _calibrated(source, resolved, calibration, method)
             _check_loss(report, max_loss_increase)
-            new |= {name: _from_value(source.weights, new, name, value) for name, value in values.items()}
+            new |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
         with new_folder(Path(dst), overwrite=overwrite) as folder:
             source.weights.rewrite(folder, new, removed)
             for file in source.files:
@@ -97,9 +97,11 @@ def convert_checkpoint(
 
 @contextmanager
 def _opened(
-    src: str | Path, dst: str | Path, scheme: Any, calibrated: bool, overwrite: bool, allow_pickle: bool
+    src: str | Path, dst: str | Path, scheme: Any, method: str | None, overwrite: bool, allow_pickle: bool
 ) -> Iterator[tuple[Source, Scheme]]:
     """The source, and the scheme as it is for this family, once all that can be refused has been."""
+    if method is not None and method not in METHODS:
+        raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
     scheme = Scheme.of(scheme)
     check_new_folder(Path(dst), overwrite=overwrite)
     with open_source(src, allow_pickle=allow_pickle) as source:
@@ -114,7 +116,7 @@ def _opened(
         family = family_of(source.config)
         scheme = scheme.resolve(family.norm)
         check_scheme(model_type, scheme)
-        if not scheme.pre_norm and not calibrated:
+        if not scheme.pre_norm and method is None:
             check_exact_fold(source, scheme)
         yield source, scheme
 
@@ -139,12 +141,6 @@ def _calibrated(source: Source, scheme: Scheme, calibration: Any, method: str) -
             for kind, parameter in layer.get_submodule(part).named_parameters():
                 values[f"{prefix}.{part}.{kind}"] = parameter.detach()
     return report, values
-
-
-def _from_value(weights: Weights, new: Mapping[str, New], name: str, value: Tensor) -> New:
-    stored = weights.stored.get(name)
-    file = stored.file if stored is not None else new[name].file
-    return New(file, tuple(value.shape), weights.dtype(name) if stored else new[name].dtype, lambda: value)
 
 
 def _check_loss(report: Calibration, most: float | None) -> None:

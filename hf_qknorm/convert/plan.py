@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,12 @@ def _skeleton(source: Source, scheme: Scheme) -> nn.Module:
         return derived_model(source.model_class)(converted_config(source, scheme))
 
 
-def new_tensors(source: Source, scheme: Scheme) -> tuple[dict[str, New], set[str]]:
-    """The tensors that a conversion without calibration adds or changes, and the names of those that it removes."""
+def new_tensors(source: Source, scheme: Scheme, method: str | None) -> tuple[dict[str, New], set[str]]:
+    """The tensors that a conversion adds or changes, and the names of those that it removes.
+
+    They are as they would be without calibration (`method` None): one gives gains other values, and where it moves
+    projections, those too.
+    """
     new: dict[str, New] = {}
     removed: set[str] = set()
     model: Any = _skeleton(source, scheme)
@@ -108,16 +112,24 @@ def new_tensors(source: Source, scheme: Scheme) -> tuple[dict[str, New], set[str
                 start = norm.fresh if kind == "weight" else 0.0
                 shape = tuple(parameter.shape)
                 new[f"{prefix}.{norm_name}.{kind}"] = New(file, shape, dtype, partial(torch.full, shape, start))
+        parts = layer.family.style.weights
+        if method == "fit_qk" or (method is not None and not scheme.pre_norm):
+            moved = (f"{prefix}.{part}.{kind}" for part in parts for kind in ("weight", "bias"))
+            new |= {key: _as_stored(source.weights, key) for key in moved if key in source.weights}
         if not scheme.pre_norm:
             pre_norm = f"{prefix.rpartition('.')[0]}.{layer.family.pre_norm}"
             removed |= {key for key in (f"{pre_norm}.weight", f"{pre_norm}.bias") if key in source.weights}
-            for part in layer.family.style.weights:
+            for part in parts:
                 key = f"{prefix}.{part}.weight"
-                stored = source.weights.stored[key]
                 transposed = isinstance(layer.get_submodule(part), Conv1D)
                 make = partial(_folded, source.weights, key, pre_norm, layer, transposed)
-                new[key] = New(stored.file, stored.shape, source.weights.dtype(key), make)
+                new[key] = replace(_as_stored(source.weights, key), make=make)
     return new, removed
+
+
+def _as_stored(weights: Weights, key: str) -> New:
+    stored = weights.stored[key]
+    return New(stored.file, stored.shape, weights.dtype(key), partial(weights.read, key))
 
 
 def _folded(weights: Weights, key: str, pre_norm: str, layer: QKNormAttention, transposed: bool) -> Tensor:

@@ -107,6 +107,7 @@ def test_calibrated(model_type, preset, method, tmp_path):
     model = trained_like(model_type, vocab_size=300)
     folder = save(model, tmp_path / "source", max_shard_size="60KB")
     byte_tokenizer().save_pretrained(folder)
+    plan = plan_conversion(folder, tmp_path / "out", preset, method=method)
     report = convert_checkpoint(folder, tmp_path / "out", preset, calibration=TEXTS, method=method)
     expected = patch_model(AutoModelForCausalLM.from_pretrained(folder), preset)
     again = calibrate(expected, TEXTS, method=method, tokenizer=byte_tokenizer())
@@ -115,6 +116,11 @@ def test_calibrated(model_type, preset, method, tmp_path):
     state = expected.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in converted.state_dict().items())
     assert torch.equal(logits(converted), logits(expected))
+    stored = {name: converted.get_parameter(name) for name in plan.changed}
+    base = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    moved = {name for name, value in base.items() if name in state and not torch.equal(value, state[name])}
+    assert moved <= set(stored)
+    assert bool(stored) == (method == "fit_qk" or preset == "qkv_norm")
     saved = json.loads((tmp_path / "out" / "qk_norm_report.json").read_text())
     assert Calibration.from_dict(saved).loss == report.loss
 

@@ -100,7 +100,7 @@ def test_other_refusals(llama, tmp_path):
         ((tmp_path / "nowhere", tmp_path / "new"), "nowhere is no folder"),
         ((llama, tmp_path / "new", "qk_nrom"), "did you mean 'qk_norm'"),
         ((biased, tmp_path / "new", "qkv_norm"), r"can't fold .*bias exactly.* Pass calibration="),
-        ((llama, tmp_path / "new", "qk_norm", {"method": "guess"}), "unknown method 'guess'"),
+        ((llama, tmp_path / "new", "qk_norm", {"method": "guess", "calibration": ["text"]}), "unknown method 'guess'"),
         ((llama, tmp_path / "new", "qk_norm", {"max_loss_increase": 0.1}), "judged on text: pass calibration="),
     ):
         *positional, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
