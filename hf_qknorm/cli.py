@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     add: Any = demo.add_argument
     add("--data", help="text: a file, a folder, or a Hub dataset's name; by default Python's standard library")
     add("--checkpoint", help="start from this causal language model instead of training a small Llama")
-    add("--scheme", default="qk_norm_cap", choices=[name for name in SCHEMES if name not in ("none", "qkv_norm")])
+    add("--scheme", default="qk_norm_cap", choices=[name for name in SCHEMES if name != "none"])
     add("--base-steps", type=_count, default=200, help="steps of training for the small Llama")
     add("--steps", type=_count, default=60, help="steps of continued training")
     add("--rate", type=float, default=3e-4, help="learning rate of continued training")
