@@ -46,8 +46,8 @@ def calibrate(
     on. "moments" is the closed form: per channel, the least-squares fit of the model's own projection by its normalised
     self, x ≈ gain·norm(x) + bias, in one pass through the unpatched model. "ones" puts the fresh gains back.
     "fit_qk" keeps the most: as "fit", with the weights that lead to queries and keys moving along, for good
-    (`unpatch_model` then no longer gives the model that it was). What is reported is measured on batches that no fit
-    has seen, where there are at least two.
+    (`unpatch_model` then no longer gives the model that it was, and a blend has no exact start). What is reported is
+    measured on batches that no fit has seen, where there are at least two.
 
     Raises ValueError for a model that is not patched or in a blend, an unknown method, a fit of a model without a
     language-modelling head, or a model whose folded norms (`pre_norm=False`) a checkpoint did not keep.

@@ -105,7 +105,8 @@ class _Schedule(TrainerCallback):
 class BlendSchedule(_Schedule):
     """Trainer callback: brings the scheme in, norms and cap, over the first `share` of the run (`set_blend`).
 
-    Calibrate before: gains that fit make the way short. In a bare loop: `set_blend(model, schedule.at(step, steps))`.
+    Calibrate before, by "moments" or "fit": gains that fit make the way short, but "fit_qk" moves the start away.
+    In a bare loop: `set_blend(model, schedule.at(step, steps))`.
     """
 
     def set(self, model: nn.Module, blend: float) -> None:

@@ -135,7 +135,7 @@ def test_a_blend_ends_where_the_control_does(shared):
     story = Story(shared, "llama")
     control = continued(copy.deepcopy(story.model), story.continued, story.held_out, rate=3e-4, blend=False)
     patch_model(story.model, "qk_norm")
-    calibrate(story.model, story.calibration, method="fit")
+    calibrate(story.model, story.calibration, method="moments")
     blended = continued(story.model, story.continued, story.held_out, rate=3e-4, blend=True)
     above = [ours - theirs for ours, theirs in zip(blended, control, strict=True)]
     assert above[0] == pytest.approx(0, abs=1e-6)
