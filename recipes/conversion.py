@@ -15,8 +15,7 @@ import copy
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
 from hf_qknorm.convert import fit
 from hf_qknorm.convert.calibrate import METHODS
+from hf_qknorm.convert.moments import fit_moments
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss, train
 
@@ -118,39 +118,25 @@ def fold(story: Story) -> None:
     story.row("the norm kept, `fit`", kept, story.patched(kept, "fit"), fresh)
 
 
-@contextmanager
-def settings(**values: float) -> Iterator[None]:
-    """The fit's constants, changed for a while."""
-    old = {name: getattr(fit, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(fit, name, value)
-        yield
-    finally:
-        for name, value in old.items():
-            setattr(fit, name, value)
-
-
 def cost(story: Story) -> None:
-    """What a step of a fit costs beside a training step of the same batch."""
-
-    def one_step(model: Any) -> float:
-        start = time.perf_counter()
-        train(model, story.training[:1], rate=RATE, what="training")
-        return time.perf_counter() - start
-
-    def one_fit(model: Any, projections: bool) -> float:
-        batches = [{"input_ids": batch} for batch in story.calibration[:5]]
-        start = time.perf_counter()
-        fit.fit_gains(model, batches, batches, steps=10, projections=projections)
-        return (time.perf_counter() - start) / 10
-
+    """What a whole fit of 120 steps costs, in training steps of the same batch."""
     plain, patched = story.patched("none"), story.patched(SHARED)
-    with settings(CHECKS=1):
-        turns = [(one_step(plain), one_fit(patched, False), one_fit(patched, True)) for _ in range(5)]
-    steps, fits, moves = (statistics.median(times) for times in zip(*turns, strict=True))
+    batches = [{"input_ids": batch} for batch in story.calibration]
+
+    def training_steps() -> float:
+        start = time.perf_counter()
+        train(plain, story.training[:5], rate=RATE, what="training")
+        return (time.perf_counter() - start) / 5
+
+    steps = [training_steps()]
+    start = time.perf_counter()
+    fit_moments(patched, batches[:16])
+    fit.fit_gains(patched, batches[8:], batches[:8])
+    seconds = time.perf_counter() - start
+    steps.append(training_steps())
+    step = statistics.mean(steps)
     print(
-        f"\ntraining step {steps * 1e3:.0f} ms; a fit's takes {fits / steps:.2f} of that, fit_qk's {moves / steps:.2f}"
+        f"\na fit with its start and its checks: {seconds:.0f} s, {seconds / step:.0f} training steps of {step:.2f} s"
     )
 
 

@@ -8,12 +8,13 @@ Parts: tried, sizes. Data and figures as in `conversion.py`, but fits of half as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from conversion import LENGTH, PER_HEAD, QK, SHARED, Story, head, run, settings
+from conversion import LENGTH, PER_HEAD, QK, SHARED, Story, head, run
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -23,6 +24,19 @@ from hf_qknorm.convert import fit
 from hf_qknorm.demo.training import mean_loss
 
 STEPS = 60
+
+
+@contextmanager
+def settings(**values: float) -> Iterator[None]:
+    """The fit's constants, changed for a while."""
+    old = {name: getattr(fit, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(fit, name, value)
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(fit, name, value)
 
 
 def tried(story: Story) -> None:
@@ -40,7 +54,7 @@ def tried(story: Story) -> None:
     for rate in (0.02, 0.1):
         with settings(GAIN_RATE=rate):
             story.row(f"shared, `fit`, rate {rate:g}", SHARED, story.patched(SHARED, "fit", STEPS))
-    for rate in (0.025, 0.75):
+    for rate in (0.025, 0.25, 0.75):
         with settings(PROJECTION_RATE=rate):
             story.row(f"shared, `fit_qk`, rate {rate:g}/width", SHARED, story.patched(SHARED, "fit_qk", STEPS))
     model = fitted_from(story, SHARED, split_evenly)

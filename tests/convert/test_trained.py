@@ -110,7 +110,7 @@ GATES = {
     ("gpt2", "per head", "moments"): (0.59, 0),
     ("gpt2", "shared", "fit"): (0.75, 90),
     ("gpt2", "per head", "fit"): (0.82, 120),
-    ("gpt2", "shared", "fit_qk"): (0.95, 90),
+    ("gpt2", "shared", "fit_qk"): (0.95, 120),
 }
 
 
