@@ -57,6 +57,8 @@ def fit_gains(
             moved = _query_key_weights(layer)
             layer.base_weights = tuple((f.parameter, f.parameter.detach().clone()) for f in moved)
             fitted += moved
+    if not fitted:  # a cap alone, or norms without gains
+        return
     with _alone(model, fitted) as wide:
         groups = [{"params": [w], "lr": f.rate, "rate": f.rate} for f, w in zip(fitted, wide, strict=True)]
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))

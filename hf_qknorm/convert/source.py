@@ -125,7 +125,7 @@ def _config(folder: Path) -> Any:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}): download it again") from error
-    if "quantization_config" in data:
+    if data.get("quantization_config") is not None:
         raise ValueError(f"{path}: this checkpoint is quantised. Convert the one in full precision, then quantise that")
     return AutoConfig.from_pretrained(folder)
 

@@ -169,6 +169,14 @@ def test_fit_qk_moves_queries_and_keys_and_leaves_no_trace():
         assert report.kl < calibrate(start, batches, method="fit", steps=40).kl
 
 
+@pytest.mark.parametrize("scheme", ["soft_cap", "none", Scheme(q="rms", k="rms", gain="none")])
+def test_a_scheme_without_gains_has_nothing_to_fit(scheme):
+    model = patch_model(tiny_model("llama"), scheme)
+    report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)])
+    assert report.loss == report.fresh_loss
+    assert str(report).startswith("fit: loss ")
+
+
 def test_fit_never_ends_worse_than_it_started(monkeypatch):
     batches = [tokens(2, 20, seed) for seed in range(6)]
     model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap")
