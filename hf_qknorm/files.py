@@ -13,6 +13,11 @@ from pathlib import Path
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux' renameat2
 
 
+def is_path(name: str) -> bool:
+    """Whether a name can only be a path: on the Hub there is OWNER/NAME at most."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file beside `path`, then rename it: a killed run leaves the old file or the new one."""
     temporary = path.with_name(f".{path.name}.partial")
@@ -24,10 +29,10 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def check_new_folder(path: Path, *, overwrite: bool, marker: str = "config.json") -> None:
-    """Raise FileExistsError, touching nothing, unless `new_folder(path)` may put a folder there.
+def check_new_folder(path: Path, *, overwrite: bool) -> None:
+    """Raise FileExistsError, touching nothing, unless `new_folder(path)` may put a checkpoint there.
 
-    What may be replaced, and with `overwrite` alone, is a folder that holds a file named `marker`.
+    What may be replaced, and with `overwrite` alone, is another checkpoint: a folder that holds a config.json.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise FileExistsError(f"{path} is a file or a link: give the name of a new folder")
@@ -37,12 +42,12 @@ def check_new_folder(path: Path, *, overwrite: bool, marker: str = "config.json"
         raise FileExistsError(
             f"{path} exists and is not empty: give another destination, or overwrite=True (--overwrite)"
         )
-    if not (path / marker).is_file():
-        raise FileExistsError(f"{path} holds no {marker}, so it is no checkpoint and is not overwritten: move it away")
+    if not (path / "config.json").is_file():
+        raise FileExistsError(f"{path} holds no config.json, so it is no checkpoint and not overwritten: move it away")
 
 
 @contextmanager
-def new_folder(path: Path, *, overwrite: bool = False, marker: str = "config.json") -> Iterator[Path]:
+def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty folder beside `path`; what is in it when the block ends well becomes `path`, at once.
 
     Everything is on the disk before the rename. An exception removes the folder and leaves `path` as it was; a killed
@@ -51,7 +56,7 @@ def new_folder(path: Path, *, overwrite: bool = False, marker: str = "config.jso
     Raises FileExistsError as `check_new_folder` does, and if another process is writing the same folder.
     """
     path = Path(os.path.abspath(path))
-    check_new_folder(path, overwrite=overwrite, marker=marker)
+    check_new_folder(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with _locked(path.with_name(f".{path.name}.lock"), path):

@@ -26,9 +26,9 @@ class FoldedNorm(nn.Module):
     σ is that of x, about its mean where `centred`; `eps` the norm's own, under the root.
     """
 
-    def __init__(self, eps: float, centred: bool, spread: float = 1.0) -> None:
+    def __init__(self, eps: float, centred: bool) -> None:
         super().__init__()
-        self.eps, self.centred, self.spread = eps, centred, spread
+        self.eps, self.centred, self.spread = eps, centred, 1.0
 
     def sigma(self, x: Tensor) -> Tensor:
         """σ of each row, `[..., 1]`, in fp32 at least."""
@@ -40,18 +40,12 @@ class FoldedNorm(nn.Module):
         return (x * (self.spread / self.sigma(x))).to(x.dtype)
 
 
-def norm_gain(norm: nn.Module, family: Family) -> Tensor:
-    """The gain that a norm multiplies with, `[C]`: Gemma's holds it as 1 + weight."""
-    weight: Tensor = norm.weight  # type: ignore[assignment]
-    return weight + 1 if family.gain_plus_one else weight
-
-
-def fold_weight(weight: Tensor, gain: Tensor, *, centred: bool, transposed: bool, spread: float = 1.0) -> Tensor:
+def fold_weight(weight: Tensor, norm_weight: Tensor, family: Family, *, transposed: bool) -> Tensor:
     """A projection's weight with the norm's gain (and centring) in its columns; `transposed`: columns are rows."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     columns = weight.to(wide).t() if transposed else weight.to(wide)
-    columns = columns * (gain.to(wide) / spread)
-    columns = columns - columns.mean(1, keepdim=True) if centred else columns
+    columns = columns * (norm_weight.to(wide) + family.gain_plus_one)
+    columns = columns - columns.mean(1, keepdim=True) if family.norm == "layer" else columns
     return (columns.t() if transposed else columns).to(weight.dtype).contiguous()
 
 
@@ -80,15 +74,14 @@ def check_foldable(model: nn.Module, family: Family) -> None:
 def fold_pre_norms(model: nn.Module) -> None:
     """Fold every norm that the scheme has removed into the projections behind it, in place; spread 1."""
     for layer in patched_layers(model).values():
-        (norm,) = layer.removed_norm
-        centred = isinstance(norm, nn.LayerNorm)
-        gain, shift = norm_gain(norm, layer.family), getattr(norm, "bias", None)
+        norm: Any = layer.removed_norm[0]
+        shift = getattr(norm, "bias", None)
         for part in _projections(layer):
             transposed = isinstance(part, Conv1D)
             if part.bias is not None and shift is not None:
                 part.bias.copy_(fold_bias(part.weight, part.bias, shift, transposed=transposed))
-            part.weight.copy_(fold_weight(part.weight, gain, centred=centred, transposed=transposed))
-        layer.removed_norm = (FoldedNorm(_eps(norm), centred),)
+            part.weight.copy_(fold_weight(part.weight, norm.weight, layer.family, transposed=transposed))
+        layer.removed_norm = (FoldedNorm(_eps(norm), centred=layer.family.norm == "layer"),)
 
 
 def is_exact(model: nn.Module) -> bool:

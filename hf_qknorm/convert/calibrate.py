@@ -47,25 +47,12 @@ def calibrate(
     self, x ≈ gain·norm(x) + bias, in one pass through the unpatched model. "ones" puts the fresh gains back.
     "fit_qk" keeps the most: as "fit", with the weights that lead to queries and keys moving along, for good
     (`unpatch_model` then no longer gives the model that it was, and a blend has no exact start). What is reported is
-    measured on batches that no fit has seen, where there are at least two.
+    measured on batches that no step of a fit has seen, where there are at least two.
 
     Raises ValueError for a model that is not patched or in a blend, an unknown method, a fit of a model without a
     language-modelling head, or a model whose folded norms (`pre_norm=False`) a checkpoint did not keep.
     """
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
-    if not isinstance(model, QKNormModel):
-        raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
-    if model.config.qk_norm_blend is not None:
-        raise ValueError(
-            "this model is in a blend: calibrate it before the blend is begun, or set_blend(model, 1) first"
-        )
-    require_base(model)
-    if method.startswith("fit") and model.get_output_embeddings() is None:
-        raise ValueError(
-            f'{type(model).__name__} predicts no tokens, which method="{method}" compares: calibrate the causal '
-            'language model, or use method="moments"'
-        )
+    _require_calibratable(model, method)
     length = length or length_for(model)
     load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
@@ -94,6 +81,23 @@ def calibrate(
             vars(layer).pop("base_weights", None)
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     return Calibration(method, tokens, model.config.scheme, cap, base, ones, chosen, layers)
+
+
+def _require_calibratable(model: PreTrainedModel, method: str) -> None:
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
+    if not isinstance(model, QKNormModel):
+        raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
+    if model.config.qk_norm_blend is not None:
+        raise ValueError(
+            "this model is in a blend: calibrate it before the blend is begun, or set_blend(model, 1) first"
+        )
+    require_base(model)
+    if method.startswith("fit") and model.get_output_embeddings() is None:
+        raise ValueError(
+            f'{type(model).__name__} predicts no tokens, which method="{method}" compares: calibrate the causal '
+            'language model, or use method="moments"'
+        )
 
 
 def length_for(model: PreTrainedModel) -> int:

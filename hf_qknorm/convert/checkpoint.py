@@ -23,14 +23,12 @@ from hf_qknorm.convert.calibrate import METHODS, calibrate
 from hf_qknorm.convert.plan import Plan, check_exact_fold, converted_config, make_plan, new_tensors, stored_name
 from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.shards import Weights, copy_file
-from hf_qknorm.convert.source import Source, open_source
+from hf_qknorm.convert.source import REPORT, Source, open_source
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files import check_new_folder, new_folder
 from hf_qknorm.hub.auto import TYPE_PREFIX
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
-
-REPORT = "qk_norm_report.json"
 
 
 def plan_conversion(

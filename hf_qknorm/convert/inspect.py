@@ -35,6 +35,7 @@ from hf_qknorm.convert.report import (
 )
 from hf_qknorm.convert.text import CHARACTERS, as_batches, load_text
 from hf_qknorm.families import family_of
+from hf_qknorm.files import is_path
 from hf_qknorm.hub.auto import QKNormConfig, QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
@@ -253,7 +254,7 @@ def inspect_checkpoint(
     Raises FileNotFoundError for a folder that is not there, OSError without a model or a tokenizer in it, and
     ValueError for a model that is not supported.
     """
-    if not Path(checkpoint).is_dir() and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
+    if not Path(checkpoint).is_dir() and is_path(checkpoint):
         raise FileNotFoundError(f"no such folder: {checkpoint}")
     text = load_text(texts, limit=CHARACTERS * tokens)
     config = _one_line(checkpoint, partial(AutoConfig.from_pretrained, checkpoint))

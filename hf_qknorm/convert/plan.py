@@ -133,8 +133,7 @@ def _as_stored(weights: Weights, key: str) -> New:
 
 
 def _folded(weights: Weights, key: str, pre_norm: str, layer: QKNormAttention, transposed: bool) -> Tensor:
-    gain = weights.read(f"{pre_norm}.weight").float() + layer.family.gain_plus_one
-    return fold_weight(weights.read(key), gain, centred=layer.family.norm == "layer", transposed=transposed)
+    return fold_weight(weights.read(key), weights.read(f"{pre_norm}.weight"), layer.family, transposed=transposed)
 
 
 def stored_name(weights: Weights, base_prefix: str, name: str, layer: QKNormAttention) -> str:

@@ -15,13 +15,15 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_qknorm.convert.shards import INDEX, SINGLE, Weights
+from hf_qknorm.files import is_path
 
+REPORT = "qk_norm_report.json"  # of a calibration, beside the weights that it gave
 # Other forms of the weights, and what a Trainer leaves: they do not belong to the converted model.
 LEFT_SUFFIXES = (
     ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pickle", ".pkl", ".pt", ".pth",
     ".safetensors", ".tflite",
 )  # fmt: skip
-LEFT_NAMES = ("config.json", "trainer_state.json", INDEX, "pytorch_model.bin.index.json", "qk_norm_report.json")
+LEFT_NAMES = ("config.json", "trainer_state.json", INDEX, "pytorch_model.bin.index.json", REPORT)
 FOLDERS = ("additional_chat_templates",)
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = (
@@ -108,7 +110,7 @@ def _folder(name: str, allow_pickle: bool) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if path.exists() or is_path(name):
         raise FileNotFoundError(f"{name} is no folder: expected one with a checkpoint, or the name of one on the Hub")
     wanted = (".safetensors", ".bin") if allow_pickle else (".safetensors",)
     unwanted = [f"*{suffix}" for suffix in LEFT_SUFFIXES if suffix not in wanted]

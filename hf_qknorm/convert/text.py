@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_qknorm.files import is_path
+
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
 CHARACTERS = 16  # read for each token asked for: more than tokens have
 
@@ -29,7 +31,7 @@ def load_text(source: str | None = None, limit: int = 4_000_000) -> str:
         paths = [Path(source)]
     elif Path(source).is_dir():
         paths = sorted(p for p in Path(source).rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
-    elif source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).suffix in TEXT_SUFFIXES:
+    elif is_path(source) or Path(source).suffix in TEXT_SUFFIXES:
         raise FileNotFoundError(f"no such file or folder: {source}")
     else:
         return _dataset_text(source, limit)
@@ -37,7 +39,8 @@ def load_text(source: str | None = None, limit: int = 4_000_000) -> str:
     for path in paths:
         if sum(map(len, parts)) >= limit:
             break
-        parts.append(path.read_text(encoding="utf-8", errors="replace"))
+        with path.open(encoding="utf-8", errors="replace") as file:
+            parts.append(file.read(limit))
     text = "\n".join(parts)[:limit]
     if not text.strip():
         raise ValueError(f"{source}: no text in it (looked for files ending in {', '.join(TEXT_SUFFIXES)})")

@@ -69,6 +69,7 @@ class QKNormConfig(_Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        _check_blend(self.qk_norm_blend)
         if self.qk_norm is not None:
             self.set_scheme(Scheme.of(self.qk_norm), stated_cap=self.attn_logit_softcapping)
 
@@ -100,6 +101,14 @@ class QKNormConfig(_Config):
             )
         self.qk_norm = scheme.to_dict()
         self.attn_logit_softcapping = cap
+
+
+def _check_blend(blend: Any) -> None:
+    if blend is None:
+        return
+    if not isinstance(blend, dict) or set(blend) != {"norms", "softcap"} or not isinstance(blend["norms"], bool):
+        raise ValueError(f'qk_norm_blend is {blend!r}, expected None or {{"norms": true or false, "softcap": a cap}}')
+    Scheme(softcap=blend["softcap"])  # raises for what is no cap
 
 
 class QKNormModel(_Model):

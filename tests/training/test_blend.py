@@ -102,6 +102,15 @@ def test_a_config_that_denies_the_blend_is_refused(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("blend", [3, {}, {"norms": 1, "softcap": None}, {"norms": True, "softcap": -1}])
+def test_a_malformed_blend_in_a_config_is_refused(tmp_path, blend):
+    patched("llama", "qk_norm").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "qk_norm_blend": blend}))
+    with pytest.raises(ValueError, match=r"qk_norm_blend is|softcap=-1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_unpatching_on_the_way():
     model = sharp_model("llama")
     expected = logits(model)
