@@ -1,0 +1,74 @@
+"""What is done to one row of a head, on the device: its norm, its rotation, and the way back through both.
+
+Tiles are fp32 `[M, P]` with P the power of two that holds head_dim; columns from head_dim on are padding and hold zeros.
+All norms have one form, n = (x − shift)·factor with two numbers a row, so that any column can be computed alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def statistics(x, real, eps, p, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """Shift and factor `[M]` of the rows x `[M, P]`; `real` `[P]` tells columns from padding. Norms as in the oracle.
+
+    A row of zeros (for "layer": of equal entries) has factor 0: it stays zero and gets no gradient.
+    """
+    shift = tl.sum(x, 1) * 0.0
+    if NORM == "layer":
+        shift = tl.sum(x, 1) / HEAD_DIM
+        x = tl.where(real[None, :], x - shift[:, None], 0.0)
+    if NORM == "lp":
+        largest = tl.max(tl.abs(x), 1)
+        floor = tl.sqrt(eps)
+        peak = tl.maximum(largest, floor)  # |x|ᵖ must not overflow
+        power = tl.sum(_power(tl.abs(x) / peak[:, None], p), 1) + HEAD_DIM * _power(floor / peak, p)
+        factor = tl.where(largest > 0, tl.exp2(-tl.log2(power) / p) / peak, 0.0)
+    else:
+        square = tl.sum(x * x, 1) / HEAD_DIM
+        factor = tl.where(square > 0, 1.0 / tl.sqrt_rn(square + eps), 0.0)
+        if NORM == "l2":
+            factor = factor * (HEAD_DIM**-0.5)
+    return shift, factor
+
+
+@triton.jit
+def backward(dn, x, real, shift, factor, p, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """The gradient of x `[M, P]` and n itself, for the gradient dn of n = (x − shift)·factor; padding in dn is zero."""
+    n = tl.where(real[None, :], (x - shift[:, None]) * factor[:, None], 0.0)
+    along = tl.sum(dn * n, 1)[:, None]
+    if NORM == "lp":
+        size = _power(tl.abs(n), p - 1.0)
+        dx = dn - tl.where(n < 0, -size, size) * along
+    elif NORM == "l2":
+        dx = dn - n * along
+    else:
+        dx = dn - n * (along / HEAD_DIM)
+        if NORM == "layer":
+            dx -= (tl.sum(dn, 1) / HEAD_DIM)[:, None]
+    return dx * factor[:, None], n
+
+
+@triton.jit
+def _power(x, p):
+    """xᵖ for x ≥ 0 and p ≥ 0, with 0⁰ = 0: what a dead entry adds to the slope of an Lp norm."""
+    return tl.where(x > 0, tl.exp2(p * tl.log2(tl.maximum(x, 1e-37))), 0.0)
+
+
+@triton.jit
+def partners(columns, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """For each column: the other one of its rotated pair, its angle, and the sign that the other one comes with.
+
+    Columns from ROTARY on are not rotated; they are their own partners.
+    """
+    if INTERLEAVED:
+        other = columns ^ 1
+        angle = columns // 2
+        sign = tl.where(columns % 2 == 0, -1.0, 1.0)
+    else:
+        other = tl.where(columns < ROTARY // 2, columns + ROTARY // 2, columns - ROTARY // 2)
+        angle = columns % (ROTARY // 2)
+        sign = tl.where(columns < ROTARY // 2, -1.0, 1.0)
+    return tl.where(columns < ROTARY, other, columns), angle, sign
