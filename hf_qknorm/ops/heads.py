@@ -1,0 +1,32 @@
+"""What is done to the heads before attention, as the fused operators take it: a norm and a rotation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """A norm over head_dim, as `reference.head_norm` has it; kind "none" leaves its input alone.
+
+    `gain` and `bias` are `[D]`, `[H, D]` or `[1]`; `blend` is a number, as a tensor.
+    """
+
+    kind: str = "none"
+    gain: Tensor | None = None
+    bias: Tensor | None = None
+    blend: Tensor | None = None
+    eps: float = 1e-6
+    p: float = 2.0
+
+
+class Rotary(NamedTuple):
+    """The rotation of the first R columns of each head: cos and sin `[B or 1, T, R/2]`, one angle a pair of columns.
+
+    A pair is (i, i + R/2), or (2i, 2i + 1) if `interleaved`. Views of any strides will do.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
