@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,10 @@ import torch.distributed as dist
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, which this file does not do
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: the same kernels run on the CPU
+if find_spec("triton") is None:
+    sys.modules["triton"] = None  # or `import triton` would find the folder tests/ops/triton
 torch.set_num_threads(1)  # tiny models are no faster with more, and waiting threads slow a busy machine
 
 

@@ -1,0 +1,64 @@
+"""Triton's interpreter, which runs the kernels where there is no GPU, made right for bf16.
+
+It keeps bf16 as uint16, and so `tl.dot` multiplies bit patterns, arithmetic adds them, and a cast from fp32 cuts off
+what it should round: all without an error. After `install` dots are of the values and casts round to nearest, ties to
+even; arithmetic, which our kernels do in fp32, is refused. Triton 3.6 also reads loop bounds as numpy ≥ 2.4 forbids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def install() -> None:
+    """Mend the interpreter, once; nothing where kernels are compiled."""
+    if not triton.knobs.runtime.interpret or InterpreterBuilder.cast_impl is _cast:
+        return
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = _cast, _dot  # the casts all look cast_impl up
+    InterpreterBuilder.binary_op, interpreter._patch_lang_tensor = _binary, _patch_tensor
+
+
+_cast_else, _dot_else, _binary_else = (
+    InterpreterBuilder.cast_impl,
+    InterpreterBuilder.create_dot,
+    InterpreterBuilder.binary_op,
+)
+_patch_tensor_else = interpreter._patch_lang_tensor
+
+
+def _widen(x: TensorHandle) -> TensorHandle:
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _cast(self: Any, x: TensorHandle, dtype: Any) -> TensorHandle:
+    source, target = x.dtype.scalar, dtype.scalar
+    if (source, target) == (tl.bfloat16, tl.float32):
+        return _widen(x)
+    if (source, target) == (tl.float32, tl.bfloat16):
+        bits = np.ascontiguousarray(x.data).view(np.uint32).astype(np.uint64)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return TensorHandle(np.where(np.isnan(x.data), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16)
+    return _cast_else(self, x, dtype)
+
+
+def _dot(self: Any, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
+    return _dot_else(self, _widen(a), _widen(b), *rest)
+
+
+def _binary(self: Any, a: TensorHandle, b: TensorHandle, op: Any) -> TensorHandle:
+    if a.dtype.scalar == tl.bfloat16 or b.dtype.scalar == tl.bfloat16:
+        raise TypeError(f"{op.__name__} of bf16 values, which the interpreter gets wrong: cast to fp32 first")
+    return _binary_else(self, a, b, op)
+
+
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    _patch_tensor_else(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))

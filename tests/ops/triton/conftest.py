@@ -1,0 +1,24 @@
+"""Kernels run natively on a GPU, and elsewhere in Triton's interpreter; without Triton their tests are skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+try:
+    import triton  # noqa: F401
+except ImportError:
+
+    class Skipped(pytest.Module):
+        """A module of tests that is not even imported."""
+
+        def collect(self) -> list[pytest.Item]:
+            pytest.skip("needs Triton, which torch's CPU wheels lack: pip install triton", allow_module_level=True)
+
+    def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+        return Skipped.from_parent(parent, path=module_path)
+else:
+    import interpreter
+
+    interpreter.install()
