@@ -21,6 +21,7 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     mask: Tensor | None = None,
+    ranges: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -28,16 +29,18 @@ def attention(
 
     q `[B, H, T, D]`; k, v `[B, Hk, S, D]` with H a multiple of Hk; arguments as in `reference.attention`, except
     that `dropout` is a rate: its seed is drawn from torch's default generator, and backward repeats the mask.
+    `ranges` must not decrease down the rows, neither the starts nor the stops, which is not checked.
 
     Raises ValueError for shapes that do not fit, and for a mask that needs a gradient (none is computed).
     """
-    _check(q, k, v, mask, sinks, dropout)
+    _check(q, k, v, mask, ranges, sinks, dropout)
     seed = torch.randint(torch.iinfo(torch.int64).max, (1,)) if dropout > 0 else None
     out, _ = _attention(
         q,
         k,
         v,
         mask,
+        ranges,
         sinks,
         seed,
         q.shape[-1] ** -0.5 if scale is None else scale,
@@ -49,7 +52,15 @@ def attention(
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, dropout: float) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    ranges: Tensor | None,
+    sinks: Tensor | None,
+    dropout: float,
+) -> None:
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ValueError(
             f"expected q [B, H, T, D] and k, v [B, Hk, S, D], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
@@ -69,10 +80,23 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor |
             "the mask requires a gradient, which this attention does not compute: detach it, or use "
             'attn_implementation="hf_qknorm_eager"'
         )
+    if ranges is not None:
+        _check_ranges(q, ranges)
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"sinks must be one logit a query head, [{q.shape[1]}], got {list(sinks.shape)}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+
+
+def _check_ranges(q: Tensor, ranges: Tensor) -> None:
+    batch, length = q.shape[0], q.shape[2]
+    if ranges.dim() != 3 or ranges.shape[0] not in (1, batch) or ranges.shape[1:] != (length, 2):
+        raise ValueError(
+            f"ranges must be the first key and the one past the last of each query, [B or 1, T, 2] with B = {batch} "
+            f"and T = {length}, got {list(ranges.shape)}"
+        )
+    if ranges.dtype != torch.int32:
+        raise ValueError(f"ranges must be int32, got {ranges.dtype}")
 
 
 @torch.library.custom_op("hf_qknorm::attention", mutates_args=())
@@ -81,6 +105,7 @@ def _attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    ranges: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
     scale: float,
@@ -90,7 +115,7 @@ def _attention(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     options = tiled.Options(scale, softcap, causal, window, dropout)
-    return tiled.forward(q, k, v, mask, sinks, seed, options)
+    return tiled.forward(q, k, v, mask, ranges, sinks, seed, options)
 
 
 @torch.library.custom_op("hf_qknorm::attention_backward", mutates_args=())
@@ -100,6 +125,7 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    ranges: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
     out: Tensor,
@@ -111,19 +137,19 @@ def _attention_backward(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = tiled.Options(scale, softcap, causal, window, dropout)
-    dq, dk, dv, dsinks = tiled.backward(grad, q, k, v, mask, sinks, seed, out, lse, options)
+    dq, dk, dv, dsinks = tiled.backward(grad, q, k, v, mask, ranges, sinks, seed, out, lse, options)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
 @_attention.register_fake
-def _(q, k, v, mask, sinks, seed, scale, softcap, causal, window, dropout):  # type: ignore[no-untyped-def]
+def _(q, k, v, mask, ranges, sinks, seed, scale, softcap, causal, window, dropout):  # type: ignore[no-untyped-def]
     b, h, t, d = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, h, t, 2), dtype=lse_dtype)
 
 
 @_attention_backward.register_fake
-def _(grad, q, k, v, mask, sinks, seed, out, lse, *options):  # type: ignore[no-untyped-def]
+def _(grad, q, k, v, mask, ranges, sinks, seed, out, lse, *options):  # type: ignore[no-untyped-def]
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
@@ -134,13 +160,14 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, grad, grad_lse):  # type: ignore[no-untyped-def]
-    q, k, v, mask, sinks, seed, out, lse = ctx.saved_tensors
+    q, k, v, mask, ranges, sinks, seed, out, lse = ctx.saved_tensors
     dq, dk, dv, dsinks = _attention_backward(
         grad,
         q,
         k,
         v,
         mask,
+        ranges,
         sinks,
         seed,
         out,
@@ -151,7 +178,7 @@ def _differentiate(ctx, grad, grad_lse):  # type: ignore[no-untyped-def]
         ctx.window,
         ctx.dropout,
     )
-    return dq, dk, dv, None, None if sinks is None else dsinks, None, None, None, None, None, None
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, None, None, None, None, None, None
 
 
 def _refuse_second(ctx, *grads):  # type: ignore[no-untyped-def]

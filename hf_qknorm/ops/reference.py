@@ -85,14 +85,16 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     mask: Tensor | None = None,
+    ranges: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_mask: Tensor | None = None,
 ) -> Attended:
     """softmax(cap(scale·q·kᵀ) + mask)·v, where cap(s) = softcap·tanh(s/softcap).
 
     q `[B, H, T, D]`; k, v `[B, Hk, S, D]`; `scale` defaults to 1/√D. `mask` is boolean (True: may attend) or
-    additive, broadcastable to `[B, H, T, S]`, on top of `causal` and `window`. `sinks` `[H]` are logits of one
-    extra key without a value. `dropout_mask` `[B, H, T, S]` multiplies the weights (0 or 1/(1 − rate)).
+    additive, broadcastable to `[B, H, T, S]`, on top of `causal` and `window`, and so are `ranges` `[B or 1, T, 2]`:
+    query t sees the keys from ranges[b, t, 0] on, before ranges[b, t, 1]. `sinks` `[H]` are logits of one extra key
+    without a value. `dropout_mask` `[B, H, T, S]` multiplies the weights (0 or 1/(1 − rate)).
     The softmax runs in fp32 at least. A query that may attend to nothing gives 0, with zero gradients.
     """
     group = q.shape[1] // k.shape[1]
@@ -108,6 +110,10 @@ def attention(
     elif mask is not None:
         logits = logits + mask
         seen = seen & (mask > torch.finfo(mask.dtype).min)  # transformers masks additively with finfo.min
+    if ranges is not None:
+        start, stop = ranges[:, None].split(1, dim=-1)
+        key = torch.arange(k.shape[2], device=q.device)
+        seen = seen & (key >= start) & (key < stop)
     logits = logits.masked_fill(~seen, -math.inf)
     empty = ~seen.any(-1, keepdim=True)
     if sinks is not None:

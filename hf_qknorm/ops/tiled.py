@@ -25,6 +25,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    ranges: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
     options: Options,
@@ -34,7 +35,7 @@ def forward(
     Arguments as in `library.attention`. The log-sum-exp is the sum of its two parts, the maximum and the rest: one
     number would round away what the backward pass needs of large logits. For a query without keys it is +inf.
     """
-    problem = Problem(q, k, v, mask, sinks, options)
+    problem = Problem(q, k, v, mask, ranges, sinks, options)
     out = problem.q.new_zeros(problem.q.shape)
     lse = problem.q.new_full((*problem.q.shape[:3], 2), math.inf)
     buffer, spare = problem.buffer(), problem.buffer()
@@ -63,6 +64,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    ranges: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
     out: Tensor,
@@ -70,7 +72,7 @@ def backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks (None without them), for `grad` `[B, H, T, D]`, recomputing the weights."""
-    problem = Problem(q, k, v, mask, sinks, options)
+    problem = Problem(q, k, v, mask, ranges, sinks, options)
     grads, outs = problem.grouped(grad), problem.grouped(out)
     lses = problem.grouped(lse)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (problem.q, problem.k, problem.v))
@@ -110,9 +112,11 @@ def backward(
     )
 
 
-def dropout_mask(q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor, options: Options) -> Tensor:
+def dropout_mask(
+    q: Tensor, k: Tensor, mask: Tensor | None, ranges: Tensor | None, seed: Tensor, options: Options
+) -> Tensor:
     """The mask `[B, H, T, S]` that forward and backward multiply the weights by; 0 for keys that no block reads."""
-    problem = Problem(q, k, k, mask, None, options)
+    problem = Problem(q, k, k, mask, ranges, None, options)
     full = problem.q.new_zeros((*problem.q.shape[:3], problem.keys))
     for block in problem.blocks:
         rows = problem.q.new_zeros((*problem.part(problem.q, block).shape[:2], problem.keys))
@@ -132,13 +136,19 @@ class Statistics(NamedTuple):
 
 
 def statistics(
-    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, options: Options, cap: float = 50.0
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    ranges: Tensor | None,
+    sinks: Tensor | None,
+    options: Options,
+    cap: float = 50.0,
 ) -> Statistics:
     """How large the logits are and how flat the weights, per head, as `Statistics`; no T×S tensor.
 
     Logits are held against `cap`, which need not be the cap that is applied to them (`options.softcap`).
     """
-    problem = Problem(q, k, k, mask, sinks, options)
+    problem = Problem(q, k, k, mask, ranges, sinks, options)
     shape = (problem.heads_kv, problem.group)
     largest, entropy = problem.q.new_zeros(shape), problem.q.new_zeros(shape)
     queries, pairs, over_half, over_cap = (entropy.new_zeros(shape, dtype=torch.int64) for _ in range(4))

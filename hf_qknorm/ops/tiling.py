@@ -52,13 +52,20 @@ class Problem:
     """One attention call in the layout that the loops work on: q `[B·Hk, G, T, D]`, k and v `[B·Hk, S, D]`."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, options: Options
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        ranges: Tensor | None,
+        sinks: Tensor | None,
+        options: Options,
     ) -> None:
         self.batch, heads, self.queries, self.dim = q.shape
         self.heads_kv, self.keys = k.shape[1], k.shape[2]
         self.group = heads // self.heads_kv
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.mask, self.options, self.device = mask, options, q.device
+        self.mask, self.ranges, self.options, self.device = mask, ranges, options, q.device
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads_kv, self.group, 1, 1)
         self.q, self.k, self.v = self.grouped(q), self.flat(k), self.flat(v)
         self.blocks = list(self._blocks())
@@ -101,11 +108,21 @@ class Problem:
         elif window is not None:
             hi = last + window + 1
         lo, hi = max(lo, 0), min(max(hi, 0), self.keys)
+        if self.ranges is not None and self.device.type == "cpu":
+            spans = self._spans(self.ranges, batch, rows)
+            spans = spans[spans[..., 1] > spans[..., 0]]
+            if not len(spans):
+                return slice(0, 0)
+            lo, hi = max(lo, int(spans[:, 0].min())), min(hi, int(spans[:, 1].max()))
         if self.mask is not None and self.mask.dtype == torch.bool and self.device.type == "cpu":
             part = self._masks(batch, rows, slice(lo, hi)).flatten(0, -2).any(0)
             used = part.expand(max(hi - lo, 0)).nonzero()
             return slice(lo + int(used[0]), lo + int(used[-1]) + 1) if len(used) else slice(0, 0)
         return slice(lo, max(lo, hi))
+
+    def _spans(self, ranges: Tensor, batch: slice, rows: slice) -> Tensor:
+        """The part of the ranges for a block, `[b or 1, n, 2]`."""
+        return ranges[batch if ranges.shape[0] > 1 else slice(None), rows]
 
     def _masks(self, batch: slice, rows: slice, cols: slice) -> Tensor:
         """The mask's part for a block, broadcastable to `[b, Hk, G, n, w]`."""
@@ -163,7 +180,7 @@ class Problem:
         return logits
 
     def hide(self, logits: Tensor, block: Block) -> None:
-        """Apply mask, causality and window to the block's logits, in place."""
+        """Apply mask, ranges, causality and window to the block's logits, in place."""
         b, n, w = block.shape
         view = logits.view(b, self.heads_kv, self.group, n, w)
         if self.mask is not None:
@@ -173,6 +190,10 @@ class Problem:
             else:
                 view.add_(part.to(self.dtype))
                 view.masked_fill_(part <= torch.finfo(part.dtype).min, -math.inf)
+        if self.ranges is not None:
+            start, stop = self._spans(self.ranges, block.batch, block.rows)[:, None, None].split(1, dim=-1)
+            key = torch.arange(block.cols.start, block.cols.stop, device=self.device)
+            view.masked_fill_((key < start) | (key >= stop), -math.inf)
         causal, window = self.options.causal, self.options.window
         first = block.rows.start + self.keys - self.queries - block.cols.start  # the column of row 0's own key
         if causal and first + 1 < w:  # keys after the first query's own: a triangle

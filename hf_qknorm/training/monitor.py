@@ -144,6 +144,7 @@ class _Watcher:
             seen.key,
             _without_rows(seen.mask, self.padding.real(q.shape[2], q.device)),
             None,
+            None,
             tiled.Options(options["scaling"], options.get("softcap"), seen.causal, seen.window),
             cap,
         )

@@ -14,6 +14,7 @@ from hf_qknorm.testing import make_qkv
 F64 = torch.float64
 SINKS = torch.linspace(-1, 2, 4)
 MASK = (torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.7) | torch.eye(9, dtype=torch.bool)
+RANGES = torch.tensor([[(max(t - 3 * b, 0), t + b) for t in range(9)] for b in range(2)], dtype=torch.int32)
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -23,6 +24,7 @@ OPTIONS = {
     "scale": {"scale": 0.7},
     "mask": {"softcap": 5.0, "mask": MASK},
     "additive": {"mask": torch.zeros(2, 1, 9, 9).masked_fill(~MASK, torch.finfo(torch.float32).min)},
+    "ranges": {"softcap": 5.0, "ranges": RANGES},
     "sinks": {"softcap": 70.0, "sinks": SINKS, "causal": True},
     "dropout": {"dropout": 0.25, "softcap": 5.0},
 }
@@ -60,6 +62,7 @@ def test_the_operators_pass_torchs_opcheck(dtype: torch.dtype, laid_out: bool, b
     q, k, v = as_in_a_model(q, k, v) if laid_out else (q, k, v)
     options = cast(OPTIONS[name], dtype)
     mask = options["mask"][:batch] if "mask" in options else None
+    ranges = options["ranges"][:batch] if "ranges" in options else None
     seed = torch.tensor([3]) if "dropout" in options else None
     numbers = (
         options.get("scale", 0.25),
@@ -68,7 +71,7 @@ def test_the_operators_pass_torchs_opcheck(dtype: torch.dtype, laid_out: bool, b
         options.get("window"),
         options.get("dropout", 0.0),
     )
-    tensors = (q, k, v, mask, options.get("sinks"), seed)
+    tensors = (q, k, v, mask, ranges, options.get("sinks"), seed)
     opcheck(torch.ops.hf_qknorm.attention.default, (*tensors, *numbers))
     with torch.no_grad():
         out, lse = torch.ops.hf_qknorm.attention(*tensors, *numbers)
@@ -107,7 +110,7 @@ def dropped(q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Ten
     rate, scale = options.pop("dropout"), options.get("scale", q.shape[-1] ** -0.5)
     settings = tiled.Options(scale, options.get("softcap"), options.get("causal", False), options.get("window"), rate)
     with torch.no_grad():
-        kept = tiled.dropout_mask(q, k, options.get("mask"), seed, settings)
+        kept = tiled.dropout_mask(q, k, options.get("mask"), options.get("ranges"), seed, settings)
     return out, reference.attention(q, k, v, **options, dropout_mask=kept).out
 
 
@@ -201,6 +204,10 @@ WRONG = [
     ({"mask": q_of(2, 1, 5, 6)}, r"the mask must broadcast .* got \[2, 1, 5, 6\]"),
     ({"mask": q_of(2, 2, 5, 7)}, r"the mask must broadcast .* got \[2, 2, 5, 7\]"),
     ({"mask": q_of(2, 4, 5, 7).requires_grad_()}, r"the mask requires a gradient.*hf_qknorm_eager"),
+    ({"ranges": q_of(2, 1, 5, 2)}, r"ranges must be .* \[B or 1, T, 2\] with B = 2 and T = 5, got \[2, 1, 5, 2\]"),
+    ({"ranges": q_of(3, 5, 2)}, r"ranges must be .* got \[3, 5, 2\]"),
+    ({"ranges": q_of(2, 7, 2)}, r"ranges must be .* got \[2, 7, 2\]"),
+    ({"ranges": q_of(2, 5, 2, dtype=torch.int64)}, r"ranges must be int32, got torch.int64"),
     ({"sinks": q_of(2)}, r"sinks must be one logit a query head, \[4\], got \[2\]"),
     ({"sinks": q_of(1, 4)}, r"sinks must be .* got \[1, 4\]"),
     ({"dropout": -0.1}, r"dropout must be in \[0, 1\), got -0.1"),
@@ -217,4 +224,6 @@ def test_what_does_not_fit_is_refused(wrong: dict, message: str) -> None:
 
 
 def test_what_fits_is_accepted() -> None:
-    assert library.attention(**GOOD, mask=q_of(1, 1, 1, 7), sinks=q_of(4), dropout=0.5).shape == (2, 4, 5, 8)
+    assert library.attention(
+        **GOOD, mask=q_of(1, 1, 1, 7), ranges=q_of(1, 5, 2, dtype=torch.int32), sinks=q_of(4), dropout=0.5
+    ).shape == (2, 4, 5, 8)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiled_cases import Case, draw_inputs, oracle_results, tiled_results
+from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results, tiled_results
 
 from hf_qknorm.ops import reference, tiled, tiling
 
@@ -57,10 +57,7 @@ SPLIT_CASES = [
 def assert_is_the_oracle(case: Case) -> None:
     inputs = draw_inputs(case, F64)
     got = tiled_results(case, inputs)
-    dropped = None
-    if inputs.seed is not None:
-        dropped = tiled.dropout_mask(inputs.q.detach(), inputs.k.detach(), inputs.mask, inputs.seed, case.options)
-    expected = oracle_results(case, inputs, dropped)
+    expected = oracle_results(case, inputs, drawn_dropout(case, inputs))
     assert got.keys() == expected.keys()
     for name, exact in expected.items():
         scale = max(float(exact.abs().max()), 1.0)
@@ -98,9 +95,17 @@ def test_statistics_are_the_oracles(case: Case) -> None:
     q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     sinks = None if inputs.sinks is None else inputs.sinks.detach()
     cap = 4.0 * case.spread**2
-    got = tiled.statistics(q, k, inputs.mask, sinks, case.options, cap)
+    got = tiled.statistics(q, k, inputs.mask, inputs.ranges, sinks, case.options, cap)
     expected = reference.attention(
-        q, k, v, softcap=case.softcap, causal=case.causal, window=case.window, mask=inputs.mask, sinks=sinks
+        q,
+        k,
+        v,
+        softcap=case.softcap,
+        causal=case.causal,
+        window=case.window,
+        mask=inputs.mask,
+        ranges=inputs.ranges,
+        sinks=sinks,
     )
     torch.testing.assert_close(got.max_logit, expected.max_logit, rtol=1e-12, atol=0)
     torch.testing.assert_close(got.entropy, expected.entropy, rtol=1e-10, atol=1e-12)
@@ -115,7 +120,7 @@ def test_statistics_tell_the_shares_apart() -> None:
     q, k = torch.ones(1, 2, 2, 1), torch.tensor([0.0, 6.0, 12.0]).view(1, 1, 3, 1)
     q[:, 1] = -2.0
     mask = torch.tensor([[True, True, True], [True, False, False]]).view(1, 1, 2, 3)
-    got = tiled.statistics(q, k, mask, None, tiled.Options(1.0), cap=10.0)
+    got = tiled.statistics(q, k, mask, None, None, tiled.Options(1.0), cap=10.0)
     assert [x.tolist() for x in got[2:]] == [[4, 4], [2, 2], [1, 2]]
     assert got.max_logit.tolist() == [12.0, 24.0]
 
@@ -134,8 +139,8 @@ def test_a_decode_step_is_the_full_passes_last_row(case: Case) -> None:
     inputs = draw_inputs(case, F64)
     q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     sinks = None if inputs.sinks is None else inputs.sinks.detach()
-    full, lse = tiled.forward(q, k, v, None, sinks, None, case.options)
-    last, last_lse = tiled.forward(q[:, :, -1:], k, v, None, sinks, None, case.options)
+    full, lse = tiled.forward(q, k, v, None, None, sinks, None, case.options)
+    last, last_lse = tiled.forward(q[:, :, -1:], k, v, None, None, sinks, None, case.options)
     torch.testing.assert_close(last, full[:, :, -1:], rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(last_lse, lse[:, :, -1:], rtol=1e-12, atol=1e-13)
 
@@ -151,7 +156,7 @@ def test_the_second_result_is_the_log_sum_exp(case: Case, cap: float | None) -> 
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     logits = logits.masked_fill(~reference.visible(q.shape[2], k.shape[2], causal=True), -torch.inf)
     expected = torch.logsumexp(logits, -1)
-    _, lse = tiled.forward(q, k, v, None, None, None, options)
+    _, lse = tiled.forward(q, k, v, None, None, None, None, options)
     torch.testing.assert_close(
         lse.sum(-1), expected.masked_fill(expected == -torch.inf, torch.inf), rtol=1e-12, atol=1e-13
     )
@@ -162,7 +167,7 @@ def test_the_second_result_is_the_log_sum_exp(case: Case, cap: float | None) -> 
 def test_the_dropout_mask_has_its_rate_where_keys_are_seen(case: Case, rate: float) -> None:
     inputs = draw_inputs(case, F64)
     options = tiled.Options(0.25, case.softcap, case.causal, case.window, rate)
-    masks = [tiled.dropout_mask(inputs.q, inputs.k, None, torch.tensor([seed]), options) for seed in (3, 3, 4)]
+    masks = [tiled.dropout_mask(inputs.q, inputs.k, None, None, torch.tensor([seed]), options) for seed in (3, 3, 4)]
     seen = reference.visible(256, 256, case.causal, case.window).expand(masks[0].shape)
     values = masks[0][seen]
     assert torch.equal(masks[0], masks[1])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiled_cases import Case, draw_inputs, tiled_results
+from tiled_cases import Case, draw_inputs, draw_ranges, tiled_results
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,11 +26,13 @@ class LargestStorage(TorchDispatchMode):
         return result
 
 
-def largest_of_forward_and_backward(q: Tensor, k: Tensor, v: Tensor, options: tiled.Options) -> int:
+def largest_of_forward_and_backward(
+    q: Tensor, k: Tensor, v: Tensor, options: tiled.Options, ranges: Tensor | None = None
+) -> int:
     with torch.no_grad(), LargestStorage() as largest:
-        out, lse = tiled.forward(q, k, v, None, None, None, options)
-        tiled.backward(out, q, k, v, None, None, None, out, lse, options)
-        tiled.statistics(q, k, None, None, options)
+        out, lse = tiled.forward(q, k, v, None, ranges, None, None, options)
+        tiled.backward(out, q, k, v, None, ranges, None, None, out, lse, options)
+        tiled.statistics(q, k, None, ranges, None, options)
     return largest.elements
 
 
@@ -42,12 +44,14 @@ def test_nothing_as_large_as_the_logits_of_a_head_is_allocated(dtype: torch.dtyp
     assert largest_of_forward_and_backward(q, k, v, options) <= length * length * heads // 8
 
 
-def test_the_largest_temporary_is_linear_in_the_length() -> None:
-    options = tiled.Options(0.25, 50.0, causal=True)
-    sizes = [
-        largest_of_forward_and_backward(*(x.detach() for x in make_qkv(1, 4, 2, n, n, 16)), options)
-        for n in (512, 1024, 2048)
-    ]
+@pytest.mark.parametrize("ranges", [None, "shared", "packed"])
+def test_the_largest_temporary_is_linear_in_the_length(ranges: str | None) -> None:
+    options = tiled.Options(0.25, 50.0, causal=ranges is None)
+    sizes = []
+    for n in (512, 1024, 2048):
+        q, k, v = (x.detach() for x in make_qkv(1, 4, 2, n, n, 16))
+        drawn = None if ranges is None else draw_ranges(ranges, 1, n, n)
+        sizes.append(largest_of_forward_and_backward(q, k, v, options, drawn))
     assert sizes[1] <= 2 * sizes[0]
     assert sizes[2] <= 4 * sizes[0]
 
@@ -67,6 +71,7 @@ POISONED = [
     Case(queries=150, softcap=50.0, mask="packed", window=20),
     Case(queries=150, causal=True, window=20, mask="left_padding", dropout=0.3),
     Case(heads=14, queries=1, keys=70, causal=True, softcap=70.0, mask="add:B11S", sinks=True, dropout=0.3),
+    *(Case(queries=150, softcap=50.0, ranges=r, dropout=0.3) for r in ("left_padding", "packed", "nothing")),
 ]
 
 
@@ -93,7 +98,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("case", POISONED, ids=str)
 def test_uninitialised_memory_is_never_read(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw_inputs(case, dtype)
-    detached = (inputs.q.detach(), inputs.k.detach(), inputs.mask)
+    detached = (inputs.q.detach(), inputs.k.detach(), inputs.mask, inputs.ranges)
 
     def everything() -> dict[str, Tensor]:
         results = tiled_results(case, inputs)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiled_cases import Case, draw_inputs, oracle_results, tiled_results
+from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results, tiled_results
 
 from hf_qknorm.ops import tiled
 from hf_qknorm.testing import assert_within_budget
@@ -31,9 +31,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_and_gradients_are_within_the_budget(case: Case, dtype: torch.dtype) -> None:
     inputs = draw_inputs(case, dtype)
-    dropped = None
-    if inputs.seed is not None:
-        dropped = tiled.dropout_mask(inputs.q.detach(), inputs.k.detach(), inputs.mask, inputs.seed, case.options)
+    dropped = drawn_dropout(case, inputs)
     exact = oracle_results(case, inputs.to(torch.float64), None if dropped is None else dropped.double())
     eager = oracle_results(case, inputs, dropped)
     got = tiled_results(case, inputs)
@@ -74,7 +72,7 @@ def test_logits_driven_to_the_cap_stay_within_the_budget(sinks: bool, softcap: f
 def test_logits_of_ten_thousand_stay_finite(mask: str | None, softcap: float | None, dtype: torch.dtype) -> None:
     case = Case(queries=111, head_dim=64, causal=True, softcap=softcap, mask=mask, spread=40.0)
     inputs = draw_inputs(case, dtype)
-    seen = tiled.statistics(inputs.q.detach(), inputs.k.detach(), inputs.mask, None, case.options)
+    seen = tiled.statistics(inputs.q.detach(), inputs.k.detach(), inputs.mask, None, None, case.options)
     assert float(seen.max_logit.min()) > 5e3
     assert torch.isfinite(seen.entropy).all()
     results = tiled_results(case, inputs)
@@ -90,7 +88,7 @@ def test_rows_with_all_logits_at_the_cap_are_averages(sign: float, softcap: floa
     """Nothing may overflow or vanish there."""
     q = torch.full((1, 2, 300, 16), 10.0)
     k, v = sign * q[:, :1], torch.randn(1, 1, 300, 16, generator=torch.Generator().manual_seed(0))
-    out, lse = tiled.forward(q, k, v, None, None, None, tiled.Options(1.0, softcap, causal=True))
+    out, lse = tiled.forward(q, k, v, None, None, None, None, tiled.Options(1.0, softcap, causal=True))
     counts = torch.arange(1, 301)
     expected = (v.cumsum(-2) / counts[:, None]).expand(out.shape)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

@@ -15,7 +15,7 @@ from hf_qknorm.testing import make_qkv
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem; `mask` names one of `draw_mask`'s."""
+    """One attention problem; `mask` and `ranges` name one of `draw_mask`'s and `draw_ranges`'."""
 
     batch: int = 2
     heads: int = 4
@@ -27,6 +27,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     mask: str | None = None
+    ranges: str | None = None
     sinks: bool = False
     dropout: float = 0.0
     spread: float = 1.0
@@ -48,6 +49,7 @@ class Inputs:
     k: Tensor
     v: Tensor
     mask: Tensor | None
+    ranges: Tensor | None
     sinks: Tensor | None
     seed: Tensor | None
     grad: Tensor
@@ -62,7 +64,8 @@ class Inputs:
         if mask is not None and mask.dtype != torch.bool:  # finfo.min is another number in another dtype
             hidden = mask <= torch.finfo(mask.dtype).min
             mask = mask.to(dtype).masked_fill(hidden, torch.finfo(dtype).min)
-        return Inputs(*(cast(x) for x in (self.q, self.k, self.v)), mask, cast(self.sinks), self.seed, cast(self.grad))
+        q, k, v, sinks, grad = (cast(x) for x in (self.q, self.k, self.v, self.sinks, self.grad))
+        return Inputs(q, k, v, mask, self.ranges, sinks, self.seed, grad)
 
 
 def draw_inputs(case: Case, dtype: torch.dtype) -> Inputs:
@@ -74,8 +77,10 @@ def draw_inputs(case: Case, dtype: torch.dtype) -> Inputs:
     sinks = torch.linspace(-2, 3, case.heads, dtype=torch.float64).to(dtype).requires_grad_() if case.sinks else None
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     seed = torch.tensor([1234]) if case.dropout else None
-    mask = None if case.mask is None else draw_mask(case.mask, (case.batch, case.heads, case.queries, keys), dtype)
-    return Inputs(q, k, v, mask, sinks, seed, grad)
+    full = (case.batch, case.heads, case.queries, keys)
+    mask = None if case.mask is None else draw_mask(case.mask, full, dtype)
+    ranges = None if case.ranges is None else draw_ranges(case.ranges, case.batch, case.queries, keys)
+    return Inputs(q, k, v, mask, ranges, sinks, seed, grad)
 
 
 def draw_mask(kind: str, full: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
@@ -102,10 +107,45 @@ def draw_mask(kind: str, full: tuple[int, int, int, int], dtype: torch.dtype) ->
     return torch.where(seen, bias, -math.inf if kind == "inf" else torch.finfo(dtype).min)
 
 
+def draw_ranges(kind: str, batch: int, queries: int, keys: int) -> Tensor:
+    """Ranges by name, `[B or 1, T, 2]` and int32: each entry of the batch has 7 keys fewer than the one before."""
+    row, short = torch.arange(queries), 7 * torch.arange(1 if kind == "shared" else batch)[:, None]
+    own, zero = row + keys - queries + 1, torch.zeros_like(row)
+    match kind:
+        case "left_padding" | "shared":
+            start, stop = short + zero, own + 0 * short
+        case "right_padding":
+            start, stop = 0 * short + zero, (keys - short) + zero
+        case "packed":
+            start = (row + short) // 20 * 20
+            stop = start + 20
+        case "window":
+            start, stop = own - 5 - short, own.minimum(keys - short)
+        case "nothing":
+            start, stop = short + zero, short + zero
+        case _:
+            raise ValueError(f"no ranges are called {kind!r}")
+    return torch.stack([start, stop], -1).to(torch.int32)
+
+
+def dense(ranges: Tensor, keys: int) -> Tensor:
+    """The boolean mask `[B, 1, T, S]` that says the same."""
+    start, stop = ranges[:, None].unbind(-1)
+    return torch.stack([(j >= start) & (j < stop) for j in range(keys)], -1)
+
+
+def drawn_dropout(case: Case, inputs: Inputs) -> Tensor | None:
+    """The dropout mask that `tiled` multiplies the weights by, if the case has dropout."""
+    if inputs.seed is None:
+        return None
+    q, k = inputs.q.detach(), inputs.k.detach()
+    return tiled.dropout_mask(q, k, inputs.mask, inputs.ranges, inputs.seed, case.options)
+
+
 def tiled_results(case: Case, inputs: Inputs) -> dict[str, Tensor]:
     """Output and gradients of `tiled`."""
     with torch.no_grad():
-        tensors = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.sinks, inputs.seed)
+        tensors = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.ranges, inputs.sinks, inputs.seed)
         out, lse = tiled.forward(*tensors, case.options)
         grads = tiled.backward(inputs.grad, *tensors, out, lse, case.options)
     return named(out, *grads)
@@ -121,6 +161,7 @@ def oracle_results(case: Case, inputs: Inputs, dropout_mask: Tensor | None = Non
         causal=case.causal,
         window=case.window,
         mask=inputs.mask,
+        ranges=inputs.ranges,
         sinks=inputs.sinks,
         dropout_mask=dropout_mask,
     )

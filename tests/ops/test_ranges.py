@@ -1,0 +1,87 @@
+"""Attention with ranges of keys, in the oracle and tiled: what the mask that says the same gives."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiled_cases import Case, dense, draw_inputs, draw_ranges, drawn_dropout, oracle_results, tiled_results
+
+from hf_qknorm.ops import reference, tiled, tiling
+from hf_qknorm.testing import assert_within_budget
+
+KINDS = ("left_padding", "right_padding", "packed", "window", "shared", "nothing")
+CASES = [
+    *(Case(queries=n, ranges=kind, softcap=cap) for n in (1, 63, 150) for kind in KINDS for cap in (None, 50.0)),
+    *(Case(batch=3, queries=n, keys=s, ranges=kind) for n, s in ((1, 63), (65, 200), (111, 63)) for kind in KINDS),
+    *(Case(queries=111, ranges=kind, causal=True, window=30, sinks=True) for kind in KINDS),
+    *(Case(queries=111, ranges=kind, mask="bool:B1TS", softcap=5.0) for kind in KINDS),
+    *(Case(queries=111, ranges=kind, mask="add:B11S", window=40) for kind in KINDS),
+    *(Case(heads=14, queries=111, ranges=kind, dropout=0.3, softcap=70.0) for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mask_of_ranges_is_their_definition(kind: str) -> None:
+    ranges = draw_ranges(kind, 2, 30, 40)
+    for b, rows in enumerate(ranges.tolist()):
+        for t, (start, stop) in enumerate(rows):
+            assert dense(ranges, 40)[b, 0, t].tolist() == [start <= j < stop for j in range(40)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_oracle_takes_ranges_for_a_mask(case: Case) -> None:
+    inputs = draw_inputs(case, torch.float64)
+    dropped = drawn_dropout(case, inputs)
+    seen = dense(inputs.ranges, case.keys or case.queries)
+    both = seen
+    if inputs.mask is not None and inputs.mask.dtype == torch.bool:
+        both = seen & inputs.mask
+    elif inputs.mask is not None:
+        both = torch.where(seen, inputs.mask, -torch.inf)
+    expected = oracle_results(case, replace(inputs, mask=both, ranges=None), dropped)
+    for name, result in oracle_results(case, inputs, dropped).items():
+        assert torch.equal(result, expected[name]), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tiled_is_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = draw_inputs(case, torch.float64)
+    for logits in (tiling.BLOCK_LOGITS, 1):  # the batch at once, and an entry at a time
+        monkeypatch.setattr(tiling, "BLOCK_LOGITS", logits)
+        expected = oracle_results(case, inputs, drawn_dropout(case, inputs))
+        for name, result in tiled_results(case, inputs).items():
+            torch.testing.assert_close(
+                result, expected[name], rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 50.0])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nothing"])
+def test_output_and_gradients_are_within_the_budget(kind: str, softcap: float | None, dtype: torch.dtype) -> None:
+    case = Case(heads=16, heads_kv=4, queries=111, head_dim=64, ranges=kind, softcap=softcap)
+    inputs = draw_inputs(case, dtype)
+    exact, eager = oracle_results(case, inputs.to(torch.float64)), oracle_results(case, inputs)
+    for name, result in tiled_results(case, inputs).items():
+        assert_within_budget(result, exact[name], eager[name], name)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.dropout], ids=str)
+def test_statistics_are_the_oracles(case: Case) -> None:
+    inputs = draw_inputs(case, torch.float64)
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    sinks = None if inputs.sinks is None else inputs.sinks.detach()
+    got = tiled.statistics(q, k, inputs.mask, inputs.ranges, sinks, case.options)
+    options = {"softcap": case.softcap, "causal": case.causal, "window": case.window}
+    expected = reference.attention(q, k, v, **options, mask=inputs.mask, ranges=inputs.ranges, sinks=sinks)
+    torch.testing.assert_close(got.max_logit, expected.max_logit, rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.entropy, expected.entropy, rtol=1e-10, atol=1e-12)
+    assert got.seen.tolist() == (expected.weights > 0).sum((0, 2, 3)).tolist()
+
+
+def test_a_block_reads_no_keys_outside_its_ranges() -> None:
+    inputs = draw_inputs(Case(batch=1, queries=200, ranges="packed"), torch.float32)
+    problem = tiling.Problem(inputs.q, inputs.k, inputs.v, None, inputs.ranges, None, tiled.Options(1.0))
+    for block in problem.blocks:
+        start, stop = inputs.ranges[0, block.rows].unbind(-1)
+        assert (block.cols.start, block.cols.stop) == (int(start.min()), min(int(stop.max()), 200))
