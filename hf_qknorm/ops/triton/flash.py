@@ -1,0 +1,318 @@
+"""Fused attention on the host: prologue and kernels in their order, forward and backward, buffers and constants."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.tiling import Options
+from hf_qknorm.ops.triton import norm_rope
+from hf_qknorm.ops.triton.backward import delta_kernel, key_kernel, query_kernel
+from hf_qknorm.ops.triton.forward import forward_kernel
+from hf_qknorm.ops.triton.launch import (
+    FORWARD,
+    KEY_GRADIENT,
+    LOG2E,
+    QUERY_GRADIENT,
+    Tile,
+    dense,
+    descriptor,
+    gradient_loops,
+    launch,
+    loops,
+    padded,
+    precision,
+    tile,
+)
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values `[B, H or Hk, T or S, D]` as a call gets them, and what is to be done to q and k."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_norm: Norm = Norm()
+    k_norm: Norm = Norm()
+    rotary: Rotary | None = None
+
+    @property
+    def raw(self) -> bool:
+        """Whether something is to be done to q or k."""
+        return self.rotary is not None or self.q_norm.kind != "none" or self.k_norm.kind != "none"
+
+
+class Visible(NamedTuple):
+    """What hides keys and weights beside causality and window: ranges `[B, T, 2]`, sinks `[H]`, a dropout seed `[1]`."""
+
+    ranges: Tensor | None = None
+    sinks: Tensor | None = None
+    seed: Tensor | None = None
+
+
+class Result(NamedTuple):
+    """Output `[B, H, T, D]` laid out as `[B, T, H, D]`, log2-sum-exp2 `[B, H, T]`; of each query's logits, if wanted,
+    the largest |scale·q·k| before the cap and the entropy of the weights, in nats.
+    """
+
+    out: Tensor
+    lse: Tensor
+    largest: Tensor | None
+    entropy: Tensor | None
+
+
+class _Ready(NamedTuple):
+    """Heads as kernels take them: a score is q·k, times `unit` if that is not 1; `cap` makes logits of scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bound: Tensor | None
+    unit: float
+    cap: float
+    scaled: bool
+
+    @classmethod
+    def of(cls, heads: Heads, options: Options) -> _Ready:
+        scale, softcap = options.scale, options.softcap
+        unit = scale * LOG2E if softcap is None else scale / softcap
+        cap = 1.0 if softcap is None else softcap * LOG2E
+        v = dense(heads.v)
+        if heads.raw:
+            made = norm_rope.forward(heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary, unit)
+            assert made.k is not None
+            return cls(made.q, made.k, v, made.bound, 1.0, cap, False)
+        if softcap is None:  # one multiplication for both
+            return cls(dense(heads.q), dense(heads.k), v, None, 1.0, unit, False)
+        return cls(dense(heads.q), dense(heads.k), v, None, unit, cap, True)
+
+
+def forward(heads: Heads, visible: Visible, options: Options, statistics: bool = False) -> Result:
+    """Attention over raw or ready heads; see `library.fused_attention`."""
+    ready = _Ready.of(heads, options)
+    (b, h, t, d), device = heads.q.shape, heads.q.device
+    out = heads.q.new_empty(b, t, h, d).transpose(1, 2)
+    lse = heads.q.new_empty(b, h, t, dtype=torch.float32)
+    largest, entropy = (torch.empty_like(lse), torch.empty_like(lse)) if statistics else (None, None)
+    shape = tile(FORWARD, heads.q)
+    blocks = -(-t // shape.queries)
+    for loop in loops(heads.q.dtype, options.softcap, ready.bound is not None, visible.sinks is not None):
+        launch(
+            forward_kernel,
+            (blocks * b * h,),
+            device,
+            descriptor(ready.q, shape.queries),
+            descriptor(ready.k, shape.keys),
+            descriptor(ready.v, shape.keys),
+            descriptor(out, shape.queries),
+            lse,
+            ready.bound,
+            visible.ranges,
+            visible.sinks,
+            visible.seed,
+            largest,
+            entropy,
+            ready.unit,
+            ready.cap,
+            options.dropout,
+            loop.limit,
+            h,
+            heads.k.shape[1],
+            t,
+            heads.k.shape[2],
+            options.window or 0,
+            TANH=loop.tanh,
+            ONLINE=loop.online,
+            WHEN=loop.when,
+            SINKS=visible.sinks is not None,
+            STATISTICS=statistics,
+            **_constants(heads, visible, options, ready, shape),
+        )
+    if largest is not None and entropy is not None:
+        largest *= ready.cap / LOG2E if options.softcap is None else options.softcap
+        entropy /= LOG2E
+    return Result(out, lse, largest, entropy)
+
+
+def _constants(heads: Heads, visible: Visible, options: Options, ready: _Ready, shape: Tile) -> dict[str, object]:
+    """What all attention kernels are compiled for."""
+    return {
+        "BLOCK_M": shape.queries,
+        "BLOCK_N": shape.keys,
+        "PADDED": padded(heads.q.shape[-1]),
+        "CAUSAL": options.causal and visible.ranges is None,
+        "WINDOW": options.window is not None and visible.ranges is None,
+        "RANGES": visible.ranges is not None,
+        "SCALED": ready.scaled,
+        "DROPOUT": options.dropout > 0,
+        "PRECISION": precision(heads.q.dtype),
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+    }
+
+
+class Gradients(NamedTuple):
+    """Gradients of raw q, k, v, of the norms' gains and biases, and of the sinks, where there are such."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_gain: Tensor | None
+    q_bias: Tensor | None
+    k_gain: Tensor | None
+    k_bias: Tensor | None
+    sinks: Tensor | None
+
+
+def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, lse: Tensor) -> Gradients:
+    """Gradients for `grad` `[B, H, T, D]`, from raw heads, output and log-sum-exp alone; the same bits on each run."""
+    ready = _Ready.of(heads, options)
+    grad, out = dense(grad), dense(out)
+    (b, h, t, d), hk, s = heads.q.shape, heads.k.shape[1], heads.k.shape[2]
+    delta = torch.empty_like(lse)
+    rows = 64
+    launch(
+        delta_kernel,
+        (-(-t // rows) * b * h,),
+        grad.device,
+        descriptor(out, rows),
+        descriptor(grad, rows),
+        delta,
+        h,
+        t,
+        BLOCK_M=rows,
+        PADDED=padded(d),
+        num_warps=4,
+    )
+    # what is left of the chain rule: in q·unit·k, of q and of k
+    softcap, scale = options.softcap, options.scale
+    outer_k = scale if not heads.raw else (softcap or 1 / LOG2E)
+    dq, q_gain, q_bias = _one_side(grad, heads, visible, options, ready, lse, delta, scale, None)
+    dv = heads.v.new_empty(b, s, hk, d).transpose(1, 2)
+    dk, k_gain, k_bias = _one_side(grad, heads, visible, options, ready, lse, delta, outer_k, dv)
+    dsinks = None
+    if visible.sinks is not None:
+        flow = torch.exp2(visible.sinks.float()[:, None] * LOG2E - lse) * delta
+        dsinks = -flow.sum((0, 2)).to(visible.sinks.dtype)
+    return Gradients(dq, dk, dv, q_gain, q_bias, k_gain, k_bias, dsinks)
+
+
+def _one_side(
+    grad: Tensor,
+    heads: Heads,
+    visible: Visible,
+    options: Options,
+    ready: _Ready,
+    lse: Tensor,
+    delta: Tensor,
+    outer: float,
+    dv: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradient of q, its gain and bias; or, given `dv` to write to, of k, its gain and bias."""
+    (b, h, t, d), hk, s = heads.q.shape, heads.k.shape[1], heads.k.shape[2]
+    shape = tile(QUERY_GRADIENT if dv is None else KEY_GRADIENT, heads.q)
+    block = shape.queries if dv is None else shape.keys
+    raw, norm, kernel, count = heads.q, heads.q_norm, query_kernel, h
+    if dv is not None:
+        raw, norm, kernel, count = heads.k, heads.k_norm, key_kernel, hk
+    blocks = -(-raw.shape[2] // block)
+    dx = raw.new_empty(b, raw.shape[2], count, d).transpose(1, 2)
+    partials = _Partials.of(norm, blocks, raw)
+    ranges = visible.ranges
+    if dv is not None and ranges is not None:
+        ranges = _queries_seeing(ranges, s)
+    for loop in gradient_loops(heads.q.dtype, options.softcap, ready.bound is not None, visible.sinks is not None):
+        launch(
+            kernel,
+            (blocks * b * count,),
+            grad.device,
+            descriptor(ready.q, shape.queries),
+            descriptor(ready.k, shape.keys),
+            descriptor(ready.v, shape.keys),
+            descriptor(grad, shape.queries),
+            descriptor(dense(raw), block) if norm.kind != "none" else None,
+            descriptor(dx, block),
+            *([] if dv is None else [descriptor(dv, block)]),
+            lse,
+            delta,
+            ready.bound,
+            ranges,
+            visible.seed,
+            partials.arguments(norm),
+            _rotary_arguments(heads.rotary),
+            ready.unit,
+            ready.cap,
+            outer,
+            options.dropout,
+            loop.limit,
+            h,
+            hk,
+            t,
+            s,
+            options.window or 0,
+            TANH=loop.tanh,
+            WHEN=loop.when,
+            HEAD_DIM=d,
+            NORM=norm.kind,
+            ROTARY=0 if heads.rotary is None else 2 * heads.rotary.cos.shape[-1],
+            INTERLEAVED=heads.rotary is not None and heads.rotary.interleaved,
+            **_constants(heads, visible, options, ready, shape),
+        )
+    return dx, *partials.sums(norm)
+
+
+def _queries_seeing(ranges: Tensor, keys: int) -> Tensor:
+    """The range of queries that see each key, `[B, S, 2]`, for ranges of keys `[B, T, 2]` that never go back."""
+    places = torch.arange(keys, device=ranges.device, dtype=ranges.dtype).expand(ranges.shape[0], -1).contiguous()
+    start, stop = (x.contiguous() for x in ranges.unbind(-1))
+    first, last = (torch.searchsorted(x, places, right=True, out_int32=True) for x in (stop, start))
+    return torch.stack([first, last], -1)
+
+
+def _rotary_arguments(rotary: Rotary | None) -> tuple[object, ...] | None:
+    """cos, sin and their strides, as the kernels unpack them."""
+    if rotary is None:
+        return None
+    cos, sin = rotary.cos, rotary.sin
+    sin = sin if sin.stride() == cos.stride() else torch.empty_like(cos).copy_(sin)
+    return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2)
+
+
+class _Partials(NamedTuple):
+    """What each program adds up for the gradients of a gain and a bias, `[B, H, blocks, P]`: no atomics, one order."""
+
+    gain: Tensor | None
+    bias: Tensor | None
+    head_dim: int
+
+    @classmethod
+    def of(cls, norm: Norm, blocks: int, x: Tensor) -> _Partials:
+        shape = (x.shape[0], x.shape[1], blocks, padded(x.shape[-1]))
+        gain, bias = (None if y is None else x.new_empty(shape, dtype=torch.float32) for y in (norm.gain, norm.bias))
+        return cls(gain, bias, x.shape[-1])
+
+    def arguments(self, norm: Norm) -> tuple[object, ...] | None:
+        """Gain, strides and the rest of a norm, as the kernels unpack them."""
+        if norm.kind == "none":
+            return None
+        head = column = 0
+        if norm.gain is not None:
+            head = norm.gain.stride(0) if norm.gain.dim() == 2 else 0
+            column = norm.gain.stride(-1) if norm.gain.shape[-1] > 1 else 0
+        return norm.gain, head, column, norm.blend, norm.eps, norm.p, self.gain, self.bias
+
+    def sums(self, norm: Norm) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of gain and bias, each of its own shape."""
+        return _sum_to(self.gain, norm.gain, self.head_dim), _sum_to(self.bias, norm.bias, self.head_dim)
+
+
+def _sum_to(partials: Tensor | None, parameter: Tensor | None, head_dim: int) -> Tensor | None:
+    if partials is None or parameter is None:
+        return None
+    total = partials.sum((0, 2))[:, :head_dim]  # [H, D]
+    if parameter.dim() == 1:
+        total = total.sum(0) if parameter.shape[0] > 1 else total.sum().view(1)
+    return total.to(parameter.dtype)

@@ -1,0 +1,133 @@
+"""Attention, forward: one program a block of queries and a head, over the keys that it sees, tile by tile.
+
+Scores are in units of log2, so that e^x is one exp2. Bounded scores need no running maximum: 2^x can't overflow.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_qknorm.ops.triton.scores import kept, keys_seen, not_mine, segments, tanh
+
+NEVER = tl.constexpr(-1.0e30)  # a maximum over no keys; finite, so that differences are never NaN
+
+
+@triton.jit
+def attend(
+    acc, total, peak, heat, largest,
+    q, K, V, batch, head_kv, head, rows, first, last, start, stop, unit, cap, seed, rate,
+    BLOCK_N: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr, TANH: tl.constexpr, ONLINE: tl.constexpr,
+    SCALED: tl.constexpr, DROPOUT: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take the keys from `start` to `stop` into the sums. q `[M, P]`; acc `[M, P]`, total, peak, heat, largest `[M]`."""
+    cols = tl.arange(0, BLOCK_N)
+    for n in tl.range(start, stop, BLOCK_N):
+        n = tl.multiple_of(n, BLOCK_N)
+        k = K.load([batch, head_kv, n, 0]).reshape(BLOCK_N, PADDED)
+        x = tl.dot(q, k.T, input_precision=PRECISION)  # [M, N]
+        if SCALED:
+            x = x * unit
+        if STATISTICS:
+            seen = ((n + cols)[None, :] >= first[:, None]) & ((n + cols)[None, :] < last[:, None])
+            largest = tl.maximum(largest, tl.max(tl.where(seen, tl.abs(x), 0.0), 1))
+        if TANH != "none":
+            x = tanh(x, TANH)
+        if MASKED:
+            seen = (cols[None, :] >= (first - n)[:, None]) & (cols[None, :] < (last - n)[:, None])
+            x = tl.where(seen, x, float("-inf"))
+        if ONLINE:
+            higher = tl.maximum(peak, tl.max(x, 1) * cap)
+            x = x * cap - higher[:, None]
+            shrink = tl.exp2(peak - higher)
+            acc = acc * shrink[:, None]
+            total = total * shrink
+            heat = heat * shrink
+        elif TANH != "none":
+            x = x * cap
+        p = tl.exp2(x)
+        total += tl.sum(p, 1)
+        if STATISTICS:
+            logit = x
+            if ONLINE:
+                logit = x + higher[:, None]
+            heat += tl.sum(tl.where(p > 0, p * logit, 0.0), 1)
+        if ONLINE:
+            peak = higher
+        if DROPOUT:
+            p = tl.where(kept(seed, head, rows[:, None], (n + cols)[None, :], rate), p, 0.0)
+        v = V.load([batch, head_kv, n, 0]).reshape(BLOCK_N, PADDED)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, total, peak, heat, largest
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, OUT, lse, bound, ranges, sinks, seeds, largest_out, entropy_out,
+    unit, cap, rate, limit, heads, heads_kv, queries, keys, window,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr,
+    TANH: tl.constexpr, ONLINE: tl.constexpr, WHEN: tl.constexpr,
+    SCALED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr, STATISTICS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output `[B, H, T, D]` and log2-sum-exp2 `[B, H, T]`, +inf for a query without keys.
+
+    Q, K, V, OUT are descriptors `[B, H or Hk, T or S, D]`; a score is q·k (times `unit` if SCALED), its logit in units of
+    log2 is `cap`·tanh(score), or `cap`·score without a cap.
+    """
+    blocks = tl.cdiv(queries, BLOCK_M)
+    number = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    if CAUSAL:
+        block = blocks - 1 - block  # the longest first: the last to end are short
+    batch = number // heads
+    head = number % heads
+    head_kv = head // (heads // heads_kv)
+    if not_mine(bound, batch * heads_kv + head_kv, limit, WHEN):
+        return
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    first, last = keys_seen(rows, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
+    start, full_start, full_stop, stop = segments(first, last, BLOCK_N)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seeds)
+    q = Q.load([batch, head, block * BLOCK_M, 0]).reshape(BLOCK_M, PADDED)
+    acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    heat = total
+    largest = total
+    peak = total
+    if ONLINE:
+        peak = total + NEVER
+    if SINKS:
+        peak = total + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        total = total + 1.0
+        heat = peak
+    if WINDOW or RANGES:
+        acc, total, peak, heat, largest = attend(
+            acc, total, peak, heat, largest,
+            q, K, V, batch, head_kv, number, rows, first, last, start, tl.minimum(full_start, stop), unit, cap, seed, rate,
+            BLOCK_N, PADDED, True, TANH, ONLINE, SCALED, DROPOUT, STATISTICS, PRECISION,
+        )  # fmt: skip
+    acc, total, peak, heat, largest = attend(
+        acc, total, peak, heat, largest,
+        q, K, V, batch, head_kv, number, rows, first, last, full_start, full_stop, unit, cap, seed, rate,
+        BLOCK_N, PADDED, False, TANH, ONLINE, SCALED, DROPOUT, STATISTICS, PRECISION,
+    )  # fmt: skip
+    acc, total, peak, heat, largest = attend(
+        acc, total, peak, heat, largest,
+        q, K, V, batch, head_kv, number, rows, first, last, full_stop, stop, unit, cap, seed, rate,
+        BLOCK_N, PADDED, True, TANH, ONLINE, SCALED, DROPOUT, STATISTICS, PRECISION,
+    )  # fmt: skip
+    share = tl.where(total > 0, 1.0 / total, 0.0)
+    logsum = tl.where(total > 0, peak + tl.log2(total), float("inf"))
+    at = number.to(tl.int64) * queries + rows
+    tl.store(lse + at, logsum, mask=rows < queries)
+    if STATISTICS:
+        tl.store(largest_out + at, largest, mask=rows < queries)
+        tl.store(entropy_out + at, tl.where(total > 0, logsum - heat * share, 0.0), mask=rows < queries)
+    if DROPOUT:
+        share = share / (1.0 - rate)
+    out = (acc * share[:, None]).to(OUT.dtype)
+    OUT.store([batch, head, block * BLOCK_M, 0], out.reshape(1, 1, BLOCK_M, PADDED))

@@ -1,0 +1,104 @@
+"""What is done to a tile of scores, on the device: which of them count, the cap, dropout.
+
+A tile meets BLOCK_M queries with BLOCK_N keys. Whatever a batch hides, the keys that a query sees are one range, and so
+are the queries that see a key: a tile inside of all ranges needs no mask.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def keys_seen(
+    rows, ranges, batch, queries, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr
+):
+    """First key that each query of `rows` sees, and the one after its last. Rows past the end repeat the last one."""
+    rows = tl.minimum(rows, queries - 1)
+    if RANGES:
+        at = ranges + 2 * (batch.to(tl.int64) * queries + rows)
+        return tl.load(at), tl.load(at + 1)
+    return _limits(rows + (keys - queries), keys, window, window, CAUSAL, False, WINDOW)
+
+
+@triton.jit
+def queries_seeing(
+    cols, ranges, batch, queries, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr
+):
+    """First query that sees each key of `cols`, and the one after its last. Keys past the end repeat the last one."""
+    cols = tl.minimum(cols, keys - 1)
+    if RANGES:
+        at = ranges + 2 * (batch.to(tl.int64) * keys + cols)
+        return tl.load(at), tl.load(at + 1)
+    return _limits(cols + (queries - keys), queries, window, window, False, CAUSAL, WINDOW)
+
+
+@triton.jit
+def _limits(place, end, back, ahead, UNTIL: tl.constexpr, FROM: tl.constexpr, WINDOW: tl.constexpr):
+    """The range around `place` within [0, end): up to it (UNTIL) or from it on (FROM), and within the window."""
+    first = place * 0
+    last = first + end
+    if UNTIL:
+        last = tl.minimum(place + 1, last)
+        if WINDOW:
+            first = tl.maximum(place - back + 1, first)
+    elif FROM:
+        first = tl.maximum(place, first)
+        if WINDOW:
+            last = tl.minimum(place + ahead, last)
+    elif WINDOW:
+        first = tl.maximum(place - back, first)
+        last = tl.minimum(place + ahead + 1, last)
+    return first, last
+
+
+@triton.jit
+def segments(first, last, BLOCK: tl.constexpr):
+    """Where the tiles start, where those without a mask start and stop, and where all stop."""
+    start = tl.min(first, 0) // BLOCK * BLOCK
+    stop = tl.max(last, 0)
+    full_start = tl.cdiv(tl.max(first, 0), BLOCK) * BLOCK
+    full_stop = tl.maximum(tl.min(last, 0) // BLOCK * BLOCK, full_start)
+    return start, full_start, full_stop, stop
+
+
+@triton.jit
+def not_mine(bound, group, limit, WHEN: tl.constexpr):
+    """Whether another launch serves this group of heads: `bound` holds the largest norms of its queries and keys.
+
+    WHEN is "within" (the bound on the scores is at most `limit`), "beyond" (it is not, or is NaN), or "always".
+    """
+    if WHEN == "always":
+        return False
+    largest = tl.load(bound + 2 * group) * tl.load(bound + 2 * group + 1)
+    within = largest <= limit
+    return within != (WHEN == "within")
+
+
+@triton.jit
+def tanh(x, HOW: tl.constexpr):
+    """tanh, as exactly as HOW says; "odd7" for |x| ≤ 0.75 alone (1.1e-5, relative), "approx" the unit's (4.9e-4)."""
+    if HOW == "odd7":
+        u = x * x
+        y = ((-0.035452777 * u + 0.127426963) * u - 0.332696707) * u + 0.999988984
+        return y * x
+    elif HOW == "approx":
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        u = x * x
+        y = ((-0.00585216801 * u + 0.0207536283) * u - 0.0537687045) * u + 0.13331689
+        y = ((y * u - 0.333332833) * u + 0.999999998) * x
+        e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+        far = (1.0 - e) / (1.0 + e)
+        return tl.where(tl.abs(x) < 0.6, y, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def kept(seed, head, rows, cols, rate):
+    """Which weights dropout keeps: a function of the seed, the head, the query and the key alone (Philox)."""
+    key = cols + rows * 0
+    drawn, _, _, _ = tl.philox(seed, key, key * 0 + rows, key * 0 + head, key * 0)
+    return drawn.to(tl.uint32, bitcast=True) * 2.3283064365386963e-10 >= rate
