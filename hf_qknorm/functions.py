@@ -1,4 +1,4 @@
-"""The attention and mask functions registered with transformers: the only file that knows that contract.
+"""The attention functions registered with transformers: this file and masks.py alone know that contract.
 
 An attention function gets q `[B, H, T, D]` and k, v `[B, Hk, S, D]` after RoPE and after the cache, and returns
 `[B, T, H, D]` and the weights or None. A mask of None means causal if the module is and there is more than one query.
@@ -7,14 +7,13 @@ An attention function gets q `[B, H, T, D]` and k, v `[B, Hk, S, D]` after RoPE 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_qknorm.masks import structure, structured_mask
 from hf_qknorm.ops import library, reference
 
 CAP_BACKENDS: Final = (
@@ -89,6 +88,7 @@ def tiled_attention(
         causal=seen.causal,
         window=seen.window,
         mask=seen.mask,
+        ranges=seen.ranges,
         sinks=s_aux,
         dropout=dropout,
     )
@@ -129,78 +129,17 @@ def eager_attention(
         causal=seen.causal,
         window=seen.window,
         mask=seen.mask,
+        ranges=seen.ranges,
         sinks=s_aux,
         dropout_mask=dropout_mask,
     )
     return result.out.transpose(1, 2).contiguous(), result.weights.to(value.dtype)
 
 
-class Structure(NamedTuple):
-    """Which keys each query may see: the mask if there is one, else causality and window; keys cut to what matters."""
-
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    causal: bool
-    window: int | None
-
-
-def structure(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    window: int | None,
-    is_causal: bool | None = None,
-    boundaries: Tensor | None = None,
-) -> Structure:
-    """transformers' conventions for a call of an attention function, spelt out for the ops.
-
-    `boundaries` `[N + 1]` are the ends of packed sequences in the flattened batch (`cu_seq_lens_q`).
-    """
-    if mask is not None:  # it holds causality, window and padding
-        seen = Structure(key, value, mask[..., : key.shape[2]], False, None)
-        return _within_sequences(seen, query, boundaries)
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    queries, keys = query.shape[2], key.shape[2]
-    if causal and 1 < queries < keys:  # a static cache's first call: what lies beyond the queries is still empty
-        key, value = key[:, :, :queries], value[:, :, :queries]
-    seen = Structure(key, value, None, causal, window)  # causal with one query too: a window looks back only
-    return _within_sequences(seen, query, boundaries)
-
-
-def _within_sequences(seen: Structure, query: Tensor, boundaries: Tensor | None) -> Structure:
-    """Keep packed sequences apart where `cu_seq_lens_q` `[N + 1]` gives their ends in the flattened batch."""
-    if boundaries is None:
-        return seen
-    batch, length = query.shape[0], query.shape[2]
-    if length != seen.key.shape[2]:
-        raise ValueError("hf_qknorm attention takes cu_seq_lens_q for whole sequences only, not with a filled cache")
-    places = torch.arange(batch * length, device=query.device, dtype=boundaries.dtype)
-    row = torch.searchsorted(boundaries.to(query.device), places, right=True).view(batch, 1, length)
-    same, mask = row[..., :, None] == row[..., None, :], seen.mask
-    if mask is not None:
-        same = mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, torch.finfo(mask.dtype).min)
-    return seen._replace(mask=same)
-
-
 def _refuse_unsupported(arguments: dict[str, Any]) -> None:
     for name in ("position_bias", "cache"):
         if arguments.get(name) is not None:
             raise ValueError(f"hf_qknorm attention does not support the argument {name!r}")
-
-
-def structured_mask(*args: Any, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Tensor | None:
-    """A boolean mask `[B, 1, T, S]`, or None where causality and the layer's own window say all.
-
-    transformers passes a window as `local_size` so that a mask is built for it. The attention functions here get
-    the same window from the layer (`sliding_window`), so that a batch without padding needs no T×S mask.
-    """
-    chunked = getattr(config, "attention_chunk_size", None) is not None
-    if not chunked and local_size is not None and local_size == getattr(config, "sliding_window", None):
-        local_size = None
-    return sdpa_mask(*args, local_size=local_size, config=config, **kwargs)
 
 
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {

@@ -55,6 +55,12 @@ def real(batch: dict[str, Any]) -> Tensor:
     return batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
 
 
+def dense(ranges: Tensor, keys: int) -> Tensor:
+    """The boolean mask `[B, 1, T, S]` that says what the ranges `[B, T, 2]` of keys do."""
+    start, stop = ranges[:, None].unbind(-1)
+    return torch.stack([(j >= start) & (j < stop) for j in range(keys)], -1)
+
+
 def assert_near(actual: Tensor, expected: Tensor, tolerance: float, what: str = "result") -> None:
     """Fail unless the relative error, in the Frobenius norm, is at most `tolerance`."""
     got = error(actual.detach(), expected.detach())

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
-from hf_qknorm.functions import CAP_BACKENDS, REGISTERED, structured_mask
+from hf_qknorm.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.testing import error
 
 OWN = tuple(REGISTERED)
@@ -187,31 +187,6 @@ def test_the_cap_acts(model_type):
         assert moved[1] > 1e-3, backend
         assert moved[2] > 1e-6, backend
         assert moved[3] < TOLERANCE, backend
-
-
-def test_the_mask_is_none_where_structure_says_all():
-    """Plain causal and windowed batches need no T×S mask; padding and packed rows do."""
-    masks: list[Tensor | None] = []
-    model = capped_model("qwen2", "soft_cap")  # one full layer, one with a window
-    for layer in (layer.self_attn for layer in model.model.layers):
-        layer.observer = lambda module, q, k, v, mask, options: masks.append(mask)
-    for kind in BATCHES:
-        masks.clear()
-        model(**make_batch(kind))
-        assert len(masks) == 2
-        if kind == "plain":
-            assert masks == [None, None]
-        else:
-            assert all(mask.dtype == torch.bool and mask.shape == (2, 1, LENGTH, LENGTH) for mask in masks)
-            assert not torch.equal(*masks), "a padded window is in its mask"
-
-
-def test_a_window_that_is_not_the_layers_own_is_masked():
-    arguments = {"batch_size": 1, "q_length": 8, "kv_length": 8, "config": sharp_model("mistral").config}
-    assert structured_mask(**arguments, local_size=8) is None
-    mask = structured_mask(**arguments, local_size=3)
-    assert mask is not None
-    assert mask.dtype == torch.bool
 
 
 def test_a_model_without_causality_is_bidirectional():

@@ -111,7 +111,7 @@ def attention(
         logits = logits + mask
         seen = seen & (mask > torch.finfo(mask.dtype).min)  # transformers masks additively with finfo.min
     if ranges is not None:
-        start, stop = ranges[:, None].split(1, dim=-1)
+        start, stop = ranges[:, None, :, :, None].unbind(-2)
         key = torch.arange(k.shape[2], device=q.device)
         seen = seen & (key >= start) & (key < stop)
     logits = logits.masked_fill(~seen, -math.inf)

@@ -191,9 +191,7 @@ class Problem:
                 view.add_(part.to(self.dtype))
                 view.masked_fill_(part <= torch.finfo(part.dtype).min, -math.inf)
         if self.ranges is not None:
-            start, stop = self._spans(self.ranges, block.batch, block.rows)[:, None, None].split(1, dim=-1)
-            key = torch.arange(block.cols.start, block.cols.stop, device=self.device)
-            view.masked_fill_((key < start) | (key >= stop), -math.inf)
+            self._hide_outside(view, block, self._spans(self.ranges, block.batch, block.rows))
         causal, window = self.options.causal, self.options.window
         first = block.rows.start + self.keys - self.queries - block.cols.start  # the column of row 0's own key
         if causal and first + 1 < w:  # keys after the first query's own: a triangle
@@ -207,6 +205,17 @@ class Problem:
         rows = torch.arange(first, first + view.shape[3], device=self.device)
         distance = rows[:, None] - torch.arange(lo, hi, device=self.device)
         view[..., lo:hi].masked_fill_(hidden(distance), -math.inf)
+
+    def _hide_outside(self, view: Tensor, block: Block, spans: Tensor) -> None:
+        start, stop = (spans - block.cols.start)[:, None, None, ..., None].unbind(-2)
+        width = view.shape[-1]
+        parts = [(0, width)]
+        if self.device.type == "cpu":  # most columns are seen by all rows: leave them be
+            parts = [(0, min(int(start.max()), width)), (max(int(stop.min()), 0), width)]
+        for lo, hi in parts:
+            if lo < hi:
+                col = torch.arange(lo, hi, device=self.device)
+                view[..., lo:hi].masked_fill_((col < start) | (col >= stop), -math.inf)
 
     def keep(self, block: Block, seed: Tensor) -> Tensor:
         """The block's dropout mask, `[b·Hk, G·n, w]`: 0, or 1/(1 − rate). A function of the seed and the block."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_qknorm import functions
 from hf_qknorm.attention import QKNormAttention, patched_layers
+from hf_qknorm.masks import Structure, structure
 from hf_qknorm.ops import tiled
 
 CAP = 50.0  # what logits are held against where no cap is named: the one of Rybakov et al. 2024 and of Gemma 2
@@ -135,15 +135,14 @@ class _Watcher:
         self, layer: QKNormAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
     ) -> None:
         boundaries = options.get("cu_seq_lens_q")
-        seen = functions.structure(
-            layer, q, k, v, mask, options["sliding_window"], options.get("is_causal"), boundaries
-        )
+        seen = structure(layer, q, k, v, mask, options["sliding_window"], options.get("is_causal"), boundaries)
+        seen = _without_rows(seen, self.padding.real(q.shape[2], q.device))
         cap = self.cap or layer.softcap or CAP
         found = tiled.statistics(
             q,
             seen.key,
-            _without_rows(seen.mask, self.padding.real(q.shape[2], q.device)),
-            None,
+            seen.mask,
+            seen.ranges,
             None,
             tiled.Options(options["scaling"], options.get("softcap"), seen.causal, seen.window),
             cap,
@@ -156,12 +155,17 @@ class _Watcher:
             entry.squares[norm] = entry.squares[norm] + new if norm in entry.squares else new
 
 
-def _without_rows(mask: Tensor | None, real: Tensor | None) -> Tensor | None:
-    """The mask `[B, 1, T, S]` without what padding itself attends to, which it may where it stands at the right."""
-    if mask is None or real is None:
-        return mask
-    rows = real[:, None, :, None]
-    return mask & rows if mask.dtype == torch.bool else mask.masked_fill(~rows, torch.finfo(mask.dtype).min)
+def _without_rows(seen: Structure, real: Tensor | None) -> Structure:
+    """The structure without what padding itself attends to, which it may where it stands at the right."""
+    if real is None:
+        return seen
+    if seen.ranges is not None:
+        return seen._replace(ranges=seen.ranges.where(real[..., None], 0))
+    if seen.mask is None:
+        return seen
+    rows, mask = real[:, None, :, None], seen.mask
+    mask = mask & rows if mask.dtype == torch.bool else mask.masked_fill(~rows, torch.finfo(mask.dtype).min)
+    return seen._replace(mask=mask)
 
 
 @contextmanager

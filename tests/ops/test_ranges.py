@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiled_cases import Case, dense, draw_inputs, draw_ranges, drawn_dropout, oracle_results, tiled_results
+from tables import dense
+from tiled_cases import Case, draw_inputs, draw_ranges, drawn_dropout, oracle_results, tiled_results
 
 from hf_qknorm.ops import reference, tiled, tiling
 from hf_qknorm.testing import assert_within_budget

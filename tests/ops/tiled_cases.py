@@ -128,12 +128,6 @@ def draw_ranges(kind: str, batch: int, queries: int, keys: int) -> Tensor:
     return torch.stack([start, stop], -1).to(torch.int32)
 
 
-def dense(ranges: Tensor, keys: int) -> Tensor:
-    """The boolean mask `[B, 1, T, S]` that says the same."""
-    start, stop = ranges[:, None].unbind(-1)
-    return torch.stack([(j >= start) & (j < stop) for j in range(keys)], -1)
-
-
 def drawn_dropout(case: Case, inputs: Inputs) -> Tensor | None:
     """The dropout mask that `tiled` multiplies the weights by, if the case has dropout."""
     if inputs.seed is None:

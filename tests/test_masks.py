@@ -1,0 +1,302 @@
+"""Masks as ranges of keys: row by row what transformers' own mask says, in linear memory, or that mask itself."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import shutil
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from memory import LargestStorage
+from tables import BATCHES, LENGTH, dense, make_batch, sharp_model
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from transformers import DynamicCache, LlamaConfig, MistralConfig, StaticCache, masking_utils
+
+from hf_qknorm import patch_model
+from hf_qknorm.masks import CHUNK, is_ranges, structure, structured_mask
+from hf_qknorm.ops import reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+CREATE: dict[str, Callable[..., Any]] = {
+    "causal": masking_utils.create_causal_mask,
+    "window": masking_utils.create_sliding_window_causal_mask,
+    "bidirectional": masking_utils.create_bidirectional_mask,
+    "bidirectional_window": masking_utils.create_bidirectional_sliding_window_mask,
+    "chunked": masking_utils.create_chunked_causal_mask,
+}
+PADDING = {
+    "none": [],
+    "full": [[1] * 9, [1] * 9],
+    "left": [[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9],
+    "right": [[1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0]],
+    "both": [[0, 1, 1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 1]],
+    "nothing": [[0] * 9, [1] * 9],
+}
+HOLES = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 1, 1, 1, 0]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
+
+
+def config(kind: str, window: int = 4, **settings: Any) -> Any:
+    """A config whose masks of this kind are the hf_qknorm ones."""
+    if kind == "chunked":
+        return LlamaConfig(attention_chunk_size=window, attn_implementation="hf_qknorm", **settings)
+    own = window if "window" in kind else None
+    return MistralConfig(sliding_window=own, attn_implementation="hf_qknorm", num_hidden_layers=1, **settings)
+
+
+def create(
+    kind: str, settings: Any, length: int, padding: Tensor | None = None, cache: Any = None, **options: Any
+) -> Any:
+    """The mask that a model of these settings would give its layers."""
+    hidden = torch.zeros(2, length, 1)
+    return CREATE[kind](settings, hidden, padding, past_key_values=cache, **options)
+
+
+def transformers_own(kind: str, settings: Any, *args: Any, **options: Any) -> Tensor:
+    """The boolean mask `[B, 1, T, S]` that the same call gives transformers' eager attention."""
+    settings._attn_implementation = "eager"
+    skip = "allow_is_bidirectional_skip"
+    always = {skip: False} if skip in inspect.signature(CREATE[kind]).parameters else {}
+    mask = create(kind, settings, *args, **always, **options)
+    settings._attn_implementation = "hf_qknorm"
+    return mask == 0
+
+
+def says(mask: Tensor | None, expected: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Who sees whom, `[B, 1, T, S]`, when a layer of this causality and window gets the mask."""
+    batch, _, queries, keys = expected.shape
+    q, k = torch.zeros(batch, 1, queries, 1), torch.zeros(batch, 1, keys, 1)
+    seen = structure(SimpleNamespace(is_causal=causal), q, k, k, mask, window)
+    kept = seen.key.shape[2]
+    visible = reference.visible(queries, kept, seen.causal, seen.window).expand(batch, 1, -1, -1)
+    if seen.ranges is not None:
+        visible = visible & dense(seen.ranges, kept)
+    visible = visible if seen.mask is None else visible & seen.mask
+    return torch.nn.functional.pad(visible, (0, keys - kept))
+
+
+def assert_ranges(mask: Tensor, batch: int, queries: int) -> None:
+    assert is_ranges(mask)
+    assert mask.shape == (batch, 1, queries, 2)
+    assert mask.is_contiguous()
+    assert (mask.diff(dim=2) >= 0).all()
+
+
+@pytest.mark.parametrize("window", [1, 4, 9, 20])
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("kind", CREATE)
+def test_padded_batches_are_ranges(kind, padding, window):
+    given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
+    expected = transformers_own(kind, config(kind, window), 9, given)
+    mask = create(kind, config(kind, window), 9, given)
+    if mask is None:
+        assert padding in ("none", "full")
+    else:
+        assert_ranges(mask, 2, 9)
+    causal = "bidirectional" not in kind
+    assert torch.equal(says(mask, expected, causal, window if "window" in kind else None), expected)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "chunked"])
+@pytest.mark.parametrize("rows", [POSITIONS, POSITIONS[:1], POSITIONS + 5], ids=["each", "shared", "offset"])
+def test_packed_positions_are_ranges(kind, rows):
+    expected = transformers_own(kind, config(kind), 9, position_ids=rows)
+    mask = create(kind, config(kind), 9, position_ids=rows)
+    assert_ranges(mask, 2, 9)
+    assert torch.equal(dense(mask[:, 0], 9), expected)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "window", "chunked"])
+@pytest.mark.parametrize("steps", [(9, 1, 1, 1), (3, 3, 1, 1, 3), (1, 1, 1, 1, 1, 1), (2, 9)], ids=str)
+def test_steps_into_a_cache_are_ranges(steps, kind, padded, static):
+    settings = config(kind, num_key_value_heads=1, num_attention_heads=1, hidden_size=4)
+    cache = StaticCache(settings, max_cache_len=16) if static else DynamicCache(config=settings)
+    for number, length in enumerate(steps):
+        done = sum(steps[: number + 1])
+        given = torch.ones(2, done, dtype=torch.long)
+        given[0, :2] = 0
+        given = given if padded else None
+        expected = transformers_own(kind, settings, length, given, cache)
+        mask = create(kind, settings, length, given, cache)
+        if mask is not None:
+            assert_ranges(mask, 2, length)
+        seen = says(mask, expected, True, settings.sliding_window if kind == "window" else None)
+        assert torch.equal(seen, expected)
+        k = torch.zeros(2, 1, length, 4)
+        assert cache.update(k, k, 0)[0].shape[2] == expected.shape[3]
+
+
+@pytest.mark.parametrize("kind", CREATE)
+def test_holes_are_a_mask(kind):
+    expected = transformers_own(kind, config(kind), 9, HOLES)
+    mask = create(kind, config(kind), 9, HOLES)
+    assert mask.dtype == torch.bool
+    assert torch.equal(mask, expected)
+
+
+def prefix(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """An image's tokens, of which each sees all."""
+    return key < 4
+
+
+def even(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key % 2 == 0
+
+
+def not_the_third(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return query != 2
+
+
+def backwards(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key + query == 8
+
+
+OWN = [
+    ({"or_mask_function": prefix}, True),
+    ({"and_mask_function": even}, False),
+    ({"and_mask_function": not_the_third}, False),  # between rows that see the first key, none can be empty
+    ({"and_mask_function": lambda b, h, query, key: (query >= 3) & (query < 7)}, True),
+    ({"and_mask_function": backwards}, False),  # a key each, but starts that decrease
+    ({"or_mask_function": backwards}, False),
+    ({"block_sequence_ids": torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1]] * 2)}, True),
+    ({"block_sequence_ids": torch.tensor([[0, 0, -1, -1, -1, 0, 0, -1, -1]] * 2)}, False),
+]
+
+
+@pytest.mark.parametrize("chunk", [1, 40, CHUNK])
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize(("function", "contiguous"), OWN)
+def test_functions_of_the_users_own_are_ranges_where_they_can_be(function, contiguous, padding, chunk, monkeypatch):
+    monkeypatch.setattr("hf_qknorm.masks.CHUNK", chunk)
+    given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
+    expected = transformers_own("causal", config("causal"), 9, given, **function)
+    mask = create("causal", config("causal"), 9, given, **function)
+    assert is_ranges(mask) == contiguous
+    if contiguous:
+        assert_ranges(mask, 2, 9)
+        mask = dense(mask[:, 0], 9)
+    assert torch.equal(mask, expected)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "bidirectional", "bidirectional_window"])
+@pytest.mark.parametrize("given", ["padding", "positions", "cache"])
+def test_the_usual_masks_are_linear(kind, given):
+    """Nothing is larger than a few numbers a token: the closed forms are found, in every version of transformers."""
+    length, window = 4096, 100
+    padding = torch.ones(2, length, dtype=torch.bool)
+    padding[0, :7] = False
+    arguments: dict[str, Any] = {"padding": padding}
+    if given == "positions":
+        arguments = {"position_ids": torch.arange(length).remainder(1000)[None]}
+    elif given == "cache":
+        settings = config(kind, num_key_value_heads=1, num_attention_heads=1, hidden_size=4)
+        arguments["cache"] = StaticCache(settings, max_cache_len=2 * length)
+    with LargestStorage() as largest:
+        create(kind, config(kind, window), length, **arguments)
+    assert largest.elements <= 8 * length
+
+
+@pytest.mark.parametrize("function", [{"or_mask_function": prefix}, {"block_sequence_ids": -torch.ones(2, 4096)}])
+def test_a_mask_that_must_be_looked_at_is_looked_at_in_parts(function):
+    with LargestStorage() as largest:
+        mask = create("causal", config("causal"), 4096, **function)
+    assert_ranges(mask, 2, 4096)
+    assert largest.elements <= CHUNK < 4096**2
+
+
+@pytest.mark.parametrize("given", ["left", "both", "packed"])
+@pytest.mark.parametrize("kind", ["causal", "window"])
+def test_a_trace_reads_the_same_ranges(kind, given):
+    torch.compiler.reset()
+    settings = config(kind)
+    arguments = {"position_ids": POSITIONS} if given == "packed" else {"padding": torch.tensor(PADDING[given])}
+    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(kind, settings, 9, **arguments), create(kind, settings, 9, **arguments))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
+@pytest.mark.parametrize("kind", ["causal", "window"])
+def test_a_compiled_mask_is_linear(kind):
+    """Inductor fuses the T×S mask into what is read from it: no buffer is that large."""
+    torch.compiler.reset()
+    length, settings = 500, config(kind, 100)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        positions = torch.arange(length).remainder(200)[None]
+        mask, code = run_and_get_code(
+            torch.compile(create, fullgraph=True), kind, settings, length, position_ids=positions
+        )
+    assert torch.equal(mask, create(kind, settings, length, position_ids=positions))
+    shapes = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", "".join(code))
+    assert 0 < max(math.prod(int(n) for n in re.findall(r"\d+", shape)) for shape in shapes) <= 8 * length
+
+
+def test_a_trace_keeps_the_mask_of_a_users_own_function():
+    torch.compiler.reset()
+    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
+    expected = transformers_own("causal", config("causal"), 9, and_mask_function=even)
+    assert torch.equal(compiled("causal", config("causal"), 9, and_mask_function=even), expected)
+
+
+def test_holes_in_a_trace_are_refused():
+    torch.compiler.reset()
+    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
+    settings = config("causal")
+    assert is_ranges(compiled("causal", settings, 9, torch.ones_like(HOLES)))
+    with pytest.raises(RuntimeError, match=r"keys without a gap.*boolean attention_mask \[B, 1, T, S\]"):
+        compiled("causal", settings, 9, HOLES)
+
+
+def test_the_mask_is_none_where_structure_says_all():
+    """Plain causal and windowed batches need no mask; padding and packed rows do."""
+    masks: list[Tensor | None] = []
+    model = patch_model(sharp_model("qwen2"), "soft_cap")  # one full layer, one with a window
+    for layer in (layer.self_attn for layer in model.model.layers):
+        layer.observer = lambda module, q, k, v, mask, options: masks.append(mask)
+    for kind in BATCHES:
+        masks.clear()
+        model(**make_batch(kind))
+        assert len(masks) == 2
+        if kind == "plain":
+            assert masks == [None, None]
+        else:
+            assert all(is_ranges(mask) and mask.shape == (2, 1, LENGTH, 2) for mask in masks)
+            assert not torch.equal(*masks), "a padded window is in its mask"
+
+
+def test_a_window_that_is_not_the_layers_own_is_masked():
+    arguments = {"batch_size": 1, "q_length": 8, "kv_length": 8, "config": sharp_model("mistral").config}
+    assert structured_mask(**arguments, local_size=8) is None
+    assert structured_mask(**arguments, local_size=3) is not None
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None), (False, 2)])
+@pytest.mark.parametrize("given", ["nothing", "ranges", "mask"])
+@pytest.mark.parametrize("ends", [(0, 4, 9, 13, 18), (0, 6, 12, 12, 18), (3, 11)], ids=str)
+def test_ends_of_packed_sequences_are_ranges(ends, given, causal, window):
+    """Also of sequences that go on in the next row of the batch, and of tokens outside any."""
+    padding = torch.tensor(PADDING["both"]).bool()[:, None, None]
+    padding = None if given == "nothing" else padding & reference.visible(9, 9, causal, window)
+    mask = padding
+    if given == "ranges":
+        mask = create("causal", config("causal"), 9, torch.tensor(PADDING["both"]))
+        padding, causal, window = dense(mask[:, 0], 9), False, None
+    q = torch.zeros(2, 1, 9, 1)
+    module = SimpleNamespace(is_causal=causal)
+    seen = structure(module, q, q, q, mask, window, boundaries=torch.tensor(ends, dtype=torch.int32))
+    of = torch.tensor([sum(place >= end for end in ends) for place in range(18)]).view(2, 1, 9)
+    expected = (of[..., :, None] == of[..., None, :]) & reference.visible(9, 9, causal, window)
+    expected = expected if padding is None else expected & padding
+    if given == "mask":
+        assert torch.equal(seen.mask, expected)
+    else:
+        assert_ranges(seen.ranges[:, None], 2, 9)
+        assert (seen.mask, seen.causal, seen.window) == (None, False, None)
+        assert torch.equal(dense(seen.ranges, 9), expected)
