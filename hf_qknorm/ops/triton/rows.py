@@ -1,7 +1,8 @@
 """What is done to one row of a head, on the device: its norm, its rotation, and the way back through both.
 
-Tiles are fp32 `[M, P]` with P the power of two that holds head_dim; columns from head_dim on are padding and hold zeros.
-All norms have one form, n = (x − shift)·factor with two numbers a row, so that any column can be computed alone.
+Tiles are fp32 `[M, P]` with P the power of two that holds head_dim; columns from head_dim on are padding and hold 0.
+All norms have one form, n = (x − shift)·factor with two numbers a row, so that any column can be computed alone. Those
+of no norm, "none", are 0 and 1.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ def statistics(x, real, eps, p, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
 
     A row of zeros (for "layer": of equal entries) has factor 0: it stays zero and gets no gradient.
     """
-    shift = tl.sum(x, 1) * 0.0
+    shift = tl.zeros([x.shape[0]], tl.float32)
     if NORM == "layer":
         shift = tl.sum(x, 1) / HEAD_DIM
         x = tl.where(real[None, :], x - shift[:, None], 0.0)
-    if NORM == "lp":
+    if NORM == "none":
+        factor = shift + 1.0
+    elif NORM == "lp":
         largest = tl.max(tl.abs(x), 1)
-        floor = tl.sqrt(eps)
+        floor = tl.sqrt_rn(shift + eps)
         peak = tl.maximum(largest, floor)  # |x|ᵖ must not overflow
         power = tl.sum(_power(tl.abs(x) / peak[:, None], p), 1) + HEAD_DIM * _power(floor / peak, p)
         factor = tl.where(largest > 0, tl.exp2(-tl.log2(power) / p) / peak, 0.0)
@@ -39,7 +42,9 @@ def backward(dn, x, real, shift, factor, p, HEAD_DIM: tl.constexpr, NORM: tl.con
     """The gradient of x `[M, P]` and n itself, for the gradient dn of n = (x − shift)·factor; padding in dn is zero."""
     n = tl.where(real[None, :], (x - shift[:, None]) * factor[:, None], 0.0)
     along = tl.sum(dn * n, 1)[:, None]
-    if NORM == "lp":
+    if NORM == "none":
+        dx = dn
+    elif NORM == "lp":
         size = _power(tl.abs(n), p - 1.0)
         dx = dn - tl.where(n < 0, -size, size) * along
     elif NORM == "l2":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 try:
     import triton  # noqa: F401
@@ -22,3 +25,18 @@ else:
     import interpreter
 
     interpreter.install()
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds NaN: whatever a kernel should have written, or should not have read, shows."""
+
+    def poisoned(create: Any) -> Any:
+        def new(*arguments: Any, **options: Any) -> Tensor:
+            x = create(*arguments, **options)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return new
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
