@@ -2,90 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-import math
-import re
-import shutil
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from mask_cases import CREATE, HOLES, PADDING, POSITIONS, assert_ranges, config, create, even, says, transformers_own
 from memory import LargestStorage
 from tables import BATCHES, LENGTH, dense, make_batch, sharp_model
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
-from transformers import DynamicCache, LlamaConfig, MistralConfig, StaticCache, masking_utils
+from transformers import DynamicCache, StaticCache, masking_utils
 
 from hf_qknorm import patch_model
 from hf_qknorm.masks import CHUNK, is_ranges, structure, structured_mask
 from hf_qknorm.ops import reference
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
-CREATE: dict[str, Callable[..., Any]] = {
-    "causal": masking_utils.create_causal_mask,
-    "window": masking_utils.create_sliding_window_causal_mask,
-    "bidirectional": masking_utils.create_bidirectional_mask,
-    "bidirectional_window": masking_utils.create_bidirectional_sliding_window_mask,
-    "chunked": masking_utils.create_chunked_causal_mask,
-}
-PADDING = {
-    "none": [],
-    "full": [[1] * 9, [1] * 9],
-    "left": [[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9],
-    "right": [[1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0]],
-    "both": [[0, 1, 1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 1]],
-    "nothing": [[0] * 9, [1] * 9],
-}
-HOLES = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 1, 1, 1, 0]])
-POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
-
-
-def config(kind: str, window: int = 4, **settings: Any) -> Any:
-    """A config whose masks of this kind are the hf_qknorm ones."""
-    if kind == "chunked":
-        return LlamaConfig(attention_chunk_size=window, attn_implementation="hf_qknorm", **settings)
-    own = window if "window" in kind else None
-    return MistralConfig(sliding_window=own, attn_implementation="hf_qknorm", num_hidden_layers=1, **settings)
-
-
-def create(
-    kind: str, settings: Any, length: int, padding: Tensor | None = None, cache: Any = None, **options: Any
-) -> Any:
-    """The mask that a model of these settings would give its layers."""
-    hidden = torch.zeros(2, length, 1)
-    return CREATE[kind](settings, hidden, padding, past_key_values=cache, **options)
-
-
-def transformers_own(kind: str, settings: Any, *args: Any, **options: Any) -> Tensor:
-    """The boolean mask `[B, 1, T, S]` that the same call gives transformers' eager attention."""
-    settings._attn_implementation = "eager"
-    skip = "allow_is_bidirectional_skip"
-    always = {skip: False} if skip in inspect.signature(CREATE[kind]).parameters else {}
-    mask = create(kind, settings, *args, **always, **options)
-    settings._attn_implementation = "hf_qknorm"
-    return mask == 0
-
-
-def says(mask: Tensor | None, expected: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Who sees whom, `[B, 1, T, S]`, when a layer of this causality and window gets the mask."""
-    batch, _, queries, keys = expected.shape
-    q, k = torch.zeros(batch, 1, queries, 1), torch.zeros(batch, 1, keys, 1)
-    seen = structure(SimpleNamespace(is_causal=causal), q, k, k, mask, window)
-    kept = seen.key.shape[2]
-    visible = reference.visible(queries, kept, seen.causal, seen.window).expand(batch, 1, -1, -1)
-    if seen.ranges is not None:
-        visible = visible & dense(seen.ranges, kept)
-    visible = visible if seen.mask is None else visible & seen.mask
-    return torch.nn.functional.pad(visible, (0, keys - kept))
-
-
-def assert_ranges(mask: Tensor, batch: int, queries: int) -> None:
-    assert is_ranges(mask)
-    assert mask.shape == (batch, 1, queries, 2)
-    assert mask.is_contiguous()
-    assert (mask.diff(dim=2) >= 0).all()
 
 
 @pytest.mark.parametrize("window", [1, 4, 9, 20])
@@ -98,7 +28,7 @@ def test_padded_batches_are_ranges(kind, padding, window):
     if mask is None:
         assert padding in ("none", "full")
     else:
-        assert_ranges(mask, 2, 9)
+        assert_ranges(mask, 2, 9, 9)
     causal = "bidirectional" not in kind
     assert torch.equal(says(mask, expected, causal, window if "window" in kind else None), expected)
 
@@ -108,7 +38,7 @@ def test_padded_batches_are_ranges(kind, padding, window):
 def test_packed_positions_are_ranges(kind, rows):
     expected = transformers_own(kind, config(kind), 9, position_ids=rows)
     mask = create(kind, config(kind), 9, position_ids=rows)
-    assert_ranges(mask, 2, 9)
+    assert_ranges(mask, 2, 9, 9)
     assert torch.equal(dense(mask[:, 0], 9), expected)
 
 
@@ -127,7 +57,7 @@ def test_steps_into_a_cache_are_ranges(steps, kind, padded, static):
         expected = transformers_own(kind, settings, length, given, cache)
         mask = create(kind, settings, length, given, cache)
         if mask is not None:
-            assert_ranges(mask, 2, length)
+            assert_ranges(mask, 2, length, expected.shape[3])
         seen = says(mask, expected, True, settings.sliding_window if kind == "window" else None)
         assert torch.equal(seen, expected)
         k = torch.zeros(2, 1, length, 4)
@@ -145,10 +75,6 @@ def test_holes_are_a_mask(kind):
 def prefix(batch: Any, head: Any, query: Any, key: Any) -> Any:
     """An image's tokens, of which each sees all."""
     return key < 4
-
-
-def even(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    return key % 2 == 0
 
 
 def not_the_third(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -181,7 +107,7 @@ def test_functions_of_the_users_own_are_ranges_where_they_can_be(function, conti
     mask = create("causal", config("causal"), 9, given, **function)
     assert is_ranges(mask) == contiguous
     if contiguous:
-        assert_ranges(mask, 2, 9)
+        assert_ranges(mask, 2, 9, 9)
         mask = dense(mask[:, 0], 9)
     assert torch.equal(mask, expected)
 
@@ -208,50 +134,23 @@ def test_the_usual_masks_are_linear(kind, given):
 def test_a_mask_that_must_be_looked_at_is_looked_at_in_parts(function):
     with LargestStorage() as largest:
         mask = create("causal", config("causal"), 4096, **function)
-    assert_ranges(mask, 2, 4096)
+    assert_ranges(mask, 2, 4096, 4096)
     assert largest.elements <= CHUNK < 4096**2
 
 
-@pytest.mark.parametrize("given", ["left", "both", "packed"])
-@pytest.mark.parametrize("kind", ["causal", "window"])
-def test_a_trace_reads_the_same_ranges(kind, given):
-    torch.compiler.reset()
-    settings = config(kind)
-    arguments = {"position_ids": POSITIONS} if given == "packed" else {"padding": torch.tensor(PADDING[given])}
-    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(kind, settings, 9, **arguments), create(kind, settings, 9, **arguments))
+def test_sequences_that_come_back_are_a_mask():
+    ids = torch.tensor([[0, 0, 1, 1, 0, 0]])
+    arguments = {"batch_size": 1, "q_length": 6, "kv_length": 6, "allow_is_causal_skip": False}
+    arguments["mask_function"] = masking_utils.packed_sequence_mask_function(ids)
+    assert torch.equal(structured_mask(**arguments), masking_utils.sdpa_mask(**arguments))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
-@pytest.mark.parametrize("kind", ["causal", "window"])
-def test_a_compiled_mask_is_linear(kind):
-    """Inductor fuses the T×S mask into what is read from it: no buffer is that large."""
-    torch.compiler.reset()
-    length, settings = 500, config(kind, 100)
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        positions = torch.arange(length).remainder(200)[None]
-        mask, code = run_and_get_code(
-            torch.compile(create, fullgraph=True), kind, settings, length, position_ids=positions
-        )
-    assert torch.equal(mask, create(kind, settings, length, position_ids=positions))
-    shapes = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", "".join(code))
-    assert 0 < max(math.prod(int(n) for n in re.findall(r"\d+", shape)) for shape in shapes) <= 8 * length
-
-
-def test_a_trace_keeps_the_mask_of_a_users_own_function():
-    torch.compiler.reset()
-    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
-    expected = transformers_own("causal", config("causal"), 9, and_mask_function=even)
-    assert torch.equal(compiled("causal", config("causal"), 9, and_mask_function=even), expected)
-
-
-def test_holes_in_a_trace_are_refused():
-    torch.compiler.reset()
-    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
-    settings = config("causal")
-    assert is_ranges(compiled("causal", settings, 9, torch.ones_like(HOLES)))
-    with pytest.raises(RuntimeError, match=r"keys without a gap.*boolean attention_mask \[B, 1, T, S\]"):
-        compiled("causal", settings, 9, HOLES)
+def test_ranges_end_where_the_keys_do():
+    ranges = torch.tensor([[0, 3], [2, 8]], dtype=torch.int32).view(1, 1, 2, 2)
+    q, k = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 5, 1)
+    assert structure(SimpleNamespace(), q, k, k, ranges, None).ranges.tolist() == [[[0, 3], [2, 5]]]
+    everything = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
+    assert structured_mask(1, 2, 5, **everything).tolist() == [[[[0, 5], [0, 5]]]]
 
 
 def test_the_mask_is_none_where_structure_says_all():
@@ -275,6 +174,8 @@ def test_a_window_that_is_not_the_layers_own_is_masked():
     arguments = {"batch_size": 1, "q_length": 8, "kv_length": 8, "config": sharp_model("mistral").config}
     assert structured_mask(**arguments, local_size=8) is None
     assert structured_mask(**arguments, local_size=3) is not None
+    arguments["config"].attention_chunk_size = 8  # then the size is that of the chunks, which no layer knows
+    assert structured_mask(**arguments, local_size=8) is not None
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None), (False, 2)])
@@ -297,6 +198,6 @@ def test_ends_of_packed_sequences_are_ranges(ends, given, causal, window):
     if given == "mask":
         assert torch.equal(seen.mask, expected)
     else:
-        assert_ranges(seen.ranges[:, None], 2, 9)
+        assert_ranges(seen.ranges[:, None], 2, 9, 9)
         assert (seen.mask, seen.causal, seen.window) == (None, False, None)
         assert torch.equal(dense(seen.ranges, 9), expected)
