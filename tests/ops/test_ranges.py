@@ -82,7 +82,8 @@ def test_statistics_are_the_oracles(case: Case) -> None:
 
 def test_a_block_reads_no_keys_outside_its_ranges() -> None:
     inputs = draw_inputs(Case(batch=1, queries=200, ranges="packed"), torch.float32)
+    inputs.ranges[0, 70:80] = 0  # as rows of padding are where statistics leave them out
     problem = tiling.Problem(inputs.q, inputs.k, inputs.v, None, inputs.ranges, None, tiled.Options(1.0))
     for block in problem.blocks:
-        start, stop = inputs.ranges[0, block.rows].unbind(-1)
-        assert (block.cols.start, block.cols.stop) == (int(start.min()), min(int(stop.max()), 200))
+        rows = [(start, stop) for start, stop in inputs.ranges[0, block.rows].tolist() if stop > start]
+        assert (block.cols.start, block.cols.stop) == (rows[0][0], min(rows[-1][1], 200))
