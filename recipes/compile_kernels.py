@@ -1,0 +1,200 @@
+"""What the compiler makes of every kernel configuration, without a GPU: one table, and the limits that it must keep.
+
+    python recipes/compile_kernels.py --arch 90
+
+Calls the package's own functions with CPU tensors; each kernel that they launch is compiled as it would be for that GPU
+(80, 90 or 100: Ampere, Hopper, Blackwell), and not started. Prints Markdown; exits with 1, naming each broken limit.
+Limits are for Hopper: elsewhere everything must compile. Slots are the instructions that the main loop issues for one
+score, MUFU those among them for exp2 and tanh, spills the bytes of a thread. Run it without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+import triton
+from compiled import Failure, Report, compiling
+
+from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.tiling import Options
+from hf_qknorm.ops.triton import flash
+
+ARCHES = (80, 90, 100)
+HOPPER = 90
+SHARED = 232_448  # bytes a block may have on Hopper, which ptxas does not check
+SPILL_FREE = {"forward_kernel": 256, "query_kernel": 256, "key_kernel": 128}  # kernel: largest head_dim
+SLOTS = {("approx", False): 6.5, ("none", False): 4.5, ("none", True): 7.8}  # (TANH, ONLINE): at head_dim 128
+EXTRA = 0.5  # what Triton 3.9 spends more than 3.6, on the descriptors of matrix instructions
+COLUMNS = (
+    "kernel",
+    "configuration",
+    "warps",
+    "stages",
+    "registers",
+    "spills",
+    "shared",
+    "matrix",
+    "MUFU",
+    "slots",
+    "size",
+)
+
+
+def broken(report: Report) -> list[str]:
+    """The limits for Hopper that a kernel breaks."""
+    found = []
+    attention = report.kernel in SPILL_FREE and report.dtype != "fp32"
+    if report.shared > SHARED:
+        found.append(f"{report.shared:,} bytes of shared memory, expected at most {SHARED:,}")
+    if attention and report.spilled and not spills_allowed(report):
+        found.append(f"{report.spilled:,} bytes spilled, expected none")
+    if attention and "HGMMA" not in report.matrix:
+        found.append(f"no HGMMA, got {report.matrix or 'no matrix instructions'}")
+    limit = slots_limit(report)
+    if limit is not None and (report.slots is None or report.slots > limit):
+        got = "no main loop" if report.slots is None else f"{report.slots:.2f}"
+        found.append(f"{got} issue slots a score, expected at most {limit}")
+    return found
+
+
+def spills_allowed(report: Report) -> bool:
+    """Wide heads, dropout's random numbers and the powers of an Lp norm take more registers than there are."""
+    told = report.constants
+    return told["PADDED"] > SPILL_FREE[report.kernel] or bool(told.get("DROPOUT")) or told.get("NORM") == "lp"
+
+
+def slots_limit(report: Report) -> float | None:
+    """How many issue slots a score may take, where that is limited: in the plain forward pass at head_dim 128."""
+    told = report.constants
+    if report.kernel != "forward_kernel" or report.dtype == "fp32" or told["PADDED"] != 128:
+        return None
+    if any(told.get(extra) for extra in ("SCALED", "WINDOW", "RANGES", "DROPOUT", "STATISTICS")):
+        return None
+    limit = SLOTS.get((told["TANH"], told["ONLINE"]))
+    newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+    return limit + EXTRA if limit is not None and newer else limit
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step of causal attention, and what is fused into it."""
+
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    norm: str = "rms"
+    rotary: float = 1.0  # the share of head_dim
+    interleaved: bool = False
+    softcap: float | None = 50.0
+    window: int | None = None
+    dropout: float = 0.0
+    ranges: bool = False
+    sinks: bool = False
+    statistics: bool = False
+    tf32: bool = False
+
+    def launch(self) -> None:
+        """Call forward and backward."""
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        b, h, hk, t, d = 2, 8, 2, 1024, self.head_dim
+        empty = partial(torch.empty, dtype=self.dtype)
+        q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
+        norm = Norm(self.norm, None if self.norm == "none" else empty(d))
+        cos = empty(1, t, int(d * self.rotary) // 2)
+        rotary = Rotary(cos, cos, self.interleaved) if self.rotary else None
+        ranges = torch.zeros(b, t, 2, dtype=torch.int32) if self.ranges else None
+        seed = torch.zeros(1, dtype=torch.int64) if self.dropout else None
+        heads = flash.Heads(q, k, v, norm, norm, rotary)
+        visible = flash.Visible(ranges, empty(h) if self.sinks else None, seed)
+        options = Options(d**-0.5, self.softcap, True, self.window, self.dropout)
+        out = flash.forward(heads, visible, options, self.statistics)
+        if not self.statistics:
+            flash.backward(torch.empty_like(out.out), heads, visible, options, out.out, out.lse)
+
+
+RAW = {"norm": "none", "rotary": 0.0}
+PLAIN = RAW | {"softcap": None}
+CASES = {
+    **{f"capped {d}": Case(d) for d in (256, 128, 64)},
+    **{f"uncapped {d}": Case(d, softcap=None) for d in (256, 128, 64)},
+    **{f"fp32 {d}": Case(d, torch.float32, **PLAIN) for d in (256, 128, 64)},
+    "fp32, tf32": Case(64, torch.float32, **PLAIN, tf32=True),
+    "fp16": Case(dtype=torch.float16, **RAW),
+    "plain 16": Case(16, **PLAIN),
+    "raw": Case(**RAW),
+    "interleaved": Case(96, interleaved=True, softcap=None),
+    "partial": Case(80, norm="layer", rotary=0.4, softcap=None),
+    "lp": Case(64, norm="lp", softcap=None),
+    "ranges": Case(**PLAIN, ranges=True),
+    "window": Case(**PLAIN, window=256, sinks=True),
+    "dropout": Case(64, **PLAIN, dropout=0.1),
+    "statistics": Case(**PLAIN, statistics=True),
+}
+
+
+def compile_case(name: str, arch: int) -> list[Report | Failure]:
+    """What the launches of a case compile to."""
+    torch.set_num_threads(1)
+    with compiling(arch) as reports:
+        CASES[name].launch()
+    return reports
+
+
+def row(report: Report) -> str:
+    """A line of the table."""
+    matrix = " ".join(f"{n} {name}" for name, n in report.matrix.items())
+    mufu = " ".join(f"{n:.2f} {name}" for name, n in report.mufu.items())
+    slots = "" if report.slots is None else f"{report.slots:.2f}"
+    cells = [report.kernel, report.configuration, report.warps, report.stages, report.registers, report.spilled]
+    return line(*cells, f"{report.shared:,}", matrix, mufu, slots, report.size)
+
+
+def line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> str | None:
+    """Print the table; returns the complaints, if any."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, choices=ARCHES, default=HOPPER)
+    parser.add_argument("--case", action="append", choices=CASES, help="one of the cases; default: all")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    if triton.knobs.runtime.interpret:
+        parser.error("kernels are interpreted: unset TRITON_INTERPRET")
+    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
+        found = pool.map(partial(compile_case, arch=args.arch), args.case or CASES)
+        results = [result for results in found for result in results]
+    print(f"sm_{args.arch}, Triton {triton.__version__}, PyTorch {torch.__version__}\n")
+    print(line(*COLUMNS), line(*("-" * len(COLUMNS))), sep="\n")
+    print(*dict.fromkeys(row(result) for result in results if isinstance(result, Report)), sep="\n")
+    complaints = [complaint for result in results for complaint in complain(result, args.arch)]
+    if not args.case:
+        complaints += unmet(results)
+    return "\n".join(dict.fromkeys(complaints)) or None
+
+
+def complain(result: Report | Failure, arch: int) -> list[str]:
+    """What is wrong with it, a line each."""
+    where = f"{result.kernel} ({result.configuration})"
+    if isinstance(result, Failure):
+        return [f"{where}: does not compile: {result.error}"]
+    return [f"{where}: {limit}" for limit in broken(result)] if arch == HOPPER else []
+
+
+def unmet(results: list[Report | Failure]) -> list[str]:
+    """The limits that nothing was measured by, as after a kernel was renamed."""
+    reports = [result for result in results if isinstance(result, Report) and result.dtype != "fp32"]
+    kernels = {report.kernel for report in reports}
+    loops = {(r.constants["TANH"], r.constants["ONLINE"]) for r in reports if slots_limit(r) is not None}
+    return [f"no limit was checked of {x}" for x in [*(SPILL_FREE.keys() - kernels), *(SLOTS.keys() - loops)]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
