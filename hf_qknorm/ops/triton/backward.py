@@ -13,25 +13,31 @@ from hf_qknorm.ops.triton.rows import backward, partners, statistics
 from hf_qknorm.ops.triton.scores import kept, keys_seen, not_mine, queries_seeing, segments, tanh
 
 
+ALIGNED: tl.constexpr = tl.constexpr(128)  # rows of a head in `sums` are padded to this, so that tiles need no mask
+
+
 @triton.jit
-def delta_kernel(OUT, GRAD, delta, heads, queries, BLOCK_M: tl.constexpr, PADDED: tl.constexpr):
-    """Σ out·grad of each row, `[B, H, T]`: what the softmax's gradient subtracts."""
-    blocks = tl.cdiv(queries, BLOCK_M)
+def sums_kernel(OUT, GRAD, lse, sums, heads, queries, BLOCK_M: tl.constexpr, PADDED: tl.constexpr):
+    """Two numbers a row, `[B, H, 2, T′]`: its log-sum-exp and Σ out·grad, which the softmax's gradient subtracts."""
+    stride = tl.cdiv(queries, ALIGNED) * ALIGNED
+    blocks = stride // BLOCK_M
     number = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * BLOCK_M
     at = [number // heads, number % heads, start, 0]
     out = OUT.load(at).reshape(BLOCK_M, PADDED).to(tl.float32)
     grad = GRAD.load(at).reshape(BLOCK_M, PADDED).to(tl.float32)
     rows = start + tl.arange(0, BLOCK_M)
-    tl.store(delta + number.to(tl.int64) * queries + rows, tl.sum(out * grad, 1), mask=rows < queries)
+    sums += 2 * number.to(tl.int64) * stride + rows
+    own = tl.load(lse + number.to(tl.int64) * queries + rows, mask=rows < queries, other=float("inf"))
+    tl.store(sums, own)
+    tl.store(sums + stride, tl.sum(out * grad, 1))
 
 
 @triton.jit
-def gradients(
-    x, dp, lse, delta, seen, keep, unit, cap, rate,
-    MASKED: tl.constexpr, TANH: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
+def weights(
+    x, lse, seen, unit, cap, MASKED: tl.constexpr, TANH: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """The weights that met the values, and the gradient of the scores but for a factor, of a tile of scores x."""
+    """The weights of a tile of scores x, and those weights times the slope of the cap."""
     if SCALED:
         x = x * unit
     slope = 1.0
@@ -42,11 +48,7 @@ def gradients(
     if MASKED:
         x = tl.where(seen, x, float("-inf"))
     p = tl.exp2(x)
-    dropped = p
-    if DROPOUT:
-        dropped = tl.where(keep, p / (1.0 - rate), 0.0)
-        dp = tl.where(keep, dp / (1.0 - rate), 0.0)
-    return dropped, p * (dp - delta) * slope
+    return p, p * slope
 
 
 @triton.jit
@@ -61,13 +63,11 @@ def finish(
     """
     columns = tl.arange(0, PADDED)
     rows = start + tl.arange(0, BLOCK)
-    grad = tl.where((rows < length)[:, None], grad, 0.0)  # past the end there are weights, but no rows
     if ROTARY > 0:
         cos, sin, batch_stride, row_stride, pair_stride = rotary
         other, angle, sign = partners(columns, ROTARY, INTERLEAVED)
-        rows = tl.minimum(rows, length - 1)
         at = batch.to(tl.int64) * batch_stride + rows[:, None].to(tl.int64) * row_stride + angle[None, :] * pair_stride
-        turned = (columns < ROTARY)[None, :]
+        turned = (columns < ROTARY)[None, :] & (rows < length)[:, None]
         swapped = tl.gather(grad, other[None, :] + tl.zeros([BLOCK, PADDED], tl.int32), 1)
         c = tl.load(cos + at, mask=turned, other=1.0).to(tl.float32)
         s = tl.load(sin + at, mask=turned, other=0.0).to(tl.float32)
@@ -91,7 +91,8 @@ def finish(
         if gain is not None:
             tl.store(dgain + mine, tl.sum(grad * n, 0))
         if dbias is not None:
-            tl.store(dbias + mine, tl.sum(grad, 0))
+            there = (rows < length)[:, None]  # past the end are weights, but no rows
+            tl.store(dbias + mine, tl.sum(tl.where(there, grad, 0.0), 0))
         grad = dx + dnormed
     DX.store([batch, head, start, 0], grad.to(DX.dtype).reshape(1, 1, BLOCK, PADDED))
 
@@ -109,21 +110,20 @@ def _into_queries(
         k = K.load([batch, head_kv, n, 0]).reshape(BLOCK_N, PADDED)
         v = V.load([batch, head_kv, n, 0]).reshape(BLOCK_N, PADDED)
         x = tl.dot(q, k.T, input_precision=PRECISION)  # [M, N]
-        dp = tl.dot(grad, v.T, input_precision=PRECISION)
         seen = (cols[None, :] >= (first - n)[:, None]) & (cols[None, :] < (last - n)[:, None])
-        keep = seen
+        _, p = weights(x, lse[:, None], seen, unit, cap, MASKED, TANH, SCALED)
+        dp = tl.dot(grad, v.T, input_precision=PRECISION)
         if DROPOUT:
             keep = kept(seed, number, rows[:, None], (n + cols)[None, :], rate)
-        _, dx = gradients(
-            x, dp, lse[:, None], delta[:, None], seen, keep, unit, cap, rate, MASKED, TANH, SCALED, DROPOUT
-        )
+            dp = tl.where(keep, dp / (1.0 - rate), 0.0)
+        dx = p * (dp - delta[:, None])
         dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 
 @triton.jit
 def query_kernel(
-    Q, K, V, GRAD, X, DX, lses, deltas, bound, ranges, seeds, norm, rotary,
+    Q, K, V, GRAD, X, DX, sums, bound, ranges, seeds, norm, rotary,
     unit, cap, outer, rate, limit, heads, heads_kv, queries, keys, window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr,
@@ -143,13 +143,16 @@ def query_kernel(
         return
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     first, last = keys_seen(rows, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
-    start, full_start, full_stop, stop = segments(first, last, BLOCK_N)
+    low, low_last = keys_seen(block * BLOCK_M, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
+    high, high_last = keys_seen(block * BLOCK_M + BLOCK_M - 1, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
+    start, full_start, full_stop, stop = segments(low, low_last, high, high_last, BLOCK_N)
     seed = 0
     if DROPOUT:
         seed = tl.load(seeds)
-    at = number.to(tl.int64) * queries + rows
-    lse = tl.load(lses + at, mask=rows < queries, other=float("inf"))
-    delta = tl.load(deltas + at, mask=rows < queries, other=0.0)
+    stride = tl.cdiv(queries, ALIGNED) * ALIGNED
+    sums += 2 * number.to(tl.int64) * stride + rows
+    lse = tl.load(sums)
+    delta = tl.load(sums + stride)
     q = Q.load([batch, head, block * BLOCK_M, 0]).reshape(BLOCK_M, PADDED)
     grad = GRAD.load([batch, head, block * BLOCK_M, 0]).reshape(BLOCK_M, PADDED)
     dq = tl.zeros([BLOCK_M, PADDED], tl.float32)
@@ -175,37 +178,48 @@ def query_kernel(
 
 @triton.jit
 def _into_keys(
-    dk, dv, k, v, Q, GRAD, batch, head, number, cols, first, last, lses, deltas, start, stop, queries,
+    dk, dv, k, v, Q, GRAD, sums, batch, head, number, group, stride, cols, first, last, start, count,
     unit, cap, seed, rate,
-    BLOCK_M: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr, TANH: tl.constexpr,
+    BLOCK_M: tl.constexpr, PADDED: tl.constexpr, FROM: tl.constexpr, UNTIL: tl.constexpr, TANH: tl.constexpr,
     SCALED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries from `start` to `stop` of one head give to dk and dv `[N, P]`; tiles are `[N, M]`."""
+    """Add to dk and dv `[N, P]` what `count` blocks of queries from `start` on give, of each head of the group.
+
+    One loop for all heads and tiles, `[N, M]`: nested, or twice, with and without a mask, it would not fit the registers.
+    """
     rows = tl.arange(0, BLOCK_M)
-    for m in tl.range(start, stop, BLOCK_M):
-        m = tl.multiple_of(m, BLOCK_M)
-        q = Q.load([batch, head, m, 0]).reshape(BLOCK_M, PADDED)
-        grad = GRAD.load([batch, head, m, 0]).reshape(BLOCK_M, PADDED)
-        at = number.to(tl.int64) * queries + m + rows
-        lse = tl.load(lses + at, mask=m + rows < queries, other=float("inf"))
-        delta = tl.load(deltas + at, mask=m + rows < queries, other=0.0)
+    member = 0
+    block = 0
+    for _ in tl.range(0, group * count):
+        m = tl.multiple_of(start + block * BLOCK_M, BLOCK_M)
+        q = Q.load([batch, head + member, m, 0]).reshape(BLOCK_M, PADDED)
+        grad = GRAD.load([batch, head + member, m, 0]).reshape(BLOCK_M, PADDED)
+        at = 2 * member * stride + m
+        lse = tl.load(sums + at + rows)
         x = tl.dot(k, q.T, input_precision=PRECISION)
-        dp = tl.dot(v, grad.T, input_precision=PRECISION)
-        seen = (rows[None, :] >= (first - m)[:, None]) & (rows[None, :] < (last - m)[:, None])
-        keep = seen
+        seen = (rows[None, :] >= (first - m)[:, None]) if FROM else True
+        if UNTIL:
+            seen = seen & (rows[None, :] < (last - m)[:, None])
+        p, sloped = weights(x, lse[None, :], seen, unit, cap, FROM or UNTIL, TANH, SCALED)
         if DROPOUT:
-            keep = kept(seed, number, (m + rows)[None, :], cols[:, None], rate)
-        p, dx = gradients(
-            x, dp, lse[None, :], delta[None, :], seen, keep, unit, cap, rate, MASKED, TANH, SCALED, DROPOUT
-        )
+            keep = kept(seed, number + member, (m + rows)[None, :], cols[:, None], rate)
+            p = tl.where(keep, p / (1.0 - rate), 0.0)
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+        dp = tl.dot(v, grad.T, input_precision=PRECISION)  # after dv: both at once would not fit either
+        if DROPOUT:
+            dp = tl.where(keep, dp / (1.0 - rate), 0.0)
+        delta = tl.load(sums + at + stride + rows)
+        dx = sloped * (dp - delta[None, :])
         dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=PRECISION)
+        block += 1
+        member += (block == count).to(tl.int32)
+        block = tl.where(block == count, 0, block)
     return dk, dv
 
 
 @triton.jit
 def key_kernel(
-    Q, K, V, GRAD, X, DX, DV, lses, deltas, bound, ranges, seeds, norm, rotary,
+    Q, K, V, GRAD, X, DX, DV, sums, bound, ranges, seeds, norm, rotary,
     unit, cap, outer, rate, limit, heads, heads_kv, queries, keys, window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr,
@@ -222,9 +236,9 @@ def key_kernel(
         return
     cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
     first, last = queries_seeing(cols, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
-    start, full_start, full_stop, stop = segments(first, last, BLOCK_M)
-    if not (WINDOW or RANGES):
-        full_stop = stop  # queries past the end have no weights: nothing to mask
+    start, _ = queries_seeing(block * BLOCK_N, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
+    start = start // BLOCK_M * BLOCK_M
+    _, stop = queries_seeing(block * BLOCK_N + BLOCK_N - 1, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
     seed = 0
     if DROPOUT:
         seed = tl.load(seeds)
@@ -233,23 +247,15 @@ def key_kernel(
     dk = tl.zeros([BLOCK_N, PADDED], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED], tl.float32)
     group = heads // heads_kv
-    for member in tl.range(0, group):
-        head = head_kv * group + member
-        query_head = batch * heads + head
-        if CAUSAL or WINDOW or RANGES:
-            dk, dv = _into_keys(
-                dk, dv, k, v, Q, GRAD, batch, head, query_head, cols, first, last, lses, deltas, start,
-                tl.minimum(full_start, stop), queries, unit, cap, seed, rate, BLOCK_M, PADDED, True, TANH, SCALED, DROPOUT, PRECISION,
-            )  # fmt: skip
-        dk, dv = _into_keys(
-            dk, dv, k, v, Q, GRAD, batch, head, query_head, cols, first, last, lses, deltas, full_start, full_stop,
-            queries, unit, cap, seed, rate, BLOCK_M, PADDED, False, TANH, SCALED, DROPOUT, PRECISION,
-        )  # fmt: skip
-        if WINDOW or RANGES:
-            dk, dv = _into_keys(
-                dk, dv, k, v, Q, GRAD, batch, head, query_head, cols, first, last, lses, deltas, full_stop, stop,
-                queries, unit, cap, seed, rate, BLOCK_M, PADDED, True, TANH, SCALED, DROPOUT, PRECISION,
-            )  # fmt: skip
+    head = head_kv * group
+    stride = tl.cdiv(queries, ALIGNED) * ALIGNED
+    first_head = batch * heads + head
+    sums += 2 * first_head.to(tl.int64) * stride
+    dk, dv = _into_keys(
+        dk, dv, k, v, Q, GRAD, sums, batch, head, first_head, group, stride, cols, first, last,
+        start, tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M), unit, cap, seed, rate,
+        BLOCK_M, PADDED, CAUSAL or WINDOW or RANGES, WINDOW or RANGES, TANH, SCALED, DROPOUT, PRECISION,
+    )  # fmt: skip
     DV.store([batch, head_kv, block * BLOCK_N, 0], dv.to(DV.dtype).reshape(1, 1, BLOCK_N, PADDED))
     finish(
         dk * outer, X, DX, batch, head_kv, block * BLOCK_N, keys, norm, rotary,

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_qknorm.ops.heads import Norm, Rotary
 from hf_qknorm.ops.tiling import Options
 from hf_qknorm.ops.triton import norm_rope
-from hf_qknorm.ops.triton.backward import delta_kernel, key_kernel, query_kernel
+from hf_qknorm.ops.triton.backward import ALIGNED, key_kernel, query_kernel, sums_kernel
 from hf_qknorm.ops.triton.forward import forward_kernel
 from hf_qknorm.ops.triton.launch import (
     FORWARD,
@@ -172,15 +172,16 @@ def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out
     ready = _Ready.of(heads, options)
     grad, out = dense(grad), dense(out)
     (b, h, t, d), hk, s = heads.q.shape, heads.k.shape[1], heads.k.shape[2]
-    delta = torch.empty_like(lse)
-    rows = 64
+    rows, stride = 64, -(-t // ALIGNED.value) * ALIGNED.value
+    sums = lse.new_empty(b, h, 2, stride)
     launch(
-        delta_kernel,
-        (-(-t // rows) * b * h,),
+        sums_kernel,
+        (stride // rows * b * h,),
         grad.device,
         descriptor(out, rows),
         descriptor(grad, rows),
-        delta,
+        lse,
+        sums,
         h,
         t,
         BLOCK_M=rows,
@@ -190,12 +191,12 @@ def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out
     # what is left of the chain rule: in q·unit·k, of q and of k
     softcap, scale = options.softcap, options.scale
     outer_k = scale if not heads.raw else (softcap or 1 / LOG2E)
-    dq, q_gain, q_bias = _one_side(grad, heads, visible, options, ready, lse, delta, scale, None)
+    dq, q_gain, q_bias = _one_side(grad, heads, visible, options, ready, sums, scale, None)
     dv = heads.v.new_empty(b, s, hk, d).transpose(1, 2)
-    dk, k_gain, k_bias = _one_side(grad, heads, visible, options, ready, lse, delta, outer_k, dv)
+    dk, k_gain, k_bias = _one_side(grad, heads, visible, options, ready, sums, outer_k, dv)
     dsinks = None
     if visible.sinks is not None:
-        flow = torch.exp2(visible.sinks.float()[:, None] * LOG2E - lse) * delta
+        flow = torch.exp2(visible.sinks.float()[:, None] * LOG2E - lse) * sums[:, :, 1, :t]
         dsinks = -flow.sum((0, 2)).to(visible.sinks.dtype)
     return Gradients(dq, dk, dv, q_gain, q_bias, k_gain, k_bias, dsinks)
 
@@ -206,8 +207,7 @@ def _one_side(
     visible: Visible,
     options: Options,
     ready: _Ready,
-    lse: Tensor,
-    delta: Tensor,
+    sums: Tensor,
     outer: float,
     dv: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -236,8 +236,7 @@ def _one_side(
             descriptor(dense(raw), block) if norm.kind != "none" else None,
             descriptor(dx, block),
             *([] if dv is None else [descriptor(dv, block)]),
-            lse,
-            delta,
+            sums,
             ready.bound,
             ranges,
             visible.seed,

@@ -88,7 +88,9 @@ def forward_kernel(
         return
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     first, last = keys_seen(rows, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
-    start, full_start, full_stop, stop = segments(first, last, BLOCK_N)
+    low, low_last = keys_seen(block * BLOCK_M, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
+    high, high_last = keys_seen(block * BLOCK_M + BLOCK_M - 1, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
+    start, full_start, full_stop, stop = segments(low, low_last, high, high_last, BLOCK_N)
     seed = 0
     if DROPOUT:
         seed = tl.load(seeds)

@@ -56,13 +56,15 @@ def _limits(place, end, back, ahead, UNTIL: tl.constexpr, FROM: tl.constexpr, WI
 
 
 @triton.jit
-def segments(first, last, BLOCK: tl.constexpr):
-    """Where the tiles start, where those without a mask start and stop, and where all stop."""
-    start = tl.min(first, 0) // BLOCK * BLOCK
-    stop = tl.max(last, 0)
-    full_start = tl.cdiv(tl.max(first, 0), BLOCK) * BLOCK
-    full_stop = tl.maximum(tl.min(last, 0) // BLOCK * BLOCK, full_start)
-    return start, full_start, full_stop, stop
+def segments(first_low, last_low, first_high, last_high, BLOCK: tl.constexpr):
+    """Where the tiles start, where those without a mask start and stop, and where all stop.
+
+    From the limits of a block's lowest and highest line: limits never go back.
+    """
+    start = first_low // BLOCK * BLOCK
+    full_start = tl.cdiv(first_high, BLOCK) * BLOCK
+    full_stop = tl.maximum(last_low // BLOCK * BLOCK, full_start)
+    return start, full_start, full_stop, last_high
 
 
 @triton.jit
@@ -71,11 +73,11 @@ def not_mine(bound, group, limit, WHEN: tl.constexpr):
 
     WHEN is "within" (the bound on the scores is at most `limit`), "beyond" (it is not, or is NaN), or "always".
     """
-    if WHEN == "always":
-        return False
-    largest = tl.load(bound + 2 * group) * tl.load(bound + 2 * group + 1)
-    within = largest <= limit
-    return within != (WHEN == "within")
+    others = False
+    if WHEN != "always":
+        within = tl.load(bound + 2 * group) * tl.load(bound + 2 * group + 1) <= limit
+        others = within != (WHEN == "within")
+    return others
 
 
 @triton.jit
