@@ -1,4 +1,4 @@
-"""Attention, backward, without atomics: one kernel for dk and dv, one for dq; both undo RoPE and norm before they store.
+"""Attention, backward, without atomics: a kernel for dk and dv, one for dq; both undo RoPE and norm before they store.
 
 The weights are recomputed from the log-sum-exp. A score is q·k (times `unit` if SCALED); its logit in units of log2 is
 `cap`·tanh(score), or `cap`·score without a cap; what is left of the chain rule is one factor, `outer`, at the end.
@@ -11,7 +11,6 @@ import triton.language as tl
 
 from hf_qknorm.ops.triton.rows import backward, partners, statistics
 from hf_qknorm.ops.triton.scores import kept, keys_seen, not_mine, queries_seeing, segments, tanh
-
 
 ALIGNED: tl.constexpr = tl.constexpr(128)  # rows of a head in `sums` are padded to this, so that tiles need no mask
 
@@ -54,29 +53,30 @@ def weights(
 @triton.jit
 def finish(
     grad, X, DX, batch, head, start, length, norm, rotary,
-    BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of the raw rows X, for the gradient `[M, P]` of what norm and RoPE made of them.
+    """Store the gradient of the raw rows X, for the gradient `[M, D]` of what norm and RoPE made of them.
 
-    `norm` is (gain, its strides a head and a column, blend, eps, p, partials of dgain, of dbias `[programs, P]`).
+    Heads without padding and rotated whole, in halves: with others this would not fit into the registers. `norm` and
+    `rotary` are those of `arguments`, the norm with room for dgain and dbias `[programs, D]`.
     """
     columns = tl.arange(0, PADDED)
-    rows = start + tl.arange(0, BLOCK)
-    if ROTARY > 0:
-        cos, sin, batch_stride, row_stride, pair_stride = rotary
-        other, angle, sign = partners(columns, ROTARY, INTERLEAVED)
-        at = batch.to(tl.int64) * batch_stride + rows[:, None].to(tl.int64) * row_stride + angle[None, :] * pair_stride
-        turned = (columns < ROTARY)[None, :] & (rows < length)[:, None]
+    if ROTATED:
+        cos, cos_batch, cos_row, cos_pair, sin, sin_batch, sin_row, sin_pair = rotary
+        other, angle, sign = partners(columns, PADDED, False)
+        cos += batch.to(tl.int64) * cos_batch + start.to(tl.int64) * cos_row
+        sin += batch.to(tl.int64) * sin_batch + start.to(tl.int64) * sin_row
+        row = tl.arange(0, BLOCK)[:, None]
+        there = row + start < length
         swapped = tl.gather(grad, other[None, :] + tl.zeros([BLOCK, PADDED], tl.int32), 1)
-        c = tl.load(cos + at, mask=turned, other=1.0).to(tl.float32)
-        s = tl.load(sin + at, mask=turned, other=0.0).to(tl.float32)
+        c = tl.load(cos + row * cos_row + angle[None, :] * cos_pair, mask=there, other=1.0).to(tl.float32)
+        s = tl.load(sin + row * sin_row + angle[None, :] * sin_pair, mask=there, other=0.0).to(tl.float32)
         grad = grad * c - swapped * (sign[None, :] * s)
     if NORM != "none":
-        gain, head_stride, column_stride, blend, eps, p, dgain, dbias = norm
-        real = columns < HEAD_DIM
+        gain, head_stride, column_stride, bias, bias_head, bias_column, blend, eps, p, dgain, dbias = norm
         x = X.load([batch, head, start, 0]).reshape(BLOCK, PADDED).to(tl.float32)
-        shift, factor = statistics(x, real, eps, p, HEAD_DIM, NORM)
+        real = columns >= 0
+        shift, factor = statistics(x, real, eps, p, PADDED, NORM)
         dx = grad * 0.0
         if blend is not None:
             share = tl.load(blend).to(tl.float32)
@@ -84,14 +84,13 @@ def finish(
             grad = grad * share
         dn = grad
         if gain is not None:
-            g = tl.load(gain + head * head_stride + columns * column_stride, mask=real, other=0.0).to(tl.float32)
-            dn = grad * g[None, :]
-        dnormed, n = backward(dn, x, real, shift, factor, p, HEAD_DIM, NORM)
+            dn = grad * tl.load(gain + head * head_stride + columns * column_stride).to(tl.float32)[None, :]
+        dnormed, n = backward(dn, x, real, shift, factor, p, PADDED, NORM)
         mine = tl.program_id(0).to(tl.int64) * PADDED + columns
         if gain is not None:
             tl.store(dgain + mine, tl.sum(grad * n, 0))
         if dbias is not None:
-            there = (rows < length)[:, None]  # past the end are weights, but no rows
+            there = (tl.arange(0, BLOCK) + start < length)[:, None]  # past the end are weights, but no rows
             tl.store(dbias + mine, tl.sum(tl.where(there, grad, 0.0), 0))
         grad = dx + dnormed
     DX.store([batch, head, start, 0], grad.to(DX.dtype).reshape(1, 1, BLOCK, PADDED))
@@ -125,10 +124,10 @@ def _into_queries(
 def query_kernel(
     Q, K, V, GRAD, X, DX, sums, bound, ranges, seeds, norm, rotary,
     unit, cap, outer, rate, limit, heads, heads_kv, queries, keys, window,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr,
     TANH: tl.constexpr, WHEN: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
-    NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, ROTATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the raw queries, one program a block of queries and a head."""
     blocks = tl.cdiv(queries, BLOCK_M)
@@ -144,7 +143,9 @@ def query_kernel(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     first, last = keys_seen(rows, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
     low, low_last = keys_seen(block * BLOCK_M, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
-    high, high_last = keys_seen(block * BLOCK_M + BLOCK_M - 1, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
+    high, high_last = keys_seen(
+        block * BLOCK_M + BLOCK_M - 1, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES
+    )
     start, full_start, full_stop, stop = segments(low, low_last, high, high_last, BLOCK_N)
     seed = 0
     if DROPOUT:
@@ -172,7 +173,7 @@ def query_kernel(
     )  # fmt: skip
     finish(
         dq * outer, X, DX, batch, head, block * BLOCK_M, queries, norm, rotary,
-        BLOCK_M, PADDED, HEAD_DIM, NORM, ROTARY, INTERLEAVED,
+        BLOCK_M, PADDED, NORM, ROTATED,
     )  # fmt: skip
 
 
@@ -185,9 +186,10 @@ def _into_keys(
 ):  # fmt: skip
     """Add to dk and dv `[N, P]` what `count` blocks of queries from `start` on give, of each head of the group.
 
-    One loop for all heads and tiles, `[N, M]`: nested, or twice, with and without a mask, it would not fit the registers.
+    One loop for all heads and tiles, `[N, M]`: nested, or twice, with and without a mask, it does not fit the registers.
     """
     rows = tl.arange(0, BLOCK_M)
+    span = tl.maximum(last - first, 0).to(tl.uint32, bitcast=True)
     member = 0
     block = 0
     for _ in tl.range(0, group * count):
@@ -197,9 +199,11 @@ def _into_keys(
         at = 2 * member * stride + m
         lse = tl.load(sums + at + rows)
         x = tl.dot(k, q.T, input_precision=PRECISION)
-        seen = (rows[None, :] >= (first - m)[:, None]) if FROM else True
-        if UNTIL:
-            seen = seen & (rows[None, :] < (last - m)[:, None])
+        seen = True
+        if UNTIL:  # both ends in one comparison: below its first, a row is a huge number
+            seen = (rows[None, :] + (m - first)[:, None]).to(tl.uint32, bitcast=True) < span[:, None]
+        elif FROM:
+            seen = rows[None, :] >= (first - m)[:, None]
         p, sloped = weights(x, lse[None, :], seen, unit, cap, FROM or UNTIL, TANH, SCALED)
         if DROPOUT:
             keep = kept(seed, number + member, (m + rows)[None, :], cols[:, None], rate)
@@ -221,10 +225,10 @@ def _into_keys(
 def key_kernel(
     Q, K, V, GRAD, X, DX, DV, sums, bound, ranges, seeds, norm, rotary,
     unit, cap, outer, rate, limit, heads, heads_kv, queries, keys, window,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr,
     TANH: tl.constexpr, WHEN: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
-    NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, ROTATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the raw keys and of the values, one program a block of keys, over the heads of its group."""
     blocks = tl.cdiv(keys, BLOCK_N)
@@ -238,7 +242,9 @@ def key_kernel(
     first, last = queries_seeing(cols, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
     start, _ = queries_seeing(block * BLOCK_N, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
     start = start // BLOCK_M * BLOCK_M
-    _, stop = queries_seeing(block * BLOCK_N + BLOCK_N - 1, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
+    _, stop = queries_seeing(
+        block * BLOCK_N + BLOCK_N - 1, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES
+    )
     seed = 0
     if DROPOUT:
         seed = tl.load(seeds)
@@ -259,5 +265,5 @@ def key_kernel(
     DV.store([batch, head_kv, block * BLOCK_N, 0], dv.to(DV.dtype).reshape(1, 1, BLOCK_N, PADDED))
     finish(
         dk * outer, X, DX, batch, head_kv, block * BLOCK_N, keys, norm, rotary,
-        BLOCK_N, PADDED, HEAD_DIM, NORM, ROTARY, INTERLEAVED,
+        BLOCK_N, PADDED, NORM, ROTATED,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_qknorm.ops.heads import Norm, Rotary
 from hf_qknorm.ops.tiling import Options
 from hf_qknorm.ops.triton import norm_rope
+from hf_qknorm.ops.triton.arguments import norm_arguments, rotary_arguments, sum_to
 from hf_qknorm.ops.triton.backward import ALIGNED, key_kernel, query_kernel, sums_kernel
 from hf_qknorm.ops.triton.forward import forward_kernel
 from hf_qknorm.ops.triton.launch import (
@@ -46,7 +47,7 @@ class Heads(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """What hides keys and weights beside causality and window: ranges `[B, T, 2]`, sinks `[H]`, a dropout seed `[1]`."""
+    """What hides keys and weights beside causality and window: ranges `[B, T, 2]`, sinks `[H]`, dropout's seed `[1]`."""
 
     ranges: Tensor | None = None
     sinks: Tensor | None = None
@@ -191,14 +192,27 @@ def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out
     # what is left of the chain rule: in q·unit·k, of q and of k
     softcap, scale = options.softcap, options.scale
     outer_k = scale if not heads.raw else (softcap or 1 / LOG2E)
-    dq, q_gain, q_bias = _one_side(grad, heads, visible, options, ready, sums, scale, None)
+    ends = heads if _ends_in_kernel(heads) else heads._replace(q_norm=Norm(), k_norm=Norm(), rotary=None)
+    dtype = torch.float32 if ends is not heads else heads.q.dtype
+    dq, q_gain, q_bias = _one_side(grad, ends, visible, options, ready, sums, scale, dtype, None)
     dv = heads.v.new_empty(b, s, hk, d).transpose(1, 2)
-    dk, k_gain, k_bias = _one_side(grad, heads, visible, options, ready, sums, outer_k, dv)
+    dk, k_gain, k_bias = _one_side(grad, ends, visible, options, ready, sums, outer_k, dtype, dv)
     dsinks = None
     if visible.sinks is not None:
         flow = torch.exp2(visible.sinks.float()[:, None] * LOG2E - lse) * sums[:, :, 1, :t]
         dsinks = -flow.sum((0, 2)).to(visible.sinks.dtype)
+    if ends is not heads:
+        undone = norm_rope.backward(dq, dk, heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary)
+        assert undone.k is not None
+        dq, dk, q_gain, q_bias, k_gain, k_bias = undone.q, undone.k, *undone[2:]
     return Gradients(dq, dk, dv, q_gain, q_bias, k_gain, k_bias, dsinks)
+
+
+def _ends_in_kernel(heads: Heads) -> bool:
+    """Whether the kernels themselves undo norm and RoPE, in registers; a launch of its own does so for other heads."""
+    d, rotary = heads.q.shape[-1], heads.rotary
+    whole = rotary is None or (2 * rotary.cos.shape[-1] == d and not rotary.interleaved)
+    return not heads.raw or (d == padded(d) and d <= 128 and whole)
 
 
 def _one_side(
@@ -209,9 +223,10 @@ def _one_side(
     ready: _Ready,
     sums: Tensor,
     outer: float,
+    dtype: torch.dtype,
     dv: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient of q, its gain and bias; or, given `dv` to write to, of k, its gain and bias."""
+    """The gradient of q in `dtype`, of its gain and bias; or, given `dv` to write to, of k, its gain and bias."""
     (b, h, t, d), hk, s = heads.q.shape, heads.k.shape[1], heads.k.shape[2]
     shape = tile(QUERY_GRADIENT if dv is None else KEY_GRADIENT, heads.q)
     block = shape.queries if dv is None else shape.keys
@@ -219,8 +234,11 @@ def _one_side(
     if dv is not None:
         raw, norm, kernel, count = heads.k, heads.k_norm, key_kernel, hk
     blocks = -(-raw.shape[2] // block)
-    dx = raw.new_empty(b, raw.shape[2], count, d).transpose(1, 2)
-    partials = _Partials.of(norm, blocks, raw)
+    dx = raw.new_empty(b, raw.shape[2], count, d, dtype=dtype).transpose(1, 2)
+    dgain, dbias = (
+        None if value is None or norm.kind == "none" else sums.new_empty(b, count, blocks, padded(d))
+        for value in (norm.gain, norm.bias)
+    )
     ranges = visible.ranges
     if dv is not None and ranges is not None:
         ranges = _queries_seeing(ranges, s)
@@ -240,8 +258,8 @@ def _one_side(
             ready.bound,
             ranges,
             visible.seed,
-            partials.arguments(norm),
-            _rotary_arguments(heads.rotary),
+            (*norm_arguments(norm), dgain, dbias),
+            rotary_arguments(heads.rotary),
             ready.unit,
             ready.cap,
             outer,
@@ -254,13 +272,13 @@ def _one_side(
             options.window or 0,
             TANH=loop.tanh,
             WHEN=loop.when,
-            HEAD_DIM=d,
             NORM=norm.kind,
-            ROTARY=0 if heads.rotary is None else 2 * heads.rotary.cos.shape[-1],
-            INTERLEAVED=heads.rotary is not None and heads.rotary.interleaved,
+            ROTATED=heads.rotary is not None,
             **_constants(heads, visible, options, ready, shape),
         )
-    return dx, *partials.sums(norm)
+    sums_of = (None if part is None else part.sum(2)[..., :d] for part in (dgain, dbias))
+    gain, bias = (sum_to(part, value) for part, value in zip(sums_of, (norm.gain, norm.bias), strict=True))
+    return dx, gain, bias
 
 
 def _queries_seeing(ranges: Tensor, keys: int) -> Tensor:
@@ -269,49 +287,3 @@ def _queries_seeing(ranges: Tensor, keys: int) -> Tensor:
     start, stop = (x.contiguous() for x in ranges.unbind(-1))
     first, last = (torch.searchsorted(x, places, right=True, out_int32=True) for x in (stop, start))
     return torch.stack([first, last], -1)
-
-
-def _rotary_arguments(rotary: Rotary | None) -> tuple[object, ...] | None:
-    """cos, sin and their strides, as the kernels unpack them."""
-    if rotary is None:
-        return None
-    cos, sin = rotary.cos, rotary.sin
-    sin = sin if sin.stride() == cos.stride() else torch.empty_like(cos).copy_(sin)
-    return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2)
-
-
-class _Partials(NamedTuple):
-    """What each program adds up for the gradients of a gain and a bias, `[B, H, blocks, P]`: no atomics, one order."""
-
-    gain: Tensor | None
-    bias: Tensor | None
-    head_dim: int
-
-    @classmethod
-    def of(cls, norm: Norm, blocks: int, x: Tensor) -> _Partials:
-        shape = (x.shape[0], x.shape[1], blocks, padded(x.shape[-1]))
-        gain, bias = (None if y is None else x.new_empty(shape, dtype=torch.float32) for y in (norm.gain, norm.bias))
-        return cls(gain, bias, x.shape[-1])
-
-    def arguments(self, norm: Norm) -> tuple[object, ...] | None:
-        """Gain, strides and the rest of a norm, as the kernels unpack them."""
-        if norm.kind == "none":
-            return None
-        head = column = 0
-        if norm.gain is not None:
-            head = norm.gain.stride(0) if norm.gain.dim() == 2 else 0
-            column = norm.gain.stride(-1) if norm.gain.shape[-1] > 1 else 0
-        return norm.gain, head, column, norm.blend, norm.eps, norm.p, self.gain, self.bias
-
-    def sums(self, norm: Norm) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of gain and bias, each of its own shape."""
-        return _sum_to(self.gain, norm.gain, self.head_dim), _sum_to(self.bias, norm.bias, self.head_dim)
-
-
-def _sum_to(partials: Tensor | None, parameter: Tensor | None, head_dim: int) -> Tensor | None:
-    if partials is None or parameter is None:
-        return None
-    total = partials.sum((0, 2))[:, :head_dim]  # [H, D]
-    if parameter.dim() == 1:
-        total = total.sum(0) if parameter.shape[0] > 1 else total.sum().view(1)
-    return total.to(parameter.dtype)

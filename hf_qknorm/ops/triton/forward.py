@@ -20,7 +20,7 @@ def attend(
     BLOCK_N: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr, TANH: tl.constexpr, ONLINE: tl.constexpr,
     SCALED: tl.constexpr, DROPOUT: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys from `start` to `stop` into the sums. q `[M, P]`; acc `[M, P]`, total, peak, heat, largest `[M]`."""
+    """Take the keys from `start` to `stop` into the sums: acc `[M, P]`, total, peak, heat, largest `[M]`."""
     cols = tl.arange(0, BLOCK_N)
     for n in tl.range(start, stop, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
@@ -73,8 +73,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Output `[B, H, T, D]` and log2-sum-exp2 `[B, H, T]`, +inf for a query without keys.
 
-    Q, K, V, OUT are descriptors `[B, H or Hk, T or S, D]`; a score is q·k (times `unit` if SCALED), its logit in units of
-    log2 is `cap`·tanh(score), or `cap`·score without a cap.
+    Q, K, V, OUT are descriptors `[B, H or Hk, T or S, D]`; a score is q·k (times `unit` if SCALED), its logit in units
+    of log2 is `cap`·tanh(score), or `cap`·score without a cap.
     """
     blocks = tl.cdiv(queries, BLOCK_M)
     number = tl.program_id(0) // blocks
@@ -89,7 +89,9 @@ def forward_kernel(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     first, last = keys_seen(rows, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
     low, low_last = keys_seen(block * BLOCK_M, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
-    high, high_last = keys_seen(block * BLOCK_M + BLOCK_M - 1, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
+    high, high_last = keys_seen(
+        block * BLOCK_M + BLOCK_M - 1, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES
+    )
     start, full_start, full_stop, stop = segments(low, low_last, high, high_last, BLOCK_N)
     seed = 0
     if DROPOUT:
@@ -109,8 +111,8 @@ def forward_kernel(
     if WINDOW or RANGES:
         acc, total, peak, heat, largest = attend(
             acc, total, peak, heat, largest,
-            q, K, V, batch, head_kv, number, rows, first, last, start, tl.minimum(full_start, stop), unit, cap, seed, rate,
-            BLOCK_N, PADDED, True, TANH, ONLINE, SCALED, DROPOUT, STATISTICS, PRECISION,
+            q, K, V, batch, head_kv, number, rows, first, last, start, tl.minimum(full_start, stop), unit, cap, seed,
+            rate, BLOCK_N, PADDED, True, TANH, ONLINE, SCALED, DROPOUT, STATISTICS, PRECISION,
         )  # fmt: skip
     acc, total, peak, heat, largest = attend(
         acc, total, peak, heat, largest,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.triton.arguments import norm_arguments, rotary_arguments, sum_to
 from hf_qknorm.ops.triton.launch import launch, padded
 from hf_qknorm.ops.triton.prologue import prologue_gradient_kernel, prologue_kernel
 
@@ -84,9 +85,9 @@ def forward(
         (*_strided(q), *_strided(q_out)),
         keys,
         values,
-        _norm(q_norm),
-        _norm(k_norm),
-        _rotary(rotary),
+        norm_arguments(q_norm),
+        norm_arguments(k_norm),
+        rotary_arguments(rotary),
         None if cache is None else cache.positions,
         None if bound is None else bound.view(torch.int32),
         factor,
@@ -121,9 +122,9 @@ def backward(
         q.device,
         queries.arguments,
         None if keys is None else keys.arguments,
-        _norm(q_norm),
-        _norm(k_norm),
-        _rotary(rotary),
+        norm_arguments(q_norm),
+        norm_arguments(k_norm),
+        rotary_arguments(rotary),
         factor,
         heads,
         heads + heads_kv,
@@ -157,13 +158,7 @@ class _Side(NamedTuple):
 
     def sums(self, norm: Norm) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of gain and bias, in their shapes."""
-        return _sum_to(self.dgain, norm.gain), _sum_to(self.dbias, norm.bias)
-
-
-def _sum_to(partials: Tensor | None, like: Tensor | None) -> Tensor | None:
-    if partials is None or like is None:
-        return None
-    return partials.sum(0).sum_to_size(like.shape).to(like.dtype)
+        return sum_to(self.dgain, norm.gain), sum_to(self.dbias, norm.bias)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -173,26 +168,6 @@ def _dense(x: Tensor) -> Tensor:
 
 def _strided(x: Tensor) -> tuple[Tensor | int, ...]:
     return x, *x.stride()[:3]
-
-
-def _norm(norm: Norm) -> tuple[object, ...]:
-    norm = Norm(eps=norm.eps, p=norm.p) if norm.kind == "none" else norm
-    return *_by_head(norm.gain), *_by_head(norm.bias), norm.blend, norm.eps, norm.p
-
-
-def _by_head(values: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """A gain or bias and its strides from head to head and from column to column, 0 where all have the same."""
-    if values is None:
-        return None, 0, 0
-    return values, values.stride(0) if values.ndim == 2 else 0, 0 if values.numel() == 1 else values.stride(-1)
-
-
-def _rotary(rotary: Rotary | None) -> tuple[object, ...] | None:
-    """cos and sin with their strides, 0 from batch to batch where all have the same."""
-    if rotary is None:
-        return None
-    cos, sin = ((x, 0 if len(x) == 1 else x.stride(0), *x.stride()[1:]) for x in (rotary.cos, rotary.sin))
-    return *cos, *sin
 
 
 def _constants(q: Tensor, q_norm: Norm, k_norm: Norm | None, rotary: Rotary | None) -> dict[str, Any]:
