@@ -1,0 +1,129 @@
+"""Steps of generation, norm and RoPE, cache and attention, against the oracle's full pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_qknorm.ops import reference
+from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.tiling import Options
+from hf_qknorm.ops.triton import decode, norm_rope
+from hf_qknorm.ops.triton.flash import Visible
+from hf_qknorm.testing import assert_within_budget, make_qkv
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
+class Steps(NamedTuple):
+    """Generation, a prompt of 8 and then more tokens at each step; the second batch entry starts with 3 of padding."""
+
+    sizes: tuple[int, ...] = (8, 1, 1, 3, 1)
+    heads: tuple[int, int] = (4, 1)
+    head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    softcap: float | None = 50.0
+    window: int | None = None
+    sinks: bool = False
+    static: bool = True
+    splits: int = 2
+
+    def __str__(self) -> str:
+        changed = [f"{name}={x}" for name, x in self._asdict().items() if x != self._field_defaults[name]]
+        return "-".join(changed).replace("torch.", "") or "plain"
+
+    @property
+    def ranges(self) -> Tensor:
+        """Which keys each token sees, `[B, T, 2]`; padding sees itself."""
+        token = torch.arange(sum(self.sizes))
+        start = torch.minimum(torch.tensor([0, 3])[:, None], token)
+        if self.window is not None:
+            start = torch.maximum(start, token - self.window + 1)
+        return torch.stack([start, (token + 1).expand(2, -1)], -1).to(DEVICE, torch.int32)
+
+
+GENERATIONS = [
+    Steps(),
+    Steps(dtype=BRAIN, head_dim=80, heads=(2, 2), softcap=None),
+    Steps(dtype=HALF, head_dim=128, heads=(7, 1), softcap=100.0, sinks=True),
+    Steps(dtype=BRAIN, head_dim=96, window=4),
+    Steps(static=False, dtype=BRAIN, heads=(7, 1), sinks=True, window=5),
+    Steps(static=False, heads=(4, 4), softcap=None, splits=1),
+    Steps(static=False, dtype=HALF, sizes=(8, 3, 3, 3), head_dim=80),
+]
+
+
+class Tokens(NamedTuple):
+    """Raw heads of all tokens, angles and norms."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    norms: tuple[Norm, Norm]
+    rotary: Rotary
+    sinks: Tensor | None
+
+    @classmethod
+    def draw(cls, steps: Steps) -> Tokens:
+        length, d = sum(steps.sizes), steps.head_dim
+        heads = make_qkv(2, *steps.heads, length, length, d, dtype=steps.dtype)
+        q, k, v = (x.detach().to(DEVICE) for x in heads)
+        gains = (torch.linspace(0.5, 2.0, d), torch.linspace(1.5, 0.5, d))
+        norms = Norm("rms", gains[0].to(q)), Norm("rms", gains[1].to(q))
+        angles = (torch.arange(length)[:, None] * 10.0 ** -torch.linspace(0, 3, d // 2))[None]
+        rotary = Rotary(angles.cos().to(q), angles.sin().to(q))
+        sinks = torch.linspace(-2.0, 2.0, steps.heads[0]).to(q) if steps.sinks else None
+        return cls(q, k, v, norms, rotary, sinks)
+
+    def at(self, tokens: slice) -> tuple[Tensor, Tensor, Norm, Norm, Rotary]:
+        """What `norm_rope.forward` takes, of some tokens."""
+        rotary = Rotary(*(x[:, tokens] for x in self.rotary[:2]))
+        return self.q[:, :, tokens], self.k[:, :, tokens], *self.norms, rotary
+
+    def full_pass(self, steps: Steps, dtype: torch.dtype) -> Tensor:
+        """The oracle's, over all tokens at once."""
+
+        def ready(x: Tensor, norm: Norm) -> Tensor:
+            assert norm.gain is not None
+            x = reference.head_norm(x.to(dtype).transpose(1, 2), norm.kind, norm.gain.to(dtype)).transpose(1, 2)
+            cos, sin = (torch.cat([angle, angle], -1)[:, None].to(dtype) for angle in self.rotary[:2])
+            left, right = x.chunk(2, -1)
+            return x * cos + torch.cat([-right, left], -1) * sin
+
+        q, k = (ready(x, norm) for x, norm in zip((self.q, self.k), self.norms, strict=True))
+        return reference.attention(
+            q, k, self.v.to(dtype), softcap=steps.softcap, ranges=steps.ranges, sinks=self.sinks
+        ).out
+
+
+def generate(steps: Steps, tokens: Tokens) -> Tensor:
+    """Step by step with a cache; static ones hold garbage at first."""
+    room = 64 if steps.static else 0
+    keys, values = (torch.full((2, steps.heads[1], room, steps.head_dim), 3e4).to(tokens.q) for _ in range(2))
+    outs, done = [], 0
+    for size in steps.sizes:
+        now = slice(done, done + size)
+        if steps.static:
+            positions = torch.arange(done, done + size, device=DEVICE)
+            cache = norm_rope.Cache(keys, values, tokens.v[:, :, now], positions)
+            made = norm_rope.forward(*tokens.at(now), cache=cache)
+        else:
+            made = norm_rope.forward(*tokens.at(now))
+            keys, values = torch.cat([keys, made.k], 2), torch.cat([values, tokens.v[:, :, now]], 2)
+        visible = Visible(steps.ranges[:, now].contiguous(), tokens.sinks)
+        options = Options(steps.head_dim**-0.5, steps.softcap, True, steps.window)
+        outs.append(decode.forward(made.q, keys, values, visible, options)[0])
+        done += size
+    return torch.cat(outs, 2)
+
+
+@pytest.mark.parametrize("steps", GENERATIONS, ids=str)
+def test_generation_gives_what_the_full_pass_does(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "splits", lambda q, k: steps.splits)
+    tokens = Tokens.draw(steps)
+    exact, eager = (tokens.full_pass(steps, dtype) for dtype in (torch.float64, steps.dtype))
+    assert_within_budget(generate(steps, tokens), exact, eager)
