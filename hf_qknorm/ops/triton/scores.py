@@ -20,7 +20,7 @@ def keys_seen(
     rows = tl.minimum(rows, queries - 1)
     if RANGES:
         at = ranges + 2 * (batch.to(tl.int64) * queries + rows)
-        return tl.load(at), tl.load(at + 1)
+        return tl.maximum(tl.load(at), 0), tl.minimum(tl.load(at + 1), keys)
     return _limits(rows + (keys - queries), keys, window, window, CAUSAL, False, WINDOW)
 
 
