@@ -1,0 +1,192 @@
+"""The fused operators as torch knows them: schema, implementation, fake, autograd. Kernels load at the first call."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.tiling import Options
+
+OPERATORS: Final = torch.ops.hf_qknorm
+
+PARTS = (
+    "Tensor? q_gain, Tensor? q_bias, Tensor? q_blend, Tensor? k_gain, Tensor? k_bias, Tensor? k_blend, "
+    "Tensor? cos, Tensor? sin"
+)
+VISIBLE = "Tensor? ranges, Tensor? sinks, Tensor? seed"
+SETTINGS = "str q_norm, str k_norm, float[] eps, float[] p, bool interleaved"
+OPTIONS = "float scale, float? softcap, bool causal, int? window, float dropout"
+
+torch.library.define(
+    "hf_qknorm::fused_attention",
+    f"(Tensor q, Tensor k, Tensor v, {PARTS}, {VISIBLE}, {SETTINGS}, {OPTIONS}, bool statistics) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "hf_qknorm::fused_attention_backward",
+    f"(Tensor grad, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {PARTS}, {VISIBLE}, {SETTINGS}, {OPTIONS}) "
+    "-> Tensor[]",
+)
+torch.library.define("hf_qknorm::norm_rope", f"(Tensor q, Tensor k, {PARTS}, {SETTINGS}) -> (Tensor, Tensor)")
+torch.library.define(
+    "hf_qknorm::norm_rope_backward",
+    f"(Tensor dq, Tensor dk, Tensor q, Tensor k, {PARTS}, {SETTINGS}) -> Tensor[]",
+)
+
+N_PARTS, N_VISIBLE, N_SETTINGS = 8, 3, 5
+
+
+def flatten(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    """Norms and rotation as the schemas have them: tensors (PARTS) and the rest (SETTINGS)."""
+    cos, sin, interleaved = (None, None, False) if rotary is None else rotary
+    parts = (*q_norm[1:4], *k_norm[1:4], cos, sin)
+    return parts, (q_norm.kind, k_norm.kind, [q_norm.eps, k_norm.eps], [q_norm.p, k_norm.p], interleaved)
+
+
+def _structured(parts: Any, settings: Any) -> tuple[Norm, Norm, Rotary | None]:
+    """What `flatten` flattened."""
+    q_kind, k_kind, eps, p, interleaved = settings
+    q_gain, q_bias, q_blend, k_gain, k_bias, k_blend, cos, sin = parts
+    q_norm, k_norm = (
+        Norm(q_kind, q_gain, q_bias, q_blend, eps[0], p[0]),
+        Norm(k_kind, k_gain, k_bias, k_blend, eps[1], p[1]),
+    )
+    return q_norm, k_norm, None if cos is None else Rotary(cos, sin, interleaved)
+
+
+class _Call(NamedTuple):
+    """The arguments of fused attention after q, k and v."""
+
+    parts: Any
+    visible: Any
+    settings: Any
+    options: Any
+
+    @classmethod
+    def of(cls, arguments: Any) -> _Call:
+        visible, settings = N_PARTS, N_PARTS + N_VISIBLE
+        options = settings + N_SETTINGS
+        return cls(arguments[:visible], arguments[visible:settings], arguments[settings:options], arguments[options:])
+
+
+@torch.library.impl("hf_qknorm::fused_attention", "default")
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from hf_qknorm.ops.triton import flash
+
+    call, statistics = _Call.of(rest[:-1]), rest[-1]
+    heads = flash.Heads(q, k, v, *_structured(call.parts, call.settings))
+    result = flash.forward(heads, flash.Visible(*call.visible), Options(*call.options), statistics)
+    largest, entropy = (result.lse.new_empty(0) if x is None else x for x in (result.largest, result.entropy))
+    return result.out, result.lse, largest, entropy
+
+
+@torch.library.register_fake("hf_qknorm::fused_attention")
+def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    largest, entropy = (torch.empty_like(lse) if rest[-1] else lse.new_empty(0) for _ in range(2))
+    return _laid_out(q), lse, largest, entropy
+
+
+def _laid_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Empty heads `[B, H, T, D]`, laid out as `[B, T, H, D]`."""
+    b, h, t, d = x.shape
+    return x.new_empty((b, t, h, d), dtype=dtype).transpose(1, 2)
+
+
+@torch.library.impl("hf_qknorm::fused_attention_backward", "default")
+def _attend_backward(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> list[Tensor]:
+    from hf_qknorm.ops.triton import flash
+
+    call = _Call.of(rest)
+    heads = flash.Heads(q, k, v, *_structured(call.parts, call.settings))
+    found = flash.backward(grad, heads, flash.Visible(*call.visible), Options(*call.options), out, lse)
+    return [q.new_empty(0) if x is None else x for x in found]
+
+
+@torch.library.register_fake("hf_qknorm::fused_attention_backward")
+def _(grad, out, lse, q, k, v, *rest):  # type: ignore[no-untyped-def]
+    call = _Call.of(rest)
+    sinks = call.visible[1]
+    found = [*_parameters(q, call.parts, call.settings), q.new_empty(0) if sinks is None else torch.empty_like(sinks)]
+    return [_laid_out(q), _laid_out(k), _laid_out(v), *found]
+
+
+def _parameters(q: Tensor, parts: Any, settings: Any) -> list[Tensor]:
+    """Empty gradients of the gains and biases of q and k; `[0]` where there is none."""
+    kinds = (settings[0], settings[0], settings[1], settings[1])
+    values = (parts[0], parts[1], parts[3], parts[4])
+    return [
+        q.new_empty(0) if x is None or kind == "none" else x.new_empty(x.shape)
+        for x, kind in zip(values, kinds, strict=True)
+    ]
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, *rest = inputs
+    call = _Call.of(rest[:-1])
+    ctx.call = call._replace(parts=None, visible=None)
+    ctx.save_for_backward(q, k, v, *call.parts, *call.visible, output[0], output[1])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx, grad, *unused):  # type: ignore[no-untyped-def]
+    q, k, v, *tensors, out, lse = ctx.saved_tensors
+    found = OPERATORS.fused_attention_backward(grad, out, lse, q, k, v, *tensors, *ctx.call.settings, *ctx.call.options)
+    dq, dk, dv, q_gain, q_bias, k_gain, k_bias, sinks = (x if x.numel() else None for x in found)
+    numbers = [None] * (len(ctx.call.settings) + len(ctx.call.options) + 1)
+    return dq, dk, dv, q_gain, q_bias, None, k_gain, k_bias, None, None, None, None, sinks, None, *numbers
+
+
+def _refuse_second(ctx, *grads):  # type: ignore[no-untyped-def]
+    raise NotImplementedError(
+        'hf_qknorm attention has no second derivative: for double backward use attn_implementation="hf_qknorm_eager"'
+    )
+
+
+@torch.library.impl("hf_qknorm::norm_rope", "default")
+def _norm_rope(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    from hf_qknorm.ops.triton import norm_rope
+
+    made = norm_rope.forward(q, k, *_structured(rest[:N_PARTS], rest[N_PARTS:]))
+    assert made.k is not None
+    return made.q, made.k
+
+
+@torch.library.register_fake("hf_qknorm::norm_rope")
+def _(q, k, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+@torch.library.impl("hf_qknorm::norm_rope_backward", "default")
+def _norm_rope_backward(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
+    from hf_qknorm.ops.triton import norm_rope
+
+    found = norm_rope.backward(dq, dk, q, k, *_structured(rest[:N_PARTS], rest[N_PARTS:]))
+    return [q.new_empty(0) if x is None else x for x in found]
+
+
+@torch.library.register_fake("hf_qknorm::norm_rope_backward")
+def _(dq, dk, q, k, *rest):  # type: ignore[no-untyped-def]
+    return [_laid_out(q), _laid_out(k), *_parameters(q, rest[:N_PARTS], rest[N_PARTS:])]
+
+
+def _keep_heads(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    tensors, ctx.settings = inputs[: 2 + N_PARTS], inputs[2 + N_PARTS :]
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_heads(ctx, dq, dk):  # type: ignore[no-untyped-def]
+    found = OPERATORS.norm_rope_backward(dq, dk, *ctx.saved_tensors, *ctx.settings)
+    dq, dk, q_gain, q_bias, k_gain, k_bias = (x if x.numel() else None for x in found)
+    return dq, dk, q_gain, q_bias, None, k_gain, k_bias, None, None, None, *([None] * N_SETTINGS)
+
+
+torch.library.register_autograd("hf_qknorm::fused_attention", _differentiate, setup_context=_keep)
+torch.library.register_autograd("hf_qknorm::fused_attention_backward", _refuse_second)
+torch.library.register_autograd("hf_qknorm::norm_rope", _differentiate_heads, setup_context=_keep_heads)
+torch.library.register_autograd("hf_qknorm::norm_rope_backward", _refuse_second)
