@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from hf_qknorm import functions
 from hf_qknorm.families import FAMILIES, Family
 from hf_qknorm.norms import HeadNorm, fresh_scalar
+from hf_qknorm.ops import library
+from hf_qknorm.ops.heads import Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
@@ -58,30 +60,47 @@ class QKNormAttention(nn.Module):
         `layer_past` is GPT-NeoX's name for `past_key_values`. Other arguments go on to the attention function.
         """
         style = self.family.style
-        q, k, v = (
-            self._normed(name, x).transpose(1, 2)
-            for name, x in zip(NORM_NAMES.values(), style.project(self, hidden_states), strict=True)
-        )
-        if position_embeddings is not None:
-            q, k = self.modelling.apply_rotary_pos_emb(q, k, *position_embeddings)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # fp32 gains or cos/sin promote them under autocast
+        q, k, v = (x.transpose(1, 2) for x in style.project(self, hidden_states))
+        v = self._normed("v_norm", v)
         cache = layer_past if past_key_values is None else past_key_values
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-        options = {"scaling": self.logit_scale, "sliding_window": self.window}
+        options = {**kwargs, "scaling": self.logit_scale, "sliding_window": self.window}
+        options["dropout"] = style.dropout(self) if self.training else 0.0
         if self.softcap is not None:
             options["softcap"] = self.softcap
+        if functions.kernels_take(self, q, k, v, attention_mask):
+            (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
+            rotary = _angles(position_embeddings, style.interleaved)
+            if cache is None and self.observer is None:
+                out, weights = functions.fused_attention(
+                    self, q, k, v, attention_mask, q_norm, k_norm, rotary, **options
+                )
+                return style.output(self, out.reshape(*hidden_states.shape[:-1], -1)), weights
+            q, k = library.norm_rope(q, k, q_norm, k_norm, rotary)
+        else:
+            q, k = self._normed("q_norm", q), self._normed("k_norm", k)
+            if position_embeddings is not None:
+                q, k = self.modelling.apply_rotary_pos_emb(q, k, *position_embeddings)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # fp32 gains or cos/sin promote them under autocast
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         if self.observer is not None:
-            self.observer(self, q, k, v, attention_mask, {**options, **kwargs})
+            self.observer(self, q, k, v, attention_mask, options)
         attend = functions.attention_function(self, self.scheme.softcap, style.eager(self))
-        dropout = style.dropout(self) if self.training else 0.0
-        out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, **options, **kwargs)
+        out, weights = attend(self, q, k, v, attention_mask, **options)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return style.output(self, out), weights
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
+        """x `[B, H, T, D]` through the norm of that name, if there is one."""
         norm = self._modules.get(name)
-        return x if norm is None else norm(x)
+        return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
+
+    def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
+        """x and the norm that a kernel is to apply to it; a norm that is not ours, or is watched, is applied here."""
+        norm = self._modules.get(name)
+        if isinstance(norm, HeadNorm) and norm.bare:
+            return x, norm.as_norm()
+        return self._normed(name, x), Norm()
 
     @property
     def softcap(self) -> float | None:
@@ -240,6 +259,14 @@ def _removed_norm(module: QKNormAttention) -> nn.Module:
     """The norm that the scheme removed, brought to where the layer is now: it is no submodule, `to` passes it by."""
     place = next(module.parameters())
     return module.removed_norm[0] if place.is_meta else module.removed_norm[0].to(place.device, place.dtype)
+
+
+def _angles(position_embeddings: tuple[Tensor, Tensor] | None, interleaved: bool) -> Rotary | None:
+    """transformers' cos and sin `[B, T, R]`, which hold each angle twice, as the kernels take them."""
+    if position_embeddings is None:
+        return None
+    cos, sin = (x[..., ::2] if interleaved else x[..., : x.shape[-1] // 2] for x in position_embeddings)
+    return Rotary(cos, sin, interleaved)
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -6,18 +6,26 @@ An attention function gets q `[B, H, T, D]` and k, v `[B, Hk, S, D]` after RoPE 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_qknorm.masks import structure, structured_mask
+from hf_qknorm.masks import is_ranges, structure, structured_mask
 from hf_qknorm.ops import library, reference
+from hf_qknorm.ops.heads import Norm, Rotary
+
+logger = logging.getLogger(__name__)
+_told: set[str] = set()
 
 CAP_BACKENDS: Final = (
     "hf_qknorm",
+    "hf_qknorm_triton",
     "hf_qknorm_tiled",
     "hf_qknorm_eager",
     "eager",
@@ -53,7 +61,78 @@ def attention_function(
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
+def kernels_take(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether the module's backend is one that norms, rotates and attends in one kernel, and that takes these heads.
+
+    Heads `[B, H or Hk, T, D]`, raw. "hf_qknorm" does so on CUDA, "hf_qknorm_triton" in Triton's interpreter too.
+    """
+    name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
+    if name not in ("hf_qknorm", "hf_qknorm_triton") or (name == "hf_qknorm" and not query.is_cuda):
+        return False
+    return _why_not_kernels(query, key, value, mask) is None
+
+
+def _why_not_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
+    if mask is not None and not is_ranges(mask):
+        return f"the mask {list(mask.shape)} is an arbitrary one, and not a range of keys for each query"
+    return library.why_not_fused(query, key, value)
+
+
+def best_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The fused kernels on CUDA for whatever they take, else the tiled one; `attn_implementation="hf_qknorm"`.
+
+    Both need memory linear in length, and know cap, window, sinks and dropout. Raises ValueError for
+    `output_attentions=True`, which needs the weights that are never formed.
+    """
+    reason = _why_not_kernels(query, key, value, attention_mask) if query.is_cuda else "the tensors are not on CUDA"
+    if query.is_cuda:
+        _tell("runs its Triton kernels" if reason is None else f"runs tiled in PyTorch: {reason}")
+    attend = library.fused_attention if reason is None else library.attention
+    return _attend(attend, module, query, key, value, attention_mask, **kwargs)
+
+
+def triton_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The fused kernels, or a ValueError that says why not; `attn_implementation="hf_qknorm_triton"`."""
+    reason = _why_not_kernels(query, key, value, attention_mask)
+    if reason is not None:
+        raise ValueError(
+            f'attn_implementation="hf_qknorm_triton" can\'t serve this call: {reason}. Call '
+            'model.set_attn_implementation("hf_qknorm"), which takes the kernels only where they serve'
+        )
+    return _attend(library.fused_attention, module, query, key, value, attention_mask, **kwargs)
+
+
 def tiled_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """A block of queries at a time, in PyTorch, on any device; `attn_implementation="hf_qknorm_tiled"`."""
+    return _attend(library.attention, module, query, key, value, attention_mask, **kwargs)
+
+
+def fused_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    q_norm: Norm,
+    k_norm: Norm,
+    rotary: Rotary | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over raw heads: what `kernels_take` promised, norm and RoPE included, with a backward of its own."""
+    if query.is_cuda:
+        _tell("runs its Triton kernels, norm and RoPE included")
+    attend = partial(library.fused_attention, q_norm=q_norm, k_norm=k_norm, rotary=rotary)
+    return _attend(attend, module, query, key, value, attention_mask, **kwargs)
+
+
+def _attend(
+    attend: Callable[..., Tensor],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -67,10 +146,6 @@ def tiled_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Linear-memory attention with cap, window, sinks and dropout; `attn_implementation="hf_qknorm"`.
-
-    Raises ValueError for `output_attentions=True`, which needs the weights that are never formed.
-    """
     if kwargs.get("output_attentions"):
         raise ValueError(
             'this backend never forms the attention weights: call model.set_attn_implementation("eager") before '
@@ -79,7 +154,8 @@ def tiled_attention(
     _refuse_unsupported(kwargs)
     boundaries = kwargs.get("cu_seq_lens_q")
     seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal, boundaries)
-    out = library.attention(
+    masks = {"ranges": seen.ranges} if seen.mask is None else {"ranges": seen.ranges, "mask": seen.mask}
+    out = attend(
         query,
         seen.key,
         seen.value,
@@ -87,12 +163,18 @@ def tiled_attention(
         softcap=softcap,
         causal=seen.causal,
         window=seen.window,
-        mask=seen.mask,
-        ranges=seen.ranges,
         sinks=s_aux,
         dropout=dropout,
+        **masks,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _tell(what: str) -> None:
+    """Say once, at info level, what runs; a traced graph is silent."""
+    if not torch.compiler.is_compiling() and what not in _told:
+        _told.add(what)
+        logger.info("hf_qknorm attention %s", what)
 
 
 def eager_attention(
@@ -143,7 +225,8 @@ def _refuse_unsupported(arguments: dict[str, Any]) -> None:
 
 
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {
-    "hf_qknorm": tiled_attention,
+    "hf_qknorm": best_attention,
+    "hf_qknorm_triton": triton_attention,
     "hf_qknorm_tiled": tiled_attention,
     "hf_qknorm_eager": eager_attention,
 }

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from hf_qknorm.ops.heads import Norm
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.scheme import Scheme
 
@@ -57,11 +58,24 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bypass:
             return x
+        norm = self.as_norm()
+        return head_norm(x, norm.kind, norm.gain, norm.bias, norm.eps, norm.p, norm.blend)
+
+    def as_norm(self) -> Norm:
+        """What the module does, as the operators take it."""
+        if self.bypass:
+            return Norm()
         if self.blend is None:
-            return head_norm(x, self.norm, self.weight, self.bias, self.eps, self.p)
+            return Norm(self.norm, self.weight, self.bias, None, self.eps, self.p)
         gain = self.blend.new_ones(1) if self.weight is None else self.weight
         bias = None if self.bias is None else self.bias * self.rescale
-        return head_norm(x, self.norm, gain * self.rescale, bias, self.eps, self.p, self.blend)
+        return Norm(self.norm, gain * self.rescale, bias, self.blend, self.eps, self.p)
+
+    @property
+    def bare(self) -> bool:
+        """Whether nothing but `forward` happens when the module is called: no hooks, no wrapper."""
+        hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
+        return type(self) is HeadNorm and not any(hooks) and "forward" not in vars(self)
 
     def extra_repr(self) -> str:
         order = f", p={self.p:g}" if self.norm == "lp" else ""

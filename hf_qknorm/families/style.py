@@ -25,7 +25,8 @@ class Style:
 
     `project` maps hidden states `[B, T, C]` to q `[B, T, H, D]` and k, v `[B, T, Hk, D]`; `output` maps
     `[B, T, H·D]` back to `[B, T, C]`; `dropout` is the rate on the weights; `eager` the model's own function for
-    `attn_implementation="eager"`; `weights` the projections that lead to q, k and v.
+    `attn_implementation="eager"`; `weights` the projections that lead to q, k and v; `interleaved` says that RoPE
+    turns neighbours, not halves.
     """
 
     project: Callable[[nn.Module, Tensor], Projected]
@@ -33,3 +34,4 @@ class Style:
     weights: tuple[str, ...]
     dropout: Callable[[nn.Module], float] = _dropout
     eager: Callable[[nn.Module], Callable[..., Any]] = _eager
+    interleaved: bool = False

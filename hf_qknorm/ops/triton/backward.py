@@ -186,7 +186,7 @@ def _into_keys(
 ):  # fmt: skip
     """Add to dk and dv `[N, P]` what `count` blocks of queries from `start` on give, of each head of the group.
 
-    One loop for all heads and tiles, `[N, M]`: nested, or twice, with and without a mask, it does not fit the registers.
+    One loop for all heads and tiles `[N, M]`: nested, or twice, with a mask and without, it does not fit the registers.
     """
     rows = tl.arange(0, BLOCK_M)
     span = tl.maximum(last - first, 0).to(tl.uint32, bitcast=True)

@@ -47,7 +47,7 @@ class Heads(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """What hides keys and weights beside causality and window: ranges `[B, T, 2]`, sinks `[H]`, dropout's seed `[1]`."""
+    """What hides keys, weights beside causality and window: ranges `[B, T, 2]`, sinks `[H]`, a dropout seed `[1]`."""
 
     ranges: Tensor | None = None
     sinks: Tensor | None = None
