@@ -42,9 +42,8 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def patched(model_type: str, scheme: str):  # type: ignore[no-untyped-def]
     layers = 2 if model_type == "gemma2" else 1  # Gemma 2's layers differ
-    model = patch_model(
-        sharp_model(model_type, num_hidden_layers=layers), scheme, attn_implementation="hf_qknorm_eager", **options
-    )
+    model = sharp_model(model_type, num_hidden_layers=layers)
+    patch_model(model, scheme, attn_implementation="hf_qknorm_eager")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # gains of one hide mistakes
         for name, p in model.named_parameters():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_qknorm.ops.heads import Norm, Rotary
 from hf_qknorm.ops.tiling import Options
-from hf_qknorm.ops.triton import norm_rope
+from hf_qknorm.ops.triton import decode, norm_rope
 from hf_qknorm.ops.triton.arguments import norm_arguments, rotary_arguments, sum_to
 from hf_qknorm.ops.triton.backward import ALIGNED, key_kernel, query_kernel, sums_kernel
 from hf_qknorm.ops.triton.forward import forward_kernel
@@ -93,6 +93,8 @@ class _Ready(NamedTuple):
 
 def forward(heads: Heads, visible: Visible, options: Options, statistics: bool = False) -> Result:
     """Attention over raw or ready heads; see `library.fused_attention`."""
+    if not heads.raw and not statistics and not options.dropout and decode.suits(heads.q, heads.k):
+        return Result(*decode.forward(heads.q, heads.k, heads.v, visible, options), None, None)
     ready = _Ready.of(heads, options)
     (b, h, t, d), device = heads.q.shape, heads.q.device
     out = heads.q.new_empty(b, t, h, d).transpose(1, 2)

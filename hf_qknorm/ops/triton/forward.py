@@ -124,13 +124,14 @@ def forward_kernel(
         q, K, V, batch, head_kv, number, rows, first, last, full_stop, stop, unit, cap, seed, rate,
         BLOCK_N, PADDED, True, TANH, ONLINE, SCALED, DROPOUT, STATISTICS, PRECISION,
     )  # fmt: skip
-    share = tl.where(total > 0, 1.0 / total, 0.0)
-    logsum = tl.where(total > 0, peak + tl.log2(total), float("inf"))
+    empty = total == 0  # not so for NaN, which goes on
+    share = tl.where(empty, 0.0, 1.0 / total)
+    logsum = tl.where(empty, float("inf"), peak + tl.log2(total))
     at = number.to(tl.int64) * queries + rows
     tl.store(lse + at, logsum, mask=rows < queries)
     if STATISTICS:
         tl.store(largest_out + at, largest, mask=rows < queries)
-        tl.store(entropy_out + at, tl.where(total > 0, logsum - heat * share, 0.0), mask=rows < queries)
+        tl.store(entropy_out + at, tl.where(empty, 0.0, logsum - heat * share), mask=rows < queries)
     if DROPOUT:
         share = share / (1.0 - rate)
     out = (acc * share[:, None]).to(OUT.dtype)
