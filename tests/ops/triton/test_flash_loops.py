@@ -1,0 +1,197 @@
+"""The inner loops of fused attention: which heads take which, and what they do at the cap and with NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from flash_cases import DEVICE, Problem, Raw, plain_problem, raw_problem, shrink_tiles
+from tiled_cases import Case
+
+from hf_qknorm.ops.triton import flash, scores
+from hf_qknorm.ops.triton.launch import INTERPRETED, launch
+from hf_qknorm.testing import assert_within_budget
+
+FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+CAPS = (None, 5.0, 50.0, 64.0, 70.0)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_tiles(monkeypatch)
+
+
+@pytest.fixture
+def stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds numbers, such as could be taken for results."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        create = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, create=create, **options: create(*args, **options).fill_(7))
+
+
+def two_groups(dtype: torch.dtype, softcap: float | None, low: float, high: float, sinks: bool = False) -> Problem:
+    """Normed heads whose scores are bounded by about `low` for the first group, by `high` for the second."""
+    raw = Raw(heads=(4, 2), dtype=dtype, gains=("per_head", "none"), length=40, rotary=(0, "none"))
+    problem = raw_problem(raw, Case(causal=True, softcap=softcap, sinks=sinks))
+    gain = problem.heads.q_norm.gain
+    size = raw.head_dim * problem.options.scale / (softcap or 1.0)  # of a score, where the gain is 1
+    gain.copy_(torch.tensor([low, low, high, high], device=DEVICE)[:, None].expand_as(gain) / size)
+    return problem
+
+
+def record(monkeypatch: pytest.MonkeyPatch, skip: str | None = None) -> list[tuple[Any, ...]]:
+    """The attention kernels' launches, from here on; those for heads "within" or "beyond" are left out on demand."""
+    seen: list[tuple[Any, ...]] = []
+
+    def recorded(kernel: Any, *arguments: Any, **options: Any) -> None:
+        when = options.get("WHEN")
+        if when is not None:
+            seen.append((options["TANH"], options.get("ONLINE"), when))
+        if when is None or when != skip:
+            launch(kernel, *arguments, **options)
+
+    monkeypatch.setattr(flash, "launch", recorded)
+    return seen
+
+
+EXACT = "exact" if INTERPRETED else "approx"  # what bf16 takes
+CHOSEN = [  # dtype, cap, sinks, bounds of the two groups, the loops of forward
+    (BRAIN, None, False, (5.0, 200.0), [("none", False, "within"), ("none", True, "beyond")]),
+    (BRAIN, None, False, (55.0, 65.0), [("none", False, "within"), ("none", True, "beyond")]),
+    (BRAIN, 50.0, False, (0.7, 2.0), [("odd7", False, "within"), (EXACT, False, "beyond")]),
+    (BRAIN, 100.0, False, (0.7, 0.8), [("odd7", True, "within"), (EXACT, True, "beyond")]),
+    (BRAIN, 5.0, True, (0.7, 40.0), [("odd7", True, "within"), (EXACT, True, "beyond")]),
+    (HALF, 5.0, False, (0.7, 40.0), [("odd7", True, "within"), ("exact", True, "beyond")]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "softcap", "sinks", "bounds", "loops"), CHOSEN)
+def test_each_group_of_heads_takes_the_loop_for_its_bound(
+    dtype: torch.dtype,
+    softcap: float | None,
+    sinks: bool,
+    bounds: tuple[float, float],
+    loops: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = two_groups(dtype, softcap, *bounds, sinks)
+    whole = problem.check()
+    for left, (skip, heads) in enumerate((("beyond", slice(0, 2)), ("within", slice(2, 4)))):
+        seen = record(monkeypatch, skip)
+        result = flash.forward(problem.heads, problem.visible, problem.options)
+        assert seen == loops
+        assert torch.equal(result.out[:, heads], whole["out"][:, heads])
+        assert result.out[:, 2 - 2 * left : 4 - 2 * left].isnan().all()
+        if softcap is None:  # backward has one loop for all
+            continue
+        grads = flash.backward(problem.grad, problem.heads, problem.visible, problem.options, result.out, result.lse)
+        for got, expected, part in (
+            (grads.q, whole["q"], heads),
+            (grads.k, whole["k"], slice(left, left + 1)),
+            (grads.v, whole["v"], slice(left, left + 1)),
+        ):
+            assert torch.equal(got[:, part], expected[:, part])
+            assert got.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "raw", "loop"),
+    [
+        (BRAIN, None, False, ("none", True)),
+        (HALF, None, True, ("none", True)),
+        (FULL, 50.0, True, ("exact", False)),
+        (FULL, 70.0, True, ("exact", True)),
+        (BRAIN, 50.0, False, (EXACT, False)),
+        (HALF, 50.0, False, ("exact", True)),
+    ],
+)
+def test_heads_without_a_bound_or_a_choice_take_one_loop(
+    dtype: torch.dtype, softcap: float | None, raw: bool, loop: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(batch=1, heads=2, heads_kv=1, queries=9, softcap=softcap)
+    seen = record(monkeypatch)
+    problem = raw_problem(Raw(dtype=dtype, length=9), case) if raw else plain_problem(case, dtype)
+    problem.results()
+    gradient = (loop[0], None, "always")
+    assert seen == [(*loop, "always"), gradient, gradient]
+
+
+@pytest.mark.parametrize("dtype", [FULL, BRAIN, HALF], ids=str)
+@pytest.mark.parametrize("softcap", CAPS)
+def test_logits_driven_to_the_cap(softcap: float | None, dtype: torch.dtype) -> None:
+    """In fp32 the log-sum-exp of such logits is itself less exact than the budget of the weights made from it."""
+    problem = plain_problem(Case(batch=1, queries=40, causal=True, softcap=softcap, spread=12.0), dtype)
+    got = problem.results() if dtype == FULL else problem.check()
+    assert all(x.isfinite().all() for x in got.values())
+
+
+@pytest.mark.parametrize("dtype", [FULL, BRAIN, HALF], ids=str)
+@pytest.mark.parametrize("softcap", [50.0, 64.0, 70.0])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_rows_with_all_logits_at_the_cap_are_averages(sign: float, softcap: float, dtype: torch.dtype) -> None:
+    """Nothing may overflow or vanish there."""
+    problem = plain_problem(Case(batch=1, heads=1, heads_kv=1, queries=100, causal=True, softcap=softcap), dtype)
+    q = torch.full_like(problem.heads.q, 30.0)
+    problem = problem._replace(heads=problem.heads._replace(q=q, k=sign * q))
+    result = flash.forward(problem.heads, problem.visible, problem.options)
+    counts = torch.arange(1, 101, device=DEVICE)
+    v = problem.heads.v
+    assert_within_budget(
+        result.out, v.double().cumsum(-2) / counts[:, None], (v.float().cumsum(-2) / counts[:, None]).to(dtype)
+    )
+    nats = sign * softcap + counts.log()
+    torch.testing.assert_close(result.lse * 0.6931471805599453, nats.expand(result.lse.shape), rtol=1e-5, atol=1e-5)
+
+
+NAN = [
+    (Case(causal=True), None),
+    (Case(causal=True, softcap=50.0), None),
+    (Case(causal=True, softcap=70.0, sinks=True), None),
+    (Case(causal=True), Raw(heads=(4, 2), dtype=BRAIN)),
+    (Case(causal=True, softcap=50.0), Raw(heads=(4, 2), dtype=BRAIN)),
+]
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize(("case", "raw"), NAN, ids=str)
+@pytest.mark.usefixtures("stale")
+def test_nan_comes_out_where_it_goes_in(case: Case, raw: Raw | None, where: str) -> None:
+    problem = raw_problem(raw, case) if raw else plain_problem(dataclasses.replace(case, batch=1), BRAIN)
+    exact, eager = problem.expected(torch.float64)["out"], problem.expected(BRAIN)["out"]
+    getattr(problem.heads, where)[:, 1, 50, 3] = torch.nan
+    result = flash.forward(problem.heads, problem.visible, problem.options, statistics=True)
+    got = flash.backward(problem.grad, problem.heads, problem.visible, problem.options, result.out, result.lse)
+    assert_within_budget(result.out[:, :, :32], exact[:, :, :32], eager[:, :, :32])  # of no tile with NaN in it
+    if where == "q":
+        queries, keys = (slice(None), 1, 50), (slice(None), 0, slice(51))
+    else:
+        queries, keys = (slice(None), slice(2, 4), slice(50, None)), (slice(None), 1)
+    column = 3 if where == "v" else slice(None)
+    assert result.out[queries][..., column].isnan().all()
+    assert got.q[queries].isnan().all()
+    assert got.k[keys].isnan().all()
+    if where != "v":  # the weights themselves
+        assert result.entropy[queries].isnan().all()
+        assert got.v[keys].isnan().all()
+
+
+@triton.jit
+def _tanh(x, out, HOW: tl.constexpr, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + at, scores.tanh(tl.load(x + at), HOW))
+
+
+@pytest.mark.parametrize(
+    ("how", "end", "bound"),
+    [("odd7", 0.75, 1.2e-5), ("exact", 20.0, 5e-7), *([] if INTERPRETED else [("approx", 20.0, 5e-4)])],
+)
+def test_tanh(how: str, end: float, bound: float) -> None:
+    x = torch.linspace(-end, end, 1 << 14, device=DEVICE)
+    out = torch.empty_like(x)
+    launch(_tanh, (16,), x.device, x, out, HOW=how, N=1 << 10)
+    exact = x.double().tanh()
+    assert float(((out - exact) / exact).abs().max()) < bound

@@ -1,0 +1,100 @@
+"""What is launched: tiles by size, inner loops by what is known of the logits, heads as the copy engine reads them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_norm_rope import DEVICE, lay_out
+
+from hf_qknorm.ops.triton import launch
+from hf_qknorm.ops.triton.launch import (
+    FREE,
+    INTERPRETED,
+    ODD7,
+    Loop,
+    dense,
+    descriptor,
+    gradient_loops,
+    loops,
+    padded,
+    tile,
+)
+
+FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+APPROX = "exact" if INTERPRETED else "approx"
+NATS = FREE / math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ((BRAIN, None, False, False), [Loop("none", True)]),
+        ((FULL, None, True, False), [Loop("none", False, "within", NATS), Loop("none", True, "beyond", NATS)]),
+        ((HALF, None, True, False), [Loop("none", True)]),
+        ((BRAIN, None, True, True), [Loop("none", True)]),
+        ((BRAIN, 50.0, False, False), [Loop(APPROX, False)]),
+        ((BRAIN, 64.0, True, False), [Loop("odd7", False, "within", ODD7), Loop(APPROX, False, "beyond", ODD7)]),
+        ((BRAIN, 65.0, True, False), [Loop("odd7", True, "within", ODD7), Loop(APPROX, True, "beyond", ODD7)]),
+        ((BRAIN, 50.0, True, True), [Loop("odd7", True, "within", ODD7), Loop(APPROX, True, "beyond", ODD7)]),
+        ((HALF, 50.0, True, False), [Loop("odd7", True, "within", ODD7), Loop("exact", True, "beyond", ODD7)]),
+        ((FULL, 50.0, True, False), [Loop("exact", False)]),
+        ((FULL, 100.0, False, False), [Loop("exact", True)]),
+    ],
+)
+def test_loops(call: tuple[torch.dtype, float | None, bool, bool], expected: list[Loop]) -> None:
+    assert [(*x[:3], pytest.approx(x.limit)) for x in loops(*call)] == expected
+    backward = gradient_loops(*call)
+    if call[1] is None:
+        assert backward == [Loop("none", False)]
+    else:
+        assert [x.tanh for x in backward] == [x.tanh for x in expected]
+        assert [x.when for x in backward] == [x.when for x in expected]
+
+
+@pytest.mark.parametrize(("head_dim", "columns"), [(8, 16), (16, 16), (40, 64), (64, 64), (96, 128), (256, 256)])
+def test_tables_have_tiles_for_all_heads(head_dim: int, columns: int) -> None:
+    assert padded(head_dim) == columns
+    for table in (launch.FORWARD, launch.QUERY_GRADIENT, launch.KEY_GRADIENT):
+        for dtype in (FULL, HALF, BRAIN):
+            assert tile(table, torch.empty(1, 1, 1, head_dim, dtype=dtype)) == table[dtype.itemsize, columns]
+
+
+def heads(head_dim: int = 40, dtype: torch.dtype = BRAIN) -> torch.Tensor:
+    return torch.randn(2, 3, 5, head_dim, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+def test_aligned_heads_are_read_where_they_are(layout: str) -> None:
+    x = lay_out(heads(), layout)
+    assert dense(x) is x
+    assert dense(x[:, :2, 1:]).data_ptr() == x[:, :2, 1:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        lay_out(heads(), "sparse"),
+        heads(20),  # rows of 40 bytes
+        heads(48)[..., 4:44],  # starts 8 bytes in
+        heads(41)[..., :40],
+        torch.randn(1, 1, 1, 40, device=DEVICE).to(BRAIN).expand(2, 3, 5, 40),
+        heads()[:, :, :1].expand(-1, -1, 5, -1),
+    ],
+    ids=["sparse", "short rows", "offset", "odd rows", "expanded", "one row"],
+)
+def test_other_heads_are_copied(x: torch.Tensor) -> None:
+    copied = dense(x)
+    assert copied.is_contiguous()
+    assert torch.equal(copied, x)
+
+
+def test_an_axis_of_one_has_no_stride() -> None:
+    """Whatever its stride is: none is ever taken, but the copy engine wants one of whole 16 bytes."""
+    x = torch.randn(5, 40, device=DEVICE).to(BRAIN).as_strided((1, 1, 5, 40), (3, 0, 40, 1))
+    assert dense(x) is x
+    made = descriptor(x, 4)
+    assert made.shape == [1, 1, 5, 40]
+    assert made.strides == [8, 8, 40, 1]
+    assert made.block_shape == [1, 1, 4, 64]
