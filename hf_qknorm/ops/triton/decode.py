@@ -118,9 +118,10 @@ def combine_kernel(
         acc = acc * shrink + tl.sum(parts * weights[:, None], 0)
         total = total * shrink + tl.sum(totals * weights, 0)
         peak = higher
-    tl.store(lse + number, tl.where(total > 0, peak + tl.log2(total), float("inf")))
+    empty = total == 0  # not so for NaN, which goes on
+    tl.store(lse + number, tl.where(empty, float("inf"), peak + tl.log2(total)))
     row = (number // (heads * queries) * queries + number % queries).to(tl.int64) * heads + head
-    value = acc * tl.where(total > 0, 1.0 / total, 0.0)
+    value = acc * tl.where(empty, 0.0, 1.0 / total)
     tl.store(out + row * HEAD_DIM + cols, value.to(out.dtype.element_ty), cols < HEAD_DIM)
 
 

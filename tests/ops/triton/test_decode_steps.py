@@ -20,9 +20,9 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 class Steps(NamedTuple):
-    """Generation, a prompt of 8 and then more tokens at each step; the second batch entry starts with 3 of padding."""
+    """Generation, a prompt of 5 and then more tokens at each step; the second batch entry starts with 3 of padding."""
 
-    sizes: tuple[int, ...] = (8, 1, 1, 3, 1)
+    sizes: tuple[int, ...] = (5, 1, 3, 1)
     heads: tuple[int, int] = (4, 1)
     head_dim: int = 16
     dtype: torch.dtype = torch.float32
@@ -52,8 +52,8 @@ GENERATIONS = [
     Steps(dtype=HALF, head_dim=128, heads=(7, 1), softcap=100.0, sinks=True),
     Steps(dtype=BRAIN, head_dim=96, window=4),
     Steps(static=False, dtype=BRAIN, heads=(7, 1), sinks=True, window=5),
-    Steps(static=False, heads=(4, 4), softcap=None, splits=1),
-    Steps(static=False, dtype=HALF, sizes=(8, 3, 3, 3), head_dim=80),
+    Steps(static=False, heads=(3, 3), softcap=None, splits=1),
+    Steps(static=False, dtype=HALF, sizes=(5, 3, 3), head_dim=80),
 ]
 
 
