@@ -40,8 +40,9 @@ def compile_script(*command: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_kernel_keeps_its_limits_on_hopper():
-    run = compile_script(RECIPES / "compile_kernels.py", "--arch", 90)
+def test_kernels_keep_their_limits_on_hopper():
+    """Some of them: .ci/run compiles them all, and prints the table."""
+    run = compile_script(RECIPES / "compile_kernels.py", "--arch", 90, "--case", "capped 128", "--case", "step 128")
     assert run.returncode == 0, run.stderr
     for kernel in recipe.SPILL_FREE:
         assert f"| {kernel} | bf16" in run.stdout
