@@ -14,6 +14,7 @@ from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 
 from hf_qknorm import functions
+from hf_qknorm.caches import next_positions, static_layer
 from hf_qknorm.families import FAMILIES, Family
 from hf_qknorm.norms import HeadNorm, fresh_scalar
 from hf_qknorm.ops import library
@@ -75,7 +76,13 @@ class QKNormAttention(nn.Module):
                     self, q, k, v, attention_mask, q_norm, k_norm, rotary, **options
                 )
                 return style.output(self, out.reshape(*hidden_states.shape[:-1], -1)), weights
-            q, k = library.norm_rope(q, k, q_norm, k_norm, rotary)
+            stored = None if torch.is_grad_enabled() else static_layer(cache, self.layer_idx, k)
+            if stored is not None:
+                places = next_positions(stored, k.shape[2])
+                q = library.norm_rope_into(q, k, v, stored.keys, stored.values, places, q_norm, k_norm, rotary)
+                k, v, cache = stored.keys, stored.values, None
+            else:
+                q, k = library.norm_rope(q, k, q_norm, k_norm, rotary)
         else:
             q, k = self._normed("q_norm", q), self._normed("k_norm", k)
             if position_embeddings is not None:

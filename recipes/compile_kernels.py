@@ -103,7 +103,7 @@ class Case:
 
     def launch(self) -> None:
         """Call forward and backward."""
-        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if self.tf32 else "ieee"
         b, h, hk, t, d = 2, 8, 2, 1024, self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
         q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))

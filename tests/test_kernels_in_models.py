@@ -94,15 +94,25 @@ def test_a_watched_norm_runs_as_a_module() -> None:
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
-def test_generation_with_a_cache(model_type: str) -> None:
+@pytest.mark.parametrize(("model_type", "cache"), [("llama", "dynamic"), ("llama", "static"), ("gpt_neox", "static")])
+def test_generation_with_a_cache(model_type: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched(model_type, "qk_norm_cap")
+    calls: list[Any] = []
+    monkeypatch.setattr(fused.OPERATORS, "norm_rope_into", counted(fused.OPERATORS.norm_rope_into, calls))
     prompt = batch("left", labels=False)
-    settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    settings = {
+        "cache_implementation": cache,
+        "disable_compile": True,
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     found = []
     for backend in ("hf_qknorm_triton", "hf_qknorm_eager"):
         model.set_attn_implementation(backend)
         found.append(model.generate(**prompt, **settings))
+    assert len(calls) == (3 if cache == "static" else 0)  # each step but the first, which makes the cache
     assert torch.equal(found[0].sequences, found[1].sequences)
     for got, expected in zip(found[0].logits, found[1].logits, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -98,6 +98,36 @@ def norm_rope(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary |
     return OPERATORS.norm_rope(q, k, *parts, *settings)
 
 
+def norm_rope_into(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    q_norm: Norm,
+    k_norm: Norm,
+    rotary: Rotary | None,
+) -> Tensor:
+    """`norm_rope`, with the new keys and values written to a static cache by the same launch; returns the queries.
+
+    keys, values `[B, Hk, S, D]` are changed in place at `positions` `[T]` (int64) of their third axis. No gradient.
+
+    Raises ValueError for tensors that need gradients, and, with the reason, for what the kernels do not do.
+    """
+    check_call(q, k, v, None, None, None, 0.0)
+    _require(q, k, v, q_norm, k_norm, rotary)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, keys, values)):
+        raise ValueError("writing to a cache has no gradient: call it under torch.no_grad(), or use norm_rope")
+    if keys.dtype != k.dtype or values.dtype != v.dtype or positions.shape != k.shape[2:3]:
+        raise ValueError(
+            f"expected a cache in {k.dtype} and positions [{k.shape[2]}], got {keys.dtype}, {values.dtype} and "
+            f"{list(positions.shape)}"
+        )
+    parts, settings = flatten(q_norm, k_norm, rotary)
+    return OPERATORS.norm_rope_into(q, k, v, keys, values, positions, *parts, *settings)
+
+
 def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the kernels can't take these heads `[B, H or Hk, T or S, D]`, or None if they can."""
     head_dim, size = q.shape[-1], q.element_size()

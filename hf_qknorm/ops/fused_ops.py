@@ -32,6 +32,11 @@ torch.library.define(
 )
 torch.library.define("hf_qknorm::norm_rope", f"(Tensor q, Tensor k, {PARTS}, {SETTINGS}) -> (Tensor, Tensor)")
 torch.library.define(
+    "hf_qknorm::norm_rope_into",
+    f"(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor positions, {PARTS}, {SETTINGS}) "
+    "-> Tensor",
+)
+torch.library.define(
     "hf_qknorm::norm_rope_backward",
     f"(Tensor dq, Tensor dk, Tensor q, Tensor k, {PARTS}, {SETTINGS}) -> Tensor[]",
 )
@@ -160,6 +165,21 @@ def _norm_rope(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("hf_qknorm::norm_rope")
 def _(q, k, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+@torch.library.impl("hf_qknorm::norm_rope_into", "default")
+def _norm_rope_into(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *rest: Any
+) -> Tensor:
+    from hf_qknorm.ops.triton import norm_rope
+
+    cache = norm_rope.Cache(keys, values, v, positions)
+    return norm_rope.forward(q, k, *_structured(rest[:N_PARTS], rest[N_PARTS:]), cache=cache).q
+
+
+@torch.library.register_fake("hf_qknorm::norm_rope_into")
+def _(q, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape)
 
 
 @torch.library.impl("hf_qknorm::norm_rope_backward", "default")

@@ -136,5 +136,5 @@ def gradient_loops(dtype: torch.dtype, softcap: float | None, bounded: bool, sin
 
 def precision(dtype: torch.dtype) -> str:
     """How fp32 tiles are multiplied: exactly, unless PyTorch was told that tf32 will do."""
-    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if allowed else "ieee"
