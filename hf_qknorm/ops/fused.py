@@ -171,7 +171,8 @@ def _require(q: Tensor, k: Tensor, v: Tensor, q_norm: Norm, k_norm: Norm, rotary
         for part, value in (("gain", norm.gain), ("bias", norm.bias)):
             shapes = ([1], [x.shape[3]], [x.shape[1], x.shape[3]])
             if value is not None and list(value.shape) not in shapes:
-                raise ValueError(f"{name}.{part} must be [1], [D] or [H, D] = {shapes[1:]}, got {list(value.shape)}")
+                here = f"{shapes[0]}, {shapes[1]} or {shapes[2]}"
+                raise ValueError(f"{name}.{part} must be [1], [D] or [H, D], here {here}, got {list(value.shape)}")
     if rotary is not None:
         wanted = [q.shape[2], rotary.cos.shape[-1]]
         if rotary.cos.shape != rotary.sin.shape or list(rotary.cos.shape[-2:]) != wanted or rotary.cos.dim() != 3:

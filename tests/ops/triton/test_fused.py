@@ -1,0 +1,195 @@
+"""The fused operators: what torch expects of them, and what callers are told when they get it wrong."""
+
+import re
+
+import pytest
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import Tensor
+from torch.library import opcheck
+
+from hf_qknorm.ops import library
+from hf_qknorm.ops.fused_ops import OPERATORS, flatten
+from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.testing import error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+B, H, HK, T, D = 2, 4, 2, 9, 16
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE).requires_grad_()
+
+
+def heads(length: int = T) -> list[Tensor]:
+    """q, k, v as projections lay them out."""
+    return [draw(B, length, n, D, seed=i).detach().transpose(1, 2).requires_grad_() for i, n in enumerate((H, HK, HK))]
+
+
+def parts(length: int = T) -> dict[str, object]:
+    """Norms with gains and a bias, and a rotation."""
+    angles = draw(1, length, D // 2, seed=3).detach()
+    k_norm = Norm("layer", draw(HK, D, seed=4), draw(HK, D, seed=5))
+    return {"q_norm": Norm("rms", draw(D, seed=6)), "k_norm": k_norm, "rotary": Rotary(angles.cos(), angles.sin())}
+
+
+def wanted(parts: dict, *tensors: Tensor) -> list[Tensor]:
+    return [*tensors, parts["q_norm"].gain, parts["k_norm"].gain, parts["k_norm"].bias]
+
+
+OPTIONS = {
+    "capped": (0.25, 5.0, True, None, 0.0),
+    "uncapped": (0.25, None, False, None, 0.0),
+    "window": (0.25, 50.0, True, 4, 0.0),
+    "dropout": (0.25, None, True, None, 0.2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_fused_attention_passes_torchs_opcheck(name: str) -> None:
+    seed = torch.tensor([3], device=DEVICE) if name == "dropout" else None
+    tensors, settings = flatten(**parts())
+    sinks = draw(H) if name == "window" else None
+    arguments = (*tensors, None, sinks, seed, *settings, *OPTIONS[name])
+    opcheck(OPERATORS.fused_attention.default, (*heads(), *arguments, name == "uncapped"))
+
+
+def test_norm_rope_passes_torchs_opcheck() -> None:
+    q, k, v = heads()
+    tensors, settings = flatten(**parts())
+    opcheck(OPERATORS.norm_rope.default, (q, k, *tensors, *settings))
+    keys, values = torch.zeros(B, HK, 12, D, device=DEVICE), torch.zeros(B, HK, 12, D, device=DEVICE)
+    fixed = [x.detach() if isinstance(x, Tensor) else x for x in (q, k, v, keys, values, *tensors)]
+    places = torch.arange(2, 2 + T, device=DEVICE)
+    checks = ("test_schema", "test_faketensor")
+    opcheck(OPERATORS.norm_rope_into.default, (*fixed[:5], places, *fixed[5:], *settings), test_utils=checks)
+
+
+def test_one_compiled_graph_is_the_plain_function_at_every_length() -> None:
+    torch._dynamo.reset()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, fused: dict) -> Tensor:
+        return library.fused_attention(q * 2, k, v, softcap=5.0, causal=True, **fused).transpose(1, 2).flatten(2).sin()
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        for length in (9, 20):
+            fused = parts(length)
+            results = []
+            for function in (compiled, attend):
+                tensors = heads(length)
+                out = function(*tensors, fused)
+                results.append([out.detach(), *torch.autograd.grad(out.sum(), wanted(fused, *tensors))])
+            assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_an_exported_program_holds_the_operator() -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return library.fused_attention(q, k, v, q_norm=Norm("rms"), softcap=5.0, causal=True)
+
+    tensors = [x.detach() for x in heads()]
+    program = torch.export.export(Attention(), tuple(tensors))
+    assert "hf_qknorm.fused_attention.default" in str(program.graph)
+    assert torch.equal(program.module()(*tensors), Attention()(*tensors))
+
+
+def test_norm_rope_and_attention_are_what_both_in_one_are() -> None:
+    tensors, fused = heads(), parts()
+    one = library.fused_attention(*tensors, softcap=5.0, causal=True, **fused)
+    q, k = library.norm_rope(*tensors[:2], **fused)
+    two = library.fused_attention(q, k, tensors[2], softcap=5.0, causal=True)
+    expected, got = (torch.autograd.grad(x.sin().sum(), wanted(fused, *tensors)) for x in (one, two))
+    assert error(two.detach(), one.detach()) < 1e-6
+    assert all(error(x, y) < 1e-5 for x, y in zip(got, expected, strict=True))
+
+
+def test_what_backward_keeps_is_linear_in_length() -> None:
+    """Raw q, k, v, which are views of what projections gave, the output and a number a row: no second q or k."""
+    tensors, fused = heads(100), parts(100)
+    kept: list[Tensor] = []
+    given = {x.data_ptr() for x in (*wanted(fused, *tensors), *fused["rotary"][:2])}
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = library.fused_attention(*tensors, causal=True, **fused)
+    own = [list(x.shape) for x in kept if x.data_ptr() not in given]
+    assert sorted(own) == [[B, H, 100], [B, H, 100, D]]
+    assert out.shape == (B, H, 100, D)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = heads()
+    (grad,) = torch.autograd.grad(library.fused_attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"no second derivative.*hf_qknorm_eager"):
+        grad.sum().backward()
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+def all_heads(head_dim: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {name: zeros(1, 2, 5, head_dim, dtype=dtype) for name in "qkv"}
+
+
+WRONG = [
+    (all_heads(16, torch.float64), r"got torch.float64. Use library.attention"),
+    (all_heads(264), "head_dim is 264, and the kernels' registers hold 256 at most"),
+    (all_heads(18), "head_dim is 18: rows of torch.float32 must be multiples of 16 bytes, that is of 4 numbers"),
+    (
+        all_heads(20, torch.bfloat16),
+        "head_dim is 20: rows of torch.bfloat16 must be multiples of 16 bytes, that is of 8 numbers",
+    ),
+    ({"q": zeros(1, 2, 0, 16)}, "there is nothing to attend"),
+    ({"q_norm": Norm("rsm")}, "q_norm.kind must be one of none, rms, layer, l2, lp, got 'rsm'"),
+    ({"k_norm": Norm("rms", zeros(4))}, r"k_norm.gain must be [1], [D] or [H, D], here [1], [16] or [2, 16], got [4]"),
+    ({"q_norm": Norm("rms", None, zeros(3, 16))}, r"q_norm.bias must be .* got [3, 16]"),
+    ({"rotary": Rotary(zeros(1, 4, 8), zeros(1, 4, 8))}, r"[B or 1, T, R/2] with T = 5, got [1, 4, 8]"),
+    ({"rotary": Rotary(zeros(1, 5, 9), zeros(1, 5, 9))}, "a rotation of 18 columns does not fit"),
+    ({"ranges": zeros(1, 5, 2)}, "int32"),
+    ({"sinks": zeros(3)}, "sinks must be one logit a query head"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_what_does_not_fit_is_refused(wrong: dict, message: str) -> None:
+    arguments = {**all_heads(16), **wrong}
+    pattern = ".*".join(re.escape(piece) for piece in message.split(".*"))
+    with pytest.raises(ValueError, match=pattern):
+        library.fused_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def test_a_cache_is_written_without_gradients_alone() -> None:
+    q, k, v = heads()
+    keys, values = (torch.zeros(B, HK, 12, D, device=DEVICE) for _ in range(2))
+    places = torch.arange(2, 2 + T, device=DEVICE)
+    with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
+        library.norm_rope_into(q, k, v, keys, values, places, Norm(), Norm(), None)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"positions \[9\], got .*\[3\]"):
+            library.norm_rope_into(q, k, v, keys, values, places[:3], Norm(), Norm(), None)
+        library.norm_rope_into(q, k, v, keys, values, places, Norm(), Norm(), None)
+    assert torch.equal(keys[:, :, 2 : 2 + T], k)
+    assert torch.equal(values[:, :, 2 : 2 + T], v)
+    assert not keys[:, :, :2].any()
+
+
+def test_statistics_are_those_of_the_queries() -> None:
+    q, k, v = heads()
+    found = library.fused_statistics(q, k, v, scale=0.5, causal=True)
+    logits = (0.5 * q @ k.repeat_interleave(H // HK, 1).transpose(-1, -2)).detach()
+    seen = torch.ones(T, T, dtype=torch.bool, device=DEVICE).tril()
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    torch.testing.assert_close(found.largest, logits.masked_fill(~seen, 0.0).abs().amax(-1))
+    torch.testing.assert_close(found.entropy, -torch.special.xlogy(weights, weights).sum(-1))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there the kernels run")
+def test_without_a_gpu_or_an_interpreter_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert library.why_not_fused(*heads()) == "the kernels are for NVIDIA GPUs, and the tensors are on cpu"
