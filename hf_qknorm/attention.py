@@ -70,19 +70,20 @@ class QKNormAttention(nn.Module):
             options["softcap"] = self.softcap
         if functions.kernels_take(self, q, k, v, attention_mask):
             (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
+            q, k = q.to(v.dtype), k.to(v.dtype)  # a norm that is not ours may promote them under autocast
             rotary = _angles(position_embeddings, style.interleaved)
             if cache is None and self.observer is None:
                 out, weights = functions.fused_attention(
                     self, q, k, v, attention_mask, q_norm, k_norm, rotary, **options
                 )
                 return style.output(self, out.reshape(*hidden_states.shape[:-1], -1)), weights
-            stored = None if torch.is_grad_enabled() else static_layer(cache, self.layer_idx, k)
-            if stored is not None:
-                places = next_positions(stored, k.shape[2])
-                q = library.norm_rope_into(q, k, v, stored.keys, stored.values, places, q_norm, k_norm, rotary)
-                k, v, cache = stored.keys, stored.values, None
-            else:
+            static = None if torch.is_grad_enabled() else static_layer(cache, self.layer_idx, k)
+            if static is None:
                 q, k = library.norm_rope(q, k, q_norm, k_norm, rotary)
+            else:
+                places = next_positions(static, k.shape[2])
+                q = library.norm_rope_into(q, k, v, static.keys, static.values, places, q_norm, k_norm, rotary)
+                k, v, cache = static.keys, static.values, None  # it is up to date
         else:
             q, k = self._normed("q_norm", q), self._normed("k_norm", k)
             if position_embeddings is not None:

@@ -13,6 +13,7 @@ import interpreter
 from hf_qknorm import FAMILIES, SCHEMES, patch_model
 from hf_qknorm.attention import patched_layers
 from hf_qknorm.ops import fused
+from hf_qknorm.testing import error
 from hf_qknorm.training.blend import set_blend
 
 interpreter.install()
@@ -92,6 +93,24 @@ def test_a_watched_norm_runs_as_a_module() -> None:
     next(iter(patched_layers(model).values())).q_norm.register_forward_hook(lambda *_: seen.append(1))
     assert_same(outputs(model, "hf_qknorm_triton", "plain"), outputs(model, "hf_qknorm_eager", "plain"))
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", "plain"), ("mistral", "left"), ("qwen3", "plain")])
+def test_the_compiled_model_is_the_plain_one(model_type: str, kind: str) -> None:
+    model = patched(model_type, "soft_cap" if FAMILIES[model_type].own_norms else "qk_norm_cap")
+    torch._dynamo.reset()
+    expected = outputs(model, "hf_qknorm_triton", kind)
+    got = outputs(torch.compile(model, fullgraph=True, backend="aot_eager"), "hf_qknorm_triton", kind)
+    assert_same({name.removeprefix("_orig_mod."): x for name, x in got.items()}, expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_autocast_attends_in_bf16(model_type: str) -> None:
+    model = patched(model_type, "soft_cap" if FAMILIES[model_type].own_norms else "qk_norm_cap")
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        results = [outputs(model, backend, "plain") for backend in ("hf_qknorm_triton", "hf_qknorm_eager")]
+    for name, expected in results[1].items():
+        assert error(results[0][name], expected) < 0.05, name
 
 
 @pytest.mark.parametrize(("model_type", "cache"), [("llama", "dynamic"), ("llama", "static"), ("gpt_neox", "static")])
