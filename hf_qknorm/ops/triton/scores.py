@@ -18,10 +18,11 @@ def keys_seen(
 ):
     """First key that each query of `rows` sees, and the one after its last. Rows past the end repeat the last one."""
     rows = tl.minimum(rows, queries - 1)
+    first, last = _limits(rows + (keys - queries), keys, window, window, CAUSAL, False, WINDOW)
     if RANGES:
         at = ranges + 2 * (batch.to(tl.int64) * queries + rows)
-        return tl.maximum(tl.load(at), 0), tl.minimum(tl.load(at + 1), keys)
-    return _limits(rows + (keys - queries), keys, window, window, CAUSAL, False, WINDOW)
+        first, last = tl.maximum(tl.load(at), first), tl.minimum(tl.load(at + 1), last)
+    return first, last
 
 
 @triton.jit
@@ -30,10 +31,11 @@ def queries_seeing(
 ):
     """First query that sees each key of `cols`, and the one after its last. Keys past the end repeat the last one."""
     cols = tl.minimum(cols, keys - 1)
+    first, last = _limits(cols + (queries - keys), queries, window, window, False, CAUSAL, WINDOW)
     if RANGES:
         at = ranges + 2 * (batch.to(tl.int64) * keys + cols)
-        return tl.load(at), tl.load(at + 1)
-    return _limits(cols + (queries - keys), queries, window, window, False, CAUSAL, WINDOW)
+        first, last = tl.maximum(tl.load(at), first), tl.minimum(tl.load(at + 1), last)
+    return first, last
 
 
 @triton.jit

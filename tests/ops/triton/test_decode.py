@@ -43,6 +43,8 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> Options:
+        if self.filled is not None:  # ranges say it all: the last query does not stand at the last key
+            return Options(self.head_dim**-0.5, self.softcap)
         return Options(self.head_dim**-0.5, self.softcap, self.causal, self.window)
 
     @property

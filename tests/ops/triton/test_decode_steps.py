@@ -115,7 +115,7 @@ def generate(steps: Steps, tokens: Tokens) -> Tensor:
             made = norm_rope.forward(*tokens.at(now))
             keys, values = torch.cat([keys, made.k], 2), torch.cat([values, tokens.v[:, :, now]], 2)
         visible = Visible(steps.ranges[:, now].contiguous(), tokens.sinks)
-        options = Options(steps.head_dim**-0.5, steps.softcap, True, steps.window)
+        options = Options(steps.head_dim**-0.5, steps.softcap)
         outs.append(decode.forward(made.q, keys, values, visible, options)[0])
         done += size
     return torch.cat(outs, 2)

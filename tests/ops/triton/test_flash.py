@@ -51,7 +51,9 @@ WINDOWS = [
 RANGES = [
     (Case(**PAIR, ranges="left_padding", softcap=50.0), BRAIN),
     (Case(**PAIR, ranges="left_padding", keys=80, head_dim=40), FULL),
-    (Case(**PAIR, ranges="right_padding"), HALF),
+    (Case(**PAIR, ranges="right_padding", causal=True), HALF),
+    (Case(**PAIR, ranges="packed", queries=40, keys=63, causal=True, window=7), BRAIN),
+    (Case(**PAIR, ranges="window", queries=40, window=9), HALF),
     (Case(**PAIR, ranges="right_padding", queries=40, keys=63, softcap=5.0), FULL),
     (Case(**PAIR, ranges="packed", head_dim=64), BRAIN),
     (Case(**PAIR, ranges="packed", queries=111, softcap=100.0), HALF),

@@ -74,7 +74,7 @@ CASES = [
             blend=0.3,
             p=1.5,
             length=111,
-            rotary=(8, "half"),
+            rotary=(16, "half"),
             biases=("none", "shared"),
         ),
         Case(causal=True, softcap=5.0),
