@@ -45,7 +45,7 @@ def fused_attention(
     check_call(q, k, v, None, ranges, sinks, dropout)
     _require(q, k, v, q_norm, k_norm, rotary)
     seed = torch.randint(torch.iinfo(torch.int64).max, (1,), device=q.device) if dropout > 0 else None
-    options = (q.shape[-1] ** -0.5 if scale is None else scale, softcap, causal, window, dropout)
+    options = (_positive(scale, q), softcap, causal, window, dropout)
     parts, settings = flatten(q_norm, k_norm, rotary)
     out, _, _, _ = OPERATORS.fused_attention(
         q, k, v, *parts, _spread(ranges, q), sinks, seed, *settings, *options, False
@@ -78,7 +78,7 @@ def fused_statistics(
     """What `fused_attention` with the same arguments does to its logits; no gradient, no T×S tensor."""
     check_call(q, k, v, None, ranges, sinks, 0.0)
     _require(q, k, v, q_norm, k_norm, rotary)
-    options = (q.shape[-1] ** -0.5 if scale is None else scale, softcap, causal, window, 0.0)
+    options = (_positive(scale, q), softcap, causal, window, 0.0)
     parts, settings = flatten(q_norm, k_norm, rotary)
     with torch.no_grad():
         _, _, largest, entropy = OPERATORS.fused_attention(
@@ -187,3 +187,10 @@ def _require(q: Tensor, k: Tensor, v: Tensor, q_norm: Norm, k_norm: Norm, rotary
 def _spread(ranges: Tensor | None, q: Tensor) -> Tensor | None:
     """Ranges as kernels read them: of every row of the batch, without gaps."""
     return None if ranges is None else ranges.expand(q.shape[0], -1, -1).contiguous()
+
+
+def _positive(scale: float | None, q: Tensor) -> float:
+    """The scale, 1/√D by default; the kernels take a maximum before they multiply by it."""
+    if scale is not None and scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    return q.shape[-1] ** -0.5 if scale is None else scale

@@ -152,6 +152,7 @@ WRONG = [
     ({"rotary": Rotary(zeros(1, 4, 8), zeros(1, 4, 8))}, r"[B or 1, T, R/2] with T = 5, got [1, 4, 8]"),
     ({"rotary": Rotary(zeros(1, 5, 9), zeros(1, 5, 9))}, "a rotation of 18 columns does not fit"),
     ({"ranges": zeros(1, 5, 2)}, "int32"),
+    ({"scale": 0.0}, "scale must be positive, got 0.0"),
     ({"sinks": zeros(3)}, "sinks must be one logit a query head"),
 ]
 
