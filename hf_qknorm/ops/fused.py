@@ -144,7 +144,6 @@ def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return _why_not_here(str(q.device))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _why_not_here(device: str) -> str | None:
     """Why kernels can't run on a device; the CPU can where Triton interprets."""
     kind = torch.device(device).type
@@ -159,6 +158,10 @@ def _why_not_here(device: str) -> str | None:
     if capability[0] not in (9, 10):
         return f"the kernels' tiles need the shared memory of compute capability 9 or 10, and {device} has {capability}"
     return None
+
+
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
+_why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _require(q: Tensor, k: Tensor, v: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> None:

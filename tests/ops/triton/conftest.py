@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
+
+_device_constructors()  # torch remembers which functions these are: not the poisoned ones
 
 try:
     import triton  # noqa: F401
