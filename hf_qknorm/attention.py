@@ -1,13 +1,12 @@
-"""`QKNormAttention`: the one attention forward that every family shares, and how it is put into a model."""
+"""`QKNormAttention`: the shared attention forward with its kernels, and how it is put into a model."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from hf_qknorm import functions
 from hf_qknorm.caches import next_positions, static_layer
 from hf_qknorm.families import FAMILIES, Family
+from hf_qknorm.layer import PlainAttention
 from hf_qknorm.norms import HeadNorm, fresh_scalar
 from hf_qknorm.ops import library
 from hf_qknorm.ops.heads import Norm, Rotary
@@ -25,83 +25,35 @@ NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
 PREFIX = "QKNorm"
 
 
-class QKNormAttention(nn.Module):
-    """Mixed into a model's own attention class: project → norm → RoPE → cache → attention function → output.
+class QKNormAttention(PlainAttention):
+    """The shared attention forward, with norm, RoPE and attention in one kernel wherever the backend has it."""
 
-    The norms see the projections' whole output (adapters included) and stand before RoPE and the cache. With the
-    scheme "none" every operation is the one that the model's own forward does, on the same memory layout.
-    """
-
-    base_class: ClassVar[type[nn.Module]]
-    modelling: ClassVar[ModuleType]
-    family: ClassVar[Family]
-    scheme: Scheme
-    removed_norm: tuple[nn.Module, ...] = ()  # a tuple, so that it is no submodule and has no place in checkpoints
-    observer: Callable[..., None] | None = None
-    blending: bool = False
-    base_weights: tuple[tuple[nn.Parameter, Tensor], ...] = ()  # what parameters were before a fit moves them
-
-    config: Any
-    layer_idx: int
-    scaling: float
-    head_dim: int
-    head_size: int
-
-    def forward(
+    def _attend(
         self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        past_key_values: Any = None,
-        layer_past: Any = None,
-        **kwargs: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        cache: Any,
+        options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states `[B, T, C]` to `[B, T, C]` and the attention weights or None.
-
-        `layer_past` is GPT-NeoX's name for `past_key_values`. Other arguments go on to the attention function.
-        """
-        style = self.family.style
-        q, k, v = (x.transpose(1, 2) for x in style.project(self, hidden_states))
-        v = self._normed("v_norm", v)
-        cache = layer_past if past_key_values is None else past_key_values
-        options = {**kwargs, "scaling": self.logit_scale, "sliding_window": self.window}
-        options["dropout"] = style.dropout(self) if self.training else 0.0
-        if self.softcap is not None:
-            options["softcap"] = self.softcap
-        if functions.kernels_take(self, q, k, v, attention_mask):
-            (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
-            q, k = q.to(v.dtype), k.to(v.dtype)  # a norm that is not ours may promote them under autocast
-            rotary = _angles(position_embeddings, style.interleaved)
-            if cache is None and self.observer is None:
-                out, weights = functions.fused_attention(
-                    self, q, k, v, attention_mask, q_norm, k_norm, rotary, **options
-                )
-                return style.output(self, out.reshape(*hidden_states.shape[:-1], -1)), weights
-            static = None if torch.is_grad_enabled() else static_layer(cache, self.layer_idx, k)
-            if static is None:
-                q, k = library.norm_rope(q, k, q_norm, k_norm, rotary)
-            else:
-                places = next_positions(static, k.shape[2])
-                q = library.norm_rope_into(q, k, v, static.keys, static.values, places, q_norm, k_norm, rotary)
-                k, v, cache = static.keys, static.values, None  # it is up to date
-        else:
-            q, k = self._normed("q_norm", q), self._normed("k_norm", k)
-            if position_embeddings is not None:
-                q, k = self.modelling.apply_rotary_pos_emb(q, k, *position_embeddings)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # fp32 gains or cos/sin promote them under autocast
+        if not functions.kernels_take(self, q, k, v, attention_mask):
+            return super()._attend(q, k, v, attention_mask, position_embeddings, cache, options)
+        (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # a norm that is not ours may promote them under autocast
+        rotary = _angles(position_embeddings, self.family.style.interleaved)
+        if cache is None and self.observer is None:
+            return functions.fused_attention(self, q, k, v, attention_mask, q_norm, k_norm, rotary, **options)
+        static = None if torch.is_grad_enabled() else static_layer(cache, self.layer_idx, k)
+        if static is not None:
+            places = next_positions(static, k.shape[2])
+            q = library.norm_rope_into(q, k, v, static.keys, static.values, places, q_norm, k_norm, rotary)
+            return self._attend_heads(q, static.keys, static.values, attention_mask, options)
+        q, k = library.norm_rope(q, k, q_norm, k_norm, rotary)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        if self.observer is not None:
-            self.observer(self, q, k, v, attention_mask, options)
-        attend = functions.attention_function(self, self.scheme.softcap, style.eager(self))
-        out, weights = attend(self, q, k, v, attention_mask, **options)
-        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return style.output(self, out), weights
-
-    def _normed(self, name: str, x: Tensor) -> Tensor:
-        """x `[B, H, T, D]` through the norm of that name, if there is one."""
-        norm = self._modules.get(name)
-        return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
+        return self._attend_heads(q, k, v, attention_mask, options)
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that a kernel is to apply to it; a norm that is not ours, or is watched, is applied here."""
@@ -109,28 +61,6 @@ class QKNormAttention(nn.Module):
         if isinstance(norm, HeadNorm) and norm.bare:
             return x, norm.as_norm()
         return self._normed(name, x), Norm()
-
-    @property
-    def softcap(self) -> float | None:
-        """The cap on the logits: the scheme's, or else the one that the model was born with."""
-        own: float | None = getattr(self, "attn_logit_softcapping", None)
-        return own if self.scheme.softcap is None else self.scheme.softcap
-
-    @property
-    def logit_scale(self) -> float:
-        """What multiplies q·k: the scheme's scale, or else the model's own, as also until a blend is over."""
-        return self.scaling if self.scheme.scale is None or self.blending else self.scheme.scale
-
-    @property
-    def window(self) -> int | None:
-        """The layer's sliding window: its own attribute where it has one (it may be off), else the config's."""
-        config_window = getattr(self.config, "sliding_window", None)
-        window: int | None = getattr(self, "sliding_window", config_window)
-        return window
-
-    def extra_repr(self) -> str:
-        cap = "" if self.softcap is None else f", softcap={self.softcap:g}"
-        return f"scale={self.logit_scale:g}{cap}"
 
 
 @cache
