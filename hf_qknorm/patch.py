@@ -15,7 +15,7 @@ from hf_qknorm import functions
 from hf_qknorm.attention import PREFIX, install, own_layers, patched_layers, uninstall
 from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.fold import check_foldable, fold_pre_norms
-from hf_qknorm.hub.auto import QKNormModel, adopt, derived_config, set_class
+from hf_qknorm.hub.derived import QKNormModel, adopt, derived_config, set_class
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.scheme import Scheme
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2ForCaus
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.attention import patched_layers
 from hf_qknorm.functions import CAP_BACKENDS, REGISTERED
-from hf_qknorm.hub.auto import QKNormModel
+from hf_qknorm.hub.derived import QKNormModel
 from hf_qknorm.ops import reference
 from hf_qknorm.testing import error
 

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_qknorm import FAMILIES, patch_model
-from hf_qknorm.hub.auto import QKNormModel
+from hf_qknorm.hub.derived import QKNormModel
 from hf_qknorm.testing import TINY
 
 LORA = peft.LoraConfig(r=2, target_modules=["q_proj"])

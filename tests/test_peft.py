@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, patch_model
 from hf_qknorm.attention import patched_layers
-from hf_qknorm.hub.auto import QKNormModel
+from hf_qknorm.hub.derived import QKNormModel
 
 MODELS = [(t, name) for t in FAMILIES for name in ("qk_norm_cap", "qkv_norm", "soft_cap") if applies(t, SCHEMES[name])]
 TOLERANCE = 1e-5

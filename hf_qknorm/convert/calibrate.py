@@ -14,7 +14,7 @@ from hf_qknorm.convert.moments import fit_moments, fit_spread
 from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.text import as_batches
 from hf_qknorm.fold import is_exact
-from hf_qknorm.hub.auto import QKNormModel
+from hf_qknorm.hub.derived import QKNormModel
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.training.monitor import CAP
 

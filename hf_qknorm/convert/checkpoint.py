@@ -26,7 +26,7 @@ from hf_qknorm.convert.shards import Weights, copy_file
 from hf_qknorm.convert.source import REPORT, Source, open_source
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files import check_new_folder, new_folder
-from hf_qknorm.hub.auto import TYPE_PREFIX
+from hf_qknorm.hub.derived import TYPE_PREFIX
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
 

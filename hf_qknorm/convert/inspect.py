@@ -36,7 +36,7 @@ from hf_qknorm.convert.report import (
 from hf_qknorm.convert.text import CHARACTERS, as_batches, load_text
 from hf_qknorm.families import family_of
 from hf_qknorm.files import is_path
-from hf_qknorm.hub.auto import QKNormConfig, QKNormModel
+from hf_qknorm.hub.derived import QKNormConfig, QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.training.monitor import CAP

@@ -16,7 +16,7 @@ from hf_qknorm.attention import PREFIX, QKNormAttention, head_norms, patched_lay
 from hf_qknorm.convert.shards import INDEX, New, Weights
 from hf_qknorm.convert.source import Source
 from hf_qknorm.fold import fold_weight
-from hf_qknorm.hub.auto import TYPE_PREFIX, derived_model
+from hf_qknorm.hub.derived import TYPE_PREFIX, derived_model
 from hf_qknorm.patch import patched_config
 from hf_qknorm.scheme import Scheme
 

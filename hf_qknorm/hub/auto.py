@@ -1,45 +1,24 @@
-"""Config and model classes derived from each family's own, and their registration with transformers' Auto classes.
+"""Registration of the derived classes with transformers' Auto classes.
 
-A patched Llama is a `QKNormLlamaForCausalLM` with a `QKNormLlamaConfig` of model_type "qknorm_llama", so that
-everything that saves or loads a model records what it is. Registration imports the configuration files alone; a
-modelling file is imported when a class of its is first used.
+It imports the configuration files alone; a modelling file is imported when a class of its is first used.
 """
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import transformers
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import (
     MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
     TOKENIZER_MAPPING_NAMES,
     tokenizer_class_from_name,
 )
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from hf_qknorm import functions
-from hf_qknorm.attention import NORM_NAMES, PREFIX, install, patched_layers
-from hf_qknorm.families import FAMILIES, Family, check_scheme
-from hf_qknorm.norms import HeadNorm
-from hf_qknorm.scheme import Scheme
-
-TYPE_PREFIX = "qknorm_"
-
-if TYPE_CHECKING:  # the mixins stand in front of a model's own classes and lean on their methods
-    from transformers import PretrainedConfig as _Config
-    from transformers import PreTrainedModel as _Model
-else:
-    _Config = _Model = object
+from hf_qknorm.attention import PREFIX
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.hub.derived import derived_config, named
 
 # The Auto classes that a derived model is registered with, where its base is, and transformers' name table of each.
 AUTO_CLASSES = {
@@ -51,197 +30,6 @@ AUTO_CLASSES = {
 }
 
 
-class QKNormConfig(_Config):
-    """Mixed into a config class: the scheme as `qk_norm`, its cap as `attn_logit_softcapping` for servers.
-
-    `qk_norm` may be given as a `Scheme`, a preset's name or JSON; it is kept as JSON, with "auto" resolved.
-    `qk_norm_base` holds what the scheme overwrote in a family with a cap of its own, so that it can be undone.
-    `qk_norm_blend` says what is on its way in (`hf_qknorm.training.blend`): None, or whether the norms hold a blend,
-    and the cap at the end, while `qk_norm` has the one in force.
-    Raises ValueError if it is malformed, or contradicts `attn_logit_softcapping`.
-    """
-
-    qk_norm: Any
-    qk_norm_base: Any
-    qk_norm_blend: Any
-    attn_logit_softcapping: float | None
-    base_model_type: ClassVar[str]
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        _check_blend(self.qk_norm_blend)
-        if self.qk_norm is not None:
-            self.set_scheme(Scheme.of(self.qk_norm), stated_cap=self.attn_logit_softcapping)
-
-    @property
-    def scheme(self) -> Scheme:
-        """What is done to attention. Raises ValueError if `qk_norm` is not there."""
-        if self.qk_norm is None:
-            raise ValueError(
-                f'a config of model_type "{TYPE_PREFIX}{self.base_model_type}" needs "qk_norm", the scheme: for '
-                f'example {type(self).__name__}(qk_norm="qk_norm_cap")'
-            )
-        return Scheme.from_dict(self.qk_norm)
-
-    def set_scheme(self, scheme: Scheme, stated_cap: float | None = None) -> None:
-        """Record the scheme and its cap; `stated_cap` is what the config says that the cap is, if it does."""
-        family = FAMILIES[self.base_model_type]
-        scheme = scheme.resolve(family.norm)
-        check_scheme(self.base_model_type, scheme)
-        if family.own_cap and self.qk_norm_base is None:
-            self.qk_norm_base = {"attn_logit_softcapping": self.attn_logit_softcapping}
-            stated_cap = None
-        cap = scheme.softcap
-        if cap is None and self.qk_norm_base is not None:
-            cap = self.qk_norm_base["attn_logit_softcapping"]
-        if stated_cap is not None and stated_cap != cap:
-            raise ValueError(
-                f"attn_logit_softcapping={stated_cap} contradicts qk_norm, whose softcap is {cap}: servers read the "
-                "first, hf_qknorm the second. Make them equal, or leave attn_logit_softcapping out"
-            )
-        self.qk_norm = scheme.to_dict()
-        self.attn_logit_softcapping = cap
-
-
-def _check_blend(blend: Any) -> None:
-    if blend is None:
-        return
-    if not isinstance(blend, dict) or set(blend) != {"norms", "softcap"} or not isinstance(blend["norms"], bool):
-        raise ValueError(f'qk_norm_blend is {blend!r}, expected None or {{"norms": true or false, "softcap": a cap}}')
-    Scheme(softcap=blend["softcap"])  # raises for what is no cap
-
-
-class QKNormModel(_Model):
-    """Mixed into a model class: builds the patched layers, and refuses backends and weights that don't fit them."""
-
-    base_class: ClassVar[type[PreTrainedModel]]
-    config: Any
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        scheme = config.scheme
-        super().__init__(config, *args, **kwargs)
-        adopt(self)
-        install(self, FAMILIES[config.base_model_type], scheme)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, HeadNorm):
-            module.reset_parameters()
-        else:
-            super()._init_weights(module)
-
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """transformers' check of a backend; a capped scheme also refuses those that can't cap."""
-        softcap = self.config.scheme.softcap or (self.config.qk_norm_blend or {}).get("softcap")
-        if softcap is not None:
-            requested_attention = requested_attention or "hf_qknorm"
-            functions.check_cap_backend(requested_attention, softcap)
-        return super().get_correct_attn_implementation(requested_attention, is_init_check)
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return cls.base_class._can_set_attn_implementation()  # it reads the source of the class's own module
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return cls.base_class._can_set_experts_implementation()
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """`PreTrainedModel.from_pretrained`; raises ValueError when the scheme and the weights disagree."""
-        if kwargs.get("tp_plan") is not None:
-            raise ValueError(
-                "tensor parallelism of patched models is not supported yet: the gradients of the norms' gains would "
-                "differ from rank to rank. Load without tp_plan"
-            )
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        _check_loaded(model, info)
-        for layer in patched_layers(model).values():
-            layer.removed_norm = ()  # no checkpoint keeps it
-        return (model, info) if output_loading_info else model
-
-
-def _check_loaded(model: PreTrainedModel, info: dict[str, Any]) -> None:
-    layers = patched_layers(model)
-    own = {
-        f"{name}.{norm}.{parameter}"
-        for name in layers
-        for norm in NORM_NAMES.values()
-        for parameter in ("weight", "bias", "blend")
-    }
-    prefix = f"{model.base_model_prefix}."
-
-    def ours(keys: Any) -> list[str]:
-        return sorted(key for key in keys if key in own or f"{prefix}{key}" in own or key.removeprefix(prefix) in own)
-
-    mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
-    problems = {
-        "missing from the weights": ours(info["missing_keys"]),
-        "of another shape in the weights": ours(mismatched),
-        "in the weights but not in the scheme": ours(info["unexpected_keys"]),
-    }
-    for what, keys in problems.items():
-        if keys:
-            raise ValueError(
-                f"{model.config._name_or_path or 'the checkpoint'}: {len(keys)} norm parameters are {what}, first "
-                f"{keys[0]!r}. config.json says qk_norm = {model.config.scheme}; loading would silently change the "
-                "model. Restore the matching config.json or weights"
-            )
-
-
-def adopt(model: PreTrainedModel) -> None:
-    """Give `model` and the family's models inside it (its base model) their derived classes, in place."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and not isinstance(module, QKNormModel) and _family_of(type(module)):
-            base: Any = type(module)
-            set_class(module, derived_model(base))
-
-
-def set_class(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
-    """Swap a model's class, and keep `output_hidden_states` and the like working: they are registered by class."""
-    model.__class__ = cls
-    dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), model._can_record_outputs)
-
-
-def _family_of(cls: type[PreTrainedModel]) -> Family | None:
-    config_class = cls.config_class
-    return FAMILIES.get(config_class.model_type) if config_class is not None else None
-
-
-@cache
-def derived_config(model_type: str) -> type[PretrainedConfig]:
-    """`QKNormLlamaConfig` for "llama"."""
-    base = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
-    fields: dict[str, Any] = {"qk_norm": Any, "qk_norm_base": Any, "qk_norm_blend": Any}
-    if not hasattr(base, "attn_logit_softcapping"):
-        fields["attn_logit_softcapping"] = float | None
-    namespace = {
-        "__annotations__": fields,
-        **dict.fromkeys(fields),  # None by default
-        "__module__": __name__,
-        "model_type": f"{TYPE_PREFIX}{model_type}",
-        "base_model_type": model_type,
-    }
-    return type(f"{PREFIX}{base.__name__}", (QKNormConfig, base), namespace)
-
-
-@cache
-def derived_model(base: Any) -> type[PreTrainedModel]:
-    """`QKNormLlamaForCausalLM` for `LlamaForCausalLM`."""
-    model_type = base.config_class.model_type
-    config_class = derived_config(model_type)
-    derived = type(
-        f"{PREFIX}{base.__name__}",
-        (QKNormModel, base),
-        {"base_class": base, "config_class": config_class, "__module__": __name__},
-    )
-    # Mixtral's experts are stored apart, GPT-NeoX's head under another name: the derived class converts them alike.
-    for own, name in ((model_type, config_class.model_type), (base.__name__, derived.__name__)):
-        conversion = get_checkpoint_conversion_mapping(own)
-        if conversion is not None:
-            register_checkpoint_conversion_mapping(name, conversion, overwrite=True)
-    return derived
-
-
 class _Lazy:
     """Stands for a derived model class in the Auto mappings until it is used, so that registering imports nothing."""
 
@@ -249,13 +37,13 @@ class _Lazy:
         self.__name__, self.config_class = name, config_class
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_resolve(self.__name__), name)
+        return getattr(named(self.__name__), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _resolve(self.__name__)(*args, **kwargs)
+        return named(self.__name__)(*args, **kwargs)
 
     def __instancecheck__(self, instance: object) -> bool:
-        return isinstance(instance, _resolve(self.__name__))
+        return isinstance(instance, named(self.__name__))
 
 
 def register() -> None:
@@ -275,21 +63,3 @@ def register() -> None:
                 name = f"{PREFIX}{names[model_type]}"
                 names[derived_type] = name  # Trainer and pipelines look class names up here
                 getattr(transformers, auto).register(config_class, _Lazy(name, config_class), exist_ok=True)
-
-
-def _resolve(name: str) -> Any:
-    base_name = name.removeprefix(PREFIX)
-    for model_type in FAMILIES:
-        if CONFIG_MAPPING_NAMES[model_type] == base_name:
-            return derived_config(model_type)
-        package = importlib.import_module(f"transformers.models.{model_type}")
-        if base_name in dir(package):
-            return derived_model(getattr(package, base_name))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __getattr__(name: str) -> Any:
-    """`QKNormLlamaForCausalLM` and the like, by name: for pickling, and for those who want the class itself."""
-    if not name.startswith(PREFIX):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _resolve(name)

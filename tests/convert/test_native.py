@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, export_native, patch_model, unpatch_model
 from hf_qknorm.convert.native.targets import TARGETS
-from hf_qknorm.hub.auto import derived_model
+from hf_qknorm.hub.derived import derived_model
 from hf_qknorm.norms import HeadNorm
 
 TOLERANCE = 1e-5

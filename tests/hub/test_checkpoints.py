@@ -22,7 +22,7 @@ from transformers import (
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.attention import patched_layers
-from hf_qknorm.hub.auto import derived_config
+from hf_qknorm.hub.derived import derived_config
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.testing import TINY, TINY_BY_TYPE
 

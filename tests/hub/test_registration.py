@@ -17,7 +17,8 @@ from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB
 
 from hf_qknorm import FAMILIES, patch_model
 from hf_qknorm.hub import auto
-from hf_qknorm.hub.auto import derived_config, derived_model
+from hf_qknorm.hub import derived as derived_classes
+from hf_qknorm.hub.derived import derived_config, derived_model
 
 CHECKPOINTS = ("llama-shakespeare", "gpt2-shakespeare")
 
@@ -44,7 +45,7 @@ def test_every_auto_class_that_knows_the_base_knows_the_derived_model(model_type
             continue
         base_name = names[model_type]
         assert names[derived_type] == f"QKNorm{base_name}"
-        derived = getattr(auto, f"QKNorm{base_name}")
+        derived = getattr(derived_classes, f"QKNorm{base_name}")
         base = getattr(transformers, base_name)
         assert issubclass(derived, base)
         assert derived is derived_model(base)
@@ -67,7 +68,7 @@ def test_a_derived_type_finds_the_tokenizer_of_its_base(model_type):
 def test_names_that_are_not_there():
     for name in ("QKNormNothing", "nothing"):
         with pytest.raises(AttributeError, match=name):
-            getattr(auto, name)
+            getattr(derived_classes, name)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

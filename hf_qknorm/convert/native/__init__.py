@@ -17,7 +17,7 @@ from hf_qknorm.convert.native.targets import Target, find_target
 from hf_qknorm.convert.shards import Weights, copy_file
 from hf_qknorm.convert.source import travelling_files
 from hf_qknorm.files import check_new_folder, new_folder
-from hf_qknorm.hub.auto import QKNormConfig
+from hf_qknorm.hub.derived import QKNormConfig
 
 
 @dataclass(frozen=True)
