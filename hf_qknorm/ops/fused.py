@@ -42,15 +42,8 @@ def fused_attention(
 
     Raises ValueError, with the reason, for what the kernels do not do: see `why_not_fused`.
     """
-    check_call(q, k, v, None, ranges, sinks, dropout)
-    _require(q, k, v, q_norm, k_norm, rotary)
-    seed = torch.randint(torch.iinfo(torch.int64).max, (1,), device=q.device) if dropout > 0 else None
-    options = (_positive(scale, q), softcap, causal, window, dropout)
-    parts, settings = flatten(q_norm, k_norm, rotary)
-    out, _, _, _ = OPERATORS.fused_attention(
-        q, k, v, *parts, _spread(ranges, q), sinks, seed, *settings, *options, False
-    )
-    return out
+    options = (scale, softcap, causal, window, dropout)
+    return _attend((q, k, v), (q_norm, k_norm, rotary), ranges, sinks, options)[0]
 
 
 class LogitStatistics(NamedTuple):
@@ -76,15 +69,29 @@ def fused_statistics(
     sinks: Tensor | None = None,
 ) -> LogitStatistics:
     """What `fused_attention` with the same arguments does to its logits; no gradient, no T×S tensor."""
-    check_call(q, k, v, None, ranges, sinks, 0.0)
-    _require(q, k, v, q_norm, k_norm, rotary)
-    options = (_positive(scale, q), softcap, causal, window, 0.0)
-    parts, settings = flatten(q_norm, k_norm, rotary)
+    options = (scale, softcap, causal, window, 0.0)
     with torch.no_grad():
-        _, _, largest, entropy = OPERATORS.fused_attention(
-            q, k, v, *parts, _spread(ranges, q), sinks, None, *settings, *options, True
-        )
+        _, _, largest, entropy = _attend((q, k, v), (q_norm, k_norm, rotary), ranges, sinks, options, statistics=True)
     return LogitStatistics(largest, entropy)
+
+
+def _attend(
+    heads: tuple[Tensor, Tensor, Tensor],
+    ends: tuple[Norm, Norm, Rotary | None],
+    ranges: Tensor | None,
+    sinks: Tensor | None,
+    options: tuple[float | None, float | None, bool, int | None, float],
+    statistics: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Check the call, and make it: output, log-sum-exp and, if wanted, `LogitStatistics`' two; else these are empty."""
+    (q, k, v), (scale, softcap, causal, window, dropout) = heads, options
+    check_call(q, k, v, None, ranges, sinks, dropout)
+    _require(q, k, v, *ends)
+    seed = torch.randint(torch.iinfo(torch.int64).max, (1,), device=q.device) if dropout > 0 else None
+    parts, settings = flatten(*ends)
+    visible = (_spread(ranges, q), sinks, seed)
+    rules = (_positive(scale, q), softcap, causal, window, dropout)
+    return OPERATORS.fused_attention(q, k, v, *parts, *visible, *settings, *rules, statistics)
 
 
 def norm_rope(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
