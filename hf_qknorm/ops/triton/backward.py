@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton.rows import backward, partners, statistics
-from hf_qknorm.ops.triton.scores import kept, keys_seen, not_mine, queries_seeing, segments, tanh
+from hf_qknorm.ops.triton.scores import kept, keys_seen, not_mine, queries_seeing, query_block, segments, tanh
 
 ALIGNED: tl.constexpr = tl.constexpr(128)  # rows of a head in `sums` are padded to this, so that tiles need no mask
 
@@ -130,14 +130,7 @@ def query_kernel(
     NORM: tl.constexpr, ROTATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the raw queries, one program a block of queries and a head."""
-    blocks = tl.cdiv(queries, BLOCK_M)
-    number = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    if CAUSAL:
-        block = blocks - 1 - block  # the longest first: the last to end are short
-    batch = number // heads
-    head = number % heads
-    head_kv = head // (heads // heads_kv)
+    block, number, batch, head, head_kv = query_block(queries, heads, heads_kv, BLOCK_M, CAUSAL)
     if not_mine(bound, batch * heads_kv + head_kv, limit, WHEN):
         return
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)

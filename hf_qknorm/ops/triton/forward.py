@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_qknorm.ops.triton.scores import kept, keys_seen, not_mine, segments, tanh
+from hf_qknorm.ops.triton.scores import kept, keys_seen, not_mine, query_block, segments, tanh
 
 NEVER = tl.constexpr(-1.0e30)  # a maximum over no keys; finite, so that differences are never NaN
 
@@ -76,14 +76,7 @@ def forward_kernel(
     Q, K, V, OUT are descriptors `[B, H or Hk, T or S, D]`; a score is q·k (times `unit` if SCALED), its logit in units
     of log2 is `cap`·tanh(score), or `cap`·score without a cap.
     """
-    blocks = tl.cdiv(queries, BLOCK_M)
-    number = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    if CAUSAL:
-        block = blocks - 1 - block  # the longest first: the last to end are short
-    batch = number // heads
-    head = number % heads
-    head_kv = head // (heads // heads_kv)
+    block, number, batch, head, head_kv = query_block(queries, heads, heads_kv, BLOCK_M, CAUSAL)
     if not_mine(bound, batch * heads_kv + head_kv, limit, WHEN):
         return
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -13,16 +13,23 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def query_block(queries, heads, heads_kv, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+    """Which block of queries this program has, the number of its head among all of the batch, batch, head, kv head."""
+    blocks = tl.cdiv(queries, BLOCK)
+    number = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    if CAUSAL:
+        block = blocks - 1 - block  # the longest first: the last to end are short
+    head = number % heads
+    return block, number, number // heads, head, head // (heads // heads_kv)
+
+
+@triton.jit
 def keys_seen(
     rows, ranges, batch, queries, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr
 ):
     """First key that each query of `rows` sees, and the one after its last. Rows past the end repeat the last one."""
-    rows = tl.minimum(rows, queries - 1)
-    first, last = _limits(rows + (keys - queries), keys, window, window, CAUSAL, False, WINDOW)
-    if RANGES:
-        at = ranges + 2 * (batch.to(tl.int64) * queries + rows)
-        first, last = tl.maximum(tl.load(at), first), tl.minimum(tl.load(at + 1), last)
-    return first, last
+    return _limits(rows, ranges, batch, queries, keys, window, CAUSAL, False, WINDOW, RANGES)
 
 
 @triton.jit
@@ -30,30 +37,35 @@ def queries_seeing(
     cols, ranges, batch, queries, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr
 ):
     """First query that sees each key of `cols`, and the one after its last. Keys past the end repeat the last one."""
-    cols = tl.minimum(cols, keys - 1)
-    first, last = _limits(cols + (queries - keys), queries, window, window, False, CAUSAL, WINDOW)
-    if RANGES:
-        at = ranges + 2 * (batch.to(tl.int64) * keys + cols)
-        first, last = tl.maximum(tl.load(at), first), tl.minimum(tl.load(at + 1), last)
-    return first, last
+    return _limits(cols, ranges, batch, keys, queries, window, False, CAUSAL, WINDOW, RANGES)
 
 
 @triton.jit
-def _limits(place, end, back, ahead, UNTIL: tl.constexpr, FROM: tl.constexpr, WINDOW: tl.constexpr):
-    """The range around `place` within [0, end): up to it (UNTIL) or from it on (FROM), and within the window."""
+def _limits(
+    lines, ranges, batch, length, across, window,
+    UNTIL: tl.constexpr, FROM: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr,
+):  # fmt: skip
+    """For lines of `length`, what they meet of `across`: all up to their own place (UNTIL), or all from it on (FROM),
+    within the window, and within their ranges `[B, length, 2]`.
+    """
+    lines = tl.minimum(lines, length - 1)
+    place = lines + (across - length)
     first = place * 0
-    last = first + end
+    last = first + across
     if UNTIL:
         last = tl.minimum(place + 1, last)
         if WINDOW:
-            first = tl.maximum(place - back + 1, first)
+            first = tl.maximum(place - window + 1, first)
     elif FROM:
         first = tl.maximum(place, first)
         if WINDOW:
-            last = tl.minimum(place + ahead, last)
+            last = tl.minimum(place + window, last)
     elif WINDOW:
-        first = tl.maximum(place - back, first)
-        last = tl.minimum(place + ahead + 1, last)
+        first = tl.maximum(place - window, first)
+        last = tl.minimum(place + window + 1, last)
+    if RANGES:
+        at = ranges + 2 * (batch.to(tl.int64) * length + lines)
+        first, last = tl.maximum(tl.load(at), first), tl.minimum(tl.load(at + 1), last)
     return first, last
 
 
