@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.heads import Norm, Rotary, laid_out
 from hf_qknorm.ops.tiling import Options
 
 OPERATORS: Final = torch.ops.hf_qknorm
@@ -92,13 +92,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     largest, entropy = (torch.empty_like(lse) if rest[-1] else lse.new_empty(0) for _ in range(2))
-    return _laid_out(q), lse, largest, entropy
-
-
-def _laid_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Empty heads `[B, H, T, D]`, laid out as `[B, T, H, D]`."""
-    b, h, t, d = x.shape
-    return x.new_empty((b, t, h, d), dtype=dtype).transpose(1, 2)
+    return laid_out(q), lse, largest, entropy
 
 
 @torch.library.impl("hf_qknorm::fused_attention_backward", "default")
@@ -118,7 +112,7 @@ def _(grad, out, lse, q, k, v, *rest):  # type: ignore[no-untyped-def]
     call = _Call.of(rest)
     sinks = call.visible[1]
     found = [*_parameters(q, call.parts, call.settings), q.new_empty(0) if sinks is None else torch.empty_like(sinks)]
-    return [_laid_out(q), _laid_out(k), _laid_out(v), *found]
+    return [laid_out(q), laid_out(k), laid_out(v), *found]
 
 
 def _parameters(q: Tensor, parts: Any, settings: Any) -> list[Tensor]:
@@ -192,7 +186,7 @@ def _norm_rope_backward(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, *rest: Any
 
 @torch.library.register_fake("hf_qknorm::norm_rope_backward")
 def _(dq, dk, q, k, *rest):  # type: ignore[no-untyped-def]
-    return [_laid_out(q), _laid_out(k), *_parameters(q, rest[:N_PARTS], rest[N_PARTS:])]
+    return [laid_out(q), laid_out(k), *_parameters(q, rest[:N_PARTS], rest[N_PARTS:])]
 
 
 def _keep_heads(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -30,3 +31,9 @@ class Rotary(NamedTuple):
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
+
+
+def laid_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Empty heads like x `[B, H, T, D]`, laid out as `[B, T, H, D]`."""
+    b, h, t, d = x.shape
+    return x.new_empty((b, t, h, d), dtype=dtype).transpose(1, 2)

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_qknorm.ops.heads import laid_out
 from hf_qknorm.ops.tiling import Options
 from hf_qknorm.ops.triton.forward import NEVER, attend
-from hf_qknorm.ops.triton.launch import LOG2E, Tile, dense, descriptor, launch, loops, padded, precision, tile
+from hf_qknorm.ops.triton.launch import Tile, dense, descriptor, launch, loops, padded, precision, tile, units
 from hf_qknorm.ops.triton.scores import keys_seen
 
 if TYPE_CHECKING:
@@ -132,16 +133,17 @@ def suits(q: Tensor, k: Tensor) -> bool:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
     """Output and log2-sum-exp2 as `flash.forward` has them, of heads that nothing is to be done to; no dropout."""
+    return _combine(*_split(q, dense(k), dense(v), visible, options), q, visible.sinks)
+
+
+def _split(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
+    """What `split_kernel` makes of each split: the sums of weights·v, those of weights with their peaks."""
     (b, h, t, d), hk, s = q.shape, k.shape[1], k.shape[2]
-    k, v = dense(k), dense(v)
     shape, columns, parts = tile(DECODE, q), padded(d), splits(q, k)
-    scale, softcap = options.scale, options.softcap
-    unit, cap = (1.0, scale * LOG2E) if softcap is None else (scale / softcap, softcap * LOG2E)
-    (loop,) = loops(q.dtype, softcap, bounded=False, sinks=False)  # sinks only meet the sums
+    unit, cap, scaled = units(options.scale, options.softcap)
+    (loop,) = loops(q.dtype, options.softcap, bounded=False, sinks=False)  # sinks only meet the sums
     partial = torch.empty(parts, b, h, t, columns, dtype=torch.float32, device=q.device)
     sums = torch.empty(2, parts, b, h, t, dtype=torch.float32, device=q.device)
-    out = torch.empty(b, t, h, d, dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, h, t, dtype=torch.float32, device=q.device)
     launch(
         split_kernel,
         (parts * b * hk,),
@@ -170,30 +172,38 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options)
         RANGES=visible.ranges is not None,
         TANH=loop.tanh,
         ONLINE=loop.online,
-        SCALED=softcap is not None,
+        SCALED=scaled,
         PRECISION=precision(q.dtype),
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
+    return partial, sums
+
+
+def _combine(partial: Tensor, sums: Tensor, q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and log2-sum-exp2, of all splits' sums."""
+    b, h, t, d = q.shape
+    out = laid_out(q)
+    lse = torch.empty(b, h, t, dtype=torch.float32, device=q.device)
     launch(
         combine_kernel,
         (b * h * t,),
         q.device,
         partial,
         sums,
-        visible.sinks,
+        sinks,
         out,
         lse,
         h,
         t,
-        parts,
+        len(partial),
         BLOCK=16,
-        PADDED=columns,
+        PADDED=padded(d),
         HEAD_DIM=d,
-        SINKS=visible.sinks is not None,
+        SINKS=sinks is not None,
         num_warps=4,
     )
-    return out.transpose(1, 2), lse
+    return out, lse
 
 
 def splits(q: Tensor, k: Tensor) -> int:

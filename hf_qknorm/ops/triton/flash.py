@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.heads import Norm, Rotary, laid_out
 from hf_qknorm.ops.tiling import Options
 from hf_qknorm.ops.triton import decode, norm_rope
 from hf_qknorm.ops.triton.arguments import norm_arguments, rotary_arguments, sum_to
@@ -27,6 +27,7 @@ from hf_qknorm.ops.triton.launch import (
     padded,
     precision,
     tile,
+    units,
 )
 
 
@@ -78,17 +79,14 @@ class _Ready(NamedTuple):
 
     @classmethod
     def of(cls, heads: Heads, options: Options) -> _Ready:
-        scale, softcap = options.scale, options.softcap
-        unit = scale * LOG2E if softcap is None else scale / softcap
-        cap = 1.0 if softcap is None else softcap * LOG2E
         v = dense(heads.v)
-        if heads.raw:
-            made = norm_rope.forward(heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary, unit)
-            assert made.k is not None
-            return cls(made.q, made.k, v, made.bound, 1.0, cap, False)
-        if softcap is None:  # one multiplication for both
-            return cls(dense(heads.q), dense(heads.k), v, None, 1.0, unit, False)
-        return cls(dense(heads.q), dense(heads.k), v, None, unit, cap, True)
+        unit, cap, scaled = units(options.scale, options.softcap)
+        if not heads.raw:
+            return cls(dense(heads.q), dense(heads.k), v, None, unit, cap, scaled)
+        before, after = (unit, cap) if scaled else (cap, 1.0)
+        made = norm_rope.forward(heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary, before)
+        assert made.k is not None
+        return cls(made.q, made.k, v, made.bound, 1.0, after, False)
 
 
 def forward(heads: Heads, visible: Visible, options: Options, statistics: bool = False) -> Result:
@@ -96,8 +94,8 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     if not heads.raw and not statistics and not options.dropout and decode.suits(heads.q, heads.k):
         return Result(*decode.forward(heads.q, heads.k, heads.v, visible, options), None, None)
     ready = _Ready.of(heads, options)
-    (b, h, t, d), device = heads.q.shape, heads.q.device
-    out = heads.q.new_empty(b, t, h, d).transpose(1, 2)
+    (b, h, t, _), device = heads.q.shape, heads.q.device
+    out = laid_out(heads.q)
     lse = heads.q.new_empty(b, h, t, dtype=torch.float32)
     largest, entropy = (torch.empty_like(lse), torch.empty_like(lse)) if statistics else (None, None)
     shape = tile(FORWARD, heads.q)
@@ -173,9 +171,35 @@ class Gradients(NamedTuple):
 def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, lse: Tensor) -> Gradients:
     """Gradients for `grad` `[B, H, T, D]`, from raw heads, output and log-sum-exp alone; the same bits on each run."""
     ready = _Ready.of(heads, options)
-    grad, out = dense(grad), dense(out)
-    (b, h, t, d), hk, s = heads.q.shape, heads.k.shape[1], heads.k.shape[2]
-    rows, stride = 64, -(-t // ALIGNED.value) * ALIGNED.value
+    grad = dense(grad)
+    sums = _sums(grad, dense(out), lse)
+    # what is left of the chain rule: in q·unit·k, of q and of k
+    softcap, scale = options.softcap, options.scale
+    outer_k = scale if not heads.raw else (softcap or 1 / LOG2E)
+    ends = heads if _ends_in_kernel(heads) else heads._replace(q_norm=Norm(), k_norm=Norm(), rotary=None)
+    dtype = heads.q.dtype if ends is heads else torch.float32
+    dq, dk, dv = laid_out(heads.q, dtype), laid_out(heads.k, dtype), laid_out(heads.v)
+    queries, keys = tile(QUERY_GRADIENT, heads.q), tile(KEY_GRADIENT, heads.q)
+    ranges = None if visible.ranges is None else _queries_seeing(visible.ranges, heads.k.shape[2])
+    q_side = _Side(query_kernel, queries, queries.queries, ends.q, ends.q_norm, scale, visible.ranges, (dq,))
+    k_side = _Side(key_kernel, keys, keys.keys, ends.k, ends.k_norm, outer_k, ranges, (dk, dv))
+    given = (grad, sums, ends, visible, options, ready)
+    (q_gain, q_bias), (k_gain, k_bias) = q_side.fill(*given), k_side.fill(*given)
+    dsinks = None
+    if visible.sinks is not None:
+        flow = torch.exp2(visible.sinks.float()[:, None] * LOG2E - lse) * sums[:, :, 1, : lse.shape[2]]
+        dsinks = -flow.sum((0, 2)).to(visible.sinks.dtype)
+    if ends is not heads:
+        undone = norm_rope.backward(dq, dk, heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary)
+        assert undone.k is not None
+        dq, dk, q_gain, q_bias, k_gain, k_bias = undone.q, undone.k, *undone[2:]
+    return Gradients(dq, dk, dv, q_gain, q_bias, k_gain, k_bias, dsinks)
+
+
+def _sums(grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """What backward needs of each row, as `sums_kernel` leaves it."""
+    (b, h, t, d), rows = out.shape, 64
+    stride = -(-t // ALIGNED.value) * ALIGNED.value
     sums = lse.new_empty(b, h, 2, stride)
     launch(
         sums_kernel,
@@ -191,23 +215,7 @@ def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out
         PADDED=padded(d),
         num_warps=4,
     )
-    # what is left of the chain rule: in q·unit·k, of q and of k
-    softcap, scale = options.softcap, options.scale
-    outer_k = scale if not heads.raw else (softcap or 1 / LOG2E)
-    ends = heads if _ends_in_kernel(heads) else heads._replace(q_norm=Norm(), k_norm=Norm(), rotary=None)
-    dtype = torch.float32 if ends is not heads else heads.q.dtype
-    dq, q_gain, q_bias = _one_side(grad, ends, visible, options, ready, sums, scale, dtype, None)
-    dv = heads.v.new_empty(b, s, hk, d).transpose(1, 2)
-    dk, k_gain, k_bias = _one_side(grad, ends, visible, options, ready, sums, outer_k, dtype, dv)
-    dsinks = None
-    if visible.sinks is not None:
-        flow = torch.exp2(visible.sinks.float()[:, None] * LOG2E - lse) * sums[:, :, 1, :t]
-        dsinks = -flow.sum((0, 2)).to(visible.sinks.dtype)
-    if ends is not heads:
-        undone = norm_rope.backward(dq, dk, heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary)
-        assert undone.k is not None
-        dq, dk, q_gain, q_bias, k_gain, k_bias = undone.q, undone.k, *undone[2:]
-    return Gradients(dq, dk, dv, q_gain, q_bias, k_gain, k_bias, dsinks)
+    return sums
 
 
 def _ends_in_kernel(heads: Heads) -> bool:
@@ -217,70 +225,66 @@ def _ends_in_kernel(heads: Heads) -> bool:
     return not heads.raw or (d == padded(d) and d <= 128 and whole)
 
 
-def _one_side(
-    grad: Tensor,
-    heads: Heads,
-    visible: Visible,
-    options: Options,
-    ready: _Ready,
-    sums: Tensor,
-    outer: float,
-    dtype: torch.dtype,
-    dv: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient of q in `dtype`, of its gain and bias; or, given `dv` to write to, of k, its gain and bias."""
-    (b, h, t, d), hk, s = heads.q.shape, heads.k.shape[1], heads.k.shape[2]
-    shape = tile(QUERY_GRADIENT if dv is None else KEY_GRADIENT, heads.q)
-    block = shape.queries if dv is None else shape.keys
-    raw, norm, kernel, count = heads.q, heads.q_norm, query_kernel, h
-    if dv is not None:
-        raw, norm, kernel, count = heads.k, heads.k_norm, key_kernel, hk
-    blocks = -(-raw.shape[2] // block)
-    dx = raw.new_empty(b, raw.shape[2], count, d, dtype=dtype).transpose(1, 2)
-    dgain, dbias = (
-        None if value is None or norm.kind == "none" else sums.new_empty(b, count, blocks, padded(d))
-        for value in (norm.gain, norm.bias)
-    )
-    ranges = visible.ranges
-    if dv is not None and ranges is not None:
-        ranges = _queries_seeing(ranges, s)
-    for loop in gradient_loops(heads.q.dtype, options.softcap, ready.bound is not None, visible.sinks is not None):
-        launch(
-            kernel,
-            (blocks * b * count,),
-            grad.device,
-            descriptor(ready.q, shape.queries),
-            descriptor(ready.k, shape.keys),
-            descriptor(ready.v, shape.keys),
-            descriptor(grad, shape.queries),
-            descriptor(dense(raw), block) if norm.kind != "none" else None,
-            descriptor(dx, block),
-            *([] if dv is None else [descriptor(dv, block)]),
-            sums,
-            ready.bound,
-            ranges,
-            visible.seed,
-            (*norm_arguments(norm), dgain, dbias),
-            rotary_arguments(heads.rotary),
-            ready.unit,
-            ready.cap,
-            outer,
-            options.dropout,
-            loop.limit,
-            h,
-            hk,
-            t,
-            s,
-            options.window or 0,
-            TANH=loop.tanh,
-            WHEN=loop.when,
-            NORM=norm.kind,
-            ROTATED=heads.rotary is not None,
-            **_constants(heads, visible, options, ready, shape),
+class _Side(NamedTuple):
+    """Queries or keys: the kernel of their gradient, and what it is given that the other is not."""
+
+    kernel: Any
+    shape: Tile
+    rows: int  # of a program
+    raw: Tensor
+    norm: Norm
+    outer: float
+    ranges: Tensor | None
+    outputs: tuple[Tensor, ...]
+
+    def fill(
+        self, grad: Tensor, sums: Tensor, heads: Heads, visible: Visible, options: Options, ready: _Ready
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Write the outputs; returns the gradients of gain and bias."""
+        (b, h, t, d), hk, s = heads.q.shape, heads.k.shape[1], heads.k.shape[2]
+        shape, norm, count = self.shape, self.norm, self.raw.shape[1]
+        blocks = -(-self.raw.shape[2] // self.rows)
+        dgain, dbias = (
+            None if value is None or norm.kind == "none" else sums.new_empty(b, count, blocks, padded(d))
+            for value in (norm.gain, norm.bias)
         )
-    sums_of = (None if part is None else part.sum(2)[..., :d] for part in (dgain, dbias))
-    gain, bias = (sum_to(part, value) for part, value in zip(sums_of, (norm.gain, norm.bias), strict=True))
-    return dx, gain, bias
+        raw = None if norm.kind == "none" else descriptor(dense(self.raw), self.rows)
+        for loop in gradient_loops(heads.q.dtype, options.softcap, ready.bound is not None, visible.sinks is not None):
+            launch(
+                self.kernel,
+                (blocks * b * count,),
+                grad.device,
+                descriptor(ready.q, shape.queries),
+                descriptor(ready.k, shape.keys),
+                descriptor(ready.v, shape.keys),
+                descriptor(grad, shape.queries),
+                raw,
+                *(descriptor(x, self.rows) for x in self.outputs),
+                sums,
+                ready.bound,
+                self.ranges,
+                visible.seed,
+                (*norm_arguments(norm), dgain, dbias),
+                rotary_arguments(heads.rotary),
+                ready.unit,
+                ready.cap,
+                self.outer,
+                options.dropout,
+                loop.limit,
+                h,
+                hk,
+                t,
+                s,
+                options.window or 0,
+                TANH=loop.tanh,
+                WHEN=loop.when,
+                NORM=norm.kind,
+                ROTATED=heads.rotary is not None,
+                **_constants(heads, visible, options, ready, shape),
+            )
+        of_heads = (None if part is None else part.sum(2)[..., :d] for part in (dgain, dbias))
+        gain, bias = (sum_to(part, value) for part, value in zip(of_heads, (norm.gain, norm.bias), strict=True))
+        return gain, bias
 
 
 def _queries_seeing(ranges: Tensor, keys: int) -> Tensor:

@@ -130,8 +130,14 @@ def loops(dtype: torch.dtype, softcap: float | None, bounded: bool, sinks: bool)
 
 def gradient_loops(dtype: torch.dtype, softcap: float | None, bounded: bool, sinks: bool) -> list[Loop]:
     """The loops that backward needs: it has the log-sum-exp and asks for no maximum, but for the same tanh."""
-    forward = loops(dtype, softcap, bounded, sinks)
-    return [Loop("none", False)] if softcap is None else forward
+    return [Loop("none", False)] if softcap is None else loops(dtype, softcap, bounded, sinks)
+
+
+def units(scale: float, softcap: float | None) -> tuple[float, float, bool]:
+    """`unit` and `cap` of the kernels, for ready heads, and whether they multiply by `unit`: only in front of a cap."""
+    if softcap is None:  # one multiplication for both
+        return 1.0, scale * LOG2E, False
+    return scale / softcap, softcap * LOG2E, True
 
 
 def precision(dtype: torch.dtype) -> str:

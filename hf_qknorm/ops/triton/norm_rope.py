@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.heads import Norm, Rotary, laid_out
 from hf_qknorm.ops.triton.arguments import norm_arguments, rotary_arguments, sum_to
 from hf_qknorm.ops.triton.launch import launch, padded
 from hf_qknorm.ops.triton.prologue import prologue_gradient_kernel, prologue_kernel
@@ -147,8 +147,7 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, grad: Tensor, x: Tensor, norm: Norm, programs: int) -> _Side:
-        batch, heads, length, head_dim = x.shape
-        dx = torch.empty(batch, length, heads, head_dim, dtype=x.dtype, device=x.device).transpose(1, 2)
+        heads, head_dim, dx = x.shape[1], x.shape[3], laid_out(x)
         dgain, dbias = (
             None if value is None or norm.kind == "none" else torch.empty(programs, heads, head_dim, device=x.device)
             for value in (norm.gain, norm.bias)
