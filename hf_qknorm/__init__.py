@@ -20,6 +20,7 @@ from hf_qknorm.convert import (
 )
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.hub import auto
+from hf_qknorm.hub.standalone import add_standalone
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
@@ -36,6 +37,7 @@ __all__ = [
     "NativeExport",
     "Plan",
     "Scheme",
+    "add_standalone",
     "calibrate",
     "convert_checkpoint",
     "export_native",

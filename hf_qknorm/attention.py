@@ -22,7 +22,8 @@ from hf_qknorm.ops.heads import Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
-PREFIX = "QKNorm"
+PREFIX = "QKNorm"  # of derived classes
+TYPE_PREFIX = "qknorm_"  # of their model types
 
 
 class QKNormAttention(PlainAttention):

@@ -44,7 +44,7 @@ def patch_model(
     _require_bare(model)
     family = family_of(model.config)
     scheme = scheme.resolve(family.norm)
-    check_scheme(model.config.model_type, scheme)
+    check_scheme(model.config.model_type, model.config, scheme)
     _require_own_forward(model, family)
     if not scheme.pre_norm:
         check_foldable(model, family)
@@ -119,7 +119,8 @@ def _base_config(config: Any) -> PretrainedConfig:
     else:
         base.attn_logit_softcapping = config.qk_norm_base["attn_logit_softcapping"]
     del base.qk_norm, base.qk_norm_base, base.qk_norm_blend
-    vars(base).pop("model_type", None)
+    for name in ("model_type", "auto_map"):
+        vars(base).pop(name, None)
     if base.architectures is not None:
         base.architectures = [name.removeprefix(PREFIX) for name in base.architectures]
     return base

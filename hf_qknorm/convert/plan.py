@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_qknorm.attention import PREFIX, QKNormAttention, head_norms, patched_layers
+from hf_qknorm.attention import PREFIX, TYPE_PREFIX, QKNormAttention, head_norms, patched_layers
 from hf_qknorm.convert.shards import INDEX, New, Weights
 from hf_qknorm.convert.source import Source
 from hf_qknorm.fold import fold_weight
-from hf_qknorm.hub.derived import TYPE_PREFIX, derived_model
+from hf_qknorm.hub.derived import derived_model
 from hf_qknorm.patch import patched_config
 from hf_qknorm.scheme import Scheme
 

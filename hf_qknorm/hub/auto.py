@@ -9,7 +9,6 @@ from typing import Any
 
 import transformers
 from transformers import PretrainedConfig
-from transformers.models.auto import modeling_auto
 from transformers.models.auto.tokenization_auto import (
     MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
     TOKENIZER_MAPPING_NAMES,
@@ -17,17 +16,9 @@ from transformers.models.auto.tokenization_auto import (
 )
 
 from hf_qknorm.attention import PREFIX
-from hf_qknorm.families import FAMILIES
+from hf_qknorm.families import known_families
 from hf_qknorm.hub.derived import derived_config, named
-
-# The Auto classes that a derived model is registered with, where its base is, and transformers' name table of each.
-AUTO_CLASSES = {
-    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
-    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-}
+from hf_qknorm.hub.standalone import AUTO_CLASSES
 
 
 class _Lazy:
@@ -48,7 +39,7 @@ class _Lazy:
 
 def register() -> None:
     """Register every family's derived config and models with transformers' Auto classes."""
-    for model_type in FAMILIES:
+    for model_type in known_families():
         config_class = derived_config(model_type)
         derived_type = config_class.model_type
         transformers.AutoConfig.register(derived_type, config_class, exist_ok=True)

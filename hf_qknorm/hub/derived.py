@@ -7,7 +7,9 @@ everything that saves or loads a model records what it is.
 from __future__ import annotations
 
 import importlib
+import os
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
@@ -17,16 +19,15 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_qknorm import functions
-from hf_qknorm.attention import NORM_NAMES, PREFIX, install, patched_layers
-from hf_qknorm.families import FAMILIES, Family, check_scheme
+from hf_qknorm.attention import NORM_NAMES, PREFIX, TYPE_PREFIX, install, patched_layers
+from hf_qknorm.families import FAMILIES, Family, check_scheme, known_families
+from hf_qknorm.hub.standalone import carry_code, write_code
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.scheme import Scheme
-
-TYPE_PREFIX = "qknorm_"
 
 if TYPE_CHECKING:  # the mixins stand in front of a model's own classes and lean on their methods
     from transformers import PretrainedConfig as _Config
@@ -71,7 +72,7 @@ class QKNormConfig(_Config):
         """Record the scheme and its cap; `stated_cap` is what the config says that the cap is, if it does."""
         family = FAMILIES[self.base_model_type]
         scheme = scheme.resolve(family.norm)
-        check_scheme(self.base_model_type, scheme)
+        check_scheme(self.base_model_type, self, scheme)
         if family.own_cap and self.qk_norm_base is None:
             self.qk_norm_base = {"attn_logit_softcapping": self.attn_logit_softcapping}
             stated_cap = None
@@ -85,6 +86,16 @@ class QKNormConfig(_Config):
             )
         self.qk_norm = scheme.to_dict()
         self.attn_logit_softcapping = cap
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """transformers' own; the stand-alone code goes along where `auto_map` says that the checkpoint carries it."""
+        if getattr(self, "auto_map", None):
+            write_code(self, Path(save_directory))
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: transformers would save this class's file alone, and `auto_map` says what is to be saved."""
 
 
 def _check_blend(blend: Any) -> None:
@@ -100,6 +111,7 @@ class QKNormModel(_Model):
 
     base_class: ClassVar[type[PreTrainedModel]]
     config: Any
+    _supports_attention_backend = True  # each call goes through the interface, so that a server can put its own there
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         scheme = config.scheme
@@ -128,6 +140,21 @@ class QKNormModel(_Model):
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return cls.base_class._can_set_experts_implementation()
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """transformers' own; with `push_to_hub` the stand-alone code goes along."""
+        if kwargs.get("push_to_hub"):
+            carry_code(self.config)
+        super().save_pretrained(*args, **kwargs)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
+        """transformers' own push of the model alone; the stand-alone code goes along."""
+        carry_code(self.config)
+        return super().push_to_hub(*args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing: transformers would save this class's file alone, and the config saves the stand-alone code."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -229,10 +256,10 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
 def named(name: str) -> Any:
     """The derived class of that name. Raises AttributeError for one that no family has."""
     base_name = name.removeprefix(PREFIX)
-    for model_type in FAMILIES:
+    for model_type in known_families():
         if CONFIG_MAPPING_NAMES[model_type] == base_name:
             return derived_config(model_type)
-        package = importlib.import_module(f"transformers.models.{model_type}")
+        package = importlib.import_module(f"transformers.models.{model_type_to_module_name(model_type)}")
         if base_name in dir(package):
             return derived_model(getattr(package, base_name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

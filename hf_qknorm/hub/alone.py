@@ -1,0 +1,50 @@
+"""What the code that travels with a checkpoint has in place of the package's own definitions.
+
+There is nothing but PyTorch and transformers then: attention is plain, and its own file is what is saved again.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from hf_qknorm.functions import eager_attention
+
+
+def installed() -> ModuleType | None:
+    """The package's own derived classes, where it is installed: they win."""
+    return import_module("hf_qknorm.hub.derived") if find_spec("hf_qknorm") else None
+
+
+def register() -> None:
+    """Register plain attention, under the names that checkpoints ask for, with its mask: without one, causality is
+    lost.
+    """
+    for name in ("hf_qknorm", "hf_qknorm_eager"):
+        AttentionInterface.register(name, eager_attention)
+        AttentionMaskInterface.register(name, eager_mask)
+
+
+def set_module_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Swap the class of a module that is being built: no hook of accelerate is on it yet."""
+    module.__class__ = cls
+
+
+def carry_code(config: Any) -> None:
+    """Name this file's classes in a config that came with it, without the Hub's name that loading put before them."""
+    config.auto_map = {auto: name.rpartition("--")[2] for auto, name in (config.auto_map or {}).items()}
+
+
+def write_code(config: Any, folder: Path) -> None:
+    """Put this file, which runs the model, into `folder`, and name its classes in the config."""
+    carry_code(config)
+    own = Path(__file__)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / own.name).write_bytes(own.read_bytes())

@@ -1,0 +1,135 @@
+"""The code that travels with a checkpoint: one file that runs it with torch and transformers alone.
+
+It is made of the package's own definitions, those that the plain path of the checkpoint's family needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from hf_qknorm.attention import PREFIX, TYPE_PREFIX
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.files import replace_file
+from hf_qknorm.hub.bundle import Bundle
+
+CODE_FILE: Final = "modeling_qknorm.py"
+
+# The Auto classes that a derived model goes by, where its base does, and transformers' name table of each.
+AUTO_CLASSES = {
+    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+}
+
+_ROOTS = (
+    ("hf_qknorm.hub.derived", "derived_config"),
+    ("hf_qknorm.hub.derived", "derived_model"),
+    ("hf_qknorm.hub.alone", "installed"),
+    ("hf_qknorm.hub.alone", "register"),
+)
+_REPLACED = {
+    ("hf_qknorm.attention", "QKNormAttention"): ("hf_qknorm.layer", "PlainAttention"),
+    ("hf_qknorm.attention", "_set_class"): ("hf_qknorm.hub.alone", "set_module_class"),
+    ("hf_qknorm.hub.standalone", "carry_code"): ("hf_qknorm.hub.alone", "carry_code"),
+    ("hf_qknorm.hub.standalone", "write_code"): ("hf_qknorm.hub.alone", "write_code"),
+}
+_HEAD = '''"""{config} and its models: a {base} whose attention is normalised, capped, or both.
+
+This file runs the checkpoint beside it with torch and transformers alone:
+
+    AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)
+
+It is made by hf_qknorm from its own sources, and is the plain path of that package. Where hf_qknorm is installed, its
+classes take the place of these: they load the same checkpoints, and have faster kernels. Apache-2.0.
+"""
+
+'''
+_FOOT = """
+
+package = installed()
+if package is None:
+    register()
+{own}
+else:
+{theirs}
+"""
+
+
+def auto_map(model_type: str) -> dict[str, str]:
+    """For each Auto class, the class of the stand-alone file that a patched `model_type` is loaded by."""
+    classes = {"AutoConfig": CONFIG_MAPPING_NAMES[model_type]}
+    classes |= {auto: names[model_type] for auto, names in AUTO_CLASSES.items() if model_type in names}
+    return {auto: f"{Path(CODE_FILE).stem}.{PREFIX}{name}" for auto, name in classes.items()}
+
+
+@cache
+def standalone_code(model_type: str) -> str:
+    """The stand-alone file for a patched `model_type`."""
+    config, *models = (name.rpartition(".")[2] for name in auto_map(model_type).values())
+    bundle = Bundle(_ROOTS, _REPLACED, {("hf_qknorm.families", "FAMILIES"): model_type})
+    own = [f'{config} = derived_config("{model_type}")']
+    own += [f"{name} = derived_model(transformers.{name.removeprefix(PREFIX)})" for name in models]
+    foot = _FOOT.format(
+        own="\n".join(f"    {line}" for line in own),
+        theirs="\n".join(f"    {name} = package.{name}" for name in (config, *models)),
+    )
+    return _HEAD.format(config=config, base=model_type) + bundle.text() + foot
+
+
+def carry_code(config: Any) -> None:
+    """Name the stand-alone classes in a derived `config`, which then gives their file to whatever it is saved to."""
+    config.auto_map = auto_map(config.base_model_type)
+
+
+def write_code(config: Any, folder: Path) -> None:
+    """Put the stand-alone file for a derived `config` into `folder`, and name its classes in the config."""
+    carry_code(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    code = standalone_code(config.base_model_type)
+    replace_file(folder / CODE_FILE, lambda temporary: temporary.write_text(code, encoding="utf-8"))
+
+
+def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None:
+    """Let a patched checkpoint carry the code that runs it with torch and transformers alone.
+
+    A folder gets the file `modeling_qknorm.py` and, in its config.json, the `auto_map` that
+    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` goes by. A model in memory is marked, and
+    gives them to whatever folder or repository it is saved to from then on.
+
+    Raises ValueError for what is not patched, FileNotFoundError for a folder without a config.json.
+    """
+    if isinstance(checkpoint, PreTrainedModel):
+        _base_type(checkpoint.config.model_type, type(checkpoint).__name__)
+        carry_code(checkpoint.config)
+        return
+    folder = Path(checkpoint)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: expected the folder of a patched checkpoint")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    model_type = _base_type(config.get("model_type") if isinstance(config, dict) else None, str(path))
+    code = standalone_code(model_type)
+    config["auto_map"] = auto_map(model_type)
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    replace_file(folder / CODE_FILE, lambda temporary: temporary.write_text(code, encoding="utf-8"))
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _base_type(model_type: Any, where: str) -> str:
+    base = model_type.removeprefix(TYPE_PREFIX) if isinstance(model_type, str) else None
+    if base == model_type or base not in FAMILIES:
+        raise ValueError(
+            f"{where}: model_type is {model_type!r}, expected that of a patched model, as {TYPE_PREFIX}llama: patch it "
+            "with patch_model, or convert it with convert_checkpoint, first"
+        )
+    return base

@@ -1,0 +1,166 @@
+"""The code that travels with a checkpoint computes what the package does, without the package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tables import applies, make_batch, randomise, sharp_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, add_standalone, patch_model, unpatch_model
+from hf_qknorm.hub.derived import derived_config
+from hf_qknorm.hub.standalone import AUTO_CLASSES, CODE_FILE, standalone_code
+from hf_qknorm.training.blend import set_blend
+
+HERE = Path(__file__).parent
+BUSY = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, scale=0.3)
+CASES = {
+    **{f"{t} with all": (t, BUSY, "left") for t in FAMILIES if applies(t, BUSY)},
+    **{f"{t} capped": (t, Scheme(softcap=5.0), "left") for t in FAMILIES},
+    **{f"llama {name}": ("llama", scheme, "plain") for name, scheme in SCHEMES.items()},
+    "gpt2 folded": ("gpt2", SCHEMES["qkv_norm"], "plain"),
+    "mistral packed": ("mistral", Scheme(q="l2", softcap=2.0), "packed"),
+    "llama on its way in": ("llama", SCHEMES["qk_norm_cap"], "plain"),
+}
+
+
+def child(script: str, *arguments: str, home: Path) -> str:
+    """Run Python with a home of its own for the code that transformers copies; what it printed."""
+    environment = {**os.environ, "HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
+    command = [sys.executable, *([script] if script.endswith(".py") else ["-c", script]), *arguments]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+def made(name: str) -> PreTrainedModel:
+    model_type, scheme, _ = CASES[name]
+    model = randomise(patch_model(sharp_model(model_type), scheme)).eval()
+    if name == "llama on its way in":
+        set_blend(model, 0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Each case as a checkpoint with its batch, run where the package can't be imported."""
+    root = tmp_path_factory.mktemp("alone")
+    folders = {name: root / name.replace(" ", "_") for name in CASES}
+    for name, folder in folders.items():
+        made(name).save_pretrained(folder)
+        add_standalone(folder)
+        batch = make_batch(CASES[name][2])
+        batch.pop("use_cache", None)
+        save_file({key: value.contiguous() for key, value in batch.items()}, folder / "batch.safetensors")
+    child(str(HERE / "without_package.py"), *map(str, folders.values()), home=root)
+    return folders
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_what_the_package_does(name, folders):
+    model, batch = made(name), load_file(folders[name] / "batch.safetensors")
+    alone = load_file(folders[name] / "alone.safetensors")
+    result = model(**batch)
+    result.loss.backward()
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    for logits in ("logits", "logits again"):
+        torch.testing.assert_close(alone[logits][real], result.logits[real], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(alone["loss"], result.loss.detach(), atol=1e-6, rtol=1e-5)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert {f"gradient {name}" for name in gradients} == {name for name in alone if name.startswith("gradient ")}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(alone[f"gradient {name}"], gradient, atol=1e-5, rtol=1e-4)
+    generated = model.generate(batch["input_ids"][:1, -8:], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(alone["generated"], generated)
+
+
+def test_what_is_saved_again_carries_the_code(folders):
+    for folder in folders.values():
+        saved = json.loads((folder / "again/config.json").read_text())
+        assert saved["auto_map"] == json.loads((folder / "config.json").read_text())["auto_map"]
+        assert (folder / "again" / CODE_FILE).read_text() == (folder / CODE_FILE).read_text()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_file_imports_torch_and_transformers_alone(model_type):
+    code = standalone_code(model_type)
+    modules = {line.split()[1].partition(".")[0] for line in code.splitlines() if line.startswith(("import ", "from "))}
+    assert modules - set(sys.stdlib_module_names) == {"torch", "transformers"}
+    longest = max(code.splitlines(), key=len)
+    assert len(longest) <= 120, longest
+
+
+def test_the_package_wins_where_it_is_installed(folders):
+    """Imported or not, and whether or not the user trusts the code; only trusted code is run, and it steps aside."""
+    folder = folders["llama qk_norm_cap"]
+    trusted = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(trusted) is type(AutoModelForCausalLM.from_pretrained(folder)) is type(made("llama qk_norm_cap"))
+    script = (
+        "import sys; from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
+        "print(type(model).__module__, type(model.config).__module__)"
+    )
+    printed = child(script, home=folder.parent).split()
+    assert printed == ["hf_qknorm.hub.derived", "hf_qknorm.hub.derived"]
+
+
+def test_a_model_that_was_marked_carries_the_code_wherever_it_is_saved(tmp_path):
+    model = made("llama qk_norm_cap")
+    model.save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "plain" / CODE_FILE).exists()
+    assert "auto_map" not in json.loads((tmp_path / "plain/config.json").read_text())
+    add_standalone(model)
+    model.save_pretrained(tmp_path / "marked")
+    assert (tmp_path / "marked" / CODE_FILE).read_text() == standalone_code("llama")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "marked")
+    loaded.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / CODE_FILE).read_text() == standalone_code("llama")
+    mapped = json.loads((tmp_path / "again/config.json").read_text())["auto_map"]
+    assert mapped["AutoConfig"] == "modeling_qknorm.QKNormLlamaConfig"
+    assert set(mapped) == {"AutoConfig", *(name for name, names in AUTO_CLASSES.items() if "llama" in names)}
+
+
+def test_a_strangers_code_is_not_saved_as_ours(tmp_path):
+    """What a checkpoint from somewhere says its code is, is replaced by the package's own."""
+    made("llama qk_norm_cap").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "some/where--evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    saved = json.loads((tmp_path / "again/config.json").read_text())
+    assert "evil" not in json.dumps(saved["auto_map"])
+    assert (tmp_path / "again" / CODE_FILE).read_text() == standalone_code("llama")
+
+
+@pytest.mark.parametrize(
+    "content", ['{"model_type": "llama"}', '{"model_type": 3}', "[]", '{"model_type": "qknorm_bert"}']
+)
+def test_what_is_not_patched_is_refused(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="config.json.*model_type"):
+        add_standalone(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_model_that_is_not_patched_and_a_folder_without_a_config_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="LlamaForCausalLM: model_type is 'llama'"):
+        add_standalone(sharp_model("llama"))
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        add_standalone(tmp_path)
+
+
+def test_unpatching_leaves_no_trace_of_the_code():
+    model = made("llama qk_norm_cap")
+    add_standalone(model)
+    assert not hasattr(unpatch_model(model).config, "auto_map")
+
+
+def test_a_new_config_names_no_code():
+    assert getattr(derived_config("llama")(qk_norm="qk_norm"), "auto_map", None) is None

@@ -1,0 +1,39 @@
+"""Run checkpoints with torch and transformers alone: `python without_package.py FOLDER...`, each with its batch.
+
+Writes `alone.safetensors` into each folder: logits, loss, gradients, generated tokens. The package can't be imported
+here, and each model is saved once more, to `again` in its folder, and its logits there are written too.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.modules["hf_qknorm"] = None  # type: ignore[assignment]  # before anything that could import it
+
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+
+def main(folders: list[Path]) -> None:
+    for folder in folders:
+        batch = load_file(folder / "batch.safetensors")
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        if not type(model).__module__.startswith("transformers_modules"):
+            raise SystemExit(f"{folder}: {type(model).__module__} is not what travelled with the checkpoint")
+        result = model(**batch)
+        result.loss.backward()
+        found = {f"gradient {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found |= {"logits": result.logits.detach(), "loss": result.loss.detach()}
+        tokens = batch["input_ids"][:1, -8:]
+        found["generated"] = model.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        model.save_pretrained(folder / "again")
+        again = AutoModelForCausalLM.from_pretrained(folder / "again", trust_remote_code=True)
+        with torch.no_grad():
+            found["logits again"] = again(**batch).logits
+        save_file({name: value.contiguous() for name, value in found.items()}, folder / "alone.safetensors")
+
+
+if __name__ == "__main__":
+    main([Path(argument) for argument in sys.argv[1:]])
