@@ -55,9 +55,8 @@ def broken(report: Report) -> list[str]:
         found.append(f"{report.shared:,} bytes of shared memory, expected at most {SHARED:,}")
     if attention and report.spilled and not spills_allowed(report):
         found.append(f"{report.spilled:,} bytes spilled, expected none")
-    if (
-        attention and report.kernel != "split_kernel" and "HGMMA" not in report.matrix
-    ):  # few queries: a warp's own matrices
+    wide = attention and report.kernel != "split_kernel"  # which has few queries: a warp's own matrices
+    if wide and "HGMMA" not in report.matrix:
         found.append(f"no HGMMA, got {report.matrix or 'no matrix instructions'}")
     limit = slots_limit(report)
     if limit is not None and (report.slots is None or report.slots > limit):
