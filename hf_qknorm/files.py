@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hf_qknorm.strangers import repo_id
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux' renameat2
 
 
@@ -18,9 +20,20 @@ def is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
+def hub_name(name: str) -> str | None:
+    """The name, if it can only be one on the Hub; None for what is, or may be, a path of this machine."""
+    if is_path(name) or os.path.lexists(name):
+        return None
+    try:
+        return repo_id(name, "name")
+    except ValueError:
+        return None
+
+
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file beside `path`, then rename it: a killed run leaves the old file or the new one."""
     temporary = path.with_name(f".{path.name}.partial")
+    temporary.unlink(missing_ok=True)  # a folder from elsewhere may hold a link of this name, to be written through
     try:
         write(temporary)
         _sync(temporary)

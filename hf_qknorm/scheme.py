@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from hf_qknorm.strangers import brief
+
 NORMS: Final = ("rms", "layer", "l2", "lp")
 GAINS: Final = ("shared", "per_head", "scalar", "none")
 
@@ -91,11 +93,11 @@ class Scheme:
     def from_dict(cls, data: Mapping[str, Any]) -> Scheme:
         """The scheme that `to_dict` wrote. Raises ValueError on unknown keys: they may change what is computed."""
         if not isinstance(data, Mapping):
-            raise ValueError(f"a scheme must be a mapping of its fields, got {type(data).__name__}: {data!r}")
+            raise ValueError(f"a scheme must be a mapping of its fields, got {type(data).__name__}: {brief(data)}")
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := [key for key in data if key not in known]:
             raise ValueError(
-                f"unknown scheme field {unknown[0]!r}{_nearest(str(unknown[0]), known)}. Known fields: "
+                f"unknown scheme field {brief(unknown[0])}{_nearest(unknown[0], known)}. Known fields: "
                 f"{', '.join(known)}. A checkpoint from a newer hf_qknorm needs that version to load."
             )
         return cls(**data)
@@ -108,7 +110,7 @@ class Scheme:
         if isinstance(scheme, str):
             if scheme not in SCHEMES:
                 raise ValueError(
-                    f"unknown scheme {scheme!r}{_nearest(scheme, SCHEMES)}. Presets: {', '.join(SCHEMES)}; "
+                    f"unknown scheme {brief(scheme)}{_nearest(scheme, SCHEMES)}. Presets: {', '.join(SCHEMES)}; "
                     'or spell one out: Scheme(q="rms", k="rms", softcap=50.0)'
                 )
             return SCHEMES[scheme]
@@ -125,21 +127,26 @@ class Scheme:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
 
 
 def _listed(values: tuple[str, ...]) -> str:
     return ", ".join(f'"{value}"' for value in values)
 
 
-def _nearest(name: str, known: Any) -> str:
-    match = difflib.get_close_matches(name, list(known), n=1)
+def _nearest(name: object, known: Any) -> str:
+    match = difflib.get_close_matches(brief(name).strip("'"), list(known), n=1)
     return f", did you mean {match[0]!r}?" if match else ""
 
 
 def _require(field: str, got: object, holds: bool, allowed: str) -> None:
     if not holds:
-        raise ValueError(f"Scheme({field}={got!r}) is not possible: expected {allowed}")
+        raise ValueError(f"Scheme({field}={brief(got)}) is not possible: expected {allowed}")
 
 
 SCHEMES: Final[dict[str, Scheme]] = {

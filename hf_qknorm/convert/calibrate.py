@@ -13,6 +13,7 @@ from hf_qknorm.convert.measure import layer_reports, layer_statistics, predictio
 from hf_qknorm.convert.moments import fit_moments, fit_spread
 from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.text import as_batches
+from hf_qknorm.files import hub_name
 from hf_qknorm.fold import is_exact
 from hf_qknorm.hub.derived import QKNormModel
 from hf_qknorm.norms import HeadNorm
@@ -79,8 +80,14 @@ def calibrate(
         model.train(training)
         for layer in patched_layers(model).values():
             vars(layer).pop("base_weights", None)
-    tokens = sum(batch["input_ids"].numel() for batch in batches)
-    return Calibration(method, tokens, model.config.scheme, cap, base, ones, chosen, layers)
+    tokens, judged = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, watched))
+    names = _base_name(model), hub_name(data) if isinstance(data, str) else None
+    return Calibration(method, tokens, model.config.scheme, cap, base, ones, chosen, layers, judged, *names)
+
+
+def _base_name(model: PreTrainedModel) -> str | None:
+    """The Hub name that a model was loaded by; a folder that is gone now has no commit."""
+    return hub_name(model.name_or_path) if getattr(model.config, "_commit_hash", None) else None
 
 
 def _require_calibratable(model: PreTrainedModel, method: str) -> None:

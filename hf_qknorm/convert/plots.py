@@ -19,6 +19,7 @@ from hf_qknorm.files import replace_file
 LETTERED = 24  # layers or heads up to which a number in each cell can be read
 HOT, COLD = "YlOrRd", "YlGnBu_r"
 INK, GRID, OUTLINE = "#333333", "#888888", "#ff6b4a"
+COLOURS = {"unpatched": "#4d4d4d", "fresh gains": "#c8553d", "calibrated": "#2a7f9e"}  # for every kind of colour vision
 
 Rows = Sequence[Sequence[float]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import Any
 
 from hf_qknorm.files import replace_file
 from hf_qknorm.scheme import Scheme
+from hf_qknorm.strangers import brief, check_keys, count, number, positive, read_json, repo_id
 
 FORMAT = 1
+LAYERS, HEADS = 10_000, 10_000  # more than any model has
+NAME = re.compile(r"[\w.]{1,200}", re.ASCII)  # of a layer, a module's path; and of a method
 ROWS = 12  # layers in a table: the worst ones; JSON has them all
 
 Numbers = tuple[float, ...]
@@ -44,7 +48,7 @@ class Prediction:
     def from_dict(cls, data: Any, where: str = "prediction") -> Prediction:
         """What `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
         check_keys(data, ("loss", "perplexity", "kl", "agreement"), where)
-        numbers = {key: _number(value, f"{where}.{key}") for key, value in data.items()}
+        numbers = {key: number(value, f"{where}.{key}") for key, value in data.items()}
         return cls(numbers["loss"], numbers["kl"], numbers["agreement"])
 
 
@@ -103,7 +107,8 @@ class Calibration:
 
     `base` is the unpatched model, `ones` the scheme with fresh gains, `chosen` with the calibrated ones; all three are
     None for a model without a language-modelling head. `layers` has every attention layer by name; shares of large
-    logits are relative to `cap`.
+    logits are relative to `cap`. `judged` says over how many of the `tokens` all this was measured. `base_model` and
+    `dataset` are the Hub names of what was converted and of the text, None for what came from this machine.
     """
 
     method: str
@@ -114,6 +119,9 @@ class Calibration:
     ones: Prediction | None
     chosen: Prediction | None
     layers: Mapping[str, LayerReport]
+    judged: int | None = None
+    base_model: str | None = None
+    dataset: str | None = None
 
     @property
     def base_loss(self) -> float | None:
@@ -140,7 +148,8 @@ class Calibration:
         """The share of the jump in loss that the calibration removed; None if there was no jump to remove."""
         if self.base is None or self.ones is None or self.chosen is None or self.ones.loss <= self.base.loss:
             return None
-        return (self.ones.loss - self.chosen.loss) / (self.ones.loss - self.base.loss)
+        share = (self.ones.loss - self.chosen.loss) / (self.ones.loss - self.base.loss)
+        return share if math.isfinite(share) else None
 
     def __str__(self) -> str:
         if self.base is None or self.ones is None or self.chosen is None:
@@ -175,6 +184,9 @@ class Calibration:
             "tokens": self.tokens,
             "scheme": self.scheme.to_dict(),
             "cap": self.cap,
+            "judged": self.judged,
+            "base_model": self.base_model,
+            "dataset": self.dataset,
             **{name: None if made is None else made.to_dict() for name, made in predictions.items()},
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
         }
@@ -182,22 +194,45 @@ class Calibration:
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
         """The report that `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
-        check_keys(data, ("format", *(field.name for field in dataclasses.fields(cls))), "report")
+        fields = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+        check_keys(data, ("format", *fields), "report", optional=("judged", "base_model", "dataset"))
         if data["format"] != FORMAT:
-            raise ValueError(f"report.format is {data['format']!r}, expected {FORMAT}: another hf_qknorm wrote it")
-        if not isinstance(data["method"], str):
-            raise ValueError(f"report.method is {data['method']!r}, expected a name")
-        if not isinstance(data["tokens"], int) or isinstance(data["tokens"], bool):
-            raise ValueError(f"report.tokens is {data['tokens']!r}, expected a whole number")
-        if not isinstance(data["layers"], Mapping):
-            raise ValueError(f"report.layers is {data['layers']!r}, expected a mapping from layers' names")
+            raise ValueError(f"report.format is {brief(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it")
+        if not isinstance(data["layers"], Mapping) or len(data["layers"]) > LAYERS:
+            raise ValueError(
+                f"report.layers is {brief(data['layers'])}, expected a mapping from at most {LAYERS:,} layers' names"
+            )
         base, ones, chosen = (
             None if data[key] is None else Prediction.from_dict(data[key], f"report.{key}")
             for key in ("base", "ones", "chosen")
         )
-        layers = {name: LayerReport.from_dict(x, f"report.layers.{name}") for name, x in data["layers"].items()}
-        scheme, cap = Scheme.from_dict(data["scheme"]), _number(data["cap"], "report.cap")
-        return cls(data["method"], data["tokens"], scheme, cap, base, ones, chosen, layers)
+        layers = {
+            _named(name, "a name in report.layers", "a module's path"): LayerReport.from_dict(
+                x, f"report.layers.{name}"
+            )
+            for name, x in data["layers"].items()
+        }
+        return cls(
+            method=_named(data["method"], "report.method", "a name"),
+            tokens=count(data["tokens"], "report.tokens"),
+            scheme=Scheme.from_dict(data["scheme"]),
+            cap=positive(data["cap"], "report.cap"),
+            base=base,
+            ones=ones,
+            chosen=chosen,
+            layers=layers,
+            judged=None if data.get("judged") is None else count(data["judged"], "report.judged"),
+            base_model=repo_id(data.get("base_model"), "report.base_model"),
+            dataset=repo_id(data.get("dataset"), "report.dataset"),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """The report in a file. Raises ValueError, naming the file, for one that is too large or no report."""
+        try:
+            return cls.from_dict(read_json(Path(path)))
+        except ValueError as error:
+            raise ValueError(error if str(path) in str(error) else f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON, whole or not at all."""
@@ -252,23 +287,13 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / len(values)
 
 
-def check_keys(data: Any, names: Sequence[str], where: str) -> None:
-    """Raise ValueError unless `data` is a mapping of just these names."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{where} is {data!r}, expected a mapping with {', '.join(names)}")
-    if missing := [name for name in names if name not in data]:
-        raise ValueError(f"{where}.{missing[0]} is missing: expected {', '.join(names)}")
-    if unknown := [name for name in data if name not in names]:
-        raise ValueError(f"{where}.{unknown[0]} is unknown: expected {', '.join(names)}")
-
-
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{where} is {value!r}, expected a number")
-    return float(value)
-
-
 def _numbers(value: Any, where: str) -> Numbers:
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"{where} is {value!r}, expected a list of numbers, one a head")
-    return tuple(_number(item, f"{where}[{i}]") for i, item in enumerate(value))
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= HEADS:
+        raise ValueError(f"{where} is {brief(value)}, expected a list of numbers, one a head")
+    return tuple(number(item, f"{where}[{i}]") for i, item in enumerate(value))
+
+
+def _named(value: Any, where: str, what: str) -> str:
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ValueError(f"{where} is {brief(value)}, expected {what}: letters, digits, _ and .")
+    return value

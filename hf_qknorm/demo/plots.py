@@ -11,9 +11,8 @@ matplotlib.use("Agg")  # no display
 
 from matplotlib import pyplot
 
+from hf_qknorm.convert.plots import COLOURS
 from hf_qknorm.files import replace_file
-
-COLOURS = {"unpatched": "#4d4d4d", "fresh gains": "#c8553d", "calibrated": "#2a7f9e"}
 
 
 def plot_losses(runs: dict[str, Any], path: Path) -> None:
