@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +66,11 @@ class HeadNorm(nn.Module):
         """What the module does, as the operators take it."""
         if self.bypass:
             return Norm()
+        weight, bias = _of_this_rank(self.weight), _of_this_rank(self.bias)
         if self.blend is None:
-            return Norm(self.norm, self.weight, self.bias, None, self.eps, self.p)
-        gain = self.blend.new_ones(1) if self.weight is None else self.weight
-        bias = None if self.bias is None else self.bias * self.rescale
+            return Norm(self.norm, weight, bias, None, self.eps, self.p)
+        gain = self.blend.new_ones(1) if weight is None else weight
+        bias = None if bias is None else bias * self.rescale
         return Norm(self.norm, gain * self.rescale, bias, self.blend, self.eps, self.p)
 
     @property
@@ -84,6 +86,11 @@ class HeadNorm(nn.Module):
         if self.blend is not None:
             blend = ", blend" if self.blend.is_meta else f", blend={float(self.blend):.3g}"
         return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={self.eps:g}{blend}"
+
+
+def _of_this_rank(parameter: Any) -> Tensor | None:
+    """A gain as the heads of this rank have it: under tensor parallelism it is a DTensor, sharded by head."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def fresh_scalar(scheme: Scheme, norm: str, max_positions: int, head_dim: int, scale: float) -> float:

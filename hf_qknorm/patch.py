@@ -17,6 +17,7 @@ from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.fold import check_foldable, fold_pre_norms
 from hf_qknorm.hub.derived import QKNormModel, adopt, derived_config, set_class
 from hf_qknorm.norms import HeadNorm
+from hf_qknorm.parallel import plan_norms, unplan_norms
 from hf_qknorm.scheme import Scheme
 
 logger = logging.getLogger("hf_qknorm")
@@ -57,6 +58,7 @@ def patch_model(
     _set_config(model, patched_config(model.config, scheme))
     adopt(model)
     install(model, family, scheme)
+    plan_norms(model)
     model.qk_norm_base_backend = base_backend
     if backend is not None:
         model.set_attn_implementation(backend)
@@ -89,6 +91,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
 
 def _undo(model: PreTrainedModel) -> PreTrainedModel:
     base_backend = getattr(model, "qk_norm_base_backend", None)
+    unplan_norms(model)
     uninstall(model)
     for module in model.modules():
         if isinstance(module, QKNormModel):
@@ -160,7 +163,8 @@ def _require_bare(model: Any) -> None:
         )
     if getattr(model, "_tp_size", None) is not None:
         raise ValueError(
-            "this model is sharded by tensor parallelism, which is not supported yet: load it without tp_plan"
+            "this model is sharded by tensor parallelism: patch and save it first, then load the patched checkpoint "
+            "with distributed_config=DistributedConfig(tp_size=...)"
         )
 
 

@@ -27,6 +27,7 @@ from hf_qknorm.attention import NORM_NAMES, PREFIX, TYPE_PREFIX, install, patche
 from hf_qknorm.families import FAMILIES, Family, check_scheme, known_families
 from hf_qknorm.hub.standalone import carry_code, write_code
 from hf_qknorm.norms import HeadNorm
+from hf_qknorm.parallel import plan_norms
 from hf_qknorm.scheme import Scheme
 
 if TYPE_CHECKING:  # the mixins stand in front of a model's own classes and lean on their methods
@@ -118,6 +119,7 @@ class QKNormModel(_Model):
         super().__init__(config, *args, **kwargs)
         adopt(self)
         install(self, FAMILIES[config.base_model_type], scheme)
+        plan_norms(self)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, HeadNorm):
@@ -159,11 +161,6 @@ class QKNormModel(_Model):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """`PreTrainedModel.from_pretrained`; raises ValueError when the scheme and the weights disagree."""
-        if kwargs.get("tp_plan") is not None:
-            raise ValueError(
-                "tensor parallelism of patched models is not supported yet: the gradients of the norms' gains would "
-                "differ from rank to rank. Load without tp_plan"
-            )
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         _check_loaded(model, info)
         for layer in patched_layers(model).values():

@@ -64,7 +64,7 @@ def test_a_replacement_stands_wherever_the_original_is_mentioned():
     plain = {("hf_qknorm.attention", "QKNormAttention"): ("hf_qknorm.layer", "PlainAttention")}
     text = Bundle((attention_class,), plain, {("hf_qknorm.families", "FAMILIES"): "llama"}).text()
     assert "QKNormAttention" not in text.replace("`QKNormAttention", "")
-    assert "kernels" not in text
+    assert "kernels_take" not in text
 
 
 def test_of_a_table_it_keeps_one_entry(run):

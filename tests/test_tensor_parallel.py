@@ -1,0 +1,101 @@
+"""Two processes that share a patched model compute what one does, the gradients of its norms included."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tables import make_batch, randomise, sharp_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_qknorm import Scheme, patch_model, unpatch_model
+
+NORMED = {"q": "rms", "k": "layer", "v": "rms", "softcap": 5.0}
+SCHEMES = {
+    "shared": Scheme(**NORMED, bias=True),
+    "per_head": Scheme(**NORMED, gain="per_head", bias=True),
+    "scalar": Scheme(q="l2", k="l2", gain="scalar", scale=1.0),
+}
+STYLES = {"shared": "replicated_with_grad_allreduce", "per_head": "colwise", "scalar": "replicated_with_grad_allreduce"}
+
+
+def made(gain: str) -> PreTrainedModel:
+    return randomise(patch_model(sharp_model("llama"), SCHEMES[gain]))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Each model as a checkpoint with a batch, run by two processes."""
+    root = tmp_path_factory.mktemp("parallel")
+    for gain in SCHEMES:
+        made(gain).save_pretrained(root / gain)
+        save_file(make_batch("plain"), root / gain / "batch.safetensors")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("tensor_parallel_run.py")),
+        *(str(root / g) for g in SCHEMES),
+    ]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    runs = [
+        subprocess.Popen(command, env={**os.environ, **address, **rank}, stderr=subprocess.PIPE, text=True)
+        for rank in ranks
+    ]
+    try:
+        told = [run.communicate(timeout=240)[1] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(told)[-3000:]
+    return {gain: root / gain for gain in SCHEMES}
+
+
+@pytest.mark.parametrize("gain", SCHEMES)
+def test_two_processes_compute_what_one_does(gain, folders):
+    model = made(gain)
+    result = model(**make_batch("plain"))
+    result.loss.backward()
+    parallel = load_file(folders[gain] / "parallel.safetensors")
+    torch.testing.assert_close(parallel.pop("logits"), result.logits, atol=1e-5, rtol=1e-5)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    assert set(parallel) == set(gradients)
+    assert any("_norm.weight" in name and "self_attn" in name for name in gradients)
+    for name, gradient in gradients.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(parallel[name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("gain", SCHEMES)
+def test_what_two_processes_save_is_whole(gain, folders):
+    saved = AutoModelForCausalLM.from_pretrained(folders[gain] / "saved").state_dict()
+    for name, value in made(gain).state_dict().items():
+        assert torch.equal(saved[name], value), name
+
+
+@pytest.mark.parametrize("gain", SCHEMES)
+def test_the_plan_names_the_norms_until_they_are_gone(gain):
+    model = sharp_model("llama")
+    plans = dict(model.tp_plan), dict(model.model.tp_plan)
+    patch_model(model, SCHEMES[gain])
+    added = {key: style for key, style in model.tp_plan.items() if key not in plans[0]}
+    assert set(added.values()) == {STYLES[gain]}
+    assert {key.removeprefix("model.") for key in added} == {k for k in model.model.tp_plan if k not in plans[1]}
+    last = ".weight" if gain == "per_head" else ""
+    assert f"model.layers.*.self_attn.q_norm{last}" in added
+    unpatch_model(model)
+    assert (model.tp_plan, model.model.tp_plan) == plans
+
+
+@pytest.mark.parametrize(("model_type", "why"), [("phi3", "gathers its heads"), ("gpt2", "has no plan")])
+def test_a_model_whose_ranks_have_all_heads_needs_no_entries(model_type, why):
+    model = sharp_model(model_type)
+    plan = dict(model.tp_plan)
+    assert dict(patch_model(model, "qk_norm").tp_plan) == plan, why
