@@ -1,11 +1,14 @@
 """What the compiler makes of every kernel configuration, without a GPU: one table, and the limits that it must keep.
 
     python recipes/compile_kernels.py --arch 90
+    python recipes/compile_kernels.py --arch 80 --arch 100 --few
 
 Calls the package's own functions with CPU tensors; each kernel that they launch is compiled as it would be for that GPU
 (80, 90 or 100: Ampere, Hopper, Blackwell), and not started. Prints Markdown; exits with 1, naming each broken limit.
-Limits are for Hopper: elsewhere everything must compile. Slots are the instructions that the main loop issues for one
-score, MUFU those among them for exp2 and tanh, spills the bytes of a thread. Run it without TRITON_INTERPRET.
+Everything must compile everywhere, and fit the shared memory where the kernels run, on Hopper and Blackwell; spills,
+matrix instructions and slots are limited on Hopper, for which the tiles were chosen. Slots are the instructions that
+the main loop issues for one score, MUFU those among them for exp2 and tanh, spills the bytes of a thread. Run it
+without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 
 import torch
@@ -28,7 +32,7 @@ from hf_qknorm.ops.triton import flash, norm_rope
 
 ARCHES = (80, 90, 100)
 HOPPER = 90
-SHARED = 232_448  # bytes a block may have on Hopper, which ptxas does not check
+SHARED = {90: 232_448, 100: 232_448}  # bytes a block may have where the kernels run, which ptxas does not check
 SPILL_FREE = {"forward_kernel": 256, "query_kernel": 256, "key_kernel": 128, "split_kernel": 256}  # largest head_dim
 SLOTS = {("approx", False): 6.5, ("none", False): 4.5, ("none", True): 7.8}  # (TANH, ONLINE): at head_dim 128
 EXTRA = 0.5  # what Triton 3.9 spends more than 3.6, on the descriptors of matrix instructions
@@ -47,12 +51,15 @@ COLUMNS = (
 )
 
 
-def broken(report: Report) -> list[str]:
-    """The limits for Hopper that a kernel breaks."""
+def broken(report: Report, arch: int = HOPPER) -> list[str]:
+    """The limits that a kernel breaks."""
     found = []
+    shared = SHARED.get(arch, report.shared)
+    if report.shared > shared:
+        found.append(f"{report.shared:,} bytes of shared memory, expected at most {shared:,}")
+    if arch != HOPPER:
+        return found
     attention = report.kernel in SPILL_FREE and report.dtype != "fp32"
-    if report.shared > SHARED:
-        found.append(f"{report.shared:,} bytes of shared memory, expected at most {SHARED:,}")
     if attention and report.spilled and not spills_allowed(report):
         found.append(f"{report.spilled:,} bytes spilled, expected none")
     wide = attention and report.kernel != "split_kernel"  # which has few queries: a warp's own matrices
@@ -161,14 +168,27 @@ CASES = {
     "step, uncapped": Step(softcap=None),
     "step, fp32": Step(dtype=torch.float32),
 }
+# Every kernel in every dtype, of the smallest heads: it is over the registers of wide ones that ptxas spends minutes.
+FEW = {
+    f"{kind.__name__} {dtype}": kind(16, dtype, **options)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for kind, options in ((Case, {"interleaved": True, "softcap": None}), (Step, {}))
+}
 
 
-def compile_case(name: str, arch: int) -> list[Report | Failure]:
+def compile_case(arch: int, case: Case | Step) -> list[Report | Failure]:
     """What the launches of a case compile to."""
     torch.set_num_threads(1)
     with compiling(arch) as reports:
-        CASES[name].launch()
+        case.launch()
     return reports
+
+
+def show(arch: int, results: list[Report | Failure]) -> None:
+    """Print the table of a GPU."""
+    print(f"sm_{arch}, Triton {triton.__version__}, PyTorch {torch.__version__}\n")
+    print(line(*COLUMNS), line(*("-" * len(COLUMNS))), sep="\n")
+    print(*dict.fromkeys(row(result) for result in results if isinstance(result, Report)), sep="\n", end="\n\n")
 
 
 def row(report: Report) -> str:
@@ -185,23 +205,29 @@ def line(*cells: object) -> str:
 
 
 def main() -> str | None:
-    """Print the table; returns the complaints, if any."""
+    """Print the tables; returns the complaints, if any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, choices=ARCHES, default=HOPPER)
-    parser.add_argument("--case", action="append", choices=CASES, help="one of the cases; default: all")
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHES, help=f"default: {HOPPER}")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--case", action="append", choices=CASES, help="one of the cases; default: all")
+    chosen.add_argument(
+        "--few", action="store_true", help="every kernel in every dtype, but of the smallest heads alone"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     args = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("kernels are interpreted: unset TRITON_INTERPRET")
+    cases = FEW if args.few else {name: CASES[name] for name in args.case or CASES}
+    jobs = list(product(args.arch or [HOPPER], cases.values()))
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
-        found = pool.map(partial(compile_case, arch=args.arch), args.case or CASES)
-        results = [result for results in found for result in results]
-    print(f"sm_{args.arch}, Triton {triton.__version__}, PyTorch {torch.__version__}\n")
-    print(line(*COLUMNS), line(*("-" * len(COLUMNS))), sep="\n")
-    print(*dict.fromkeys(row(result) for result in results if isinstance(result, Report)), sep="\n")
-    complaints = [complaint for result in results for complaint in complain(result, args.arch)]
-    if not args.case:
-        complaints += unmet(results)
+        found = list(pool.map(compile_case, *zip(*jobs, strict=True)))
+    complaints = []
+    for arch in dict.fromkeys(arch for arch, _ in jobs):
+        results = [result for (at, _), results in zip(jobs, found, strict=True) if at == arch for result in results]
+        show(arch, results)
+        complaints += [f"sm_{arch} {complaint}" for result in results for complaint in complain(result, arch)]
+        if not args.case and not args.few:
+            complaints += unmet(results)
     return "\n".join(dict.fromkeys(complaints)) or None
 
 
@@ -210,7 +236,7 @@ def complain(result: Report | Failure, arch: int) -> list[str]:
     where = f"{result.kernel} ({result.configuration})"
     if isinstance(result, Failure):
         return [f"{where}: does not compile: {result.error}"]
-    return [f"{where}: {limit}" for limit in broken(result)] if arch == HOPPER else []
+    return [f"{where}: {limit}" for limit in broken(result, arch)]
 
 
 def unmet(results: list[Report | Failure]) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="needs Triton, which compiles the kernels")
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -42,7 +44,9 @@ def compile_script(*command: object) -> subprocess.CompletedProcess[str]:
 
 def test_kernels_keep_their_limits_on_hopper():
     """Some of them: .ci/run compiles them all, and prints the table."""
-    run = compile_script(RECIPES / "compile_kernels.py", "--arch", 90, "--case", "capped 128", "--case", "step 128")
+    run = compile_script(
+        RECIPES / "compile_kernels.py", "--arch", 90, "--case", "capped 128", "--case", "step 128", "--processes", 1
+    )
     assert run.returncode == 0, run.stderr
     for kernel in recipe.SPILL_FREE:
         assert f"| {kernel} | bf16" in run.stdout
@@ -59,16 +63,58 @@ def test_a_kernel_that_spills_and_one_that_does_not_compile_are_named():
     assert "power of 2" in refused
 
 
-def test_kernels_that_are_interpreted_are_refused():
-    run = subprocess.run(
-        [sys.executable, RECIPES / "compile_kernels.py"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(RECIPES.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 2
-    assert "unset TRITON_INTERPRET" in run.stderr
+def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str, interpreted: bool = False) -> str | None:
+    """The recipe in this process, which compiles nothing: each case has shared memory by its GPU and head_dim."""
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, processes: int, context: object) -> None:
+            super().__init__(1)
+
+    monkeypatch.setattr(recipe, "compile_case", lambda arch, case: [replace(SOUND, shared=1000 * arch + case.head_dim)])
+    monkeypatch.setattr(recipe, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(recipe.triton.knobs.runtime, "interpret", interpreted)
+    monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *arguments])
+    return recipe.main()
+
+
+def test_kernels_that_are_interpreted_are_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_here(monkeypatch, interpreted=True)
+    assert "unset TRITON_INTERPRET" in capsys.readouterr().err
+
+
+def test_each_gpu_has_its_table(monkeypatch, capsys):
+    assert run_here(monkeypatch, "--few", "--arch", "80", "--arch", "100") is None
+    first, second = capsys.readouterr().out.split("sm_100, ")
+    assert first.startswith("sm_80, ")
+    assert "80,016" in first
+    assert "100,016" in second
+    assert "100,016" not in first
+
+
+def test_what_is_wrong_is_told_of_its_gpu(monkeypatch):
+    monkeypatch.setitem(recipe.SHARED, 100, 100_100)
+    complaints = run_here(monkeypatch, "--arch", "90", "--arch", "100", "--case", "plain 16", "--case", "raw")
+    (complaint,) = complaints.splitlines()
+    assert complaint.startswith("sm_100 forward_kernel (bf16 ")
+    assert complaint.endswith("100,128 bytes of shared memory, expected at most 100,100")
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, cases: dict) -> set[tuple[str, torch.dtype]]:
+    """The kernels that the cases launch, none of which is run, with the dtype of their heads."""
+    found = set()
+    for module in (recipe.flash, recipe.norm_rope, recipe.flash.decode):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: found.add((kernel.__name__, case.dtype)))
+    for case in cases.values():
+        case.launch()
+    return found
+
+
+def test_the_few_cases_have_every_kernel_in_every_dtype(monkeypatch):
+    kernels = {kernel for kernel, _ in launched(monkeypatch, recipe.CASES)}
+    assert recipe.SPILL_FREE.keys() < kernels
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    assert launched(monkeypatch, recipe.FEW) == {(kernel, dtype) for kernel in kernels for dtype in dtypes}
 
 
 def test_a_kernel_within_the_limits_passes():
@@ -129,8 +175,13 @@ def test_a_limit_that_nothing_was_measured_by_is_named():
     assert len(recipe.unmet([replace(SOUND, dtype="fp32")])) == len(everything)
 
 
+def test_blackwell_has_shared_memory_enough():
+    assert recipe.complain(replace(SOUND, shared=232_449), 100)
+    assert recipe.complain(replace(SOUND, spilled=8, matrix={"UTCHMMA": 64}, slots=9.0), 100) == []
+
+
 def test_elsewhere_everything_must_only_compile():
-    assert recipe.complain(replace(SOUND, spilled=8), 80) == []
+    assert recipe.complain(replace(SOUND, spilled=8, shared=300_000), 80) == []
     assert recipe.complain(recipe.Failure("forward_kernel", "bf16", "OutOfResources"), 80) == [
         "forward_kernel (bf16): does not compile: OutOfResources"
     ]
