@@ -3,10 +3,16 @@
 It keeps bf16 as uint16, and so `tl.dot` multiplies bit patterns, arithmetic adds them, and a cast from fp32 cuts off
 what it should round: all without an error. After `install` dots are of the values and casts round to nearest, ties to
 even; arithmetic, which our kernels do in fp32, is refused. Triton 3.6 also reads loop bounds as numpy ≥ 2.4 forbids.
+
+It is also slow for nothing: at each call of a function within a kernel it looks through the whole language for what to
+patch, and it looks for integers that overflow, of which it says nothing. The one is remembered, the other left out.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +28,9 @@ def install() -> None:
         return
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = _cast, _dot  # the casts all look cast_impl up
     InterpreterBuilder.binary_op, interpreter._patch_lang_tensor = _binary, _patch_tensor
+    interpreter._patch_builtin = _patch_functions
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 _cast_else, _dot_else, _binary_else = (
@@ -62,3 +71,16 @@ def _binary(self: Any, a: TensorHandle, b: TensorHandle, op: Any) -> TensorHandl
 def _patch_tensor(tensor: Any, scope: Any) -> None:
     _patch_tensor_else(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+@cache
+def _functions(package: Any) -> list[str]:
+    """The names of a package's functions; first asked for when none of them is patched yet."""
+    return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def _patch_functions(package: Any, builder: Any, scope: Any) -> None:
+    for name in _functions(package):
+        member = getattr(package, name)
+        if tl.core.is_builtin(member):
+            interpreter._patch_attr(package, name, member, builder, scope)
