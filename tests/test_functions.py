@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from tables import BATCHES, LENGTH, applies, assert_near, make_batch, randomise,
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, functions, patch_model
 from hf_qknorm.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.testing import error
 
@@ -209,3 +211,32 @@ def test_a_model_without_causality_is_bidirectional():
 def test_backends_that_can_cap_are_the_ones_listed():
     assert set(OWN) < set(CAP_BACKENDS)
     assert "sdpa" not in CAP_BACKENDS
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A query that says it is on a GPU; no attention is computed."""
+    monkeypatch.setattr(functions, "_told", set())
+    monkeypatch.setattr(functions, "_attend", lambda *heads, **options: None)
+    return SimpleNamespace(is_cuda=True)
+
+
+def test_what_runs_is_told_once(on_cuda, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "hf_qknorm")
+    for reason in (None, "head_dim is 264", None, "head_dim is 264"):
+        monkeypatch.setattr(functions, "_why_not_kernels", lambda *call, reason=reason: reason)
+        functions.best_attention(None, on_cuda, None, None, None)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "hf_qknorm attention runs its Triton kernels"),
+        ("INFO", "hf_qknorm attention runs tiled in PyTorch: head_dim is 264"),
+    ]
+
+
+def test_a_traced_graph_tells_nothing(on_cuda, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "hf_qknorm")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    functions.fused_attention(None, on_cuda, None, None, None, None, None, None)
+    assert not caplog.records
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    functions.fused_attention(None, on_cuda, None, None, None, None, None, None)
+    assert "norm and RoPE included" in caplog.text
