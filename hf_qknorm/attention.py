@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from hf_qknorm import functions
 from hf_qknorm.caches import next_positions, static_layer
-from hf_qknorm.families import FAMILIES, Family
+from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.layer import PlainAttention
 from hf_qknorm.norms import HeadNorm, fresh_scalar
 from hf_qknorm.ops import library
@@ -35,25 +36,26 @@ class QKNormAttention(PlainAttention):
         k: Tensor,
         v: Tensor,
         attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None,
+        positions: Any,
         cache: Any,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        if not functions.kernels_take(self, q, k, v, attention_mask):
-            return super()._attend(q, k, v, attention_mask, position_embeddings, cache, options)
+        if self.family.rope is None or not functions.kernels_take(self, q, k, v, attention_mask):
+            return super()._attend(q, k, v, attention_mask, positions, cache, options)
         (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
         q, k = q.to(v.dtype), k.to(v.dtype)  # a norm that is not ours may promote them under autocast
-        rotary = _angles(position_embeddings, self.family.style.interleaved)
+        rotary = _angles(positions, self.family.rope)
         if cache is None and self.observer is None:
             return functions.fused_attention(self, q, k, v, attention_mask, q_norm, k_norm, rotary, **options)
-        static = None if torch.is_grad_enabled() else static_layer(cache, self.layer_idx, k)
+        slot = self.family.style.slot(self, **options)
+        static = None if torch.is_grad_enabled() else static_layer(cache, slot, k)
         if static is not None:
             places = next_positions(static, k.shape[2])
             q = library.norm_rope_into(q, k, v, static.keys, static.values, places, q_norm, k_norm, rotary)
             return self._attend_heads(q, static.keys, static.values, attention_mask, options)
         q, k = library.norm_rope(q, k, q_norm, k_norm, rotary)
         if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
+            k, v = cache.update(k, v, slot)
         return self._attend_heads(q, k, v, attention_mask, options)
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
@@ -74,9 +76,10 @@ def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
 
 def __getattr__(name: str) -> type[QKNormAttention]:
     """`QKNormLlamaAttention` and the like, so that a patched model can be pickled."""
-    for model_type, family in FAMILIES.items():
+    for model_type in known_families():
+        family, module = FAMILIES[model_type], model_type_to_module_name(model_type)
         if name == f"{PREFIX}{family.attention}":
-            modelling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+            modelling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
             return attention_class(getattr(modelling, family.attention), family)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -200,12 +203,19 @@ def _removed_norm(module: QKNormAttention) -> nn.Module:
     return module.removed_norm[0] if place.is_meta else module.removed_norm[0].to(place.device, place.dtype)
 
 
-def _angles(position_embeddings: tuple[Tensor, Tensor] | None, interleaved: bool) -> Rotary | None:
-    """transformers' cos and sin `[B, T, R]`, which hold each angle twice, as the kernels take them."""
-    if position_embeddings is None:
+def _angles(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> Rotary | None:
+    """A model's cos and sin `[B, T, R]`, which hold each angle twice or `[B, T, R/2]` once, as the kernels take them.
+
+    `rope` is the family's: what turns together are "halves" of the rotated part or "pairs" of neighbours, and the
+    angles stand as these do; in "pairs_by_halves" neighbours turn, and the angles stand as halves do; in "once" halves.
+    """
+    if positions is None:
         return None
-    cos, sin = (x[..., ::2] if interleaved else x[..., : x.shape[-1] // 2] for x in position_embeddings)
-    return Rotary(cos, sin, interleaved)
+    cos, sin = positions
+    width = cos.shape[-1]
+    if rope != "once":
+        cos, sin = (x[..., ::2] if rope == "pairs" else x[..., : width // 2] for x in (cos, sin))
+    return Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -220,10 +230,9 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
-    config = module.config
-    heads: int = config.num_attention_heads
-    heads_kv: int = heads // getattr(module, "num_key_value_groups", 1)  # a config may say what the model ignores
-    head_dim: int = module.head_dim if hasattr(module, "head_dim") else module.head_size
+    if not scheme.norms:
+        return
+    heads, heads_kv, head_dim = module.family.style.heads(module)
     device, dtype = _place(module)
     for field, name in NORM_NAMES.items():
         norm = getattr(scheme, field)
@@ -232,7 +241,7 @@ def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
         gain, fresh = True, 1.0
         if scheme.gain == "scalar" and field != "v":  # one g a layer: the queries hold it where they are normed
             gain = field == "q" or scheme.q is None
-            fresh = fresh_scalar(scheme, norm, config.max_position_embeddings, head_dim, module.logit_scale)
+            fresh = fresh_scalar(scheme, norm, module.config.max_position_embeddings, head_dim, module.logit_scale)
         size = heads if field == "q" else heads_kv
         setattr(
             module,

@@ -13,7 +13,7 @@ from hf_qknorm import __version__
 from hf_qknorm.convert import convert_checkpoint, plan_conversion
 from hf_qknorm.convert.calibrate import METHODS
 from hf_qknorm.convert.native import export_native
-from hf_qknorm.families import FAMILIES
+from hf_qknorm.families import table
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 
@@ -156,10 +156,7 @@ def _schemes(options: argparse.Namespace) -> None:
 
 
 def _families(options: argparse.Namespace) -> None:
-    print(f"{'model type':14}{'auto norm':12}already has")
-    for name, family in sorted(FAMILIES.items()):
-        has = [what for what, there in (("q, k norms", family.own_norms), ("a logit cap", family.own_cap)) if there]
-        print(f"{name:14}{family.norm:12}{', '.join(has) or '-'}")
+    print(table.text())
 
 
 if __name__ == "__main__":

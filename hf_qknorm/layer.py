@@ -32,14 +32,13 @@ class PlainAttention(nn.Module):
     config: Any
     layer_idx: int
     scaling: float
-    head_dim: int
-    head_size: int
+    attn_logit_softcapping: float | None
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Any = None,
         past_key_values: Any = None,
         layer_past: Any = None,
         **kwargs: Any,
@@ -49,16 +48,21 @@ class PlainAttention(nn.Module):
         `layer_past` is GPT-NeoX's name for `past_key_values`. Other arguments go on to the attention function.
         """
         style = self.family.style
-        q, k, v = (x.transpose(1, 2) for x in style.project(self, hidden_states))
+        q, k, v, *rest = style.project(self, hidden_states)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         v = self._normed("v_norm", v)
         cache = layer_past if past_key_values is None else past_key_values
+        cache = getattr(cache, "self_attention_cache", cache)  # an encoder-decoder's, of which this is the decoder
         options = {**kwargs, "scaling": self.logit_scale, "sliding_window": self.window}
         options["dropout"] = style.dropout(self) if self.training else 0.0
         if self.softcap is not None:
             options["softcap"] = self.softcap
-        out, weights = self._attend(q, k, v, attention_mask, position_embeddings, cache, options)
+        if hasattr(self, "sinks"):
+            options["s_aux"] = self.sinks
+        positions = position_embeddings if style.rotates(self) else None
+        out, weights = self._attend(q, k, v, attention_mask, positions, cache, options)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return style.output(self, out), weights
+        return style.output(self, out, *rest), weights
 
     def _attend(
         self,
@@ -66,17 +70,21 @@ class PlainAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None,
+        positions: Any,
         cache: Any,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """Raw q `[B, H, T, D]` and k, and v `[B, Hk, T, D]`, to `[B, T, H, D]` and the weights or None."""
+        style = self.family.style
         q, k = self._normed("q_norm", q), self._normed("k_norm", k)
-        if position_embeddings is not None:
-            q, k = self.modelling.apply_rotary_pos_emb(q, k, *position_embeddings)
+        if style.prescaled:
+            q, options = q * self.logit_scale, options | {"scaling": 1.0}
+        q, k, v = style.rotate(self, q, k, v, positions, cache, **options)
         q, k = q.to(v.dtype), k.to(v.dtype)  # fp32 gains or cos/sin promote them under autocast
         if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
+            k, v = cache.update(k, v, style.slot(self, **options))
+        if style.expand is not None:
+            k, v = style.expand(self, k, v)
         return self._attend_heads(q, k, v, attention_mask, options)
 
     def _attend_heads(
@@ -89,15 +97,22 @@ class PlainAttention(nn.Module):
         return attend(self, q, k, v, attention_mask, **options)
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
-        """x `[B, H, T, D]` through the norm of that name, if there is one."""
-        norm = self._modules.get(name)
+        """x `[B, H, T, D]` through the scheme's norm of that name, if there is one."""
+        norm = None if self.has_own_norms else self._modules.get(name)
         return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
+
+    @property
+    def has_own_norms(self) -> bool:
+        """Whether the model norms its queries and keys by itself, which its style does then."""
+        return self.family.has_norms(self.config)
 
     @property
     def softcap(self) -> float | None:
         """The cap on the logits: the scheme's, or else the one that the model was born with."""
-        own: float | None = getattr(self, "attn_logit_softcapping", None)
-        return own if self.scheme.softcap is None else self.scheme.softcap
+        if self.scheme.softcap is not None:
+            return self.scheme.softcap
+        own: float | None = self.attn_logit_softcapping if self.family.own_cap else None  # elsewhere it is not applied
+        return own
 
     @property
     def logit_scale(self) -> float:
@@ -107,6 +122,8 @@ class PlainAttention(nn.Module):
     @property
     def window(self) -> int | None:
         """The layer's sliding window: its own attribute where it has one (it may be off), else the config's."""
+        if not getattr(self, "is_sliding", True):
+            return None
         config_window = getattr(self.config, "sliding_window", None)
         window: int | None = getattr(self, "sliding_window", config_window)
         return window

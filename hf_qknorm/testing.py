@@ -6,29 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-# Small settings under the names that the families' configs use; each config takes those that it knows.
-TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-TINY_BY_TYPE: dict[str, dict[str, Any]] = {
-    "gemma2": {"query_pre_attn_scalar": 16, "sliding_window": 8},
-    "mistral": {"sliding_window": 8},
-    "mixtral": {"sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 2},
-    "phi3": {"sliding_window": 8},
-    "qwen2": {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-}
+from hf_qknorm.families.tiny import TINY, TINY_BY_TYPE
 
 
 def make_qkv(
@@ -53,9 +33,14 @@ def make_qkv(
     return draw(heads, queries, spread), draw(heads_kv, keys, spread), draw(heads_kv, keys, 1.0)
 
 
+def tiny_config(model_type: str, **settings: Any) -> PretrainedConfig:
+    """The config of `tiny_model`."""
+    return CONFIG_MAPPING[model_type](**{**TINY, **TINY_BY_TYPE.get(model_type, {}), **settings})
+
+
 def tiny_model(model_type: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """A causal LM of `model_type` with random weights and two small layers, in eval mode; `settings` override."""
-    config = CONFIG_MAPPING[model_type](**{**TINY, **TINY_BY_TYPE.get(model_type, {}), **settings})
+    config = tiny_config(model_type, **settings)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

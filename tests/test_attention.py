@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tables import PAIRS, applies, assert_near, make_batch, randomise, real, sharp_model
+from tables import MODEL_TYPES, PAIRS, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor, nn
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
+from hf_qknorm import SCHEMES, Scheme, patch_model
 from hf_qknorm.attention import NORM_NAMES, patched_layers
 from hf_qknorm.ops.reference import attention, head_norm
 
@@ -20,7 +20,7 @@ OTHERS = {
     "keys alone": Scheme(k="lp", p=4.0, gain="scalar", softcap=2.0),
     "no pre-norm": Scheme(q="rms", k="rms", v="rms", pre_norm=False, bias=True, softcap=1.0),
 }
-MODELS = [*PAIRS, *((t, name) for t in FAMILIES for name, scheme in OTHERS.items() if applies(t, scheme))]
+MODELS = [*PAIRS, *((t, name) for t in MODEL_TYPES for name, scheme in OTHERS.items() if applies(t, scheme))]
 BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "eager")
 
 

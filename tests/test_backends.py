@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import LENGTH, PAIRS, applies, assert_near, make_batch, randomise, real, sharp_model
+from tables import LENGTH, MODEL_TYPES, PAIRS, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2ForCausalLM, PreTrainedModel
 
@@ -19,7 +19,7 @@ from hf_qknorm.ops import reference
 from hf_qknorm.testing import error
 
 CAPPED = {"cap": Scheme(softcap=2.0), "norm and cap": Scheme(q="auto", k="auto", softcap=2.0)}
-MODELS = [(t, name) for t in FAMILIES for name, scheme in CAPPED.items() if applies(t, scheme)]
+MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in CAPPED.items() if applies(t, scheme)]
 TOLERANCE = 1e-5
 
 Register = Callable[[str, Callable[..., Any]], None]
@@ -119,7 +119,7 @@ def test_switching_back_and_forth_loses_neither_norm_nor_cap(model_type, scheme)
 
 @pytest.mark.parametrize("backend", ["eager", "hf_qknorm_eager"])
 @pytest.mark.parametrize("scheme", [None, *CAPPED])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 @torch.no_grad()
 def test_output_attentions(model_type, scheme, backend):
     chosen = SCHEMES["none"] if scheme is None else CAPPED[scheme]

@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 import torch
-from tables import applies, assert_near, make_batch, randomise, sharp_model
+from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, patch_model
+from hf_qknorm import SCHEMES, patch_model
 
-MODELS = [(t, "qk_norm_cap" if applies(t, SCHEMES["qk_norm_cap"]) else "soft_cap") for t in FAMILIES]
+MODELS = [(t, "qk_norm_cap" if applies(t, SCHEMES["qk_norm_cap"]) else "soft_cap") for t in MODEL_TYPES]
 MODELS += [("llama", "none"), ("llama", "lp"), ("llama", "qkv_norm"), ("gpt2", "qkv_norm")]
 TOLERANCE = 1e-5
 

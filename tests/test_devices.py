@@ -7,17 +7,17 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from tables import applies, assert_near, fingerprint, make_batch, randomise, real, sharp_model
+from tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, randomise, real, sharp_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, calibrate, patch_model, unpatch_model
+from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
 from hf_qknorm.attention import as_unpatched, patched_layers
 from hf_qknorm.norms import HeadNorm
 
 PRESETS = ("none", "soft_cap", "qk_norm_cap", "henry")
-MODELS = [(t, name) for t in FAMILIES for name in PRESETS if applies(t, SCHEMES[name])]
+MODELS = [(t, name) for t in MODEL_TYPES for name in PRESETS if applies(t, SCHEMES[name])]
 
 
 def device_map(model: PreTrainedModel) -> dict[str, str]:
@@ -98,7 +98,7 @@ def test_calibrating_a_model_with_a_layer_on_the_disk(checkpoint, method, tmp_pa
 
 
 @pytest.mark.parametrize("places", ["auto", "cpu", {"": "cpu"}], ids=str)
-@pytest.mark.parametrize("checkpoint", FAMILIES, indirect=True)
+@pytest.mark.parametrize("checkpoint", MODEL_TYPES, indirect=True)
 @torch.no_grad()
 def test_patching_a_model_with_a_device_map(checkpoint, places):
     batch = make_batch("left")
@@ -116,7 +116,7 @@ def sharded(model: PreTrainedModel) -> nn.Module:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, sharded])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_patched_model_is_wrapped_for_several_devices(model_type, wrap):
     preset = "qk_norm_cap" if applies(model_type, SCHEMES["qk_norm_cap"]) else "soft_cap"
     batch = make_batch("left")

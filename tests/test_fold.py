@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tables import applies, assert_near, fingerprint, make_batch, sharp_model
+from tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, sharp_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
+from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
 from hf_qknorm.attention import as_unpatched, patched_layers
 from hf_qknorm.convert.moments import fit_spread
 from hf_qknorm.fold import is_exact
@@ -19,7 +19,7 @@ from hf_qknorm.testing import TINY
 
 FOLDED = Scheme(q="auto", k="auto", v="auto", pre_norm=False, eps=1e-12)
 KEPT = Scheme(q="auto", k="auto", v="auto", eps=1e-12)
-TYPES = [model_type for model_type in FAMILIES if applies(model_type, SCHEMES["qkv_norm"])]
+TYPES = [model_type for model_type in MODEL_TYPES if applies(model_type, SCHEMES["qkv_norm"])]
 
 
 def trained_like(model_type: str, *, biases: bool = True, **settings: Any) -> PreTrainedModel:

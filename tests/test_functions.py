@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import BATCHES, LENGTH, applies, assert_near, make_batch, randomise, real, sharp_model
+from tables import BATCHES, LENGTH, MODEL_TYPES, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -23,7 +23,7 @@ CAPPING = (*OWN, "eager")
 TOLERANCE = 1e-5
 # The published caps of 50 change almost nothing on tiny models: these act.
 CAPPED = {name: replace(SCHEMES[name], softcap=2.0) for name in ("soft_cap", "qk_norm_cap")}
-MODELS = [(t, name) for t in FAMILIES for name, scheme in CAPPED.items() if applies(t, scheme)]
+MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in CAPPED.items() if applies(t, scheme)]
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="flex_attention on the CPU needs a C++ compiler"
@@ -62,7 +62,7 @@ def test_backends_with_a_cap_agree(model, kind):
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 @torch.no_grad()
 def test_backends_without_a_cap_agree(model_type, kind):
     scheme = SCHEMES["none"] if FAMILIES[model_type].own_norms else SCHEMES["qk_norm"]
@@ -146,7 +146,7 @@ def test_a_window_hides_what_is_behind_it():
 
 
 @pytest.mark.parametrize("backend", CAPPING)
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 @torch.no_grad()
 def test_a_full_pass_in_pieces(model_type, backend):
     """A prompt in two chunks and then single tokens, into a cache that keeps all keys: windows are masked."""
@@ -173,7 +173,7 @@ def test_a_mask_of_the_users_own(backend):
         assert_near(model(**packed, attention_mask=mask).logits, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 @torch.no_grad()
 def test_the_cap_acts(model_type):
     batch = make_batch("plain")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tables import applies, assert_near, make_batch, randomise, sharp_model
+from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, patch_model
+from hf_qknorm import SCHEMES, patch_model
 from hf_qknorm.testing import TINY_BY_TYPE, error
 
 NEW = 12  # prompt and new tokens pass the window of 8
@@ -21,7 +21,7 @@ SCHEMES_TESTED = {
     "norm and cap": replace(SCHEMES["qk_norm_cap"], softcap=2.0),
     "cap": replace(SCHEMES["soft_cap"], softcap=2.0),
 }
-MODELS = [(t, name) for t in FAMILIES for name, scheme in SCHEMES_TESTED.items() if applies(t, scheme)]
+MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in SCHEMES_TESTED.items() if applies(t, scheme)]
 CACHES: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implementation": "static"}}
 QUANTISED = {
     "cache_implementation": "quantized",
@@ -77,7 +77,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return torch.cat([(packed >> bits * i) & (2**bits - 1) for i in range(8 // bits)])
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - TINY_BY_TYPE.keys()))  # those without windows
+@pytest.mark.parametrize("model_type", sorted(set(MODEL_TYPES) - TINY_BY_TYPE.keys()))  # those without windows
 def test_quantised_cache(model_type, monkeypatch):
     """4-bit keys and values: "none" gives what the unpatched model does; a normed model stays near its own."""
     quanto = pytest.importorskip("optimum.quanto.library.extensions.cpp", reason="needs optimum-quanto")

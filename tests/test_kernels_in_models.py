@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import BATCHES, make_batch, sharp_model
+from tables import BATCHES, MODEL_TYPES, make_batch, sharp_model
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
@@ -54,7 +54,7 @@ def patched(model_type: str, scheme: str):  # type: ignore[no-untyped-def]
 
 
 CASES = [
-    *((family, "qk_norm_cap" if not FAMILIES[family].own_norms else "soft_cap", "plain") for family in FAMILIES),
+    *((family, "qk_norm_cap" if not FAMILIES[family].own_norms else "soft_cap", "plain") for family in MODEL_TYPES),
     *(("llama", name, "plain") for name in SCHEMES if name not in ("qk_norm_cap", "none")),
     *(("mistral", "qk_norm_cap", kind) for kind in BATCHES if kind != "plain"),
     ("gpt2", "qkv_norm", "left"),

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from tables import PAIRS, applies, fingerprint, make_batch, randomise, sharp_model
+from tables import MODEL_TYPES, PAIRS, applies, fingerprint, make_batch, randomise, sharp_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
@@ -55,7 +55,7 @@ def test_auto_is_the_norm_that_the_model_uses():
 
 @pytest.mark.parametrize(
     ("model_type", "scheme"),
-    [(t, s) for t in FAMILIES for s in (*SCHEMES.values(), *PER_HEAD) if applies(t, s)],
+    [(t, s) for t in MODEL_TYPES for s in (*SCHEMES.values(), *PER_HEAD) if applies(t, s)],
     ids=str,
 )
 def test_names_of_the_new_parameters_keep_them_from_weight_decay(model_type, scheme, tmp_path):
@@ -93,7 +93,7 @@ def test_a_model_built_later_from_the_base_class_is_unpatched():
 
 
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_other_heads_are_patched_as_well(model_type, auto):
     import transformers
 
@@ -176,7 +176,7 @@ def test_a_reloaded_model_is_unpatched_where_that_is_possible(preset, tmp_path):
     assert torch.equal(reloaded(**make_batch("left")).logits, expected)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_loaded_model_changes_its_type_and_back(model_type, tmp_path):
     sharp_model(model_type).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)

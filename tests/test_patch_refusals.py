@@ -8,7 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tables import fingerprint, sharp_model
+from tables import MODEL_TYPES, fingerprint, sharp_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -18,7 +18,6 @@ from transformers import (
     BloomConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    OPTConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -39,11 +38,9 @@ def refuse(model: Any, *args: Any, error: type[Exception] = ValueError, **kwargs
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("config", [OPTConfig, BloomConfig])
-def test_a_model_type_that_is_not_supported(config):
-    model = AutoModelForCausalLM.from_config(config(**TINY, ffn_dim=96, word_embed_proj_dim=64))
-    message = refuse(model)
-    assert config.model_type in message
+def test_a_model_type_that_is_not_supported():
+    message = refuse(AutoModelForCausalLM.from_config(BloomConfig(**TINY)))
+    assert "bloom" in message
     assert all(model_type in message for model_type in FAMILIES)
 
 
@@ -147,7 +144,7 @@ def test_attention_of_another_class():
     assert "no LlamaAttention" in refuse(model)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_scheme_and_backend_that_do_not_exist(model_type):
     model = sharp_model(model_type)
     message = refuse(model, "soft_capp")

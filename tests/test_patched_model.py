@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from tables import PAIRS, assert_near, fingerprint, make_batch, randomise, sharp_model
+from tables import MODEL_TYPES, PAIRS, assert_near, fingerprint, make_batch, randomise, sharp_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
@@ -56,7 +56,7 @@ def test_deepcopy_and_pickle(model_type, preset):
 
 
 def test_a_pickle_loads_in_a_new_process(tmp_path):
-    models = [randomise(patch_model(sharp_model(model_type), "soft_cap")) for model_type in FAMILIES]
+    models = [randomise(patch_model(sharp_model(model_type), "soft_cap")) for model_type in MODEL_TYPES]
     batch = make_batch("left", labels=False)
     with torch.no_grad():
         logits = [model(**batch).logits for model in models]
@@ -69,7 +69,7 @@ def test_a_pickle_loads_in_a_new_process(tmp_path):
     subprocess.run([sys.executable, "-c", script, tmp_path / "models.pickle"], check=True)
 
 
-@pytest.mark.parametrize("model_type", [t for t in FAMILIES if not FAMILIES[t].own_norms])
+@pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if not FAMILIES[t].own_norms])
 @torch.no_grad()
 def test_new_parameters_take_the_models_dtype(model_type):
     scheme = Scheme(q="rms", k="rms", gain="per_head", bias=True)

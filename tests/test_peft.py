@@ -7,7 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tables import applies, assert_near, make_batch, randomise, sharp_model
+from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -15,7 +15,8 @@ from hf_qknorm import FAMILIES, SCHEMES, patch_model
 from hf_qknorm.attention import patched_layers
 from hf_qknorm.hub.derived import QKNormModel
 
-MODELS = [(t, name) for t in FAMILIES for name in ("qk_norm_cap", "qkv_norm", "soft_cap") if applies(t, SCHEMES[name])]
+PRESETS = ("qk_norm_cap", "qkv_norm", "soft_cap")
+MODELS = [(t, name) for t in MODEL_TYPES for name in PRESETS if applies(t, SCHEMES[name])]
 TOLERANCE = 1e-5
 
 pytestmark = pytest.mark.filterwarnings(
@@ -50,7 +51,7 @@ def normed_queries(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return seen[0]
 
 
-@pytest.mark.parametrize("model_type", [t for t in FAMILIES if not FAMILIES[t].own_norms])
+@pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if not FAMILIES[t].own_norms])
 @torch.no_grad()
 def test_the_norm_sees_the_adapters_output(model_type):
     model = adapted(randomise(patch_model(sharp_model(model_type), "qk_norm")))

@@ -6,15 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+from tables import MODEL_TYPES
 
-from hf_qknorm import FAMILIES, SCHEMES
+from hf_qknorm import SCHEMES
 from hf_qknorm.functions import CAP_BACKENDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", [*SCHEMES, *FAMILIES])
+@pytest.mark.parametrize("name", [*SCHEMES, *MODEL_TYPES])
 def test_every_scheme_and_family_has_a_row(name):
     assert re.search(rf"^\| `{name}` \|", README, re.MULTILINE)
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from tables import PAIRS, applies, assert_near, make_batch, randomise, sharp_model
+from tables import MODEL_TYPES, PAIRS, applies, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from hf_qknorm import FAMILIES, SCHEMES, patch_model
+from hf_qknorm import SCHEMES, patch_model
 from hf_qknorm.testing import tiny_model
 
 TRAINED = [(t, name) for t in ("llama", "gpt2") for name in SCHEMES if name != "none"]
@@ -142,7 +142,7 @@ def test_gradient_checkpointing_recomputes_the_same(model_type, preset, reentran
         assert torch.equal(recomputed, kept)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_mixed_precision(model_type, tmp_path):
     preset = "qk_norm_cap" if applies(model_type, SCHEMES["qk_norm_cap"]) else "soft_cap"
     model = patch_model(tiny_model(model_type), preset)

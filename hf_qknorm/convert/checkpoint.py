@@ -113,7 +113,7 @@ def _opened(
             )
         family = family_of(source.config)
         scheme = scheme.resolve(family.norm)
-        check_scheme(model_type, scheme)
+        check_scheme(model_type, source.config, scheme)
         if not scheme.pre_norm and method is None:
             check_exact_fold(source, scheme)
         yield source, scheme

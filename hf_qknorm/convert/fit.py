@@ -116,7 +116,7 @@ def _query_key_weights(layer: QKNormAttention) -> list[_Fitted]:
     with torch.enable_grad():
         for p in parameters:
             p.requires_grad_(True)
-        q, k, _ = layer.family.style.project(layer, probe)
+        q, k, *_ = layer.family.style.project(layer, probe)
         reached = torch.autograd.grad(q.sum() + k.sum(), parameters, allow_unused=True)
     for p, flag in zip(parameters, flags, strict=True):
         p.requires_grad_(flag)

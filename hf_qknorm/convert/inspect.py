@@ -211,7 +211,7 @@ def _situation(model: Any, batches: Batches, cap: float | None) -> Situation:
         if not all(map(math.isfinite, (*layer.max_logit, *layer.entropy))):
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
     even = {name: _even_entropy(layer, batches) for name, layer in layers.items()}
-    normed = first.family.own_norms or None not in (scheme.q, scheme.k)
+    normed = first.has_own_norms or None not in (scheme.q, scheme.k)
     return Situation(found, cap, even, scheme, normed, first.softcap)
 
 

@@ -1,54 +1,170 @@
-"""The models that can be patched: one line each in `FAMILIES`, one small file a style."""
+"""The models that can be patched: one line each in `FAMILIES`, one small file a style, and why not the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
-from hf_qknorm.families import gpt2
-from hf_qknorm.families.fused import NEOX, PHI3
-from hf_qknorm.families.separate import SEPARATE
-from hf_qknorm.families.style import Style
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from hf_qknorm.families import encoder, gpt2, learned
+from hf_qknorm.families.encoder import ENCODER
+from hf_qknorm.families.family import Family
+from hf_qknorm.families.fused import DBRX, NEOX, PHI3
+from hf_qknorm.families.gated import AFMOE, LAGUNA, QWEN3_NEXT
+from hf_qknorm.families.latent import LATENT, LATENT_AS_TOLD, LATENT_COMPLEX
+from hf_qknorm.families.learned import BIGCODE, BIOGPT, OPT
+from hf_qknorm.families.normed import (
+    EXAONE4,
+    FLINT,
+    HUNYUAN,
+    LFM2,
+    NORMED,
+    NORMED_AFTER,
+    NORMED_TRANSPOSED,
+    NORMED_WHERE_TOLD,
+    NORMED_WIDE,
+    OLMOE,
+)
+from hf_qknorm.families.partial import PERSIMMON, PHI, STABLELM
+from hf_qknorm.families.refused import REFUSED
+from hf_qknorm.families.separate import (
+    CLIPPED,
+    COHERE2,
+    COHERE2_MOE,
+    DROPPED,
+    MIMO,
+    MODERNBERT,
+    MULTIPLIED,
+    SEPARATE,
+    SMOLLM3,
+    SUB_NORMED,
+    UNROTATED,
+)
 from hf_qknorm.scheme import Scheme
 
-
-@dataclass(frozen=True)
-class Family:
-    """A model type of transformers: the attention class that is patched, its style, and what it already has.
-
-    `norm` is what "auto" means for it; `pre_norm` names the norm in front of attention on the decoder layer, whose
-    gain may be held as 1 + weight.
-    """
-
-    attention: str
-    style: Style
-    norm: str = "rms"
-    pre_norm: str = "input_layernorm"
-    gain_plus_one: bool = False
-    own_norms: bool = False
-    own_cap: bool = False
-    unsupported: Callable[[Any], str | None] | None = None
-
+__all__ = ["FAMILIES", "REFUSED", "Family", "check_scheme", "family_of", "known_families"]
 
 FAMILIES: Final[dict[str, Family]] = {
+    "afmoe": Family("AfmoeAttention", AFMOE, own_norms=True),
+    "apertus": Family("ApertusAttention", NORMED_TRANSPOSED, own_norms=True),
+    "arcee": Family("ArceeAttention", SEPARATE),
+    "aria_text": Family("AriaTextAttention", SEPARATE),
+    "axk1": Family("AXK1Attention", LATENT_AS_TOLD, latent=True, rope=None),
+    "bamba": Family("BambaAttention", SEPARATE),
+    "bert": Family("BertSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "bert-generation": Family("BertGenerationSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "biogpt": Family("BioGptAttention", BIOGPT, "layer", "self_attn_layer_norm"),
+    "bitnet": Family("BitNetAttention", SUB_NORMED),
+    "camembert": Family("CamembertSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "cohere": Family("CohereAttention", NORMED_WHERE_TOLD, "layer", "", "pairs", own_norms="use_qk_norm"),
+    "cohere2": Family("Cohere2Attention", COHERE2, "layer", "", "pairs"),
+    "cohere2_moe": Family("Cohere2MoeAttention", COHERE2_MOE, "layer", "", "pairs"),
+    "cohere_compass_text": Family("CohereCompassAttention", SEPARATE, "layer", ""),
+    "cwm": Family("CwmAttention", SEPARATE),
+    "data2vec-text": Family("Data2VecTextSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "dbrx": Family("DbrxAttention", DBRX, "layer", ""),
+    "deepseek_v2": Family("DeepseekV2Attention", LATENT_COMPLEX, latent=True, rope=None),
+    "deepseek_v3": Family("DeepseekV3Attention", LATENT_AS_TOLD, latent=True, rope=None),
+    "dots1": Family("Dots1Attention", NORMED, own_norms=True),
+    "electra": Family("ElectraSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "ernie": Family("ErnieSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "ernie4_5": Family("Ernie4_5Attention", SEPARATE, rope="pairs_by_halves"),
+    "ernie4_5_moe": Family("Ernie4_5_MoeAttention", SEPARATE, rope="pairs_by_halves"),
+    "exaone4": Family("Exaone4Attention", EXAONE4, own_norms=True),
+    "exaone_moe": Family("ExaoneMoeAttention", EXAONE4, own_norms=True),
+    "falcon_h1": Family("FalconH1Attention", MULTIPLIED, pre_norm=""),
+    "flex_olmo": Family("FlexOlmoAttention", NORMED_WIDE, own_norms=True),
+    "flint": Family("FlintAttention", FLINT, own_norms=True),
+    "gemma": Family("GemmaAttention", SEPARATE, gain_plus_one=True),
     "gemma2": Family("Gemma2Attention", SEPARATE, gain_plus_one=True, own_cap=True),
+    "gemma3_text": Family("Gemma3Attention", NORMED_TRANSPOSED, own_norms=True),
+    "glm": Family("GlmAttention", SEPARATE, rope="pairs_by_halves"),
+    "glm4": Family("Glm4Attention", SEPARATE, rope="pairs_by_halves"),
+    "glm4_moe": Family("Glm4MoeAttention", NORMED_WHERE_TOLD, own_norms="use_qk_norm"),
+    "glm4_moe_lite": Family("Glm4MoeLiteAttention", LATENT_AS_TOLD, latent=True, rope=None),
     "gpt2": Family("GPT2Attention", gpt2.GPT2, "layer", "ln_1", unsupported=gpt2.unsupported),
+    "gpt_bigcode": Family("GPTBigCodeAttention", BIGCODE, "layer", "ln_1", unsupported=learned.unsupported),
     "gpt_neox": Family("GPTNeoXAttention", NEOX, "layer"),
+    "gpt_oss": Family("GptOssAttention", SEPARATE, rope="once"),
+    "granite": Family("GraniteAttention", SEPARATE),
+    "granite_swa": Family("GraniteSWAAttention", SEPARATE),
+    "granitemoe": Family("GraniteMoeAttention", SEPARATE),
+    "granitemoe_swa": Family("GraniteMoeSWAAttention", SEPARATE),
+    "granitemoehybrid": Family("GraniteMoeHybridAttention", SEPARATE),
+    "granitemoeshared": Family("GraniteMoeSharedAttention", SEPARATE),
+    "helium": Family("HeliumAttention", SEPARATE, rope="pairs_by_halves"),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1Attention", HUNYUAN, rope=None, own_norms=True),
+    "hunyuan_v1_moe": Family("HunYuanMoEV1Attention", HUNYUAN, rope=None, own_norms=True),
+    "hy_v3": Family("HYV3Attention", NORMED_TRANSPOSED, own_norms=True),
+    "hyperclovax": Family("HyperCLOVAXAttention", SEPARATE),
+    "internlm3": Family("LlamaAttention", SEPARATE),
+    "iquestcoder": Family("LlamaAttention", SEPARATE),
+    "jais2": Family("Jais2Attention", SEPARATE, "layer"),
+    "jamba": Family("JambaAttention", UNROTATED),
+    "kolibri1": Family("Kolibri1Attention", EXAONE4, own_norms=True),
+    "laguna": Family("LagunaAttention", LAGUNA, own_norms=True),
+    "lfm2": Family("Lfm2Attention", LFM2, own_norms=True),
+    "lfm2_moe": Family("Lfm2MoeAttention", LFM2, own_norms=True),
     "llama": Family("LlamaAttention", SEPARATE),
+    "mellum": Family("MellumAttention", NORMED, own_norms=True),
+    "mimo_v2_flash": Family("MiMoV2FlashAttention", MIMO, rope=None),
+    "minicpm3": Family("MiniCPM3Attention", LATENT, latent=True, rope=None),
+    "minimax": Family("MiniMaxAttention", SEPARATE),
+    "minimax_m2": Family("MiniMaxM2Attention", NORMED_WIDE, own_norms=True),
+    "ministral": Family("MinistralAttention", SEPARATE),
     "mistral": Family("MistralAttention", SEPARATE),
     "mixtral": Family("MixtralAttention", SEPARATE),
+    "modernbert-decoder": Family("ModernBertDecoderAttention", MODERNBERT, "layer", ""),
+    "nanochat": Family("NanoChatAttention", NORMED_AFTER, rope=None, own_norms=True),
+    "nemotron": Family("NemotronAttention", SEPARATE, "layer", gain_plus_one=True),
+    "nemotron_h": Family("NemotronHAttention", UNROTATED, pre_norm="norm"),
+    "olmo": Family("OlmoAttention", CLIPPED, "layer", ""),
+    "olmo2": Family("Olmo2Attention", NORMED_WIDE, own_norms=True),
+    "olmo3": Family("Olmo3Attention", NORMED_WIDE, own_norms=True),
+    "olmo_hybrid": Family("OlmoHybridAttention", NORMED_WIDE, own_norms=True),
+    "olmoe": Family("OlmoeAttention", OLMOE, own_norms=True),
+    "opt": Family("OPTAttention", OPT, "layer", "self_attn_layer_norm"),
+    "persimmon": Family("PersimmonAttention", PERSIMMON, "layer", own_norms="qk_layernorm"),
+    "phi": Family("PhiAttention", PHI, "layer", "", own_norms="qk_layernorm"),
     "phi3": Family("Phi3Attention", PHI3),
+    "phimoe": Family("PhimoeAttention", SEPARATE, "layer"),
     "qwen2": Family("Qwen2Attention", SEPARATE),
-    "qwen3": Family("Qwen3Attention", SEPARATE, own_norms=True),
+    "qwen2_moe": Family("Qwen2MoeAttention", SEPARATE),
+    "qwen3": Family("Qwen3Attention", NORMED, own_norms=True),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeAttention", QWEN3_NEXT, own_norms=True),
+    "qwen3_5_text": Family("Qwen3_5Attention", QWEN3_NEXT, own_norms=True),
+    "qwen3_moe": Family("Qwen3MoeAttention", NORMED, own_norms=True),
+    "qwen3_next": Family("Qwen3NextAttention", QWEN3_NEXT, own_norms=True),
+    "roberta": Family("RobertaSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "roberta-prelayernorm": Family(
+        "RobertaPreLayerNormSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported
+    ),
+    "roc_bert": Family("RoCBertSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "seed_oss": Family("SeedOssAttention", DROPPED),
+    "smollm3": Family("SmolLM3Attention", SMOLLM3),
+    "solar_open": Family("SolarOpenAttention", SEPARATE),
+    "stablelm": Family("StableLmAttention", STABLELM, "layer", "", own_norms="qk_layernorm"),
+    "starcoder2": Family("Starcoder2Attention", DROPPED, "layer"),
+    "vaultgemma": Family("VaultGemmaAttention", SEPARATE, gain_plus_one=True, own_cap=True),
+    "xlm-roberta": Family("XLMRobertaSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "xlm-roberta-xl": Family("XLMRobertaXLSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "xmod": Family("XmodSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "youtu": Family("YoutuAttention", LATENT_AS_TOLD, latent=True, rope=None),
 }
+
+
+def known_families() -> list[str]:
+    """The model types of `FAMILIES` that the installed transformers has."""
+    return [model_type for model_type in FAMILIES if model_type in CONFIG_MAPPING_NAMES]
 
 
 def family_of(config: Any) -> Family:
     """The family of a model's config. Raises ValueError, with the reason, if there is none or it does not serve it."""
     if config.model_type not in FAMILIES:
+        why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
         raise ValueError(
-            f"model_type {config.model_type!r} is not supported. Supported model types: {', '.join(sorted(FAMILIES))}"
+            f"model_type {config.model_type!r} is not supported{why}. Supported model types: "
+            f"{', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[config.model_type]
     reason = family.unsupported(config) if family.unsupported else None
@@ -57,10 +173,8 @@ def family_of(config: Any) -> Family:
     return family
 
 
-def check_scheme(model_type: str, scheme: Scheme) -> None:
-    """Raise ValueError if `scheme` can't be put on a model of this type: norms are never stacked on norms."""
-    if FAMILIES[model_type].own_norms and scheme.norms:
-        raise ValueError(
-            f"{model_type} already normalises its queries and keys (q_norm, k_norm), and norms are not stacked: got "
-            f'the scheme {scheme}. Only a cap can be added, as with scheme="soft_cap" or Scheme(softcap=50.0)'
-        )
+def check_scheme(model_type: str, config: Any, scheme: Scheme) -> None:
+    """Raise ValueError if `scheme` can't be put on a model of this type with this config."""
+    reason = FAMILIES[model_type].refusal(config, scheme)
+    if reason:
+        raise ValueError(f"{model_type} {reason}")

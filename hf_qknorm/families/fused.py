@@ -1,4 +1,4 @@
-"""One projection for q, k and v: Phi-3 (`qkv_proj`, one after the other) and GPT-NeoX (interleaved by head)."""
+"""One projection for q, k and v: one after the other, or interleaved by head."""
 
 from __future__ import annotations
 
@@ -7,26 +7,35 @@ from typing import Any
 from torch import Tensor
 
 from hf_qknorm.families import separate
-from hf_qknorm.families.style import Projected, Style
+from hf_qknorm.families.style import Projected, Style, split_heads
 
 
 def project_phi3(module: Any, hidden_states: Tensor) -> Projected:
-    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
     qkv = module.qkv_proj(hidden_states)
     queries = module.config.num_attention_heads * module.head_dim
     keys = queries + module.num_key_value_heads * module.head_dim
-    return qkv[..., :queries].view(shape), qkv[..., queries:keys].view(shape), qkv[..., keys:].view(shape)
+    q, k, v = qkv[..., :queries], qkv[..., queries:keys], qkv[..., keys:]
+    return split_heads(module, q), split_heads(module, k), split_heads(module, v)
 
 
 def project_neox(module: Any, hidden_states: Tensor) -> Projected:
     shape = (*hidden_states.shape[:-1], -1, 3 * module.head_size)
-    q, k, v = module.query_key_value(hidden_states).view(shape).chunk(3, dim=-1)
-    return q, k, v
+    return module.query_key_value(hidden_states).view(shape).chunk(3, dim=-1)
 
 
 def output_neox(module: Any, attended: Tensor) -> Tensor:
     return module.dense(attended)
 
 
+def project_dbrx(module: Any, hidden_states: Tensor) -> Projected:
+    """DBRX: clipped, where the config says at what."""
+    bound = module.clip_qkv
+    qkv = module.Wqkv(hidden_states).clamp(min=-bound if bound is not None else None, max=bound)
+    keys = module.num_key_value_heads * module.head_dim
+    q, k, v = qkv.split([module.hidden_size, keys, keys], dim=2)
+    return split_heads(module, q), split_heads(module, k), split_heads(module, v)
+
+
 PHI3 = Style(project_phi3, separate.output, weights=("qkv_proj",))
 NEOX = Style(project_neox, output_neox, weights=("query_key_value",))
+DBRX = Style(project_dbrx, separate.output_out_proj, weights=("Wqkv",))

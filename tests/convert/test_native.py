@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tables import make_batch, randomise, real, sharp_model
+from tables import MODEL_TYPES, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme, str]] = {
     "phi3-cap": ("phi3", {"hidden_size": 96, "initializer_range": 0.1}, Scheme(softcap=2.0), "vaultgemma"),
     "gemma2-cap": ("gemma2", {}, Scheme(softcap=2.0), "gemma2"),
     "gemma2-scale": ("gemma2", {"attn_logit_softcapping": 0.5}, Scheme(scale=0.3), "gemma2"),
-    **{f"{model_type}-none": (model_type, {}, SCHEMES["none"], model_type) for model_type in FAMILIES},
+    **{f"{model_type}-none": (model_type, {}, SCHEMES["none"], model_type) for model_type in MODEL_TYPES},
 }  # fmt: skip
 
 

@@ -9,11 +9,13 @@ import math
 
 import pytest
 import torch
+from tables import MODEL_TYPES
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.attention import as_unpatched, patched_layers
 from hf_qknorm.convert.measure import layer_statistics
 from hf_qknorm.convert.report import LayerReport, LayerStatistics, Prediction, aligned
+from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.scheme import SCHEMES
 from hf_qknorm.testing import tiny_model
@@ -68,7 +70,7 @@ def test_the_table_has_predictions_and_the_worst_layers():
     assert max(map(len, table.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODEL_TYPES)
 def test_json_gives_the_report_back(family, tmp_path):
     report = made("soft_cap" if FAMILIES[family].own_norms else "qk_norm_cap", family=family)
     assert Calibration.from_dict(json.loads(json.dumps(report.to_dict()))) == report
@@ -98,13 +100,21 @@ def changed(path: str, value: object) -> dict:
         ("method", ..., "report.method is missing"),
         ("method", 3, "report.method is 3, expected a name"),
         ("speed", 3, "report.speed is unknown"),
+        ("method", "| fit |", "report.method is '| fit |', expected a name"),
         ("tokens", 1.5, "report.tokens is 1.5, expected a whole number"),
+        ("tokens", -1, "report.tokens is -1, expected a whole number"),
+        ("judged", True, "report.judged is True, expected a whole number"),
+        ("base_model", "/home/me/llama", "report.base_model is '/home/me/llama', expected a name on the Hub"),
+        ("dataset", "a/b\n---", "report.dataset is .*, expected a name on the Hub"),
         ("scheme", {"qq": "rms"}, "unknown scheme field 'qq'"),
         ("cap", "50", "report.cap is '50', expected a number"),
+        ("cap", float("nan"), "report.cap is nan, expected a finite number > 0"),
+        ("cap", 10**400, "report.cap is 1000.*, expected a number that a float can hold"),
         ("base", 3.0, "report.base is 3.0, expected a mapping"),
         ("base/kl", None, "report.base.kl is None, expected a number"),
         ("base/perplexity", ..., "report.base.perplexity is missing"),
         ("layers", [], r"report.layers is \[\], expected a mapping"),
+        ("layers/a | b", {}, "a name in report.layers is 'a | b', expected a module's path"),
         ("layers/layers.0/after", ..., "report.layers.layers.0.after is missing"),
         ("layers/layers.0/gain_q", 1.0, "report.layers.layers.0.gain_q is 1.0, expected a list"),
         ("layers/layers.1/before/rms_k", [True], r"report.layers.layers.1.before.rms_k\[0\] is True"),
@@ -121,6 +131,82 @@ def test_malformed_reports_are_refused_by_key(path, value, message):
 def test_what_is_no_mapping_is_refused(data):
     with pytest.raises(ValueError, match="expected a mapping"):
         Calibration.from_dict(data)
+
+
+@pytest.mark.parametrize("keys", [("judged",), ("base_model", "dataset"), ("judged", "base_model", "dataset")])
+def test_older_reports_lack_what_was_added_since(keys):
+    data = {key: value for key, value in example().to_dict().items() if key not in keys}
+    assert Calibration.from_dict(data) == example()
+
+
+def test_numbers_that_are_not_finite_are_facts_too():
+    """A conversion that failed has such a report, and it must be readable."""
+    diverged = dataclasses.replace(example(), ones=Prediction(math.inf), chosen=Prediction(math.nan, math.inf, 0.0))
+    again = Calibration.from_dict(json.loads(json.dumps(diverged.to_dict())))
+    assert math.isnan(again.loss)
+    assert again.kept is None
+    assert "nan" in again.table()
+
+
+def test_a_file_is_named_where_it_is_no_report(tmp_path):
+    file = tmp_path / "report.json"
+    example().save(file)
+    assert Calibration.load(file) == example()
+    for text, message in {
+        "{": "report.json is no JSON",
+        "[]": r"report.json: report is \[\], expected a mapping",
+        "[" * 100_000: "report.json is (nested too deeply|no JSON)",
+        '{"a":' * 150 + "1" + "}" * 150: "report.json is nested too deeply",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            Calibration.load(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="report.json is no UTF-8"):
+        Calibration.load(file)
+
+
+def test_a_report_of_gigabytes_is_not_read(tmp_path):
+    with (tmp_path / "report.json").open("wb") as file:
+        file.truncate(2**32)  # takes no room, and would take a minute
+    with pytest.raises(ValueError, match="report.json is larger than 67,108,864 bytes"):
+        Calibration.load(tmp_path / "report.json")
+
+
+def test_more_layers_than_any_model_has_are_refused():
+    data = example().to_dict()
+    data["layers"] = dict.fromkeys(map(str, range(1_000_000)), next(iter(data["layers"].values())))
+    with pytest.raises(ValueError, match="expected a mapping from at most 10,000 layers"):
+        Calibration.from_dict(data)
+
+
+def test_names_from_the_hub_are_told_and_paths_are_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("a line of text " * 100)
+    monkeypatch.setattr("hf_qknorm.convert.text._dataset_text", lambda name, limit: "some text " * 100)
+    model = patch_model(tiny_model("llama", vocab_size=300), "qk_norm")
+    tokenizer = byte_tokenizer()
+
+    def names(data: object) -> tuple[str | None, str | None]:
+        report = calibrate(model, data, method="ones", tokenizer=tokenizer, max_tokens=256)
+        return report.base_model, report.dataset
+
+    assert names("owner/corpus") == (None, "owner/corpus")
+    assert names("corpus.txt") == names(str(tmp_path / "corpus.txt")) == names(["text " * 50]) == (None, None)
+    model.name_or_path = "owner/llama"  # but not loaded from there: a folder may have had this name
+    assert names("corpus.txt") == (None, None)
+    model.config._commit_hash = "0" * 40
+    assert names("corpus.txt") == ("owner/llama", None)
+    model.name_or_path = str(tmp_path)
+    assert names("corpus.txt") == (None, None)
+
+
+def test_how_much_the_judging_saw():
+    model = patch_model(tiny_model("llama"), "qk_norm")
+    report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)], method="ones")
+    assert (report.tokens, report.judged) == (160, 80)
+    report = calibrate(model, [tokens(2, 20)], method="ones")
+    assert (report.tokens, report.judged) == (40, 40)
 
 
 def test_a_calibration_reports_both_sides_and_the_gains():

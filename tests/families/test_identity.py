@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import BATCHES, PAIRS, fingerprint, make_batch, randomise, sharp_model
+from tables import BATCHES, MODEL_TYPES, PAIRS, fingerprint, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,7 +16,7 @@ from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
 ROTARY = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{model_type: (model_type, {"attention_dropout": 0.1}) for model_type in FAMILIES},
+    **{model_type: (model_type, {"attention_dropout": 0.1}) for model_type in MODEL_TYPES},
     "gpt2": ("gpt2", {}),  # its dropout is 0.1 as it comes
     "gpt2-inverse-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False}),

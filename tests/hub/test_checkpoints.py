@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from tables import applies, assert_near, make_batch, randomise, sharp_model
+from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -30,7 +30,7 @@ SAVED = {
     **{name: SCHEMES[name] for name in ("none", "soft_cap", "qk_norm_cap", "qkv_norm", "henry", "lp")},
     "per head": Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, eps=1e-5, scale=0.3),
 }
-MODELS = [(t, name) for t in FAMILIES for name, scheme in SAVED.items() if applies(t, scheme)]
+MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in SAVED.items() if applies(t, scheme)]
 HEADS = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 LOADING = {
     "plain": {},
@@ -125,7 +125,7 @@ def test_config_json(saved):
     assert json.loads((folder / "again" / "config.json").read_text()) == config
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 @torch.no_grad()
 def test_the_names_in_the_file_are_the_base_models_and_the_gains(model_type, tmp_path):
     """Also when the model was loaded first: transformers remembers how it renamed weights, and renames them back."""
@@ -140,7 +140,7 @@ def test_the_names_in_the_file_are_the_base_models_and_the_gains(model_type, tmp
     assert torch.equal(reloaded(**make_batch("left")).logits, model(**make_batch("left")).logits)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 @torch.no_grad()
 def test_tied_embeddings(model_type, tmp_path):
     model = patched(model_type, strongest(model_type), tie_word_embeddings=True)
@@ -168,7 +168,7 @@ def test_the_body_of_a_causal_model(saved, tmp_path):
 
 
 @pytest.mark.parametrize("auto", HEADS)
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 @torch.no_grad()
 def test_a_patched_classifier(model_type, auto, tmp_path):
     batch = make_batch("right", labels=False)
@@ -202,7 +202,7 @@ def test_from_scratch(model_type, scheme):
     assert torch.equal(model(**make_batch("left")).logits, expected(**make_batch("left")).logits)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_config_takes_a_presets_name(model_type):
     config = AutoConfig.for_model(f"qknorm_{model_type}", qk_norm="soft_cap", **TINY)
     assert config.scheme == SCHEMES["soft_cap"]

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tables import applies, randomise, sharp_model
+from tables import MODEL_TYPES, applies, randomise, sharp_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_qknorm import FAMILIES, Scheme, patch_model
 
-NORMED = [t for t in FAMILIES if not FAMILIES[t].own_norms]
+NORMED = [t for t in MODEL_TYPES if not FAMILIES[t].own_norms]
 SCHEME = Scheme(q="rms", k="rms", gain="per_head", softcap=30.0)
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification)
 
@@ -103,7 +103,7 @@ def test_a_scheme_that_needs_more_or_other_parameters(checkpoint):
 
 
 @pytest.mark.parametrize("ignore", [False, True])
-@pytest.mark.parametrize("checkpoint", FAMILIES, indirect=True)
+@pytest.mark.parametrize("checkpoint", MODEL_TYPES, indirect=True)
 def test_a_config_without_the_scheme(checkpoint, ignore):
     edit_config(checkpoint, lambda config: config.pop("qk_norm"))
     message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
@@ -112,7 +112,7 @@ def test_a_config_without_the_scheme(checkpoint, ignore):
 
 
 @pytest.mark.parametrize("ignore", [False, True])
-@pytest.mark.parametrize("checkpoint", FAMILIES, indirect=True)
+@pytest.mark.parametrize("checkpoint", MODEL_TYPES, indirect=True)
 def test_a_scheme_from_a_later_version(checkpoint, ignore):
     edit_config(checkpoint, lambda config: config["qk_norm"].update(soft_caps=1))
     message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
@@ -121,7 +121,7 @@ def test_a_scheme_from_a_later_version(checkpoint, ignore):
 
 
 @pytest.mark.parametrize("ignore", [False, True])
-@pytest.mark.parametrize("checkpoint", FAMILIES, indirect=True)
+@pytest.mark.parametrize("checkpoint", MODEL_TYPES, indirect=True)
 def test_a_cap_for_servers_that_contradicts_the_scheme(checkpoint, ignore):
     edit_config(checkpoint, lambda config: config.update(attn_logit_softcapping=20.0))
     message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
@@ -139,7 +139,7 @@ def test_a_scheme_that_makes_no_sense(checkpoint, value):
 
 def test_without_the_plugin_loading_fails(tmp_path):
     """It must: read as its base type, the model would load without its norms and without an error."""
-    folders = [tmp_path / model_type for model_type in FAMILIES]
+    folders = [tmp_path / model_type for model_type in MODEL_TYPES]
     for folder in folders:
         patch_model(sharp_model(folder.name), "soft_cap").save_pretrained(folder)
     script = (
@@ -153,5 +153,5 @@ def test_without_the_plugin_loading_fails(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", script, *folders], capture_output=True, text=True, check=True)
     messages = result.stdout.splitlines()
-    for model_type, message in zip(FAMILIES, messages, strict=True):
+    for model_type, message in zip(MODEL_TYPES, messages, strict=True):
         assert f"`qknorm_{model_type}` but Transformers does not recognize this architecture" in message

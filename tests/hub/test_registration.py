@@ -10,12 +10,12 @@ import sys
 import pytest
 import torch
 import transformers
-from tables import make_batch, sharp_model
+from tables import MODEL_TYPES, make_batch, sharp_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS, TOKENIZER_MAPPING
 
-from hf_qknorm import FAMILIES, patch_model
+from hf_qknorm import patch_model
 from hf_qknorm.hub import auto
 from hf_qknorm.hub import derived as derived_classes
 from hf_qknorm.hub.derived import derived_config, derived_model
@@ -30,10 +30,10 @@ def test_importing_the_package_imports_no_modelling_file():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = set(result.stdout.split())
-    assert not {f"transformers.models.{model_type}.modeling_{model_type}" for model_type in FAMILIES} & loaded
+    assert not {f"transformers.models.{model_type}.modeling_{model_type}" for model_type in MODEL_TYPES} & loaded
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_auto_class_that_knows_the_base_knows_the_derived_model(model_type):
     derived_type = f"qknorm_{model_type}"
     config = AutoConfig.for_model(derived_type, qk_norm="none")
@@ -54,7 +54,7 @@ def test_every_auto_class_that_knows_the_base_knows_the_derived_model(model_type
     assert derived_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_derived_type_finds_the_tokenizer_of_its_base(model_type):
     """Also where transformers knows that the class named in the Hub's files is wrong for the type."""
     base_config = transformers.CONFIG_MAPPING[model_type]
@@ -71,7 +71,7 @@ def test_names_that_are_not_there():
             getattr(derived_classes, name)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_label_smoothing_shifts_the_labels(model_type, tmp_path):
     """Trainer shifts them for classes that it knows by name as causal language models; others would learn to copy."""
     batch = make_batch("right")
@@ -98,7 +98,7 @@ def test_the_tokenizer_of_a_patched_checkpoint(name, shared, tmp_path):
 
 
 @pytest.mark.parametrize("named", [None, "GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_class_of_a_tokenizer_is_found_as_for_the_base_model(model_type, named, shared, tmp_path):
     """From the model's type, where the files name no class (the original GPT-2's) or one known to be wrong."""
     model = sharp_model(model_type)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from tables import BATCHES, make_batch, randomise, real, sharp_model
+from tables import BATCHES, MODEL_TYPES, make_batch, randomise, real, sharp_model
 
 from hf_qknorm import logit_statistics, patch_model
 from hf_qknorm.attention import as_unpatched, patched_layers
@@ -19,7 +19,7 @@ def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODEL_TYPES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_statistics_equal_those_of_the_weights(family, padded):
     model = patch_model(tiny_model(family), "soft_cap", attn_implementation="eager")
@@ -54,7 +54,7 @@ def projections(model, batch):
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODEL_TYPES)
 @pytest.mark.parametrize("scheme", ["none", "qk_norm_cap"])
 def test_rms_is_the_projections_own_without_padding(family, scheme, kind):
     if FAMILIES[family].own_norms and scheme != "none":
@@ -122,7 +122,7 @@ def test_logits_are_held_against_the_layers_cap(scheme, cap):
     assert all((entry.over_cap == 0).all() for entry in own.values() if cap == 50)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODEL_TYPES)
 def test_shares_are_those_of_the_logits_before_the_cap(family):
     model = patch_model(sharp_model(family), "soft_cap", attn_implementation="hf_qknorm_eager")
     batch = make_batch("left", labels=False)

@@ -1,0 +1,42 @@
+"""BERT's style, as a decoder: `query`, `key`, `value`, no positions, the output projected by a module of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_qknorm.families.style import Projected, Style
+
+
+def project(module: Any, hidden_states: Tensor) -> Projected:
+    shape = (*hidden_states.shape[:-1], -1, module.attention_head_size)
+    return (
+        module.query(hidden_states).view(shape),
+        module.key(hidden_states).view(shape),
+        module.value(hidden_states).view(shape),
+    )
+
+
+def output(module: Any, attended: Tensor) -> Tensor:
+    return attended
+
+
+def dropout(module: Any) -> float:
+    return module.dropout.p
+
+
+def heads(module: Any) -> tuple[int, int, int]:
+    return module.num_attention_heads, module.num_attention_heads, module.attention_head_size
+
+
+def unsupported(config: Any) -> str | None:
+    """Why a model with this config can't be patched, if it can't."""
+    if not config.is_decoder:
+        return "is_decoder=False: an encoder, which sees both sides, and no causal language model"
+    if config.add_cross_attention:
+        return "add_cross_attention=True: its layers attend to an encoder too"
+    return None
+
+
+ENCODER = Style(project, output, weights=("query", "key", "value"), dropout=dropout, heads=heads)

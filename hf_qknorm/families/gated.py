@@ -1,0 +1,55 @@
+"""Models that multiply what attention gives by a gate, made of the attention's own input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_qknorm.families import normed, separate
+from hf_qknorm.families.separate import QKV
+from hf_qknorm.families.style import Projected, Style, split_heads
+
+
+def project_qwen3_next(module: Any, hidden_states: Tensor) -> Projected:
+    """The query projection gives a gate beside each head's query."""
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim * 2)
+    q, gate = torch.chunk(module.q_proj(hidden_states).view(shape), 2, dim=-1)
+    gate = gate.reshape(*hidden_states.shape[:-1], -1)
+    k = split_heads(module, module.k_proj(hidden_states))
+    return module.q_norm(q), module.k_norm(k), split_heads(module, module.v_proj(hidden_states)), gate
+
+
+def output_gated(module: Any, attended: Tensor, gate: Tensor) -> Tensor:
+    return module.o_proj(attended * torch.sigmoid(gate))
+
+
+def project_afmoe(module: Any, hidden_states: Tensor) -> Projected:
+    q, k, v = separate.project(module, hidden_states)
+    gate = module.gate_proj(hidden_states)
+    return module.q_norm(q), module.k_norm(k), v, gate
+
+
+def where_local(module: Any) -> bool:
+    """AFMoE: layers with a window rotate."""
+    return module.is_local_attention
+
+
+def project_with_input(module: Any, hidden_states: Tensor) -> Projected:
+    """As Qwen 3; the gate is made of the input after attention."""
+    return *normed.project(module, hidden_states), hidden_states
+
+
+def output_laguna(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:
+    gate = nn.functional.softplus(module.g_proj(hidden_states).float()).to(attended.dtype)
+    if module.gate_per_head:
+        attended = (split_heads(module, attended) * gate.unsqueeze(-1)).view(attended.shape)
+    else:
+        attended = attended * gate
+    return module.o_proj(attended)
+
+
+QWEN3_NEXT = Style(project_qwen3_next, output_gated, QKV)
+AFMOE = Style(project_afmoe, output_gated, QKV, rotates=where_local)
+LAGUNA = Style(project_with_input, output_laguna, QKV)
