@@ -1,4 +1,4 @@
-"""The command line: `hf-qknorm demo | convert | inspect | export | schemes | families`."""
+"""The command line: `hf-qknorm demo | convert | inspect | export | card | schemes | families`."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("destination", help="a folder that is not there yet")
     add("--overwrite", action="store_true", help="replace a checkpoint at the destination")
     _add_inspect(commands)
+    _add_card(commands)
     commands.add_parser("schemes", help="the presets").set_defaults(command=_schemes)
     commands.add_parser("families", help="the model types that can be patched").set_defaults(command=_families)
     return parser
@@ -90,6 +91,15 @@ def _add_inspect(commands: Any) -> None:
     add("--tokens", type=_count, default=16_384, help="how much of it to look at")
     add("--cap", type=float, help="the cap to hold logits against; by default the model's own, or 50")
     add("--out", default="./qknorm-inspect", help="folder for inspect.json and heatmap.png")
+
+
+def _add_card(commands: Any) -> None:
+    card = commands.add_parser("card", help="write the model card of a patched checkpoint, and its plots, beside it")
+    card.set_defaults(command=_card)
+    card.add_argument(
+        "checkpoint", metavar="CKPT", help="a folder with a patched checkpoint; its README.md is replaced"
+    )
+    card.add_argument("--repo", metavar="REPO", help="the name that it will have on the Hub, for the card to tell")
 
 
 def _count(text: str) -> int:
@@ -148,6 +158,12 @@ def _inspect(options: argparse.Namespace) -> None:
     found.save(out / "inspect.json")
     heat_map(found, out / "heatmap.png")
     print(f"\nwritten: {out / 'inspect.json'}, {out / 'heatmap.png'}")
+
+
+def _card(options: argparse.Namespace) -> None:
+    from hf_qknorm.hub.card import write_card  # brings Jinja, and matplotlib where there is something to draw
+
+    print(f"written: {', '.join(map(str, write_card(options.checkpoint, repo_id=options.repo)))}")
 
 
 def _schemes(options: argparse.Namespace) -> None:

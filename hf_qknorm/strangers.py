@@ -24,6 +24,11 @@ def brief(value: object) -> str:
     return short.repr(value)
 
 
+def fixed(value: float, digits: int = 3) -> str:
+    """A number with so many decimals, or in the form 1e+300 where those would be a line of digits."""
+    return f"{value:.{digits}f}" if abs(value) < 1e6 or value != value else f"{value:.{digits}g}"
+
+
 def read_text(path: Path, limit: int) -> str:
     """The text of a file. Raises ValueError, naming it, for one that is larger than `limit` bytes, or no UTF-8."""
     with path.open("rb") as file:

@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.attention import head_norms, patched_layers
+from hf_qknorm.attention import TYPE_PREFIX, head_norms, patched_layers
 from hf_qknorm.convert.calibrate import METHODS, calibrate
 from hf_qknorm.convert.plan import Plan, check_exact_fold, converted_config, make_plan, new_tensors, stored_name
 from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.shards import Weights, copy_file
 from hf_qknorm.convert.source import REPORT, Source, open_source
 from hf_qknorm.families import check_scheme, family_of
-from hf_qknorm.files import check_new_folder, new_folder
-from hf_qknorm.hub.derived import TYPE_PREFIX
+from hf_qknorm.files import check_new_folder, hub_name, new_folder
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
 
@@ -79,6 +78,7 @@ def convert_checkpoint(
         report = None
         if calibration is not None:
             report, values = _calibrated(source, resolved, calibration, method)
+            report = replace(report, base_model=hub_name(source.name))
             _check_loss(report, max_loss_increase)
             new |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
         with new_folder(Path(dst), overwrite=overwrite) as folder:

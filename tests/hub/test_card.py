@@ -1,0 +1,376 @@
+"""Model cards: that they tell what was measured, and that nothing of a stranger's gets through unchecked."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import math
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from matplotlib.image import imread
+from transformers import AutoModelForSequenceClassification
+
+import hf_qknorm
+from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, cli, patch_model, set_blend
+from hf_qknorm.convert.report import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.hub.card import _template, has_card, render_card, write_card
+from hf_qknorm.hub.plots import LOGITS, LOSS, draw
+from hf_qknorm.testing import tiny_model
+
+REPORT = "qk_norm_report.json"
+
+
+def checkpoint(folder: Path, scheme: Any = "qk_norm_cap", family: str = "llama", report: bool = True) -> Path:
+    """A patched checkpoint, with the report of its calibration."""
+    model = patch_model(tiny_model(family, initializer_range=0.2), scheme)
+    if report:
+        generator = torch.Generator().manual_seed(0)
+        batches = [torch.randint(3, 64, (2, 20), generator=generator) for _ in range(3)]
+        calibrate(model, batches, method="moments").save(folder / REPORT)
+    model.save_pretrained(folder)
+    return folder
+
+
+def front(text: str) -> dict[str, Any]:
+    """The front matter of a card, as the Hub's library reads it."""
+    return ModelCard(text).data.to_dict()
+
+
+def edit(folder: Path, **changes: Any) -> Calibration:
+    """Change fields of the report."""
+    report = dataclasses.replace(Calibration.load(folder / REPORT), **changes)
+    report.save(folder / REPORT)
+    return report
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("report", [True, False])
+def test_every_scheme_has_a_card(tmp_path, scheme, family, report):
+    text = render_card(checkpoint(tmp_path, scheme, family, report))
+    data = front(text)
+    assert data["library_name"] == "transformers"
+    assert data["pipeline_tag"] == "text-generation"
+    assert {"hf_qknorm", family} <= set(data["tags"])
+    assert ("model-index" in data) is report
+    prose = text.partition("\n---\n")[2].partition("## Citation")[0]
+    assert not re.search(r"\{\{|\{%|None|Undefined|\bnan\b", prose)
+    assert not re.search(r"\n{3}| \n|  +[a-z]", prose)
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        ast.parse(block)
+    for part in ("## Use", "## What was changed", "## Calibration", "## Limits", "@software{hf_qknorm"):
+        assert part in text
+    resolved = SCHEMES[scheme].resolve("layer" if family == "gpt2" else "rms")
+    assert ("RMSNorm" in text) is ("rms" in resolved.norms)
+    assert ("LayerNorm" in text) is ("layer" in resolved.norms)
+    assert ("50·tanh(x/50)" in text) is (resolved.softcap == 50)
+    assert ("2010.04245" in text) is (scheme in ("henry", "lp"))
+    assert ("2602.05006" in text) is (scheme == "lp")
+
+
+def test_what_was_measured_is_told(tmp_path):
+    checkpoint(tmp_path)
+    report = edit(
+        tmp_path,
+        base=Prediction(1.476),
+        ones=Prediction(2.41, 0.8, 0.6),
+        chosen=Prediction(1.5312, 0.05, 0.925),
+        method="fit",
+        tokens=262_144,
+        judged=16_384,
+    )
+    text = render_card(tmp_path)
+    results = front(text)["model-index"][0]["results"]
+    assert [(m["name"], m["value"]) for m in results[0]["metrics"]] == [
+        ("loss, converted", 1.5312),
+        ("perplexity, converted", round(math.exp(1.5312), 4)),
+        ("loss, unpatched", 1.476),
+        ("perplexity, unpatched", round(math.exp(1.476), 4)),
+    ]
+    for line in (
+        "| unpatched | 1.476 | 4.38 | 0.0000 | 100.0% |",
+        "| fresh gains | 2.410 | 11.13 | 0.8000 | 60.0% |",
+        "| **this model** | 1.531 | 4.62 | 0.0500 | 92.5% |",
+        "the calibration removed 94%",
+        "lost 0.055 nats a token, and for 7.5% of the tokens",
+        "on 16,384 tokens of the calibration text itself, held back from the steps of the fit",
+        "by the method `fit`, on 262,144 tokens",
+    ):
+        assert line in text
+    for name, layer in report.layers.items():
+        row = next(line for line in text.splitlines() if line.startswith("| " + name.replace("_", r"\_")))
+        assert f"{max(layer.before.max_logit):.1f} → {max(layer.after.max_logit):.1f}" in row
+
+
+def test_the_worst_layers_alone_are_in_the_table(tmp_path):
+    checkpoint(tmp_path)
+    layer = next(iter(Calibration.load(tmp_path / REPORT).layers.values()))
+    worse = {
+        f"layers.{i}": dataclasses.replace(layer, after=dataclasses.replace(layer.after, max_logit=(float(i),)))
+        for i in range(30)
+    }
+    edit(tmp_path, layers=worse)
+    text = render_card(tmp_path)
+    assert "The 8 of 30 layers with the largest logits" in text
+    assert re.findall(r"^\| (layers\.\d+)", text, re.MULTILINE) == [f"layers.{i}" for i in range(29, 21, -1)]
+
+
+def test_without_a_report_it_says_so(tmp_path):
+    write_card(checkpoint(tmp_path, report=False))
+    text = (tmp_path / "README.md").read_text()
+    assert "There is no calibration report" in text
+    assert "was not measured" in text
+    assert "|---" not in text
+    assert ".png" not in text
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_model_that_predicts_no_tokens(tmp_path):
+    model = patch_model(tiny_model("llama").base_model, "qk_norm")
+    calibrate(model, [torch.randint(3, 64, (2, 20))], method="moments").save(tmp_path / REPORT)
+    model.save_pretrained(tmp_path)
+    text = render_card(tmp_path)
+    assert front(text)["pipeline_tag"] == "feature-extraction"
+    assert "model-index" not in front(text)
+    assert "AutoModel.from_pretrained" in text
+    assert LOSS not in text
+    assert draw(Calibration.load(tmp_path / REPORT), tmp_path) == [LOGITS]
+
+
+def test_a_classifier_is_loaded_as_one(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
+    patch_model(model, "qk_norm").save_pretrained(tmp_path / "patched")
+    text = render_card(tmp_path / "patched")
+    assert "AutoModelForSequenceClassification.from_pretrained" in text
+    assert front(text)["pipeline_tag"] == "text-classification"
+
+
+def test_names_on_the_hub_are_linked_and_paths_never_told(tmp_path):
+    checkpoint(tmp_path)
+    text = render_card(tmp_path)
+    assert "base_model" not in front(text)
+    edit(tmp_path, base_model="owner/some_llama", dataset="owner/corpus")
+    text = render_card(tmp_path, repo_id="me/converted")
+    data = front(text)
+    assert (data["base_model"], data["base_model_relation"]) == ("owner/some_llama", "finetune")
+    assert data["datasets"] == ["owner/corpus"]
+    assert data["model-index"][0]["name"] == "converted"
+    assert "[owner/some_llama](https://huggingface.co/owner/some_llama)" in text
+    assert 'from_pretrained("me/converted")' in text
+    assert "OWNER/NAME" not in text
+    for private in (str(tmp_path), tmp_path.name, str(Path.home())):
+        assert private not in text
+
+
+def test_the_first_snippet_runs(tmp_path, capsys):
+    model = patch_model(tiny_model("llama", vocab_size=300), "qk_norm")
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    block = re.search(r"```python\n(.*?)```", render_card(tmp_path), re.DOTALL)[1]
+    assert "tokenizer" in block
+    exec(block.replace("OWNER/NAME", str(tmp_path)), {})
+    assert "Once upon a time" in capsys.readouterr().out
+
+
+def test_stand_alone_code_is_told_of_where_it_is(tmp_path):
+    checkpoint(tmp_path, report=False)
+    assert "trust_remote_code" not in render_card(tmp_path)
+    (tmp_path / "modeling_qknorm.py").write_text("")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_qknorm.QKNormLlamaForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert 'from_pretrained("OWNER/NAME", trust_remote_code=True)' in render_card(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "native"), [("qk_norm", "qwen3"), ("soft_cap", "vaultgemma"), ("qk_norm_cap", None)]
+)
+def test_the_export_is_told_of_where_there_is_one(tmp_path, scheme, native):
+    text = render_card(checkpoint(tmp_path, scheme, report=False))
+    assert (f"a plain {native}" in text) is (native is not None)
+    assert ("hf-qknorm export" in text) is (native is not None)
+
+
+def test_a_blend_is_told_of(tmp_path):
+    model = patch_model(tiny_model("llama"), "qk_norm_cap")
+    set_blend(model, 0.5)
+    model.save_pretrained(tmp_path)
+    assert "from the middle of a **blend**" in render_card(tmp_path)
+
+
+def test_what_a_base_models_card_says_is_taken_over(tmp_path):
+    checkpoint(tmp_path)
+    edit(tmp_path, dataset="owner/corpus")
+    (tmp_path / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: some-licence\nlicense_link: https://example.com/a?b=1\n"
+        "language:\n- en\n- no\ndatasets: owner/first\ntags: [chat]\nbase_model: owner/ancestor\n"
+        "pipeline_tag: x\n---\n# Their text\n"
+    )
+    write_card(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    data = front(text)
+    assert data["license"] == "other"
+    assert (data["license_name"], data["license_link"]) == ("some-licence", "https://example.com/a?b=1")
+    assert data["language"] == ["en", "no"]
+    assert data["datasets"] == ["owner/first", "owner/corpus"]
+    assert data["base_model"] == "owner/ancestor"
+    assert "chat" not in data["tags"]
+    assert "Their text" not in text
+    write_card(tmp_path)
+    assert (tmp_path / "README.md").read_text() == text  # its own card says the same
+
+
+def test_has_card(tmp_path):
+    assert not has_card(checkpoint(tmp_path, report=False))
+    for text in ("# A card", "---\ntags: [llama]\n---\n", "---\n{: }[\n---\n", "---\ntags: {hf_qknorm: 1}\n---\n"):
+        (tmp_path / "README.md").write_text(text)
+        assert not has_card(tmp_path)
+    write_card(tmp_path)
+    assert has_card(tmp_path)
+    with (tmp_path / "README.md").open("a") as file:
+        file.write("\nA user's own words.\n")
+    assert has_card(tmp_path)
+
+
+HOSTILE = "<script>alert(1)</script> | `a` **b** {{ 7 * 7 }} {% raw %} [x](javascript:y) # $z$"
+
+
+def test_text_from_others_is_escaped(tmp_path):
+    shown = _template().environment.from_string("{{ text }}").render(text=HOSTILE + "\n---\n# more")
+    assert "\n" not in shown
+    assert not re.search(r"(?<!\\)[|`*_{}\[\]#$~]|<|>", shown)
+    checkpoint(tmp_path, report=False)
+    hostile = {"license": HOSTILE, "language": [HOSTILE, "--- x"], "datasets": ["{{ a }}", "- b: c"]}
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps(hostile)}\n---\n")
+    text = render_card(tmp_path)
+    assert {key: front(text)[key] for key in hostile} == hostile
+    assert HOSTILE not in text.partition("\n---\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("matter", "message"),
+    [
+        ("license: [mit", "front matter can't be read"),
+        ("a: &x 1\nlicense: *x", "aliases .* are not read"),
+        ("a: &a [1]\nb: &b [*a, *a]\nc: [*b, *b]", "aliases"),
+        ("license: !!python/object/apply:os.system ['true']", r"tags \(tag:yaml.org,2002:python.* are not read"),
+        ("license: " + "[" * 5000, "front matter can't be read"),
+        ("license: {mit: 1}", "license is .*, expected a line of text"),
+        ('license: "mit\\n---\\nbase_model: x"', "license is .*, expected a line of text"),
+        ('language: ["en\\u202e"]', "language is .*, expected a line of text"),
+        ("language: [" + "en, " * 1000 + "]", "language has 1,000 entries, expected at most 200"),
+        ("license: " + "m" * 1000, "license is 'mmm.*, expected a line of text"),
+        ("base_model: ../../etc/passwd", "base_model is .*, expected a name on the Hub"),
+        ("- a\n- b", "its front matter is .*, expected a mapping"),
+        ("x: " + "y" * 70_000, "at most 65,536 are read"),
+    ],
+)
+def test_hostile_front_matter_is_refused(tmp_path, matter, message):
+    checkpoint(tmp_path, report=False)
+    (tmp_path / "README.md").write_text(f"---\n{matter}\n---\n# Text\n")
+    with pytest.raises(ValueError, match=message) as error:
+        write_card(tmp_path)
+    assert "README.md" in str(error.value)
+    assert len(str(error.value)) < 700
+    assert "# Text" in (tmp_path / "README.md").read_text()
+    assert not has_card(tmp_path)
+
+
+def test_what_is_no_patched_checkpoint_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        write_card(tmp_path)
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a plain llama: convert it first"):
+        write_card(tmp_path)
+    with pytest.raises(ValueError, match="expected a name on the Hub"):
+        write_card(checkpoint(tmp_path, report=False), repo_id='x") import os #')
+    edit(checkpoint(tmp_path), scheme=Scheme(softcap=3.0))
+    with pytest.raises(ValueError, match=f"{REPORT} tells of the scheme softcap=3.0"):
+        write_card(tmp_path)
+    (tmp_path / REPORT).write_text("{}")
+    with pytest.raises(ValueError, match=f"{REPORT}: report.format is missing"):
+        write_card(tmp_path)
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_a_drawing_that_fails_leaves_the_card(tmp_path, monkeypatch):
+    (checkpoint(tmp_path) / "README.md").write_text("old")
+
+    def fail(report: Calibration, folder: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("hf_qknorm.hub.plots.draw", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_card(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "old"
+
+
+def test_links_in_the_folder_are_not_written_through(tmp_path):
+    (tmp_path / "model").mkdir()
+    folder = checkpoint(tmp_path / "model")
+    for name in ("README.md", LOSS, LOGITS):
+        for link in (name, f".{name}.partial"):
+            (tmp_path / f"precious-{link}").write_text("precious")
+            (folder / link).symlink_to(tmp_path / f"precious-{link}")
+    write_card(folder)
+    assert all(path.read_text() == "precious" for path in tmp_path.glob("precious*"))
+    assert "## Use" in (folder / "README.md").read_text()
+    assert not [path for path in folder.iterdir() if path.is_symlink()]
+
+
+@pytest.mark.parametrize("layers", [1, 4, 60])
+@pytest.mark.parametrize("value", [0.0, 3.0, 1e300, math.inf, math.nan])
+def test_any_numbers_can_be_drawn(tmp_path, layers, value):
+    side = LayerStatistics((value, 1.0), (value, 2.0), *(((0.0, 0.0),) * 4))
+    found = {f"layers.{i}": LayerReport(side, side) for i in range(layers)}
+    predictions = Prediction(2.0), Prediction(value), Prediction(min(value, 3.0))
+    report = Calibration("fit", 10, SCHEMES["qk_norm"].resolve("rms"), 50.0, *predictions, found)
+    assert draw(report, tmp_path) == [LOSS, LOGITS]
+    for name, width in ((LOSS, 1050), (LOGITS, 1425)):
+        assert imread(tmp_path / name).shape[1] == width
+
+
+def test_the_plots_show_the_numbers(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, path, **_: (figures.append(self), path.touch())
+    )
+    report = Calibration.load(checkpoint(tmp_path) / REPORT)
+    draw(report, tmp_path)
+    losses, (left, right) = figures[0].axes[0], figures[1].axes
+    shown = [line.get_xdata()[0] for line in losses.lines if line.get_marker() == "o"]
+    assert shown == [report.base.loss, report.ones.loss, report.chosen.loss]
+    assert [tick.get_text() for tick in losses.get_yticklabels()] == ["unpatched", "fresh gains", "this model"]
+    for axes, field, worst in ((left, "max_logit", max), (right, "entropy", min)):
+        for (heads, extremes), side in zip(
+            (axes.collections[:2], axes.collections[2:]), ("before", "after"), strict=True
+        ):
+            values = [getattr(getattr(layer, side), field) for layer in report.layers.values()]
+            assert heads.get_offsets()[:, 0].tolist() == pytest.approx([x for row in values for x in row])
+            assert extremes.get_offsets()[:, 0].tolist() == pytest.approx([worst(row) for row in values])
+
+
+def test_the_command_writes_card_and_plots(tmp_path, capsys):
+    assert cli.main(["card", str(checkpoint(tmp_path)), "--repo", "me/converted"]) == 0
+    assert capsys.readouterr().out == f"written: {', '.join(str(tmp_path / n) for n in ('README.md', LOSS, LOGITS))}\n"
+    assert "me/converted" in (tmp_path / "README.md").read_text()
+    assert cli.main(["card", str(tmp_path / "nowhere")]) == 1
+    assert "config.json is missing" in capsys.readouterr().err
+
+
+def test_every_package_is_installed():
+    """They are listed by name, since the template's folder lies outside the package; one forgotten would be missing."""
+    root = Path(hf_qknorm.__file__).parents[1]
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = [".".join(path.parent.relative_to(root).parts) for path in (root / "hf_qknorm").rglob("__init__.py")]
+    assert sorted(listed) == sorted([*found, "hf_qknorm.model_cards"])
+    assert (root / "model_cards" / "card.md.jinja").is_file()
