@@ -6,6 +6,8 @@
 Importing the package registers its attention functions, masks and Auto classes with transformers.
 """
 
+__version__ = "0.1.0"  # first: modules below take it from here
+
 from hf_qknorm import functions
 from hf_qknorm.convert import (
     Calibration,
@@ -20,6 +22,7 @@ from hf_qknorm.convert import (
 )
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.hub import auto
+from hf_qknorm.hub.push import push_to_hub
 from hf_qknorm.hub.standalone import add_standalone
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
@@ -45,11 +48,11 @@ __all__ = [
     "logit_statistics",
     "patch_model",
     "plan_conversion",
+    "push_to_hub",
     "set_blend",
     "set_cap",
     "unpatch_model",
 ]
-__version__ = "0.1.0"
 
 functions.register()
 auto.register()

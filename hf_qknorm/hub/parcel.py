@@ -1,0 +1,155 @@
+"""What a push sends: the files of a checkpoint that are meant for others, and what is made for them on the way.
+
+A known list goes up, never the folder: not what a Trainer leaves, nothing hidden, nothing from elsewhere. The user's
+folder is read, and everything that is made or changed lies in a temporary one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+
+from hf_qknorm.attention import NORM_NAMES, PREFIX, TYPE_PREFIX, patched_layers
+from hf_qknorm.convert.plan import stored_name
+from hf_qknorm.convert.shards import INDEX, copy_file
+from hf_qknorm.convert.source import FOLDERS, REPORT, TOKENIZER_FILES, Source, open_source
+from hf_qknorm.files import hub_name
+from hf_qknorm.hub.card import CARD, PLACEHOLDER, has_card, write_card
+from hf_qknorm.hub.derived import derived_model
+from hf_qknorm.hub.standalone import add_standalone
+
+CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([._-]\w+)?(\.(txt|md))?", re.IGNORECASE)
+SENT = {CARD, REPORT, INDEX, *CONFIGS, *TOKENIZER_FILES, *TEMPLATES}
+WORDS = {*TOKENIZER_FILES} - {"tokenizer_config.json", "special_tokens_map.json"}  # vocabularies hold anything
+TOKEN = re.compile(r"hf_[A-Za-z0-9]{34,}")  # any account's
+
+
+@contextmanager
+def open_checkpoint(folder: str | os.PathLike[str]) -> Iterator[Source]:
+    """Open a folder with a patched checkpoint and check that it is whole: config, weights, tokenizer, links.
+
+    Raises FileNotFoundError for no folder or a file that is not there; ValueError, naming the file, for one that is
+    corrupted or a link to elsewhere, for a model that is not patched, and for norms that the weights do not hold.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: expected one with a checkpoint that hf_qknorm patched")
+    _check_links(path)
+    with open_source(path) as source:
+        if not source.config.model_type.startswith(TYPE_PREFIX):
+            raise ValueError(
+                f"{path} holds a plain {source.config.model_type}: convert it first (hf-qknorm convert), or patch the "
+                "model and save it"
+            )
+        _check_norms(source)
+        yield source
+
+
+def companions(folder: Path) -> list[Path]:
+    """The files of a checkpoint folder, weights aside, that are meant for others: their names in it."""
+    names = [Path(item.name) for item in sorted(folder.iterdir()) if item.name in SENT or LICENCE.fullmatch(item.name)]
+    for name in FOLDERS:
+        names += [path.relative_to(folder) for path in sorted((folder / name).glob("*.jinja"))]
+    return [name for name in names if not name.name.startswith(".")]
+
+
+@contextmanager
+def packed(source: Source, repo_id: str, token: str | None) -> Iterator[dict[str, Path]]:
+    """Everything that goes up, by its name in the repository: stand-alone code and card are made here.
+
+    Raises ValueError, naming the file and the line, where one holds `token`, or a path of this machine.
+    """
+    with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
+        staged = Path(temporary)
+        for file in companions(source.folder):
+            (staged / file).parent.mkdir(exist_ok=True)
+            copy_file(source.folder / file, staged / file)
+        for config in CONFIGS:
+            _forget_places(staged / config)
+        add_standalone(staged)
+        _add_card(staged, repo_id)
+        files = {path.relative_to(staged).as_posix(): path for path in sorted(staged.rglob("*")) if path.is_file()}
+        _check_secrets(files, source, token)
+        yield files | {name: source.folder / name for name in source.weights.files}
+
+
+def _add_card(staged: Path, repo_id: str) -> None:
+    """Render card and plots; a card of ours that is there, and may have been edited, keeps its words."""
+    card = staged / CARD
+    words = card.read_text(encoding="utf-8") if has_card(staged) else None
+    write_card(staged, repo_id=repo_id)
+    if words is not None:
+        card.write_text(words.replace(PLACEHOLDER, repo_id), encoding="utf-8")
+
+
+def _check_norms(source: Source) -> None:
+    """Raise ValueError unless the weights hold the norms of the config's scheme, in their shapes, and no others."""
+    weights, config = source.weights, source.config
+    architecture = (config.architectures or [""])[0]
+    base = getattr(transformers, architecture.removeprefix(PREFIX), None)
+    if base is None:
+        raise ValueError(f'{weights.folder}: config.json has no "architectures" that are known, but {architecture!r}')
+    with torch.device("meta"):
+        model: Any = derived_model(base)(config)
+    starts = tuple(f"{norm}." for norm in NORM_NAMES.values())
+    for name, layer in patched_layers(model).items():
+        prefix = stored_name(weights, model.base_model_prefix, name, layer)
+        expected = {
+            f"{prefix}.{key}": tuple(value.shape) for key, value in layer.state_dict().items() if key.startswith(starts)
+        }
+        found = {
+            key: stored.shape
+            for key, stored in weights.stored.items()
+            if key.startswith(tuple(f"{prefix}.{start}" for start in starts))
+        }
+        if expected != found:
+            key = min(expected.items() ^ found.items())[0]
+            raise ValueError(
+                f"{weights.folder}: config.json says qk_norm = {config.scheme}, and the weights do not fit that: {key} "
+                f"is {found.get(key, 'not there')}, expected {expected.get(key, 'none')}. Save the model again"
+            )
+
+
+def _check_links(folder: Path) -> None:
+    root = Path(os.path.realpath(folder))
+    for file in [*(folder / name for name in companions(folder)), *folder.glob("*.safetensors")]:
+        place = Path(os.path.realpath(file))
+        if not place.is_relative_to(root):
+            raise ValueError(f"{file} is a link to {place}, outside the folder: put the file itself there")
+
+
+def _forget_places(path: Path) -> None:
+    """Take out of a config where on this machine the model came from."""
+    if not path.is_file():
+        return
+    data = json.loads(path.read_text(encoding="utf-8"))
+    kept = {k: v for k, v in data.items() if k not in ("_name_or_path", "name_or_path") or hub_name(str(v))}
+    if kept != data:
+        path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_secrets(files: dict[str, Path], source: Source, token: str | None) -> None:
+    texts = {name: path.read_bytes().decode("utf-8", errors="replace") for name, path in files.items()}
+    texts |= {f"{name} (metadata)": "\n".join(data.values()) for name, data in source.weights.metadata.items()}
+    tokens = re.compile("|".join([TOKEN.pattern, *([re.escape(token)] if token else [])]))
+    known = (os.path.expanduser("~"), os.path.abspath(source.folder), os.path.realpath(source.folder))
+    places = [re.escape(place) for place in known if len(Path(place).parts) > 1]  # not "/"
+    paths = re.compile(rf"(?<![\w.~/-])({'|'.join(places)})(?![\w-])")
+    for name, text in texts.items():
+        for what, pattern in (("a token of the Hub", tokens), ("a path of this machine", paths)):
+            found = None if pattern is paths and name in WORDS else pattern.search(text)
+            if found:
+                line = text.count("\n", 0, found.start()) + 1
+                shown = "" if pattern is tokens else f" ({found.group()})"
+                raise ValueError(f"{name}, line {line}, holds {what}{shown}: take it out, nothing was sent")

@@ -1,0 +1,180 @@
+"""`push_to_hub` against a Hub on this machine: what arrives, in how many commits, and what is never sent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from push_cases import SHARDS, checkpoint, contents, logits, patched
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_qknorm import Scheme, patch_model, push_to_hub, set_blend
+from hf_qknorm.convert.source import REPORT
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.hub.card import PLACEHOLDER, write_card
+from hf_qknorm.hub.parcel import open_checkpoint
+from hf_qknorm.testing import tiny_model
+
+CODE, WEIGHTS = "modeling_qknorm.py", "model.safetensors"
+LITTER = "optimizer.pt trainer_state.json training_args.bin pytorch_model.bin .env notes.txt events.out secret.json"
+
+
+def litter(folder: Path) -> None:
+    """What lies about in a training folder, and is nobody's business."""
+    for name in LITTER.split():
+        (folder / name).write_text("{}")
+    (folder / "checkpoint-5").mkdir()
+    (folder / "checkpoint-5" / "config.json").write_text("{}")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return checkpoint(tmp_path / "out")
+
+
+OLD = (REPORT, "qk_norm_loss.png", "plot.png", "model.gguf", "notes.md")  # on the Hub from before
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
+@pytest.mark.parametrize("multipart", [False, True], ids=["basic", "multipart"])
+def test_all_that_is_needed_arrives_in_one_commit(hub, tmp_path, sharded, multipart):
+    hub.multipart = multipart
+    folder = checkpoint(tmp_path / "out", **({"max_shard_size": "200KB"} if sharded else {}))
+    litter(folder)
+    before = contents(folder)
+    weights = {name for name in before if name.endswith(".safetensors")}
+    assert len(weights) == (3 if sharded else 1)
+    url = push_to_hub(folder, "me/tiny")
+    (commit,) = hub.commits("me/tiny")
+    assert url == f"{hub.url}/me/tiny/commit/{commit.oid}"
+    kept = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "LICENSE"}
+    kept |= {"chat_template.jinja", "additional_chat_templates/tools.jinja"} | weights
+    if sharded:
+        kept.add("model.safetensors.index.json")
+    assert set(commit.changed) == kept | {CODE}
+    assert contents(folder) == before
+    for name in kept - {"README.md", "config.json"}:
+        assert commit.files[name] == before[name]
+    card = commit.files["README.md"].decode()
+    assert 'from_pretrained("me/tiny"' in card
+    assert "license: mit" in card
+    assert "AutoModelForCausalLM" in json.loads(commit.files["config.json"])["auto_map"]
+    compile(commit.files[CODE], CODE, "exec")
+    for name, data in commit.files.items():
+        for secret in (str(tmp_path), str(Path.home()), "hf_writes"):
+            assert secret.encode() not in data, name
+    loaded = AutoModelForCausalLM.from_pretrained("me/tiny")
+    assert torch.equal(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(folder)))
+    assert AutoTokenizer.from_pretrained("me/tiny")("abc") == AutoTokenizer.from_pretrained(folder)("abc")
+
+
+def test_a_second_push_commits_what_changed_and_nothing_else(hub, out):
+    url = push_to_hub(out, "me/tiny")
+    sent = list(hub.received)
+    assert push_to_hub(out, "me/tiny") == url
+    assert len(hub.commits("me/tiny")) == 1
+    assert hub.received == sent
+    (out / "LICENSE").write_text("MIT, but newer")
+    push_to_hub(out, "me/tiny", commit_message="A newer licence")
+    last = hub.commits("me/tiny")[-1]
+    assert (last.title, last.changed) == ("A newer licence", ("LICENSE",))
+    assert hub.received == sent
+
+
+def test_weights_and_reports_of_an_earlier_push_do_not_stay(hub, tmp_path):
+    """`model.safetensors` beside an index would be loaded instead of what the index names."""
+    push_to_hub(checkpoint(tmp_path / "one"), "me/tiny")
+    hub.repos["me/tiny"].branches["main"][-1].files.update(dict.fromkeys(OLD, b"{}"))
+    push_to_hub(checkpoint(tmp_path / "two", max_shard_size="200KB"), "me/tiny")
+    last = hub.commits("me/tiny")[-1]
+    assert set(last.changed) == {WEIGHTS, REPORT, "qk_norm_loss.png", "model.safetensors.index.json", *SHARDS}
+    assert {WEIGHTS, REPORT, "qk_norm_loss.png"} & set(last.files) == set()
+    assert {"model.gguf", "plot.png", "notes.md", *SHARDS} <= set(last.files)
+
+
+def test_a_card_that_was_edited_keeps_its_words(hub, out):
+    write_card(out)
+    card = (out / "README.md").read_text()
+    assert PLACEHOLDER in card
+    (out / "README.md").write_text(f"{card}\nMy own words.\n")
+    push_to_hub(out, "me/tiny")
+    (commit,) = hub.commits("me/tiny")
+    assert commit.files["README.md"].decode() == f"{card}\nMy own words.\n".replace(PLACEHOLDER, "me/tiny")
+    assert (out / "README.md").read_text() == f"{card}\nMy own words.\n"
+
+
+@pytest.mark.parametrize(("private", "asked"), [(None, None), (True, "private"), (False, "public")])
+def test_private_is_asked_for_only_if_it_is_said(hub, out, private, asked):
+    push_to_hub(out, "me/tiny", private=private)
+    (created,) = hub.created
+    visibility = created.get("visibility", {True: "private", False: "public"}.get(created.get("private")))
+    assert visibility == asked
+    push_to_hub(out, "me/tiny", private=private)
+
+
+def test_a_name_alone_is_the_users_own_and_tokens_may_be_fine_grained(hub, out, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    push_to_hub(out, "tiny", token="hf_mine")
+    push_to_hub(out, "lab/tiny", token="hf_elsewhere")
+    assert sorted(hub.repos) == ["lab/tiny", "me/tiny"]
+
+
+def test_a_branch(hub, out):
+    branches = hub.create("me/tiny").branches
+    branches["next"] = list(branches["main"])
+    push_to_hub(out, "me/tiny", revision="next")
+    assert len(hub.commits("me/tiny", "next")) == 1
+    assert hub.commits("me/tiny") == []
+
+
+def test_where_the_model_came_from_stays_here(hub, out):
+    for name, key in (("config.json", "_name_or_path"), ("tokenizer_config.json", "name_or_path")):
+        data = json.loads((out / name).read_text())
+        (out / name).write_text(json.dumps(data | {key: "/data/private/llama"}))
+    push_to_hub(out, "me/tiny")
+    (commit,) = hub.commits("me/tiny")
+    for name, data in commit.files.items():
+        assert b"/data/private" not in data, name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scheme", "auto"),
+    [
+        ("gpt2", "henry", AutoModelForCausalLM),  # keys without a gain, weights without the base's prefix
+        ("mixtral", "qk_norm", AutoModelForCausalLM),  # experts that are stored apart
+        ("qwen3", "soft_cap", AutoModelForCausalLM),  # norms of its own
+        ("llama", Scheme(q="layer", k="layer", gain="per_head"), AutoModelForSequenceClassification),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_whole_checkpoints_are_known_as_such(tmp_path, model_type, scheme, auto):
+    model = patch_model(auto.from_config(tiny_model(model_type).config), scheme)
+    model.save_pretrained(tmp_path)
+    with open_checkpoint(tmp_path) as source:
+        assert source.config.scheme == model.config.scheme
+
+
+def test_a_blend_on_its_way_can_be_pushed(hub, tmp_path):
+    model = patched()
+    set_blend(model, 0.5)
+    push_to_hub(model, "me/tiny")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("me/tiny")), logits(model))
+
+
+@pytest.mark.parametrize("origin", ["a folder", "the Hub", "nowhere"])
+def test_a_model_in_memory_brings_the_tokenizer_of_its_origin(hub, tmp_path, origin):
+    base = tmp_path / "base"
+    tiny_model("llama", vocab_size=300).save_pretrained(base)
+    byte_tokenizer().save_pretrained(base)
+    (base / "LICENSE").write_text("MIT")
+    hub.create("lab/base", **contents(base))
+    model = AutoModelForCausalLM.from_pretrained("lab/base" if origin == "the Hub" else base)
+    model.name_or_path = "" if origin == "nowhere" else model.name_or_path
+    expected = logits(patch_model(model, "qk_norm"))
+    push_to_hub(model, "me/tiny")
+    (commit,) = hub.commits("me/tiny")
+    for name in ("tokenizer.json", "tokenizer_config.json", "LICENSE"):
+        assert commit.files.get(name) == (None if origin == "nowhere" else (base / name).read_bytes())
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("me/tiny")), expected)

@@ -1,0 +1,125 @@
+"""Pushes over a bad line: what is repeated, what is resumed, and that nothing is committed until all is there."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from push_cases import SHARDS, checkpoint, logits
+from server import Fault, Hub
+from transformers import AutoModelForCausalLM
+
+from hf_qknorm import push_to_hub
+
+UPLOAD = "PUT /lfs/"
+REQUESTS = [
+    "GET .*/whoami-v2",
+    "GET .*/models/me/tiny",
+    "POST .*/repos/create",
+    "POST .*/preupload/",
+    "POST .*/objects/batch",
+    UPLOAD,
+    "POST /verify/",
+    "POST .*/commit/",
+]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the client meant to sleep between its tries; it does not."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    return waited
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return checkpoint(tmp_path / "out", max_shard_size="200KB")
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def assert_whole(hub: Hub, out: Path) -> None:
+    (commit,) = hub.commits("me/tiny")
+    assert set(SHARDS) <= set(commit.files)
+    for name in SHARDS:
+        assert commit.files[name] == (out / name).read_bytes()
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("status", [500, 503])
+def test_errors_that_pass_are_waited_for(hub, out, waits, request_, status):
+    fault = Fault(request_, times=2, status=status)
+    hub.faults.append(fault)
+    push_to_hub(out, "me/tiny")
+    assert fault.times == 0
+    assert waits[:2] == [1, 2] or waits == [1, 1]  # those of one request, or of two shards
+    assert_whole(hub, out)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_an_answer_that_is_lost_is_asked_for_again(hub, out, waits, request_):
+    """The Hub did what it was asked, and the client can't know: asking again does nothing twice."""
+    hub.faults.append(Fault(request_, lose_answer=True))
+    push_to_hub(out, "me/tiny")
+    assert waits == [1]
+    assert_whole(hub, out)
+    assert len(hub.created) == 1
+
+
+@pytest.mark.parametrize("multipart", [False, True], ids=["basic", "multipart"])
+def test_a_line_that_is_cut_in_the_middle_of_a_shard(hub, out, waits, multipart):
+    hub.multipart = multipart
+    hub.faults.append(Fault(UPLOAD, cut=50_000))
+    push_to_hub(out, "me/tiny")
+    assert waits == [1]
+    assert_whole(hub, out)
+
+
+@pytest.mark.parametrize("fault", [Fault(UPLOAD, cut=50_000), Fault(UPLOAD, status=403)], ids=["cut", "refused"])
+def test_a_push_that_broke_off_is_resumed(hub, out, waits, fault):
+    largest = max(out.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    hub.faults.append(Fault(f"{UPLOAD}.*{sha256(largest)}", times=6, status=fault.status, cut=fault.cut))
+    with pytest.raises(OSError, match="me/tiny: the upload broke off .*Nothing was committed. Push again"):
+        push_to_hub(out, "me/tiny")
+    assert hub.commits("me/tiny") == []
+    arrived = set(hub.repos["me/tiny"].large)
+    assert sha256(largest) not in arrived
+    assert len(arrived) >= len(SHARDS) - 1
+    hub.received.clear()
+    hub.faults.clear()
+    push_to_hub(out, "me/tiny")
+    assert [oid for oid, _ in hub.received] == [sha256(largest)]
+    assert_whole(hub, out)
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained("me/tiny")), logits(AutoModelForCausalLM.from_pretrained(out))
+    )
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_hub_that_stays_down_is_told_in_a_line(hub, out, waits, request_):
+    hub.faults.append(Fault(request_, times=1000, status=503))
+    with pytest.raises(OSError, match="^me/tiny: (the Hub answered 503 a fault: try again later|the upload broke off)"):
+        push_to_hub(out, "me/tiny")
+    assert sum(waits) < 120
+    assert hub.commits("me/tiny") == []
+
+
+def test_no_hub_at_all(hub, out, waits):
+    hub.stop()
+    with pytest.raises(ConnectionError, match="^me/tiny: no connection to the Hub .*Check the network"):
+        push_to_hub(out, "me/tiny")
+    assert waits == [1, 2]
+
+
+@pytest.mark.parametrize("request_", ["POST .*/commit/", UPLOAD])
+def test_slow_answers_are_waited_for(hub, out, waits, request_):
+    hub.faults.append(Fault(request_, wait=1.0))
+    push_to_hub(out, "me/tiny")
+    assert waits == []
+    assert_whole(hub, out)

@@ -1,0 +1,154 @@
+"""What `push_to_hub` refuses, with which words; and that nothing was made or changed on the Hub by then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from push_cases import checkpoint
+from safetensors.torch import load_file, save_file
+from server import Hub
+
+from hf_qknorm import push_to_hub
+from hf_qknorm.testing import tiny_model
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return checkpoint(tmp_path / "out")
+
+
+def other_type(hub: Hub, out: Path) -> dict[str, Any]:
+    hub.create("me/tiny", **{"config.json": b'{"model_type": "llama"}'})
+    return {}
+
+
+def other_size(hub: Hub, out: Path) -> dict[str, Any]:
+    data = json.loads((out / "config.json").read_text()) | {"num_hidden_layers": 7}
+    hub.create("me/tiny", **{"config.json": json.dumps(data).encode()})
+    return {}
+
+
+def other_weights(hub: Hub, out: Path) -> dict[str, Any]:
+    hub.create("me/tiny", **{"pytorch_model.bin": b""})
+    return {}
+
+
+def public(hub: Hub, out: Path) -> dict[str, Any]:
+    hub.create("me/tiny", private=False)
+    return {"private": True}
+
+
+def no_branch(hub: Hub, out: Path) -> dict[str, Any]:
+    hub.create("me/tiny")
+    return {"revision": "next"}
+
+
+def plain(hub: Hub, out: Path) -> None:
+    tiny_model("llama", vocab_size=300).save_pretrained(out)
+
+
+def truncated(hub: Hub, out: Path) -> None:
+    (out / WEIGHTS).write_bytes((out / WEIGHTS).read_bytes()[:-10])
+
+
+def no_gain(hub: Hub, out: Path) -> None:
+    weights = load_file(out / WEIGHTS)
+    del weights["model.layers.1.self_attn.q_norm.weight"]
+    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
+
+
+def linked_out(hub: Hub, out: Path) -> None:
+    (out.parent / "elsewhere").write_text("{}")
+    (out / "tokenizer.json").unlink()
+    (out / "tokenizer.json").symlink_to(out.parent / "elsewhere")
+
+
+def token_in_card(hub: Hub, out: Path) -> None:
+    (out / "LICENSE").write_text("MIT\nexport HF_TOKEN=hf_writes")
+
+
+def anothers_token(hub: Hub, out: Path) -> None:
+    (out / "LICENSE").write_text("login(" + "hf_" + "a1" * 17 + ")")
+
+
+def own_path(hub: Hub, out: Path) -> None:
+    data = json.loads((out / "generation_config.json").read_text())
+    (out / "generation_config.json").write_text(json.dumps(data | {"made_in": str(out)}))
+
+
+def home(hub: Hub, out: Path) -> None:
+    (out / "chat_template.jinja").write_text(f"{{# {Path.home()}/templates #}}")
+
+
+def metadata(hub: Hub, out: Path) -> None:
+    save_file(load_file(out / WEIGHTS), out / WEIGHTS, metadata={"format": "pt", "from": str(out)})
+
+
+REFUSALS: list[tuple[Any, type[Exception], str]] = [
+    ({"token": "hf_unknown"}, PermissionError, "the Hub does not know this token"),
+    ({"token": "hf_reads"}, PermissionError, "the token 'read' may not write there"),
+    ({"token": "hf_elsewhere"}, PermissionError, "the token 'fineGrained' may not write there"),
+    ({"token": "hf_revoked"}, PermissionError, "the Hub refused (403 You don't have the rights to write here)"),
+    ({"repo_id": "you/tiny"}, PermissionError, "me may not write to you, but to me, lab: give such a name"),
+    ({"repo_id": "readers/tiny"}, PermissionError, "me may not write to readers"),
+    ({"repo_id": "me/tiny/more"}, ValueError, "me/tiny/more"),
+    ({"revision": "next"}, ValueError, "is not there yet, so that it has no branch 'next'"),
+    (no_branch, ValueError, "me/tiny has no branch 'next', only main: make it first"),
+    (other_type, ValueError, "is taken: it holds another model (model_type llama, not qknorm_llama)"),
+    (other_size, ValueError, "is taken: it holds another model (num_hidden_layers 7, not 2)"),
+    (other_weights, ValueError, "is taken: it holds another model (pytorch_model.bin)"),
+    (public, ValueError, "me/tiny is there and public, and private=True was asked for: make it private"),
+    ({"checkpoint": "./nowhere"}, FileNotFoundError, "nowhere is no folder"),
+    ({"checkpoint": torch.nn.Linear(2, 2)}, ValueError, "a Linear can't be pushed"),
+    (
+        {"checkpoint": tiny_model("llama")},
+        ValueError,
+        "a LlamaForCausalLM can't be pushed: give a model that patch_model",
+    ),
+    (plain, ValueError, "holds a plain llama: convert it first"),
+    (truncated, ValueError, "model.safetensors is truncated"),
+    (no_gain, ValueError, "model.layers.1.self_attn.q_norm.weight is not there, expected (16,)"),
+    (linked_out, ValueError, "tokenizer.json is a link to"),
+    (token_in_card, ValueError, "LICENSE, line 2, holds a token of the Hub: take it out"),
+    (anothers_token, ValueError, "LICENSE, line 1, holds a token of the Hub"),
+    (own_path, ValueError, "generation_config.json, line 1, holds a path of this machine"),
+    (home, ValueError, "chat_template.jinja, line 1, holds a path of this machine"),
+    (metadata, ValueError, "model.safetensors (metadata), line"),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "message"), REFUSALS, ids=[message[:40] for *_, message in REFUSALS])
+def test_what_is_refused_changes_nothing(hub, out, case, kind, message):
+    options = {"checkpoint": out, "repo_id": "me/tiny"} | ((case(hub, out) or {}) if callable(case) else case)
+    before = {name: repo.branches.copy() for name, repo in hub.repos.items()}
+    with pytest.raises(kind) as error:
+        push_to_hub(**options)
+    assert message in str(error.value)
+    assert "hf_writes" not in str(error.value)
+    assert {name: repo.branches for name, repo in hub.repos.items()} == before
+    assert {request for request in hub.requests if not request.startswith(("GET", "HEAD"))} <= {
+        "POST /api/repos/create"
+    }
+
+
+def test_without_a_token(hub, out, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(
+        PermissionError, match="no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token="
+    ):
+        push_to_hub(out, "me/tiny")
+    assert not [request for request in hub.requests if "whoami" in request]
+
+
+def test_offline(hub, out, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE is set, so that nothing can be pushed: unset it"):
+        push_to_hub(out, "me/tiny")
+    assert hub.requests == []
