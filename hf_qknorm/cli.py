@@ -1,4 +1,4 @@
-"""The command line: `hf-qknorm demo | convert | inspect | export | card | schemes | families`."""
+"""The command line: `hf-qknorm demo | convert | inspect | export | card | push | schemes | families`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hf_qknorm.convert import convert_checkpoint, plan_conversion
 from hf_qknorm.convert.calibrate import METHODS
 from hf_qknorm.convert.native import export_native
 from hf_qknorm.families import table
+from hf_qknorm.hub.push import check_push, push_to_hub
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 
@@ -62,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="check everything, say what would happen, and write nothing")
     add("--overwrite", action="store_true", help="replace a checkpoint at the destination")
     add("--allow-pickle", action="store_true", help="read pytorch_model.bin where there is no safetensors")
+    add("--push", metavar="REPO", help="then push it to the Hub; whether that can be done is looked at first")
+    add("--private", action="store_true", default=None, help="with --push: make a private repository")
     export = commands.add_parser("export", help="write a patched checkpoint as a model that needs no plugin, if exact")
     export.set_defaults(command=_export)
     add = export.add_argument
@@ -69,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("destination", help="a folder that is not there yet")
     add("--overwrite", action="store_true", help="replace a checkpoint at the destination")
     _add_inspect(commands)
+    _add_push(commands)
     _add_card(commands)
     commands.add_parser("schemes", help="the presets").set_defaults(command=_schemes)
     commands.add_parser("families", help="the model types that can be patched").set_defaults(command=_families)
@@ -91,6 +95,17 @@ def _add_inspect(commands: Any) -> None:
     add("--tokens", type=_count, default=16_384, help="how much of it to look at")
     add("--cap", type=float, help="the cap to hold logits against; by default the model's own, or 50")
     add("--out", default="./qknorm-inspect", help="folder for inspect.json and heatmap.png")
+
+
+def _add_push(commands: Any) -> None:
+    push = commands.add_parser("push", help="push a patched checkpoint to the Hub, with code, card and plots")
+    push.set_defaults(command=_push)
+    add = push.add_argument
+    add("checkpoint", metavar="CKPT", help="a folder with a patched checkpoint")
+    add("repo", metavar="REPO", help="OWNER/NAME on the Hub; NAME alone is your own")
+    add("--private", action="store_true", default=None, help="make a private repository; your account's default")
+    add("--revision", help="a branch that is there; the main one")
+    add("--message", help="of the commit")
 
 
 def _add_card(commands: Any) -> None:
@@ -120,10 +135,14 @@ def _scheme(text: str) -> Any:
 
 
 def _convert(options: argparse.Namespace) -> None:
+    if options.private and options.push is None:
+        raise ValueError("--private goes with --push REPO")
     common = {"overwrite": options.overwrite, "allow_pickle": options.allow_pickle}
     method = None if options.calibrate is None else options.method
     places = (options.source, options.destination, options.scheme)
     print(plan_conversion(*places, method=method, **common))
+    if options.push is not None:
+        check_push(options.source, options.push, private=options.private)
     if options.dry_run:
         print("\ndry run: nothing was written")
         return
@@ -139,6 +158,13 @@ def _convert(options: argparse.Namespace) -> None:
     elif Scheme.of(options.scheme).norms:
         print("\nits gains are fresh, so that it lost part of what it knew: --calibrate TEXT keeps it")
     print(f"\nwritten: {options.destination}")
+    if options.push is not None:
+        print(f"pushed: {push_to_hub(options.destination, options.push, private=options.private)}")
+
+
+def _push(options: argparse.Namespace) -> None:
+    where = {"private": options.private, "revision": options.revision}
+    print(f"pushed: {push_to_hub(options.checkpoint, options.repo, commit_message=options.message, **where)}")
 
 
 def _export(options: argparse.Namespace) -> None:

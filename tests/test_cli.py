@@ -31,6 +31,8 @@ def test_schemes_and_families_list_the_tables(capsys):
         (["inspect", "nowhere", "--texts", "./nowhere.txt"], "no such file or folder: ./nowhere.txt"),
         (["inspect", "nowhere", "--texts", "FILE"], "hf-qknorm: nowhere: "),
         (["inspect", "nowhere", "--out", "FILE"], "is a file: give a folder"),
+        (["push", "./nowhere", "me/tiny"], "nowhere is no folder: expected one with a checkpoint"),
+        (["convert", "nowhere", "out", "--private"], "--private goes with --push REPO"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(tmp_path, capsys, monkeypatch, arguments, message):
@@ -45,7 +47,14 @@ def test_what_a_user_can_mend_is_one_line(tmp_path, capsys, monkeypatch, argumen
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["demo", "--scheme", "none"], ["demo", "--steps", "0"], ["inspect"], ["inspect", "x", "--tokens", "0"]],
+    [
+        [],
+        ["demo", "--scheme", "none"],
+        ["demo", "--steps", "0"],
+        ["inspect"],
+        ["inspect", "x", "--tokens", "0"],
+        ["push", "x"],
+    ],
 )
 def test_usage_errors(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
