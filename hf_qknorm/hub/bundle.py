@@ -55,14 +55,14 @@ class Module:
 @dataclass
 class Bundle:
     """What `roots` need, gathered. `replaced` gives names others in their place; `entries` keeps, of a literal table,
-    one key alone.
+    some keys alone.
 
     Raises ValueError for sources that can't be gathered: an import of the package inside a function.
     """
 
     roots: tuple[Name, ...]
     replaced: Mapping[Name, Name] = field(default_factory=dict)
-    entries: Mapping[Name, str] = field(default_factory=dict)
+    entries: Mapping[Name, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._modules: dict[str, Module] = {}
@@ -155,11 +155,11 @@ class Bundle:
         for (line, first, last, now), target in self._references(name):
             if now != self.name_of(target):
                 edits.append((line, first, last, self.name_of(target)))
-        lines, definition, key = self._module(name[0]).lines, self._definition(name), self.entries.get(name)
-        if key is not None:
-            head, *entry = _parts(definition, key)
-            label, value = (_cut(lines, part, edits) for part in entry)
-            return f"{name[1]}: {_cut(lines, head, edits)} = {{\n    {label}: {value},\n}}"
+        lines, definition, keys = self._module(name[0]).lines, self._definition(name), self.entries.get(name)
+        if keys is not None:
+            head, *parts = (_cut(lines, part, edits) for part in _parts(definition, keys))
+            entries = "".join(f"    {key}: {value},\n" for key, value in zip(parts[::2], parts[1::2], strict=True))
+            return f"{name[1]}: {head} = {{\n{entries}}}"
         text = _cut(lines, definition, edits)
         renamed = self.name_of(name)
         if renamed != name[1] and isinstance(definition, ast.FunctionDef | ast.ClassDef):
@@ -218,16 +218,17 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
             yield statement
 
 
-def _parts(definition: Definition, key: str | None) -> list[ast.AST]:
-    """A definition; of a literal table of which one key is wanted: annotation, that key, its value."""
-    if key is None:
+def _parts(definition: Definition, keys: tuple[str, ...] | None) -> list[ast.AST]:
+    """A definition; of a literal table of which some keys are wanted: annotation, and each key and its value."""
+    if keys is None:
         return [definition]
     if not isinstance(definition, ast.AnnAssign) or not isinstance(definition.value, ast.Dict):
-        raise ValueError(f"line {definition.lineno}: expected an annotated literal dict with the key {key!r}")
-    for name, value in zip(definition.value.keys, definition.value.values, strict=True):
-        if isinstance(name, ast.Constant) and name.value == key:
-            return [definition.annotation, name, value]
-    raise ValueError(f"line {definition.lineno}: the table has no key {key!r}")
+        raise ValueError(f"line {definition.lineno}: expected an annotated literal dict with the keys {keys}")
+    items = zip(definition.value.keys, definition.value.values, strict=True)
+    table = {name.value: [name, value] for name, value in items if isinstance(name, ast.Constant)}
+    if missing := [key for key in keys if key not in table]:
+        raise ValueError(f"line {definition.lineno}: the table has no key {missing[0]!r}")
+    return [definition.annotation, *(part for key in keys for part in table[key])]
 
 
 def _mentions(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[ast.Name | ast.Attribute]:

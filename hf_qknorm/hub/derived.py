@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, initialization
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -122,10 +122,17 @@ class QKNormModel(_Model):
         plan_norms(self)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, HeadNorm):
-            module.reset_parameters()
-        else:
+        if not isinstance(module, HeadNorm):
             super()._init_weights(module)
+            return
+        for parameter, fresh in ((module.weight, module.fresh), (module.bias, 0.0)):
+            if parameter is not None:
+                initialization.constant_(parameter, fresh)  # it leaves alone what came from a checkpoint
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No more than its base: transformers sets up less of custom code, such as buffers that no checkpoint has."""
+        return cls.base_class.is_custom_code()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """transformers' check of a backend; a capped scheme also refuses those that can't cap."""

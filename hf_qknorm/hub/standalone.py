@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -31,6 +32,7 @@ AUTO_CLASSES = {
     "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
 }
 
+_FAMILIES = ("hf_qknorm.families", "FAMILIES")
 _ROOTS = (
     ("hf_qknorm.hub.derived", "derived_config"),
     ("hf_qknorm.hub.derived", "derived_model"),
@@ -76,9 +78,14 @@ def auto_map(model_type: str) -> dict[str, str]:
 def standalone_code(model_type: str) -> str:
     """The stand-alone file for a patched `model_type`."""
     config, *models = (name.rpartition(".")[2] for name in auto_map(model_type).values())
-    bundle = Bundle(_ROOTS, _REPLACED, {("hf_qknorm.families", "FAMILIES"): model_type})
+    bases = {name: getattr(transformers, name.removeprefix(PREFIX)) for name in models}
+    types = {name: base.config_class.model_type for name, base in bases.items()}
+    bundle = Bundle(_ROOTS, _REPLACED, {_FAMILIES: tuple(sorted({model_type, *types.values()}))})
     own = [f'{config} = derived_config("{model_type}")']
-    own += [f"{name} = derived_model(transformers.{name.removeprefix(PREFIX)})" for name in models]
+    for name, base in bases.items():
+        own.append(f"{name} = derived_model(transformers.{base.__name__})")
+        if types[name] != model_type:  # a type without models of its own
+            own.append(f"{name}.config_class = {config}")
     foot = _FOOT.format(
         own="\n".join(f"    {line}" for line in own),
         theirs="\n".join(f"    {name} = package.{name}" for name in (config, *models)),

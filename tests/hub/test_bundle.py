@@ -62,17 +62,17 @@ def test_mentions_follow_a_renamed_definition(run):
 def test_a_replacement_stands_wherever_the_original_is_mentioned():
     attention_class = ("hf_qknorm.attention", "attention_class")
     plain = {("hf_qknorm.attention", "QKNormAttention"): ("hf_qknorm.layer", "PlainAttention")}
-    text = Bundle((attention_class,), plain, {("hf_qknorm.families", "FAMILIES"): "llama"}).text()
+    text = Bundle((attention_class,), plain, {("hf_qknorm.families", "FAMILIES"): ("llama",)}).text()
     assert "QKNormAttention" not in text.replace("`QKNormAttention", "")
     assert "kernels_take" not in text
 
 
-def test_of_a_table_it_keeps_one_entry(run):
+def test_of_a_table_it_keeps_what_is_named(run):
     table = ("hf_qknorm.families", "FAMILIES")
-    names = run(Bundle((table,), entries={table: "gpt2"}).text())
-    assert list(names["FAMILIES"]) == ["gpt2"]
+    names = run(Bundle((table,), entries={table: ("gpt2", "llama")}).text())
+    assert list(names["FAMILIES"]) == ["gpt2", "llama"]
     with pytest.raises(ValueError, match="no key 'bloom'"):
-        Bundle((table,), entries={table: "bloom"})
+        Bundle((table,), entries={table: ("llama", "bloom")})
 
 
 def test_imports_inside_functions_can_not_travel():
