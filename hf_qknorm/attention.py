@@ -243,10 +243,11 @@ def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
             gain = field == "q" or scheme.q is None
             fresh = fresh_scalar(scheme, norm, module.config.max_position_embeddings, head_dim, module.logit_scale)
         size = heads if field == "q" else heads_kv
+        width = getattr(module, "v_head_dim", head_dim) if field == "v" else head_dim
         setattr(
             module,
             name,
-            HeadNorm(norm, scheme, size, head_dim, gain=gain, fresh=fresh, device=device, dtype=dtype),
+            HeadNorm(norm, scheme, size, width, gain=gain, fresh=fresh, device=device, dtype=dtype),
         )
 
 

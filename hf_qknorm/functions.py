@@ -156,9 +156,7 @@ def _attend(
     seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal, boundaries)
     masks = {"ranges": seen.ranges} if seen.mask is None else {"ranges": seen.ranges, "mask": seen.mask}
     out = attend(
-        query,
-        seen.key,
-        seen.value,
+        *_even(query, seen.key, seen.value),
         scale=scaling,
         softcap=softcap,
         causal=seen.causal,
@@ -167,7 +165,16 @@ def _attend(
         dropout=dropout,
         **masks,
     )
-    return out.transpose(1, 2).contiguous(), None
+    return out[..., : value.shape[-1]].transpose(1, 2).contiguous(), None
+
+
+def _even(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """The three with one width of heads: zeros behind the narrower ones change neither logits nor what is seen."""
+    widths = [x.shape[-1] for x in (query, key, value)]
+    return tuple(
+        x if width == max(widths) else nn.functional.pad(x, (0, max(widths) - width))
+        for x, width in zip((query, key, value), widths, strict=True)
+    )
 
 
 def _tell(what: str) -> None:
@@ -203,9 +210,7 @@ def eager_attention(
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's switch: logits in fp32
         query, key = query.float(), key.float()
     result = reference.attention(
-        query,
-        key,
-        seen.value,
+        *_even(query, key, seen.value),
         scale=scaling,
         softcap=softcap,
         causal=seen.causal,
@@ -215,7 +220,7 @@ def eager_attention(
         sinks=s_aux,
         dropout_mask=dropout_mask,
     )
-    return result.out.transpose(1, 2).contiguous(), result.weights.to(value.dtype)
+    return result.out[..., : value.shape[-1]].transpose(1, 2).contiguous(), result.weights.to(value.dtype)
 
 
 def _refuse_unsupported(arguments: dict[str, Any]) -> None:

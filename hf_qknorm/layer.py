@@ -124,7 +124,9 @@ class PlainAttention(nn.Module):
         """The layer's sliding window: its own attribute where it has one (it may be off), else the config's."""
         if not getattr(self, "is_sliding", True):
             return None
-        config_window = getattr(self.config, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        slides = kinds is None or kinds[self.layer_idx] == "sliding_attention"
+        config_window = getattr(self.config, "sliding_window", None) if slides else None
         window: int | None = getattr(self, "sliding_window", config_window)
         return window
 

@@ -21,6 +21,10 @@ if find_spec("triton") is None:
 torch.set_num_threads(1)  # tiny models are no faster with more, and waiting threads slow a busy machine
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-families", action="store_true", help="sweep over every family, not one of each style")
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of small trained checkpoints and texts that stands beside the repository."""

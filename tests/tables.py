@@ -86,3 +86,22 @@ def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     """What a model is, apart from the numbers in it."""
     flags = {name: sorted(vars(module)) for name, module in model.named_modules()}
     return type(model), str(model), model.config.to_dict(), type(model.config), list(model.state_dict()), flags
+
+
+def step(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Loss, logits and every gradient of one training step, its dropout seeded."""
+    model.train()
+    model.zero_grad()
+    torch.manual_seed(0)
+    result = model(**batch)
+    result.loss.backward()
+    model.eval()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": result.loss.detach(), "logits": result.logits.detach(), **gradients}
+
+
+def assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Fail unless both hold the same tensors, to the bit."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name

@@ -74,7 +74,7 @@ class QKNormConfig(_Config):
         family = FAMILIES[self.base_model_type]
         scheme = scheme.resolve(family.norm)
         check_scheme(self.base_model_type, self, scheme)
-        if family.own_cap and self.qk_norm_base is None:
+        if hasattr(type(self).__mro__[2], "attn_logit_softcapping") and self.qk_norm_base is None:  # the base's own
             self.qk_norm_base = {"attn_logit_softcapping": self.attn_logit_softcapping}
             stated_cap = None
         cap = scheme.softcap

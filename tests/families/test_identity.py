@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import BATCHES, MODEL_TYPES, PAIRS, fingerprint, make_batch, randomise, sharp_model
-from torch import Tensor
+from tables import BATCHES, MODEL_TYPES, PAIRS, assert_identical, fingerprint, make_batch, randomise, sharp_model, step
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
@@ -52,24 +51,6 @@ def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedMod
     for model in (original, patched):
         model.set_attn_implementation(backend)
     return original, patch_model(patched, "none")
-
-
-def step(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Loss, logits and every gradient of one training step, its dropout seeded."""
-    model.train()
-    model.zero_grad()
-    torch.manual_seed(0)
-    result = model(**batch)
-    result.loss.backward()
-    model.eval()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return {"loss": result.loss.detach(), "logits": result.logits.detach(), **gradients}
-
-
-def assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
 
 
 @pytest.mark.parametrize("kind", BATCHES)

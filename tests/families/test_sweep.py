@@ -1,0 +1,267 @@
+"""Every causal language model of transformers: patched rightly, or refused with the reason.
+
+By default one family of each style; `pytest --all-families` runs over all, with variants for what a config switches.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, real, sharp_model, step
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
+from hf_qknorm.attention import QKNormAttention, _angles, as_unpatched, head_norms, patched_layers
+from hf_qknorm.families import REFUSED, family_of, known_families
+from hf_qknorm.hub.derived import derived_model
+from hf_qknorm.layer import PlainAttention
+from hf_qknorm.ops.heads import Rotary
+from hf_qknorm.testing import tiny_config
+
+KINDS = ("plain", "left", "right")
+NEW = 8
+TOLERANCE = 1e-4  # near-identical logits, through two layers and whatever stands beside attention
+
+# What a config can switch that the tiny settings of its type do not.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere-normed": ("cohere", {"use_qk_norm": True}),
+    "deepseek_v2-direct": ("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek_v3-halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}),
+    "glm4_moe-normed": ("glm4_moe", {"use_qk_norm": True}),
+    "gpt_bigcode-many": ("gpt_bigcode", {"multi_query": False}),
+    "granitemoehybrid-unrotated": ("granitemoehybrid", {"position_embedding_type": "nope"}),
+    "olmo-unclipped": ("olmo", {"clip_qkv": None}),
+    "opt-post": ("opt", {"do_layer_norm_before": False}),
+    "persimmon-normed": ("persimmon", {"qk_layernorm": True}),
+    "phi-normed": ("phi", {"qk_layernorm": True}),
+    "stablelm-normed": ("stablelm", {"qk_layernorm": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "starcoder2-dropped": ("starcoder2", {"residual_dropout": 0.1}),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" not in metafunc.fixturenames:
+        return
+    known = known_families()
+    if metafunc.config.getoption("--all-families"):
+        cases = [*known, *(name for name, (model_type, _) in VARIANTS.items() if model_type in known)]
+    else:
+        cases = list({FAMILIES[model_type].style: model_type for model_type in reversed(known)}.values())
+    metafunc.parametrize("case", cases)
+
+
+def made(case: str) -> PreTrainedModel:
+    model_type, settings = VARIANTS.get(case, (case, {}))
+    return sharp_model(model_type, **{"attention_dropout": 0.1, **settings})
+
+
+def type_of(case: str) -> str:
+    return VARIANTS.get(case, (case, {}))[0]
+
+
+def config_of(case: str) -> PretrainedConfig:
+    model_type, settings = VARIANTS.get(case, (case, {}))
+    return tiny_config(model_type, **settings)
+
+
+def takes(case: str, preset: str) -> bool:
+    """Whether a model can have the preset."""
+    return FAMILIES[type_of(case)].refusal(config_of(case), SCHEMES[preset]) is None
+
+
+@torch.no_grad()
+def generated(model: PreTrainedModel, kind: str, **options: Any) -> tuple[Tensor, Tensor]:
+    """Greedily generated tokens and the logits that they were taken by."""
+    out = model.generate(
+        **make_batch(kind, labels=False),
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+    return out.sequences, torch.stack(out.logits)
+
+
+def test_none_changes_nothing(case):
+    """Loss, logits and gradients of training with dropout, and generation, bit for bit; and so does unpatching."""
+    original, patched = made(case), made(case)
+    before = fingerprint(patched)
+    patch_model(patched, "none")
+    assert patched_layers(patched)
+    for kind in KINDS:
+        expected = step(original, make_batch(kind))
+        assert torch.isfinite(expected["loss"])
+        assert_identical(step(patched, make_batch(kind)), expected)
+    for kind in ("plain", "left"):
+        for expected, actual in zip(generated(original, kind), generated(patched, kind), strict=True):
+            assert torch.equal(actual, expected)
+    assert fingerprint(unpatch_model(patched)) == before
+    assert_identical(step(patched, make_batch("left")), step(original, make_batch("left")))
+
+
+def test_none_changes_nothing_for_eager(case):
+    original, patched = made(case), made(case)
+    if original.config._attn_implementation == "eager":
+        pytest.skip("eager is its default")
+    for model in (original, patched):
+        model.set_attn_implementation("eager")
+    patch_model(patched, "none")
+    assert_identical(step(patched, make_batch("left")), step(original, make_batch("left")))
+
+
+def test_norm_and_cap(case, tmp_path):
+    """It trains every new parameter, is saved and loaded, generates with a cache as without, and comes off again."""
+    preset = "qk_norm_cap" if takes(case, "qk_norm_cap") else "soft_cap"
+    model, batch = made(case), make_batch("left")
+    before, expected = fingerprint(model), step(model, batch)
+    randomise(patch_model(model, replace(SCHEMES[preset], softcap=2.0)))
+    result = step(model, batch)
+    assert all(x is None or torch.isfinite(x).all() for x in result.values())
+    assert (result["logits"] - expected["logits"]).abs().max() > 1e-3, "norm and cap act"
+    added = result.keys() - expected.keys()
+    assert bool(added) == (preset == "qk_norm_cap")
+    assert all(result[name].abs().max() > 0 for name in added)
+
+    tokens, logits = generated(model, "left")
+    tokens_uncached, logits_uncached = generated(model, "left", use_cache=False)
+    assert torch.equal(tokens, tokens_uncached)
+    assert_near(logits, logits_uncached, TOLERANCE)
+
+    copy.deepcopy(model).save_pretrained(tmp_path)  # it writes to the config
+    again = type(model).from_pretrained(tmp_path)
+    assert type(again) is type(model) is derived_model(type(model).base_class)
+    assert again.config.scheme == model.config.scheme
+    with torch.no_grad():
+        assert torch.equal(again(**batch).logits, model(**batch).logits)
+
+    assert fingerprint(unpatch_model(model)) == before
+    assert_identical(step(model, batch), expected)
+
+
+@pytest.mark.parametrize("kind", ["plain", "left"])
+@torch.no_grad()
+def test_backends_agree(case, kind):
+    """Windows, sinks and masks reach the package's own attention as they do the model's."""
+    model, batch = made(case), make_batch(kind, labels=False)
+    model.set_attn_implementation("eager")
+    expected = model(**batch).logits[real(batch)]
+    patch_model(model, "none")
+    for backend in ("hf_qknorm", "hf_qknorm_eager"):
+        model.set_attn_implementation(backend)
+        assert_near(model(**batch).logits[real(batch)], expected, TOLERANCE, backend)
+    patch_model(unpatch_model(model), replace(SCHEMES["soft_cap"], softcap=2.0))
+    capped = model(**batch).logits[real(batch)]
+    assert (capped - expected).abs().max() > 1e-3
+    model.set_attn_implementation("eager")
+    assert_near(model(**batch).logits[real(batch)], capped, TOLERANCE, "capped")
+
+
+@torch.no_grad()
+def test_what_kernels_rotate(case, monkeypatch):
+    """The angles that kernels are given turn heads as the model does."""
+    if FAMILIES[type_of(case)].rope is None:
+        pytest.skip("only the model's own code rotates it")
+    plain, seen = PlainAttention._attend, []
+
+    def attend(layer: QKNormAttention, q: Tensor, k: Tensor, *rest: Any) -> Any:
+        _, mask, positions, cache, options = rest
+        if positions is not None:
+            rotary = _angles(positions, layer.family.rope)
+            expected = layer.family.style.rotate(layer, q, k, k, positions, cache, **options)
+            for x, y in zip((q, k), expected, strict=False):
+                assert_near(turned(x, rotary), y, 1e-6)
+            seen.append(rotary)
+        return plain(layer, q, k, *rest)
+
+    monkeypatch.setattr(PlainAttention, "_attend", attend)
+    patch_model(made(case), "none")(**make_batch("left"))
+    config = config_of(case)
+    assert seen or not hasattr(config, "rope_parameters") or config.position_embedding_type == "nope"
+
+
+def turned(x: Tensor, rotary: Rotary) -> Tensor:
+    """x `[B, H, T, D]` with its first R channels rotated, in halves or in pairs of neighbours."""
+    cos, sin = rotary.cos[:, None], rotary.sin[:, None]
+    part, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    if rotary.interleaved:
+        a, b = part[..., ::2], part[..., 1::2]
+        return torch.cat([torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2), rest], -1)
+    a, b = part.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+@torch.no_grad()
+def test_the_norm_in_front_folds_away(case):
+    """qkv_norm removes it for good: nobody else reads it, and as unpatched the model is what it was."""
+    if not takes(case, "qkv_norm"):
+        pytest.skip("takes no qkv_norm")
+    model, batch = made(case), make_batch("left")
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # biases, which fold but for σ, and gains
+            bias = name.endswith("bias") or ".bias" in name
+            parameter.copy_(
+                torch.zeros(()) if bias else parameter + 0.3 * torch.randn(parameter.shape, generator=generator)
+            )
+    expected = model(**batch).logits[real(batch)]
+    patch_model(model, "qkv_norm")
+    assert all({"q_norm", "k_norm", "v_norm"} == head_norms(layer).keys() for layer in patched_layers(model).values())
+    with as_unpatched(model):
+        assert_near(model(**batch).logits[real(batch)], expected, 1e-3)
+
+
+# Types of which transformers itself makes no causal language model by their default config.
+UNMADE = frozenset(
+    {
+        "emu3_text_model",
+        "gemma3n",
+        "gemma4_assistant",
+        "gemma4_unified_assistant",
+        "mllama_text_model",
+        "musicgen",
+        "musicgen_melody",
+        "qwen4_exp_text",
+        "reformer",
+    }
+)
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_others_are_refused_with_the_reason(model_type):
+    reason = re.escape(REFUSED[model_type])
+    with pytest.raises(ValueError, match=reason):
+        family_of(SimpleNamespace(model_type=model_type))
+    if model_type in UNMADE | (REFUSED.keys() - CONFIG_MAPPING.keys()):
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type]())
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=re.escape(REFUSED[model.config.model_type])):
+        patch_model(model)
+    assert fingerprint(model) == before
+
+
+def test_every_causal_language_model_is_known():
+    """By its own type or, as GPT-Sw3 and the text models of others, by that of the class that it is loaded as."""
+    classes = {t: name for t, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if not t.startswith("qknorm_")}
+    types = {t if t in FAMILIES | REFUSED else own_type(name) for t, name in classes.items()}
+    assert types <= FAMILIES.keys() | REFUSED.keys()
+    assert not FAMILIES.keys() & REFUSED.keys()
+    assert len(types & FAMILIES.keys()) >= 80
+
+
+def own_type(name: str) -> str:
+    return getattr(transformers, name).config_class.model_type
