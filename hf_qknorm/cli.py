@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="check everything, say what would happen, and write nothing")
     add("--overwrite", action="store_true", help="replace a checkpoint at the destination")
     add("--allow-pickle", action="store_true", help="read pytorch_model.bin where there is no safetensors")
+    add("--standalone", action="store_true", help="let it carry the code that runs it without hf_qknorm")
     add("--push", metavar="REPO", help="then push it to the Hub; whether that can be done is looked at first")
     add("--private", action="store_true", default=None, help="with --push: make a private repository")
     export = commands.add_parser("export", help="write a patched checkpoint as a model that needs no plugin, if exact")
@@ -151,6 +152,7 @@ def _convert(options: argparse.Namespace) -> None:
         calibration=options.calibrate,
         method=options.method,
         max_loss_increase=options.max_loss_increase,
+        standalone=options.standalone,
         **common,
     )
     if report is not None:

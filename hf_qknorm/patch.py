@@ -107,7 +107,8 @@ def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig
     """A copy of a family's config as its derived type, with the scheme; other models may share the original."""
     patched = copy.deepcopy(config)
     patched.__class__ = derived_config(config.model_type)
-    vars(patched).pop("model_type", None)  # a loaded config holds it beside its class
+    for name in ("model_type", "auto_map"):  # a loaded config holds its type beside its class; the code is another's
+        vars(patched).pop(name, None)
     patched.qk_norm = patched.qk_norm_base = patched.qk_norm_blend = None
     patched.attn_logit_softcapping = getattr(config, "attn_logit_softcapping", None)
     patched.set_scheme(scheme)

@@ -26,6 +26,7 @@ from hf_qknorm.convert.shards import Weights, copy_file
 from hf_qknorm.convert.source import REPORT, Source, open_source
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files import check_new_folder, hub_name, new_folder
+from hf_qknorm.hub.standalone import carry_code
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
 
@@ -55,6 +56,7 @@ def convert_checkpoint(
     calibration: Any = None,
     method: str = "fit",
     max_loss_increase: float | None = None,
+    standalone: bool = False,
     overwrite: bool = False,
     allow_pickle: bool = False,
 ) -> Calibration | None:
@@ -62,8 +64,9 @@ def convert_checkpoint(
 
     With `calibration` (what `calibrate` takes as data) the gains are fitted by `method`, and the report is returned and
     saved beside the weights; without it they are fresh, and the weights stream through without a model being built.
-    Tokenizer, generation config, templates, licence and card travel along. `dst` appears at once when all is written;
-    one that is there is replaced only with `overwrite`. Only safetensors is read, unless `allow_pickle`.
+    Tokenizer, generation config, templates, licence and card travel along, and with `standalone` the code that runs it
+    with torch and transformers alone, as `add_standalone` gives it. `dst` appears at once when all is written; one that
+    is there is replaced only with `overwrite`. Only safetensors is read, unless `allow_pickle`.
 
     Raises ValueError for a source, scheme or tokenizer that can't be converted, naming the file, and for a loss (nats)
     that rose by more than `max_loss_increase`; FileExistsError for a destination that is there; OSError, naming the
@@ -86,7 +89,10 @@ def convert_checkpoint(
             for file in source.files:
                 (folder / file).parent.mkdir(exist_ok=True)
                 copy_file(source.folder / file, folder / file)
-            converted_config(source, resolved).save_pretrained(folder)
+            config = converted_config(source, resolved)
+            if standalone:
+                carry_code(config)
+            config.save_pretrained(folder)
             if report is not None:
                 report.save(folder / REPORT)
             Weights(folder)  # what was written is whole

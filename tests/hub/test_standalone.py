@@ -11,20 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tables import applies, make_batch, randomise, sharp_model
+from tables import MODEL_TYPES, applies, make_batch, randomise, sharp_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_qknorm import SCHEMES, Scheme, add_standalone, patch_model, unpatch_model
+from hf_qknorm import SCHEMES, Scheme, add_standalone, convert_checkpoint, patch_model, unpatch_model
 from hf_qknorm.hub.derived import derived_config
 from hf_qknorm.hub.standalone import AUTO_CLASSES, CODE_FILE, standalone_code
 from hf_qknorm.training.blend import set_blend
 
-TYPES = ("gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3")
 HERE = Path(__file__).parent
 BUSY = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, scale=0.3)
 CASES = {
-    **{f"{t} with all": (t, BUSY, "left") for t in TYPES if applies(t, BUSY)},
-    **{f"{t} capped": (t, Scheme(softcap=5.0), "left") for t in TYPES},
+    **{f"{t} with all": (t, BUSY, "left") for t in MODEL_TYPES if applies(t, BUSY)},
+    **{f"{t} capped": (t, Scheme(softcap=5.0), "left") for t in MODEL_TYPES},
     **{f"llama {name}": ("llama", scheme, "plain") for name, scheme in SCHEMES.items()},
     "gpt2 folded": ("gpt2", SCHEMES["qkv_norm"], "plain"),
     "mistral packed": ("mistral", Scheme(q="l2", softcap=2.0), "packed"),
@@ -89,7 +88,7 @@ def test_what_is_saved_again_carries_the_code(folders):
         assert (folder / "again" / CODE_FILE).read_text() == (folder / CODE_FILE).read_text()
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_file_imports_torch_and_transformers_alone(model_type):
     code = standalone_code(model_type)
     modules = {line.split()[1].partition(".")[0] for line in code.splitlines() if line.startswith(("import ", "from "))}
@@ -138,6 +137,19 @@ def test_a_strangers_code_is_not_saved_as_ours(tmp_path):
     saved = json.loads((tmp_path / "again/config.json").read_text())
     assert "evil" not in json.dumps(saved["auto_map"])
     assert (tmp_path / "again" / CODE_FILE).read_text() == standalone_code("llama")
+
+
+@pytest.mark.parametrize("standalone", [True, False])
+def test_a_conversion_carries_the_code_when_asked(standalone, tmp_path):
+    """And never a stranger's, which the source's config may name."""
+    sharp_model("llama").save_pretrained(tmp_path / "source")
+    config = json.loads((tmp_path / "source/config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", "qk_norm", standalone=standalone)
+    saved = json.loads((tmp_path / "out/config.json").read_text())
+    assert (tmp_path / "out" / CODE_FILE).is_file() == ("auto_map" in saved) == standalone
+    assert "evil" not in json.dumps(saved)
 
 
 @pytest.mark.parametrize(
