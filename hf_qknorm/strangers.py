@@ -114,7 +114,9 @@ def repo_id(value: Any, where: str) -> str | None:
     if value is None:
         return None
     try:
+        if not isinstance(value, str) or len(value) > 200:
+            raise HFValidationError("no name at all")
         validate_repo_id(value)
-    except (HFValidationError, TypeError):
+    except HFValidationError:
         raise ValueError(f"{where} is {brief(value)}, expected a name on the Hub, as OWNER/NAME, or nothing") from None
-    return str(value)
+    return value

@@ -116,4 +116,4 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
     """The tokenizer of the checkpoint that the model came from. Raises ValueError for a model without a name."""
     if not model.name_or_path:
         raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
-    return AutoTokenizer.from_pretrained(model.name_or_path)
+    return AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False)

@@ -257,11 +257,13 @@ def inspect_checkpoint(
     if not Path(checkpoint).is_dir() and is_path(checkpoint):
         raise FileNotFoundError(f"no such folder: {checkpoint}")
     text = load_text(texts, limit=CHARACTERS * tokens)
-    config = _one_line(checkpoint, partial(AutoConfig.from_pretrained, checkpoint))
+    safe = {"trust_remote_code": False}
+    config = _one_line(checkpoint, partial(AutoConfig.from_pretrained, checkpoint, **safe))
     if not isinstance(config, QKNormConfig):
         family_of(config)
-    tokenizer = _one_line(checkpoint, partial(AutoTokenizer.from_pretrained, checkpoint))
-    model = _one_line(checkpoint, partial(AutoModelForCausalLM.from_pretrained, checkpoint, dtype="auto"))
+    tokenizer = _one_line(checkpoint, partial(AutoTokenizer.from_pretrained, checkpoint, **safe))
+    safe["use_safetensors"] = True
+    model = _one_line(checkpoint, partial(AutoModelForCausalLM.from_pretrained, checkpoint, dtype="auto", **safe))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return inspect_model(model, [text], tokenizer=tokenizer, max_tokens=tokens, cap=cap)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from hf_qknorm.strangers import brief, read_json
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX_BYTES = 256 * 2**20  # a million tensors
+SHARD = re.compile(r"[\w][\w. -]{0,240}\.safetensors")  # a name of a file, on every system
 CHUNK = 16 * 2**20  # bytes in memory at a time
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -156,7 +161,7 @@ class Weights:
             with safe_open(path, framework="pt") as opened:  # the library checks the whole header against the length
                 self.metadata[file] = opened.metadata() or {}
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is truncated or corrupted ({error}): download it again") from error
+            raise ValueError(f"{path} is truncated or corrupted ({brief(str(error))}): download it again") from error
         with path.open("rb") as raw:
             length = int.from_bytes(raw.read(8), "little")
             header = json.loads(raw.read(length))
@@ -187,16 +192,17 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
         if not (folder / SINGLE).is_file():
             raise FileNotFoundError(f"{folder} holds no {SINGLE} and no {INDEX}")
         return None
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no JSON ({error}): download it again") from error
+    index = read_json(path, INDEX_BYTES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f'{path} has no "weight_map" from tensors to files: download it again')
+    if not isinstance(index.get("metadata", {}), dict):
+        raise ValueError(f'{path}: "metadata" is {brief(index["metadata"])}, expected a mapping')
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{path}: {name} is said to be in {file!r}: expected a .safetensors file of this folder")
+        if not isinstance(file, str) or not SHARD.fullmatch(file):
+            raise ValueError(
+                f"{path}: {brief(name)} is said to be in {brief(file)}: expected a .safetensors file of this folder"
+            )
     return index
 
 

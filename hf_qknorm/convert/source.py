@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from typing import Any
 
 import transformers
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from hf_qknorm.convert.shards import INDEX, SINGLE, Weights
 from hf_qknorm.files import is_path
+from hf_qknorm.strangers import brief, read_json
 
 REPORT = "qk_norm_report.json"  # of a calibration, beside the weights that it gave
 # Other forms of the weights, and what a Trainer leaves: they do not belong to the converted model.
@@ -24,6 +25,7 @@ LEFT_SUFFIXES = (
     ".safetensors", ".tflite",
 )  # fmt: skip
 LEFT_NAMES = ("config.json", "trainer_state.json", INDEX, "pytorch_model.bin.index.json", REPORT)
+TOKENIZER_BYTES = 512 * 2**20  # the largest have some 30 MB
 FOLDERS = ("additional_chat_templates",)
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = (
@@ -46,11 +48,12 @@ class Source:
     def model_class(self) -> Any:
         """The transformers class that its config names. Raises ValueError for one that transformers does not have."""
         architectures = self.config.architectures or []
-        cls = getattr(transformers, architectures[0], None) if architectures else None
-        if cls is None:
+        named = architectures[0] if isinstance(architectures, list) else None
+        cls = getattr(transformers, named, None) if isinstance(named, str) else None
+        if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
             raise ValueError(
-                f'{self.folder / "config.json"}: "architectures" is {architectures or "missing"}, expected the name of '
-                'a class of transformers, as ["LlamaForCausalLM"]'
+                f'{self.folder / "config.json"}: "architectures" is {brief(architectures or "missing")}, expected '
+                'the name of a class of transformers, as ["LlamaForCausalLM"]'
             )
         return cls
 
@@ -87,7 +90,8 @@ def open_source(name: str | Path, *, allow_pickle: bool = False) -> Iterator[Sou
 def travelling_files(folder: Path) -> tuple[Path, ...]:
     """What goes along with a checkpoint, relative to its folder: tokenizer, templates, licence, card, ….
 
-    Raises ValueError, naming the file, for JSON that can't be read.
+    Raises ValueError, naming the file, for JSON that can't be read, and for a link to elsewhere: what it points to may
+    be private, and would travel along.
     """
     files: list[Path] = []
     for path in sorted(folder.iterdir()):
@@ -98,12 +102,19 @@ def travelling_files(folder: Path) -> tuple[Path, ...]:
         ):
             files.append(Path(path.name))
     for file in files:
+        _check_place(folder, file)
         if file.suffix == ".json":
-            try:
-                json.loads((folder / file).read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ValueError(f"{folder / file} is no JSON ({error}): download it again") from error
+            read_json(folder / file, TOKENIZER_BYTES)
     return tuple(files)
+
+
+def _check_place(folder: Path, file: Path) -> None:
+    """Raise ValueError for a file that lies outside its folder, or outside the Hub's cache that the folder is in."""
+    real, roots = Path(os.path.realpath(folder / file)), [Path(os.path.realpath(folder))]
+    if folder.absolute().parent.name == "snapshots":
+        roots.append(roots[0].parent.parent / "blobs")
+    if not any(real.is_relative_to(root) for root in roots):
+        raise ValueError(f"{folder / file} is a link to {real}, outside the folder: put the file itself there")
 
 
 def _folder(name: str, allow_pickle: bool) -> Path:
@@ -117,19 +128,35 @@ def _folder(name: str, allow_pickle: bool) -> Path:
     return Path(snapshot_download(name, ignore_patterns=[*unwanted, "original/*", "onnx/*"]))
 
 
-def _config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
+    """The config of the checkpoint in a folder; no code of it is run.
+
+    Raises FileNotFoundError without a config.json, ValueError, naming it, for one that can't be read.
+    """
     path = folder / "config.json"
     if not path.is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise ValueError(f"{folder} holds an adapter alone: merge it into its base model, then convert that")
         raise FileNotFoundError(f"{path} is missing: is this a checkpoint of transformers?")
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is {brief(data)}, expected a mapping: download it again")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): download it again") from error
-    if data.get("quantization_config") is not None:
-        raise ValueError(f"{path}: this checkpoint is quantised. Convert the one in full precision, then quantise that")
-    return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # transformers has its own for a field of the wrong type
+        raise ValueError(f"{path} can't be read ({type(error).__name__}: {brief(str(error))})") from error
+
+
+def _config(folder: Path) -> Any:
+    if (folder / "adapter_config.json").is_file():  # transformers would load the model that it names
+        raise ValueError(f"{folder} holds an adapter: merge it into its base model, then convert that")
+    config = read_config(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{folder / 'config.json'}: this checkpoint is quantised. Convert the one in full precision, then quantise "
+            "that"
+        )
+    return config
 
 
 def _has_weights(folder: Path) -> bool:
@@ -141,7 +168,7 @@ def _check_tokenizer(folder: Path, files: tuple[Path, ...]) -> None:
     if not there:
         return
     try:
-        AutoTokenizer.from_pretrained(folder)
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each tokenizer library has its own
         raise ValueError(
             f"{folder / there[0]}: the tokenizer can't be read ({type(error).__name__}: {error}). Download "

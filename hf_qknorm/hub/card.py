@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from transformers import AutoConfig
 
 from hf_qknorm import __version__, strangers
 from hf_qknorm.convert.native.targets import find_target
 from hf_qknorm.convert.report import Calibration, LayerReport, LayerStatistics, Prediction, mean
-from hf_qknorm.convert.source import REPORT, TOKENIZER_FILES
+from hf_qknorm.convert.source import REPORT, TOKENIZER_FILES, read_config
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.files import replace_file
 from hf_qknorm.functions import CAP_BACKENDS
@@ -82,11 +81,7 @@ def has_card(folder: str | os.PathLike[str]) -> bool:
 
 
 def _config(folder: Path) -> Any:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: give the folder of a checkpoint that hf_qknorm patched")
-    strangers.read_json(path)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = read_config(folder)
     if not isinstance(config, QKNormConfig):
         raise ValueError(f"{folder} holds a plain {config.model_type}: convert it first (hf-qknorm convert)")
     return config

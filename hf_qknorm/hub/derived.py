@@ -29,6 +29,7 @@ from hf_qknorm.hub.standalone import carry_code, write_code
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.parallel import plan_norms
 from hf_qknorm.scheme import Scheme
+from hf_qknorm.strangers import brief
 
 if TYPE_CHECKING:  # the mixins stand in front of a model's own classes and lean on their methods
     from transformers import PretrainedConfig as _Config
@@ -55,6 +56,7 @@ class QKNormConfig(_Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        _check_base(self.qk_norm_base)
         _check_blend(self.qk_norm_blend)
         if self.qk_norm is not None:
             self.set_scheme(Scheme.of(self.qk_norm), stated_cap=self.attn_logit_softcapping)
@@ -76,14 +78,15 @@ class QKNormConfig(_Config):
         check_scheme(self.base_model_type, self, scheme)
         if hasattr(type(self).__mro__[2], "attn_logit_softcapping") and self.qk_norm_base is None:  # the base's own
             self.qk_norm_base = {"attn_logit_softcapping": self.attn_logit_softcapping}
+            _check_base(self.qk_norm_base)
             stated_cap = None
         cap = scheme.softcap
         if cap is None and self.qk_norm_base is not None:
             cap = self.qk_norm_base["attn_logit_softcapping"]
         if stated_cap is not None and stated_cap != cap:
             raise ValueError(
-                f"attn_logit_softcapping={stated_cap} contradicts qk_norm, whose softcap is {cap}: servers read the "
-                "first, hf_qknorm the second. Make them equal, or leave attn_logit_softcapping out"
+                f"attn_logit_softcapping={brief(stated_cap)} contradicts qk_norm, whose softcap is {cap}: servers read "
+                "the first, hf_qknorm the second. Make them equal, or leave attn_logit_softcapping out"
             )
         self.qk_norm = scheme.to_dict()
         self.attn_logit_softcapping = cap
@@ -99,11 +102,20 @@ class QKNormConfig(_Config):
         """Nothing: transformers would save this class's file alone, and `auto_map` says what is to be saved."""
 
 
+def _check_base(base: Any) -> None:
+    if base is None:
+        return
+    if not isinstance(base, dict) or set(base) != {"attn_logit_softcapping"}:
+        raise ValueError(f'qk_norm_base is {brief(base)}, expected None or {{"attn_logit_softcapping": a cap}}')
+    Scheme(softcap=base["attn_logit_softcapping"])  # raises for what is no cap
+
+
 def _check_blend(blend: Any) -> None:
     if blend is None:
         return
     if not isinstance(blend, dict) or set(blend) != {"norms", "softcap"} or not isinstance(blend["norms"], bool):
-        raise ValueError(f'qk_norm_blend is {blend!r}, expected None or {{"norms": true or false, "softcap": a cap}}')
+        expected = 'None or {"norms": true or false, "softcap": a cap}'
+        raise ValueError(f"qk_norm_blend is {brief(blend)}, expected {expected}")
     Scheme(softcap=blend["softcap"])  # raises for what is no cap
 
 

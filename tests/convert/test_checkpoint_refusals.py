@@ -96,7 +96,7 @@ def test_other_refusals(llama, tmp_path):
         ((llama, tmp_path / "photos", "qk_norm", {"overwrite": True}), "holds no config.json"),
         ((llama, llama / "LICENSE", "qk_norm", {"overwrite": True}), "LICENSE is a file"),
         ((out, tmp_path / "twice"), r"is converted already \(q=rms, k=rms\)"),
-        ((tmp_path / "adapter", tmp_path / "new"), "holds an adapter alone"),
+        ((tmp_path / "adapter", tmp_path / "new"), "holds an adapter: merge it"),
         ((tmp_path / "nowhere", tmp_path / "new"), "nowhere is no folder"),
         ((llama, tmp_path / "new", "qk_nrom"), "did you mean 'qk_norm'"),
         ((biased, tmp_path / "new", "qkv_norm"), r"can't fold .*bias exactly.* Pass calibration="),

@@ -72,7 +72,7 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
 def _read_config(source: Path) -> Any:
     if not (source / "config.json").is_file():
         raise FileNotFoundError(f"{source} holds no config.json: give the folder of a patched checkpoint")
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if not isinstance(config, QKNormConfig):
         raise ValueError(f"{source} is a plain {config.model_type}, not a patched model: there is nothing to export")
     if config.qk_norm_blend is not None:
