@@ -9,13 +9,23 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from hf_qknorm.functions import eager_attention
+
+OWN_BACKENDS: Final = ("hf_qknorm", "hf_qknorm_eager")  # the one that checkpoints ask for; both are plain here
+CAP_BACKENDS: Final = (
+    *OWN_BACKENDS,
+    "eager",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+)
 
 
 def installed() -> ModuleType | None:
@@ -24,10 +34,8 @@ def installed() -> ModuleType | None:
 
 
 def register() -> None:
-    """Register plain attention, under the names that checkpoints ask for, with its mask: without one, causality is
-    lost.
-    """
-    for name in ("hf_qknorm", "hf_qknorm_eager"):
+    """Register plain attention together with its mask function: without one, causality is lost."""
+    for name in OWN_BACKENDS:
         AttentionInterface.register(name, eager_attention)
         AttentionMaskInterface.register(name, eager_mask)
 

@@ -178,3 +178,16 @@ def test_a_model_in_memory_brings_the_tokenizer_of_its_origin(hub, tmp_path, ori
     for name in ("tokenizer.json", "tokenizer_config.json", "LICENSE"):
         assert commit.files.get(name) == (None if origin == "nowhere" else (base / name).read_bytes())
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("me/tiny")), expected)
+
+
+@pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
+def test_transformers_own_ways_to_push_send_the_code_too(hub, way, tmp_path):
+    model = patched()
+    if way == "push_to_hub":
+        model.push_to_hub("me/tiny")
+    else:
+        model.save_pretrained(tmp_path / "out", push_to_hub=True, repo_id="me/tiny")
+    files = hub.commits("me/tiny")[-1].files
+    assert json.loads(files["config.json"])["auto_map"]["AutoConfig"] == "modeling_qknorm.QKNormLlamaConfig"
+    assert b"class QKNormModel" in files[CODE]
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("me/tiny")), logits(model))
