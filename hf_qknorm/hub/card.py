@@ -142,7 +142,7 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "blend": config.qk_norm_blend is not None,
         "own_cap": config.attn_logit_softcapping if FAMILIES[config.base_model_type].own_cap else None,
         "backends": [Markdown(f"`{name}`") for name in CAP_BACKENDS if not name.startswith("hf_qknorm")],
-        "links": Markdown(", ".join(paper.link for paper in behind)),
+        "links": Markdown(" and ".join(", ".join(paper.link for paper in behind).rsplit(", ", 1))),
         "bibtex": Markdown("\n\n".join([*(paper.bibtex for paper in behind), papers.SOFTWARE % __version__])),
         "report": report,
         "predictions": [] if report is None else _predictions(report),

@@ -45,7 +45,7 @@ def front(text: str) -> dict[str, Any]:
 
 
 def edit(folder: Path, **changes: Any) -> Calibration:
-    """Change fields of the report."""
+    """Change fields of the report, and give it back."""
     report = dataclasses.replace(Calibration.load(folder / REPORT), **changes)
     report.save(folder / REPORT)
     return report
@@ -108,6 +108,25 @@ def test_what_was_measured_is_told(tmp_path):
     for name, layer in report.layers.items():
         row = next(line for line in text.splitlines() if line.startswith("| " + name.replace("_", r"\_")))
         assert f"{max(layer.before.max_logit):.1f} → {max(layer.after.max_logit):.1f}" in row
+
+
+@pytest.mark.parametrize(
+    ("method", "judged", "clause"),
+    [
+        (
+            "fit",
+            40,
+            "held back from the steps of the fit, though two batches of it chose the step that was kept. On",
+        ),
+        ("fit_qk", 120, "text itself, from which the gains come, too. On"),
+        ("moments", 40, "text itself, from which the gains come, too. On"),
+        ("ones", 40, "text itself. On"),
+        ("fit", None, "on a few batches of the calibration text itself. On"),
+    ],
+)
+def test_on_what_it_was_judged(tmp_path, method, judged, clause):
+    edit(checkpoint(tmp_path), method=method, judged=judged, tokens=120)
+    assert clause in render_card(tmp_path)
 
 
 def test_the_worst_layers_alone_are_in_the_table(tmp_path):
