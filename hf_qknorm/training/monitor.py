@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.attention import QKNormAttention, patched_layers
-from hf_qknorm.masks import Structure, structure
-from hf_qknorm.ops import tiled
+from hf_qknorm.attention import NORM_NAMES, QKNormAttention, patched_layers
+from hf_qknorm.training.logits import measure, visible
 
 CAP = 50.0  # what logits are held against where no cap is named: the one of Rybakov et al. 2024 and of Gemma 2
 
@@ -25,7 +24,8 @@ class LogitStatistics:
 
     `max_logit` is the largest |logit| before the cap; `over_half` and `over_cap` are the shares of visible logits over
     `cap`/2 and over `cap`; `entropy` is in nats; `rms_q` `[H]` and `rms_k` `[Hk]` are those of queries and keys as they
-    leave the projection, before any norm. Shares and rms are NaN where nothing was seen.
+    leave the projection, before any norm, `rms_v` `[Hk]` that of the values. `even` is the entropy that attention which
+    is the same for all keys in sight would have. Shares and rms are NaN where nothing was seen.
     """
 
     cap: float
@@ -34,12 +34,18 @@ class LogitStatistics:
     counts: Tensor = field(
         default_factory=lambda: torch.zeros((), dtype=torch.int64)
     )  # `[3, H]`: pairs seen, over c/2, over c
-    squares: dict[str, Tensor] = field(default_factory=dict)  # "q": `[2, H]`: sum of mean squares, and tokens
+    squares: dict[str, Tensor] = field(default_factory=dict)  # "q_norm": `[2, H]`: sum of mean squares, and tokens
+    evens: list[Tensor] = field(default_factory=list)
 
     @property
     def entropy(self) -> Tensor:
         """The mean attention entropy per head, each forward pass counting the same."""
         return torch.stack(self.entropies).mean(0)
+
+    @property
+    def even(self) -> Tensor:
+        """The entropy of even attention, a number, each forward pass counting the same."""
+        return torch.stack(self.evens).mean()
 
     @property
     def over_half(self) -> Tensor:
@@ -54,12 +60,23 @@ class LogitStatistics:
     @property
     def rms_q(self) -> Tensor:
         """The root mean square of the queries' entries, before any norm."""
-        return (self.squares["q_norm"][0] / self.squares["q_norm"][1]).sqrt()
+        return self._rms("q_norm", self.max_logit)
 
     @property
     def rms_k(self) -> Tensor:
         """The root mean square of the keys' entries `[Hk]`, before any norm."""
-        return (self.squares["k_norm"][0] / self.squares["k_norm"][1]).sqrt()
+        return self._rms("k_norm", self.rms_v)
+
+    @property
+    def rms_v(self) -> Tensor:
+        """The root mean square of the values' entries `[Hk]`, before any norm."""
+        return self._rms("v_norm", self.max_logit)
+
+    def _rms(self, norm: str, like: Tensor) -> Tensor:
+        if norm not in self.squares:  # the model has norms of its own, and projects in a way of its own
+            return torch.full_like(like, torch.nan)
+        total, tokens = self.squares[norm]
+        return (total / tokens).sqrt()
 
 
 @contextmanager
@@ -72,32 +89,42 @@ def logit_statistics(model: Any, cap: float | None = None) -> Iterator[dict[str,
 
     Raises ValueError for a model that is not patched.
     """
-    layers = patched_layers(model)
-    if not layers:
-        raise ValueError(f'{type(model).__name__} is not patched: patch_model(model, "none") makes it watchable')
-    padding = _Padding()
-    collected: dict[str, LogitStatistics] = {}
-    with ExitStack() as stack:
-        for module in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
-            hook = module.register_forward_pre_hook(padding, with_kwargs=True)
-            stack.callback(hook.remove)
-        for name, layer in layers.items():
-            watcher = _Watcher(name, collected, padding, cap)
-            stack.callback(vars(layer).pop, "observer", None)
-            layer.observer = watcher
-            for norm in ("q_norm", "k_norm"):
-                stack.enter_context(_before_norm(layer, norm, watcher))
+    with watched_layers(model, Passes(), cap) as collected:
         yield collected
 
 
-class _Padding:
-    """Reads from the models' own arguments which tokens of the current pass are real."""
+@contextmanager
+def watched_layers(
+    model: Any, passes: Passes, cap: float | None = None, rows: int | None = None
+) -> Iterator[dict[str, LogitStatistics]]:
+    """`logit_statistics` of the forward passes that `passes` lets through, and of their first `rows` sequences."""
+    layers = patched_layers(model)
+    if not layers:
+        raise ValueError(f'{type(model).__name__} is not patched: patch_model(model, "none") makes it watchable')
+    collected: dict[str, LogitStatistics] = {}
+    with ExitStack() as stack:
+        for module in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
+            stack.callback(module.register_forward_pre_hook(passes.enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(passes.leave, always_call=True).remove)
+        for name, layer in layers.items():
+            watcher = _Watcher(name, collected, passes, cap, rows, layer.observer)
+            stack.callback(_leave, layer, watcher)
+            layer.observer = watcher
+            look = _behind_projections if layer.has_own_norms else _before_norms
+            stack.enter_context(look(layer, watcher))
+        stack.callback(passes.end)
+        yield collected
+
+
+class Passes:
+    """Which forward passes are watched, here all, and which of their tokens are real, as the models' arguments say."""
 
     def __init__(self) -> None:
         self.mask: Tensor | None = None
         self.signatures: dict[Any, inspect.Signature] = {}
+        self.watching = True
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
         if mask is None and args:
             forward = type(module).forward
@@ -106,27 +133,72 @@ class _Padding:
         # one of four dimensions says who sees whom, and of nobody that it is padding
         self.mask = mask.detach() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
-    def real(self, length: int, device: torch.device) -> Tensor | None:
-        """Which of the last `length` tokens are no padding, `[B, T]`; None if all are."""
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A model is done."""
+
+    def end(self) -> None:
+        """Watch no more, even if another observer still passes on what it sees."""
+        self.watching = False
+
+    def real(self, rows: int | None, length: int, device: torch.device) -> Tensor | None:
+        """Which of the last `length` tokens of the first `rows` sequences are no padding, `[B, T]`; None if all are."""
         if self.mask is None:
             return None
-        real = self.mask[:, -length:].to(device).bool()
+        real = self.mask[:rows, -length:].to(device).bool()
         return None if bool(real.all()) else real
 
 
-class _Watcher:
-    """Looks at a layer's queries and keys before their norms, and at its logits: one entry of `collected`."""
+class FirstPass(Passes):
+    """The first pass alone, of those with the model in training mode, or not, as `training` says.
 
-    def __init__(self, name: str, collected: dict[str, LogitStatistics], padding: _Padding, cap: float | None) -> None:
-        self.name, self.collected, self.padding, self.cap = name, collected, padding, cap
+    A model may call others within: the pass is over when the outermost one is done. What gradient checkpointing
+    computes again in the backward pass is layers alone, outside of any pass.
+    """
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.training, self.depth, self.over = training, 0, False
+        self.watching = False
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.depth += 1
+        self.watching = self.watching or (self.depth == 1 and not self.over and module.training == self.training)
+        if self.watching:
+            super().enter(module, args, kwargs)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.depth -= 1
+        if self.depth == 0 and self.watching:
+            self.watching, self.over = False, True
+
+
+class _Watcher:
+    """Looks at a layer's heads before their norms, and at its logits: one entry of `collected`.
+
+    `before` is who observed the layer until now, and goes on doing so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        collected: dict[str, LogitStatistics],
+        passes: Passes,
+        cap: float | None,
+        rows: int | None,
+        before: Callable[..., None] | None,
+    ) -> None:
+        self.name, self.collected, self.passes, self.cap, self.rows = name, collected, passes, cap, rows
+        self.before = before
         self.squares: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def before_norm(self, norm: str, x: Tensor) -> None:
         """Note Σ mean(x²) and the number of tokens, `[2, H]`, of x `[B, T, H, D]`."""
-        y = x.detach()
+        if not self.passes.watching:
+            return
+        y = x.detach()[: self.rows]
         square = (y if y.dtype == torch.float64 else y.float()).pow(2).mean(-1)
-        real = self.padding.real(x.shape[1], x.device)
+        real = self.passes.real(self.rows, x.shape[1], x.device)
         weight = torch.ones_like(square) if real is None else real[..., None].to(square.dtype).expand_as(square)
         self.squares[norm] = torch.stack([torch.where(weight > 0, square, 0.0).sum((0, 1)), weight.sum((0, 1))])
 
@@ -134,54 +206,64 @@ class _Watcher:
     def __call__(
         self, layer: QKNormAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
     ) -> None:
-        boundaries = options.get("cu_seq_lens_q")
-        seen = structure(layer, q, k, v, mask, options["sliding_window"], options.get("is_causal"), boundaries)
-        seen = _without_rows(seen, self.padding.real(q.shape[2], q.device))
+        if self.before is not None:
+            self.before(layer, q, k, v, mask, options)
+        if not self.passes.watching:
+            return
+        if "v_norm" not in self.squares:  # as in a model with norms of its own whose values are of another width
+            self.before_norm("v_norm", v[:, :, -q.shape[2] :].transpose(1, 2))
+        batch, rows = q.shape[0], self.rows
+        q, k = q[:rows], k[:rows]
+        mask = mask[:rows] if isinstance(mask, Tensor) and mask.shape[0] == batch else mask
+        seen = visible(layer, q, k, mask, options, self.passes.real(rows, q.shape[2], q.device))
         cap = self.cap or layer.softcap or CAP
-        found = tiled.statistics(
-            q,
-            seen.key,
-            seen.mask,
-            seen.ranges,
-            None,
-            tiled.Options(options["scaling"], options.get("softcap"), seen.causal, seen.window),
-            cap,
-        )
+        found, even = measure(q, seen, options["scaling"], options.get("softcap"), cap)
         entry = self.collected.setdefault(self.name, LogitStatistics(cap, torch.zeros_like(found.max_logit)))
         entry.max_logit = torch.maximum(entry.max_logit, found.max_logit)
         entry.entropies.append(found.entropy)
+        entry.evens.append(even)
         entry.counts = entry.counts.to(q.device) + torch.stack([found.seen, found.over_half, found.over_cap])
         for norm, new in self.squares.items():
             entry.squares[norm] = entry.squares[norm] + new if norm in entry.squares else new
+        self.squares.clear()
 
 
-def _without_rows(seen: Structure, real: Tensor | None) -> Structure:
-    """The structure without what padding itself attends to, which it may where it stands at the right."""
-    if real is None:
-        return seen
-    if seen.ranges is not None:
-        return seen._replace(ranges=seen.ranges.where(real[..., None], 0))
-    if seen.mask is None:
-        return seen
-    rows, mask = real[:, None, :, None], seen.mask
-    mask = mask & rows if mask.dtype == torch.bool else mask.masked_fill(~rows, torch.finfo(mask.dtype).min)
-    return seen._replace(mask=mask)
+def _leave(layer: QKNormAttention, watcher: _Watcher) -> None:
+    """Give the layer back to who observed it before, unless another has come since, which passes on to nobody here."""
+    before = watcher.before
+    if layer.observer is watcher:
+        del layer.observer
+        if before is not None:
+            layer.observer = before
 
 
 @contextmanager
-def _before_norm(layer: QKNormAttention, name: str, watcher: _Watcher) -> Iterator[None]:
-    """Show the watcher what arrives at the norm `name`, or, by a module that does nothing, where it would stand."""
-    absent = layer._modules.get(name) is None
-    if absent:
-        layer.add_module(name, nn.Identity())
+def _before_norms(layer: QKNormAttention, watcher: _Watcher) -> Iterator[None]:
+    """Show the watcher what arrives at the norms, or, by modules that do nothing, where they would stand."""
+    with ExitStack() as stack:
+        for name in NORM_NAMES.values():
+            if layer._modules.get(name) is None:
+                layer.add_module(name, nn.Identity())
+                stack.callback(delattr, layer, name)
 
-    def look(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        watcher.before_norm(name, arguments[0])
+            def look(_: nn.Module, arguments: tuple[Tensor, ...], name: str = name) -> None:
+                watcher.before_norm(name, arguments[0])
 
-    handle = layer.get_submodule(name).register_forward_pre_hook(look)
-    try:
+            stack.callback(layer.get_submodule(name).register_forward_pre_hook(look).remove)
         yield
-    finally:
-        handle.remove()
-        if absent:
-            delattr(layer, name)
+
+
+@contextmanager
+def _behind_projections(layer: QKNormAttention, watcher: _Watcher) -> Iterator[None]:
+    """Show the watcher what separate projections give: the model's own norms behind them stand anywhere."""
+    heads, heads_kv, head_dim = layer.family.style.heads(layer)
+    widths, parts = (heads * head_dim, heads_kv * head_dim, heads_kv * head_dim), layer.family.style.weights
+    with ExitStack() as stack:
+        for name, width, part in zip(NORM_NAMES.values(), widths, parts, strict=False):
+
+            def look(_: nn.Module, __: Any, out: Tensor, name: str = name, width: int = width) -> None:
+                if out.shape[-1] == width:
+                    watcher.before_norm(name, out.view(*out.shape[:-1], -1, head_dim))
+
+            stack.callback(layer.get_submodule(part).register_forward_hook(look).remove)
+        yield

@@ -10,7 +10,7 @@ from tables import BATCHES, MODEL_TYPES, make_batch, randomise, real, sharp_mode
 
 from hf_qknorm import logit_statistics, patch_model
 from hf_qknorm.attention import as_unpatched, patched_layers
-from hf_qknorm.families import FAMILIES
+from hf_qknorm.families import FAMILIES, separate
 from hf_qknorm.testing import tiny_model
 
 
@@ -39,14 +39,15 @@ def test_statistics_equal_those_of_the_weights(family, padded):
 
 
 def projections(model, batch):
-    """q and k of every layer as they leave the projection, `[B, T, H, D]`, without the monitor's help."""
+    """q, k and v of every layer as they leave the projection, `[B, T, H, D]`, without the monitor's help."""
     seen = {name: {} for name in patched_layers(model)}
     with ExitStack() as stack, torch.no_grad():
         for name, layer in patched_layers(model).items():
 
             def note(module, args, kwargs, name=name):
                 states = args[0] if args else kwargs["hidden_states"]
-                seen[name]["q"], seen[name]["k"], _ = module.family.style.project(module, states)
+                project = separate.project if module.has_own_norms else module.family.style.project
+                seen[name]["q"], seen[name]["k"], seen[name]["v"], *_ = project(module, states)
 
             stack.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)
         model(**batch)
@@ -54,7 +55,7 @@ def projections(model, batch):
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("family", [*MODEL_TYPES, "gemma3_text", "olmo2", "nanochat"])
 @pytest.mark.parametrize("scheme", ["none", "qk_norm_cap"])
 def test_rms_is_the_projections_own_without_padding(family, scheme, kind):
     if FAMILIES[family].own_norms and scheme != "none":
@@ -66,7 +67,8 @@ def test_rms_is_the_projections_own_without_padding(family, scheme, kind):
         for _ in range(2):
             model(**batch)
     for name, seen in expected.items():
-        for field, got in (("q", statistics[name].rms_q), ("k", statistics[name].rms_k)):
+        for field in ("q", "k", "v"):
+            got = getattr(statistics[name], f"rms_{field}")
             x = seen[field][real(batch)].double()  # [N, H, D]
             torch.testing.assert_close(got.double(), x.pow(2).mean((0, 2)).sqrt(), rtol=1e-5, atol=0)
 
@@ -101,11 +103,13 @@ def test_padding_at_either_side_counts_for_nothing(backend):
     for name, alone in found["alone"].items():
         queries = torch.tensor([14.0, 20.0])
         entropy = (torch.stack(alone.entropies) * queries[:, None]).sum(0) / queries.sum()
+        even = torch.cat([torch.arange(1, n + 1).log() for n in (14, 20)]).mean()
         assert (alone.over_half > 0).all()
         for side in ("left", "right"):
             padded = found[side][name]
             torch.testing.assert_close(padded.entropy, entropy, rtol=1e-4, atol=1e-5)
-            for field in ("max_logit", "over_half", "over_cap", "rms_q", "rms_k"):
+            torch.testing.assert_close(padded.even, even)
+            for field in ("max_logit", "over_half", "over_cap", "rms_q", "rms_k", "rms_v"):
                 torch.testing.assert_close(getattr(padded, field), getattr(alone, field), rtol=1e-4, atol=1e-6)
 
 
@@ -131,6 +135,8 @@ def test_shares_are_those_of_the_logits_before_the_cap(family):
         layer.observer = lambda layer, q, k, v, mask, options, name=name: calls.append((name, q, k, mask, options))
     with torch.no_grad():
         weights = dict(zip(patched_layers(model), model(**batch, output_attentions=True).attentions, strict=True))
+    for layer in patched_layers(model).values():
+        del layer.observer
     with torch.no_grad(), logit_statistics(model, cap=1.0) as statistics:
         model(**batch)
     assert len(calls) == len(statistics)
@@ -171,6 +177,23 @@ def test_watching_ends_and_changes_nothing():
     assert len(statistics) == 2
     assert all(layer.observer is None for layer in patched_layers(model).values())
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_another_observer_goes_on_observing():
+    model = patch_model(tiny_model("llama"), "qk_norm_cap")
+    calls, (first, *_) = [], patched_layers(model).values()
+    first.observer = other = lambda *arguments: calls.append(1)
+    with torch.no_grad(), logit_statistics(model) as statistics:
+        model(tokens(2, 20))
+    assert calls == [1]
+    assert first.observer is other
+    with torch.no_grad(), logit_statistics(model):
+        late, first.observer = first.observer, lambda *arguments: late(*arguments)
+        model(tokens(2, 20))
+    model(tokens(2, 20))
+    assert first.observer is not other  # who came last stays, and passes on to what has ended
+    assert calls == [1, 1, 1]
+    assert all(len(entry.entropies) == 1 for entry in statistics.values())
 
 
 def test_watching_an_unnormed_model_leaves_it_as_it_was():
