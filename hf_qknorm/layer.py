@@ -33,6 +33,7 @@ class PlainAttention(nn.Module):
     layer_idx: int
     scaling: float
     attn_logit_softcapping: float | None
+    sliding_window: int | None
 
     def forward(
         self,
@@ -81,10 +82,10 @@ class PlainAttention(nn.Module):
             q, options = q * self.logit_scale, options | {"scaling": 1.0}
         q, k, v = style.rotate(self, q, k, v, positions, cache, **options)
         q, k = q.to(v.dtype), k.to(v.dtype)  # fp32 gains or cos/sin promote them under autocast
-        if cache is not None:
+        if cache is not None and k.shape[2]:  # a layer that shares another's keys brings none
             k, v = cache.update(k, v, style.slot(self, **options))
         if style.expand is not None:
-            k, v = style.expand(self, k, v)
+            k, v = style.expand(self, k, v, **options)
         return self._attend_heads(q, k, v, attention_mask, options)
 
     def _attend_heads(
@@ -124,11 +125,12 @@ class PlainAttention(nn.Module):
         """The layer's sliding window: its own attribute where it has one (it may be off), else the config's."""
         if not getattr(self, "is_sliding", True):
             return None
+        window: int | None = getattr(self.config, "sliding_window", None)
+        if hasattr(self, "sliding_window"):
+            return self.sliding_window
         kinds = getattr(self.config, "layer_types", None)
-        slides = kinds is None or kinds[self.layer_idx] == "sliding_attention"
-        config_window = getattr(self.config, "sliding_window", None) if slides else None
-        window: int | None = getattr(self, "sliding_window", config_window)
-        return window
+        slides = window is not None and (kinds is None or kinds[self.layer_idx] == "sliding_attention")
+        return window if slides else None
 
     def extra_repr(self) -> str:
         cap = "" if self.softcap is None else f", softcap={self.softcap:g}"

@@ -201,9 +201,7 @@ def _check_causality(model: PreTrainedModel) -> None:
     training = model.training
     model.eval()
     try:
-        first, second = (
-            model.base_model(input_ids=x, use_cache=False).last_hidden_state[:, :-1].float() for x in (tokens, changed)
-        )
+        first, second = (model.base_model(input_ids=x, use_cache=False)[0][:, :-1].float() for x in (tokens, changed))
     finally:
         model.train(training)
     tolerance = 1e-5 if model.dtype in (torch.float32, torch.float64) else 1e-2  # experts may round differently

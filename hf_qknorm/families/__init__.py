@@ -6,12 +6,12 @@ from typing import Any, Final
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from hf_qknorm.families import encoder, gpt2, learned
+from hf_qknorm.families import encoder, gpt2, learned, scaled
 from hf_qknorm.families.encoder import ENCODER
 from hf_qknorm.families.family import Family
 from hf_qknorm.families.fused import DBRX, NEOX, PHI3
-from hf_qknorm.families.gated import AFMOE, LAGUNA, QWEN3_NEXT
-from hf_qknorm.families.latent import LATENT, LATENT_AS_TOLD, LATENT_COMPLEX
+from hf_qknorm.families.gated import AFMOE, BEAM, HRM, LAGUNA, LFM3, QWEN3_NEXT
+from hf_qknorm.families.latent import BAILING, LATENT, LATENT_AS_TOLD, LATENT_COMPLEX, LATENT_UNROTATED, LONGCAT
 from hf_qknorm.families.learned import BIGCODE, BIOGPT, OPT
 from hf_qknorm.families.normed import (
     EXAONE4,
@@ -27,6 +27,7 @@ from hf_qknorm.families.normed import (
 )
 from hf_qknorm.families.partial import PERSIMMON, PHI, STABLELM
 from hf_qknorm.families.refused import REFUSED
+from hf_qknorm.families.scaled import LLAMA4, MINISTRAL3, RECURRENT_GEMMA, ZAMBA, ZAMBA2
 from hf_qknorm.families.separate import (
     CLIPPED,
     COHERE2,
@@ -40,6 +41,7 @@ from hf_qknorm.families.separate import (
     SUB_NORMED,
     UNROTATED,
 )
+from hf_qknorm.families.shared import SHARED
 from hf_qknorm.scheme import Scheme
 
 __all__ = ["FAMILIES", "REFUSED", "Family", "check_scheme", "family_of", "known_families"]
@@ -50,7 +52,9 @@ FAMILIES: Final[dict[str, Family]] = {
     "arcee": Family("ArceeAttention", SEPARATE),
     "aria_text": Family("AriaTextAttention", SEPARATE),
     "axk1": Family("AXK1Attention", LATENT_AS_TOLD, latent=True, rope=None),
+    "bailing_hybrid": Family("BailingHybridAttention", BAILING, latent=True, rope=None),
     "bamba": Family("BambaAttention", SEPARATE),
+    "beam": Family("BeamAttention", BEAM, rope=None, own_norms=True),
     "bert": Family("BertSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
     "bert-generation": Family("BertGenerationSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
     "biogpt": Family("BioGptAttention", BIOGPT, "layer", "self_attn_layer_norm"),
@@ -78,6 +82,9 @@ FAMILIES: Final[dict[str, Family]] = {
     "gemma": Family("GemmaAttention", SEPARATE, gain_plus_one=True),
     "gemma2": Family("Gemma2Attention", SEPARATE, gain_plus_one=True, own_cap=True),
     "gemma3_text": Family("Gemma3Attention", NORMED_TRANSPOSED, own_norms=True),
+    "gemma3n_text": Family("Gemma3nTextAttention", SHARED, rope=None, own_norms=True),
+    "gemma4_text": Family("Gemma4TextAttention", SHARED, rope=None, own_norms=True),
+    "gemma4_unified_text": Family("Gemma4UnifiedTextAttention", SHARED, rope=None, own_norms=True),
     "glm": Family("GlmAttention", SEPARATE, rope="pairs_by_halves"),
     "glm4": Family("Glm4Attention", SEPARATE, rope="pairs_by_halves"),
     "glm4_moe": Family("Glm4MoeAttention", NORMED_WHERE_TOLD, own_norms="use_qk_norm"),
@@ -93,6 +100,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "granitemoehybrid": Family("GraniteMoeHybridAttention", SEPARATE),
     "granitemoeshared": Family("GraniteMoeSharedAttention", SEPARATE),
     "helium": Family("HeliumAttention", SEPARATE, rope="pairs_by_halves"),
+    "hrm_text": Family("HrmTextAttention", HRM, pre_norm=""),
     "hunyuan_v1_dense": Family("HunYuanDenseV1Attention", HUNYUAN, rope=None, own_norms=True),
     "hunyuan_v1_moe": Family("HunYuanMoEV1Attention", HUNYUAN, rope=None, own_norms=True),
     "hy_v3": Family("HYV3Attention", NORMED_TRANSPOSED, own_norms=True),
@@ -101,17 +109,22 @@ FAMILIES: Final[dict[str, Family]] = {
     "iquestcoder": Family("LlamaAttention", SEPARATE),
     "jais2": Family("Jais2Attention", SEPARATE, "layer"),
     "jamba": Family("JambaAttention", UNROTATED),
+    "kimi_linear": Family("KimiLinearAttention", LATENT_UNROTATED, latent=True, rope=None),
     "kolibri1": Family("Kolibri1Attention", EXAONE4, own_norms=True),
     "laguna": Family("LagunaAttention", LAGUNA, own_norms=True),
     "lfm2": Family("Lfm2Attention", LFM2, own_norms=True),
     "lfm2_moe": Family("Lfm2MoeAttention", LFM2, own_norms=True),
+    "lfm3": Family("Lfm3Attention", LFM3, own_norms=True),
     "llama": Family("LlamaAttention", SEPARATE),
+    "llama4_text": Family("Llama4TextAttention", LLAMA4, rope=None, own_norms="use_qk_norm"),
+    "longcat_flash": Family("LongcatFlashMLA", LONGCAT, latent=True, rope=None),
     "mellum": Family("MellumAttention", NORMED, own_norms=True),
     "mimo_v2_flash": Family("MiMoV2FlashAttention", MIMO, rope=None),
     "minicpm3": Family("MiniCPM3Attention", LATENT, latent=True, rope=None),
     "minimax": Family("MiniMaxAttention", SEPARATE, pre_norm=""),
     "minimax_m2": Family("MiniMaxM2Attention", NORMED_WIDE, own_norms=True),
     "ministral": Family("MinistralAttention", SEPARATE),
+    "ministral3": Family("Ministral3Attention", MINISTRAL3, rope=None),
     "mistral": Family("MistralAttention", SEPARATE),
     "mixtral": Family("MixtralAttention", SEPARATE),
     "modernbert-decoder": Family("ModernBertDecoderAttention", MODERNBERT, "layer", ""),
@@ -135,6 +148,9 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen3_5_text": Family("Qwen3_5Attention", QWEN3_NEXT, own_norms=True),
     "qwen3_moe": Family("Qwen3MoeAttention", NORMED, own_norms=True),
     "qwen3_next": Family("Qwen3NextAttention", QWEN3_NEXT, own_norms=True),
+    "recurrent_gemma": Family(
+        "RecurrentGemmaAttention", RECURRENT_GEMMA, rope=None, gain_plus_one=True, pre_norm="temporal_pre_norm"
+    ),
     "roberta": Family("RobertaSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
     "roberta-prelayernorm": Family(
         "RobertaPreLayerNormSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported
@@ -150,6 +166,8 @@ FAMILIES: Final[dict[str, Family]] = {
     "xlm-roberta-xl": Family("XLMRobertaXLSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
     "xmod": Family("XmodSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
     "youtu": Family("YoutuAttention", LATENT_AS_TOLD, latent=True, rope=None),
+    "zamba": Family("ZambaAttention", ZAMBA, pre_norm=""),
+    "zamba2": Family("Zamba2Attention", ZAMBA2, pre_norm="", unsupported=scaled.unsupported_zamba2),
 }
 
 

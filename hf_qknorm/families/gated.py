@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.families import normed, separate
 from hf_qknorm.families.separate import QKV
-from hf_qknorm.families.style import Projected, Style, split_heads
+from hf_qknorm.families.style import Heads, Projected, Style, rotate, split_heads
 
 
 def project_qwen3_next(module: Any, hidden_states: Tensor) -> Projected:
@@ -50,6 +50,46 @@ def output_laguna(module: Any, attended: Tensor, hidden_states: Tensor) -> Tenso
     return module.o_proj(attended)
 
 
+def output_by_head(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:
+    """LFM 3: a gate for each head, where the config wants one."""
+    if module.g_proj is not None:
+        gate = torch.sigmoid(module.g_proj(hidden_states)).unsqueeze(-1)
+        attended = (split_heads(module, attended) * gate).view(attended.shape)
+    return module.o_proj(attended)
+
+
+def output_beam(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:
+    gate = split_heads(module, module.gate_proj(hidden_states)) + module.gate_bias[None, None, :, None]
+    return module.o_proj((split_heads(module, attended) * torch.sigmoid(gate)).view(attended.shape))
+
+
+def rotate_beam(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Any,
+    cache: Any,
+    attention_scaling: Any = None,
+    **arguments: Any,
+) -> Heads:
+    """Queries may be scaled by their position."""
+    q, k, v = rotate(module, q, k, v, positions, cache)
+    return (q if attention_scaling is None else (q.float() * attention_scaling).to(q.dtype)), k, v
+
+
+def project_hrm(module: Any, hidden_states: Tensor) -> Projected:
+    return *separate.project(module, hidden_states), module.gate_proj(hidden_states)
+
+
+def slot_in_cycle(module: Any, cycle_offset: int = 0, **arguments: Any) -> int:
+    """HRM: the layers run in cycles, each with a place of its own in the cache."""
+    return module.layer_idx + cycle_offset
+
+
 QWEN3_NEXT = Style(project_qwen3_next, output_gated, QKV)
 AFMOE = Style(project_afmoe, output_gated, QKV, rotates=where_local)
+LFM3 = Style(project_with_input, output_by_head, QKV)
+BEAM = Style(project_with_input, output_beam, QKV, rotate=rotate_beam)
+HRM = Style(project_hrm, output_gated, QKV, slot=slot_in_cycle)
 LAGUNA = Style(project_with_input, output_laguna, QKV)

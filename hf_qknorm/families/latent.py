@@ -52,7 +52,34 @@ def _rotated(turn: Any, module: Any, q: Tensor, k: Tensor, v: Tensor, positions:
     return torch.cat((q_plain, q_turned), dim=-1), k, v
 
 
-def expand(module: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def keep(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Heads:
+    """Kimi: no RoPE."""
+    return q, k, v
+
+
+def project_longcat(module: Any, hidden_states: Tensor) -> Projected:
+    """LongCat: queries and latent times numbers of the config's."""
+    q, k, v = project(module, hidden_states)
+    return q * module.mla_scale_q_lora, k * module.mla_scale_kv_lora, v
+
+
+def project_bailing(module: Any, hidden_states: Tensor) -> Projected:
+    """Bailing: the queries straight; the output gets a gate for each head, made of the input."""
+    q = module.q_proj(hidden_states)
+    latent, k_rotated = torch.split(
+        module.kv_a_proj_with_mqa(hidden_states), [module.kv_lora_rank, module.qk_rope_head_dim], dim=-1
+    )
+    latent = module.kv_a_layernorm(latent)
+    return q.view(*q.shape[:-1], -1, module.qk_head_dim), latent.unsqueeze(2), k_rotated.unsqueeze(2), hidden_states
+
+
+def output_bailing(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:
+    gate = torch.sigmoid(module.g_proj(hidden_states).float()).to(hidden_states.dtype)
+    heads = attended.view(*attended.shape[:-1], -1, module.v_head_dim) * gate.unsqueeze(-1)
+    return module.o_proj(heads.view(attended.shape))
+
+
+def expand(module: Any, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
     return module.expand_kv(k, v)
 
 
@@ -60,3 +87,6 @@ WEIGHTS = ("kv_a_proj_with_mqa", "kv_b_proj")
 LATENT = Style(project, output, WEIGHTS, rotate=rotate, expand=expand)
 LATENT_AS_TOLD = Style(project, output, WEIGHTS, rotate=rotate_as_told, expand=expand)
 LATENT_COMPLEX = Style(project, output, WEIGHTS, rotate=rotate_complex, expand=expand)
+LATENT_UNROTATED = Style(project, output, WEIGHTS, rotate=keep, expand=expand)
+LONGCAT = Style(project_longcat, output, WEIGHTS, rotate=rotate_pairs, expand=expand)
+BAILING = Style(project_bailing, output_bailing, WEIGHTS, rotate=rotate_pairs, expand=expand)

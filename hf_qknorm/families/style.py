@@ -58,7 +58,8 @@ class Style:
 
     `rotate` makes heads `[B, H or Hk, T, D]` ready for the cache: RoPE, and whatever the model does after it. It gets
     the position embeddings, the cache, and the other arguments of the forward. `rotates` says whether a layer takes
-    position embeddings at all. `expand` makes keys and values of what is cached, where that is something else.
+    position embeddings at all. `expand` makes keys and values of what is cached, where that is something else; it gets
+    the other arguments too.
 
     `dropout` is the rate on the weights; `eager` the model's own function for `attn_implementation="eager"`; `heads`
     the number of query heads, of key heads, and D; `slot` a layer's place in the cache. `prescaled` says that the model
@@ -70,7 +71,7 @@ class Style:
     weights: tuple[str, ...]
     rotate: Callable[..., Heads] = rotate
     rotates: Callable[[Any], bool] = _rotates
-    expand: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    expand: Callable[..., tuple[Tensor, Tensor]] | None = None
     dropout: Callable[[Any], float] = _dropout
     eager: Callable[[Any], Callable[..., Any]] = _eager
     heads: Callable[[Any], tuple[int, int, int]] = _heads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -30,9 +29,12 @@ def markdown() -> str:
     lines = [
         "# Model types",
         "",
-        f"Made by `python -m hf_qknorm.families.table`. {len(FAMILIES)} model types can be patched. *Normed* styles "
-        "norm queries and keys by themselves, which a cap can be added to; `qkv_norm` needs a norm in front of "
-        "attention that is for attention alone.",
+        f"{len(FAMILIES)} model types can be patched. The style is the file beside this page that says how queries, "
+        "keys and values are made. A model that norms its queries and keys takes a cap and no more norms, as does one "
+        "that caches a latent; `qkv_norm` needs a norm in front of attention that is for attention alone. In models "
+        "that mix attention with other layers, the softmax attention is patched.",
+        "",
+        "*(made by `python -m hf_qknorm.families.table`)*",
         "",
         *(f"| {' | '.join(row)} |" for row in table),
         "",
@@ -71,4 +73,4 @@ def _schemes(family: Family) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(markdown())
+    PAGE.write_text(markdown(), encoding="utf-8")

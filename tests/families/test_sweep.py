@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, real, sharp_model, step
+from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, real, sharp_model, step, swept
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
 from hf_qknorm.attention import QKNormAttention, _angles, as_unpatched, head_norms, patched_layers
-from hf_qknorm.families import REFUSED, family_of, known_families
+from hf_qknorm.families import REFUSED, family_of
 from hf_qknorm.hub.derived import derived_model
 from hf_qknorm.layer import PlainAttention
 from hf_qknorm.ops.heads import Rotary
@@ -37,15 +37,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2-direct": ("deepseek_v2", {"q_lora_rank": None}),
     "deepseek_v3-halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None}),
     "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}),
+    "gemma4_text-alone": ("gemma4_text", {"num_kv_shared_layers": 0, "attention_k_eq_v": True}),
     "glm4_moe-normed": ("glm4_moe", {"use_qk_norm": True}),
     "gpt_bigcode-many": ("gpt_bigcode", {"multi_query": False}),
     "granitemoehybrid-unrotated": ("granitemoehybrid", {"position_embedding_type": "nope"}),
+    "llama4_text-normed": ("llama4_text", {"use_qk_norm": True}),
+    "lfm3-ungated": ("lfm3", {"use_attention_gate": False}),
     "olmo-unclipped": ("olmo", {"clip_qkv": None}),
     "opt-post": ("opt", {"do_layer_norm_before": False}),
     "persimmon-normed": ("persimmon", {"qk_layernorm": True}),
     "phi-normed": ("phi", {"qk_layernorm": True}),
     "stablelm-normed": ("stablelm", {"qk_layernorm": True}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "zamba2-unrotated": ("zamba2", {"use_mem_rope": False}),
     "starcoder2-dropped": ("starcoder2", {"residual_dropout": 0.1}),
 }
 
@@ -53,11 +57,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" not in metafunc.fixturenames:
         return
-    known = known_families()
+    cases = swept(metafunc.config)
     if metafunc.config.getoption("--all-families"):
-        cases = [*known, *(name for name, (model_type, _) in VARIANTS.items() if model_type in known)]
-    else:
-        cases = list({FAMILIES[model_type].style: model_type for model_type in reversed(known)}.values())
+        cases += [name for name, (model_type, _) in VARIANTS.items() if model_type in cases]
     metafunc.parametrize("case", cases)
 
 
@@ -188,8 +190,7 @@ def test_what_kernels_rotate(case, monkeypatch):
 
     monkeypatch.setattr(PlainAttention, "_attend", attend)
     patch_model(made(case), "none")(**make_batch("left"))
-    config = config_of(case)
-    assert seen or not hasattr(config, "rope_parameters") or config.position_embedding_type == "nope"
+    assert seen or case.endswith("-unrotated") or not hasattr(config_of(case), "rope_parameters")
 
 
 def turned(x: Tensor, rotary: Rotary) -> Tensor:

@@ -1,0 +1,40 @@
+"""Gemma 3n and 4: some layers bring no keys and values of their own, and attend to those that another has stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_qknorm.families.separate import QKV, output
+from hf_qknorm.families.style import Heads, Projected, Style, split_heads
+
+
+def project(module: Any, hidden_states: Tensor) -> Projected:
+    """Queries; keys and values for no token at all where the layer shares another's."""
+    q = module.q_norm(split_heads(module, module.q_proj(hidden_states)))
+    if module.is_kv_shared_layer:
+        return q, q[:, :0], q[:, :0]
+    k = split_heads(module, module.k_proj(hidden_states))
+    v = k if getattr(module, "v_proj", None) is None else split_heads(module, module.v_proj(hidden_states))
+    return q, module.k_norm(k), module.v_norm(v)
+
+
+def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Heads:
+    """One at a time, on the memory layout `[B, T, H, D]`."""
+    turn = module.modelling.apply_rotary_pos_emb
+    q = turn(q.transpose(1, 2), *positions, unsqueeze_dim=2).transpose(1, 2)
+    if not module.is_kv_shared_layer:
+        k = turn(k.transpose(1, 2), *positions, unsqueeze_dim=2).transpose(1, 2)
+    return q, k, v
+
+
+def expand(module: Any, k: Tensor, v: Tensor, shared_kv_states: Any = None, **arguments: Any) -> tuple[Tensor, Tensor]:
+    if module.is_kv_shared_layer:
+        k, v = shared_kv_states[module.layer_type]
+    if module.store_full_length_kv:
+        shared_kv_states[module.layer_type] = k, v
+    return k, v
+
+
+SHARED = Style(project, output, QKV, rotate=rotate, expand=expand)

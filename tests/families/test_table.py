@@ -1,0 +1,27 @@
+"""The table of families: printed, and the page that is made of it."""
+
+from __future__ import annotations
+
+from hf_qknorm import FAMILIES
+from hf_qknorm.families import REFUSED, table
+
+
+def test_each_family_has_a_row():
+    lines = table.text().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(FAMILIES) == sorted(FAMILIES)
+    assert len({line.index(line.split()[1], len(line.split()[0])) for line in lines[1:]}) == 1, "columns stand in line"
+
+
+def test_what_the_rows_say():
+    rows = {name: rest for name, *rest in table.rows()}
+    assert rows["llama"] == ["separate", "rms", "-", "all"]
+    assert rows["gemma2"] == ["separate", "rms", "a cap", "all"]
+    assert rows["qwen3"] == ["normed", "rms", "norms on q and k", "a cap"]
+    assert rows["cohere"] == ["normed", "layer", "norms on q and k (use_qk_norm)", "all but qkv_norm"]
+    assert rows["deepseek_v3"] == ["latent", "rms", "a latent cache", "a cap"]
+
+
+def test_the_page_is_not_stale():
+    page = table.PAGE.read_text(encoding="utf-8")
+    assert page == table.markdown(), "run python -m hf_qknorm.families.table"
+    assert all(f"| `{name}` | {why} |" in page for name, why in REFUSED.items())
