@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme
+from hf_qknorm.families import known_families
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.testing import TINY, error, tiny_config, tiny_model
 
@@ -28,6 +30,14 @@ def applies(model_type: str, scheme: Scheme) -> bool:
 
 
 PAIRS = [(model_type, name) for model_type in MODEL_TYPES for name in SCHEMES if applies(model_type, SCHEMES[name])]
+
+
+def swept(config: pytest.Config) -> list[str]:
+    """The model types that a sweep runs over: one of each style, or with `--all-families` all."""
+    known = known_families()
+    if config.getoption("--all-families"):
+        return known
+    return list({FAMILIES[model_type].style: model_type for model_type in reversed(known)}.values())
 
 
 def sharp_model(model_type: str, **settings: Any) -> PreTrainedModel:

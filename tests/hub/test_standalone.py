@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from children import WITHOUT_PACKAGE, child
 from safetensors.torch import load_file, save_file
 from tables import MODEL_TYPES, applies, make_batch, randomise, sharp_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -19,7 +18,6 @@ from hf_qknorm.hub.derived import derived_config
 from hf_qknorm.hub.standalone import AUTO_CLASSES, CODE_FILE, standalone_code
 from hf_qknorm.training.blend import set_blend
 
-HERE = Path(__file__).parent
 BUSY = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, scale=0.3)
 CASES = {
     **{f"{t} with all": (t, BUSY, "left") for t in MODEL_TYPES if applies(t, BUSY)},
@@ -29,15 +27,6 @@ CASES = {
     "mistral packed": ("mistral", Scheme(q="l2", softcap=2.0), "packed"),
     "llama on its way in": ("llama", SCHEMES["qk_norm_cap"], "plain"),
 }
-
-
-def child(script: str, *arguments: str, home: Path) -> str:
-    """Run Python with a home of its own for the code that transformers copies; what it printed."""
-    environment = {**os.environ, "HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
-    command = [sys.executable, *([script] if script.endswith(".py") else ["-c", script]), *arguments]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
 
 
 def made(name: str) -> PreTrainedModel:
@@ -59,7 +48,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         batch = make_batch(CASES[name][2])
         batch.pop("use_cache", None)
         save_file({key: value.contiguous() for key, value in batch.items()}, folder / "batch.safetensors")
-    child(str(HERE / "without_package.py"), *map(str, folders.values()), home=root)
+    child(WITHOUT_PACKAGE, *folders.values(), home=root)
     return folders
 
 
