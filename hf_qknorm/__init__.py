@@ -28,6 +28,7 @@ from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
 from hf_qknorm.training.monitor import LogitStatistics, logit_statistics
+from hf_qknorm.training.quack import QuacK
 
 __all__ = [
     "FAMILIES",
@@ -39,6 +40,7 @@ __all__ = [
     "LogitStatistics",
     "NativeExport",
     "Plan",
+    "QuacK",
     "Scheme",
     "add_standalone",
     "calibrate",
