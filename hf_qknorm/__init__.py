@@ -26,6 +26,8 @@ from hf_qknorm.hub.push import push_to_hub
 from hf_qknorm.hub.standalone import add_standalone
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.training import adapters
+from hf_qknorm.training.adapters import peft_modules_to_save
 from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
 from hf_qknorm.training.monitor import LogitStatistics, logit_statistics
 from hf_qknorm.training.quack import QuacK
@@ -49,6 +51,7 @@ __all__ = [
     "inspect_model",
     "logit_statistics",
     "patch_model",
+    "peft_modules_to_save",
     "plan_conversion",
     "push_to_hub",
     "set_blend",
@@ -58,3 +61,4 @@ __all__ = [
 
 functions.register()
 auto.register()
+adapters.register()

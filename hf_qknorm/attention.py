@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hf_qknorm import functions
 from hf_qknorm.caches import next_positions, static_layer
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.layer import PlainAttention
-from hf_qknorm.norms import HeadNorm, fresh_scalar
+from hf_qknorm.norms import HeadNorm, fresh_scalar, is_unhooked
 from hf_qknorm.ops import library
 from hf_qknorm.ops.heads import Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
@@ -60,8 +61,9 @@ class QKNormAttention(PlainAttention):
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that a kernel is to apply to it; a norm that is not ours, or is watched, is applied here."""
-        norm = self._modules.get(name)
-        if isinstance(norm, HeadNorm) and norm.bare:
+        module: Any = self._modules.get(name)
+        norm = _in_use(module)
+        if isinstance(norm, HeadNorm) and norm.bare and (module is norm or is_unhooked(module)):
             return x, norm.as_norm()
         return self._normed(name, x), Norm()
 
@@ -125,9 +127,27 @@ def uninstall(model: nn.Module) -> None:
 
 
 def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
-    """The layer's norms by name: q_norm, k_norm, v_norm, those that the scheme put there."""
-    modules = {name: layer._modules.get(name) for name in NORM_NAMES.values()}
+    """The layer's norms by name: q_norm, k_norm, v_norm, those that the scheme put there, and that compute now.
+
+    Under PEFT's `modules_to_save` that is the active adapter's copy, or the original where none is active.
+    """
+    modules = {name: _in_use(layer._modules.get(name)) for name in NORM_NAMES.values()}
     return {name: module for name, module in modules.items() if isinstance(module, HeadNorm)}
+
+
+def norm_copies(layer: QKNormAttention) -> dict[str, list[HeadNorm]]:
+    """The layer's norms by name, each with every copy of it that PEFT's adapters keep."""
+    modules = {name: layer.get_submodule(name).modules() for name in head_norms(layer)}
+    return {name: [m for m in copies if isinstance(m, HeadNorm)] for name, copies in modules.items()}
+
+
+def _in_use(module: Any) -> nn.Module | None:
+    """The module, or what PEFT's wrapper around it calls."""
+    copies = None if module is None else module._modules.get("modules_to_save")
+    if copies is None:
+        return module
+    active = [] if module.disable_adapters else module.active_adapters
+    return copies[active[0]] if active and active[0] in copies else module.original_module
 
 
 def start_blend(layer: QKNormAttention) -> None:
@@ -135,22 +155,22 @@ def start_blend(layer: QKNormAttention) -> None:
 
     Raises ValueError for a scale that no norm of q or k can stand for meanwhile.
     """
-    norms = head_norms(layer)
+    norms = norm_copies(layer)
     factor = layer.logit_scale / layer.scaling
-    carrier = norms.get("q_norm", norms.get("k_norm"))
-    if carrier is not None:
+    carriers = norms.get("q_norm", norms.get("k_norm", []))
+    for carrier in carriers:
         carrier.rescale = factor
-    elif factor != 1:
+    if not carriers and factor != 1:
         raise ValueError(f"a blend can't bring in scale={layer.scheme.scale:g} without a norm on queries or keys")
     device, _ = _place(layer)
-    for norm in norms.values():
+    for norm in chain(*norms.values()):
         norm.blend = torch.zeros((), device=device)
     layer.blending = True
 
 
 def end_blend(layer: QKNormAttention) -> None:
     """Leave the layer's norms as the scheme says, without a trace of the blend."""
-    for norm in head_norms(layer).values():
+    for norm in chain(*norm_copies(layer).values()):
         norm.blend, norm.rescale = None, 1.0
     vars(layer).pop("blending", None)
 
@@ -173,7 +193,7 @@ def as_unpatched(model: nn.Module) -> Iterator[None]:
     require_base(model)
     layers = patched_layers(model)
     schemes = {name: layer.scheme for name, layer in layers.items()}
-    norms = [norm for layer in layers.values() for norm in head_norms(layer).values()]
+    norms = [norm for layer in layers.values() for norm in chain(*norm_copies(layer).values())]
     parents = {name: model.get_submodule(name.rpartition(".")[0]) for name, m in layers.items() if m.removed_norm}
     moved = [(p, p.data, base) for layer in layers.values() for p, base in layer.base_weights]
     try:

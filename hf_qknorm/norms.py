@@ -76,8 +76,7 @@ class HeadNorm(nn.Module):
     @property
     def bare(self) -> bool:
         """Whether nothing but `forward` happens when the module is called: no hooks, no wrapper."""
-        hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        return type(self) is HeadNorm and not any(hooks) and "forward" not in vars(self)
+        return type(self) is HeadNorm and is_unhooked(self)
 
     def extra_repr(self) -> str:
         order = f", p={self.p:g}" if self.norm == "lp" else ""
@@ -86,6 +85,12 @@ class HeadNorm(nn.Module):
         if self.blend is not None:
             blend = ", blend" if self.blend.is_meta else f", blend={float(self.blend):.3g}"
         return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={self.eps:g}{blend}"
+
+
+def is_unhooked(module: nn.Module) -> bool:
+    """Whether a call of the module is a call of its class's `forward`, and nothing else."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks) and "forward" not in vars(module)
 
 
 def _of_this_rank(parameter: Any) -> Tensor | None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from runs import StopAt, assert_equal_weights, counting, losses, trainer
 from tables import MODEL_TYPES, PAIRS, applies, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from hf_qknorm import SCHEMES, patch_model
 from hf_qknorm.testing import tiny_model
@@ -19,49 +19,6 @@ from hf_qknorm.testing import tiny_model
 TRAINED = [(t, name) for t in ("llama", "gpt2") for name in SCHEMES if name != "none"]
 STEPS = {"llama": 30, "gpt2": 100}  # dropout slows GPT-2
 RESUMED = [("llama", "qk_norm_cap"), ("gpt2", "qk_norm_cap"), ("llama", "qkv_norm"), ("llama", "henry")]
-
-
-def counting(rows: int = 64) -> list[dict[str, Tensor]]:
-    """Rows that count upwards by a step of their own, modulo 32: what comes next is in what came before."""
-    starts, steps = torch.arange(rows) % 32, 1 + torch.arange(rows) % 5
-    tokens = 3 + (starts[:, None] + steps[:, None] * torch.arange(16)) % 32
-    return [{"input_ids": row, "labels": row} for row in tokens]
-
-
-def trainer(model: PreTrainedModel, folder: Path, **options: Any) -> Trainer:
-    settings = {
-        "max_steps": 8,
-        "per_device_train_batch_size": 16,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 0,
-    }
-    arguments = TrainingArguments(folder, **{**settings, **options})
-    return Trainer(model, arguments, train_dataset=counting())
-
-
-def losses(run: Trainer) -> list[float]:
-    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-
-
-def assert_equal_weights(actual: PreTrainedModel, expected: PreTrainedModel) -> None:
-    state = actual.state_dict()
-    for name, value in expected.state_dict().items():
-        assert torch.equal(state[name], value), name
-
-
-class StopAt(TrainerCallback):
-    """Ends training after a step, as a killed job would, without changing its schedule."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= self.step
 
 
 @pytest.mark.parametrize(("model_type", "preset"), TRAINED)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from hf_qknorm.attention import as_unpatched, patched_layers, require_base
-from hf_qknorm.convert.fit import fit_gains
+from hf_qknorm.attention import as_unpatched, head_norms, patched_layers, require_base
+from hf_qknorm.convert.fit import check_movable, fit_gains
 from hf_qknorm.convert.measure import layer_reports, layer_statistics, predictions
 from hf_qknorm.convert.moments import fit_moments, fit_spread
+from hf_qknorm.convert.ranks import from_first, gathered, group_of, unwrapped
 from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.text import as_batches
 from hf_qknorm.files import hub_name
 from hf_qknorm.fold import is_exact
 from hf_qknorm.hub.derived import QKNormModel
-from hf_qknorm.norms import HeadNorm
 from hf_qknorm.training.monitor import CAP
 
 METHODS = ("ones", "moments", "fit", "fit_qk")
@@ -26,7 +28,7 @@ LOSS_BATCHES = 8  # enough to see a jump; the gains themselves come from all the
 
 
 def calibrate(
-    model: PreTrainedModel,
+    model: nn.Module,
     data: Any,
     method: str = "fit",
     *,
@@ -50,13 +52,31 @@ def calibrate(
     (`unpatch_model` then no longer gives the model that it was, and a blend has no exact start). What is reported is
     measured on batches that no step of a fit has seen, where there are at least two.
 
-    Raises ValueError for a model that is not patched or in a blend, an unknown method, a fit of a model without a
-    language-modelling head, or a model whose folded norms (`pre_norm=False`) a checkpoint did not keep.
+    A PEFT model is calibrated with its adapters as they are: in the norms' trained copies, where it has them. With
+    DistributedDataParallel every rank makes the call, with its share of the batches or with the same data: all ranks
+    compute with all batches, as one process would, and take the first rank's result. A bare model is calibrated by the
+    process that asks, with its own data. Models that are sharded are calibrated before.
+
+    Raises ValueError for a model that is not patched, is sharded or in a blend, an unknown method, a fit of a model
+    without a language-modelling head, a model whose folded norms (`pre_norm=False`) a checkpoint did not keep, and
+    weights to be moved that are offloaded, quantised or under adapters.
     """
+    group, model = group_of(model), unwrapped(model)
     _require_calibratable(model, method)
     length = length or length_for(model)
     load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
+    if group is not None:
+        batches = gathered(batches, max_tokens, group)
+    names = _base_name(model), hub_name(data) if isinstance(data, str) else None
+    report = _calibrate(model, batches, method, steps, names)
+    return report if group is None else from_first(model, report, group)
+
+
+def _calibrate(
+    model: Any, batches: list[dict[str, Tensor]], method: str, steps: int, names: tuple[str | None, str | None]
+) -> Calibration:
+    """Calibrate a bare model by the batches; `names` are those of the model and its data, for the report."""
     cut, cap = min(LOSS_BATCHES, len(batches) // 2), model.config.attn_logit_softcapping or CAP
     watched, fitted = batches[:cut] or batches, batches[cut:]
     training = model.training
@@ -64,9 +84,9 @@ def calibrate(
     try:
         with as_unpatched(model):
             before = layer_statistics(model, watched, cap)
-        for module in model.modules():
-            if isinstance(module, HeadNorm):
-                module.reset_parameters()
+        for layer in patched_layers(model).values():
+            for norm in head_norms(layer).values():
+                norm.reset_parameters()
         if not model.config.scheme.pre_norm and not is_exact(model):
             fit_spread(model, batches[:START_BATCHES])
         base, ones = predictions(model, watched)
@@ -81,7 +101,6 @@ def calibrate(
         for layer in patched_layers(model).values():
             vars(layer).pop("base_weights", None)
     tokens, judged = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, watched))
-    names = _base_name(model), hub_name(data) if isinstance(data, str) else None
     return Calibration(method, tokens, model.config.scheme, cap, base, ones, chosen, layers, judged, *names)
 
 
@@ -90,7 +109,7 @@ def _base_name(model: PreTrainedModel) -> str | None:
     return hub_name(model.name_or_path) if getattr(model.config, "_commit_hash", None) else None
 
 
-def _require_calibratable(model: PreTrainedModel, method: str) -> None:
+def _require_calibratable(model: Any, method: str) -> None:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
     if not isinstance(model, QKNormModel):
@@ -99,7 +118,15 @@ def _require_calibratable(model: PreTrainedModel, method: str) -> None:
         raise ValueError(
             "this model is in a blend: calibrate it before the blend is begun, or set_blend(model, 1) first"
         )
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            "this model is sharded over several devices (FSDP, or tensor parallelism): calibrate it before, and save it"
+        )
     require_base(model)
+    if method == "fit_qk":
+        check_movable(model, 'method="fit_qk"')
+    elif not model.config.scheme.pre_norm and not is_exact(model):
+        check_movable(model, "a scheme with pre_norm=False")
     if method.startswith("fit") and model.get_output_embeddings() is None:
         raise ValueError(
             f'{type(model).__name__} predicts no tokens, which method="{method}" compares: calibrate the causal '

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_qknorm.attention import QKNormAttention, as_unpatched, patched_layers
-from hf_qknorm.norms import HeadNorm
+from hf_qknorm.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
 
 HELD_OUT = 2  # batches that judge the gains
 CHECKS = 10  # how often in a fit the held-out batches are asked
@@ -102,15 +102,32 @@ def _divergence(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return token[real].mean()
 
 
+def check_movable(model: nn.Module, why: str) -> None:
+    """Raise ValueError if the projections' weights can't be moved for good: offloaded, quantised, under adapters."""
+    parts = [part for layer in patched_layers(model).values() for part in _projections(layer)]
+    if any(isinstance(part, BaseTunerLayer) for part in parts):
+        raise ValueError(
+            f"{why} moves weights, and some are under adapters, which do not save them: calibrate before adding these"
+        )
+    parameters = [p for part in parts for p in part.parameters()]
+    if any(p.is_meta for p in parameters):
+        raise ValueError(f'{why} moves weights, and some are offloaded: use method="fit", or a larger machine')
+    if not all(p.is_floating_point() for p in parameters):
+        raise ValueError(f"{why} moves weights, and some are quantised: calibrate in full precision, then quantise")
+
+
 def _gains(model: nn.Module) -> list[nn.Parameter]:
-    return [p for module in model.modules() if isinstance(module, HeadNorm) for p in module.parameters()]
+    norms = [norm for layer in patched_layers(model).values() for norm in head_norms(layer).values()]
+    return [p for norm in norms for p in norm.parameters()]
+
+
+def _projections(layer: QKNormAttention) -> list[nn.Module]:
+    return [layer.get_submodule(part) for part in layer.family.style.weights]
 
 
 def _query_key_weights(layer: QKNormAttention) -> list[_Fitted]:
     """The projections' weights (and biases) as far as queries and keys come from them: one may hold values as well."""
-    parameters = [p for part in layer.family.style.weights for p in layer.get_submodule(part).parameters()]
-    if any(p.is_meta for p in parameters):
-        raise ValueError('method="fit_qk" moves weights, and some are offloaded: use method="fit", or a larger machine')
+    parameters = [p for part in _projections(layer) for p in part.parameters()]
     probe = torch.ones(1, 1, layer.config.hidden_size, device=parameters[0].device, dtype=parameters[0].dtype)
     flags = [p.requires_grad for p in parameters]
     with torch.enable_grad():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from hf_qknorm.attention import NORM_NAMES, QKNormAttention, as_unpatched, patched_layers
+from hf_qknorm.attention import NORM_NAMES, QKNormAttention, as_unpatched, head_norms, patched_layers
 from hf_qknorm.fold import set_spread
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.ops.reference import head_norm
@@ -75,9 +75,9 @@ def fit_moments(model: Any, batches: list[dict[str, Tensor]]) -> None:
     moments: dict[tuple[str, str], _Moments] = {}
     hooks = []
     for layer_name, layer in layers.items():
+        norms = head_norms(layer)
         for field, name in NORM_NAMES.items():
-            norm = layer._modules.get(name)
-            if isinstance(norm, HeadNorm):
+            if norm := norms.get(name):
                 moments[layer_name, field] = _Moments(norm)
                 hooks.append(norm.register_forward_pre_hook(moments[layer_name, field]))
     try:

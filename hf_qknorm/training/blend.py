@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import chain
 from typing import Any, Literal
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_qknorm.attention import QKNormAttention, end_blend, head_norms, patched_layers, start_blend
+from hf_qknorm.attention import QKNormAttention, end_blend, head_norms, norm_copies, patched_layers, start_blend
 
 CAP_LEVELS = 4
 Shape = Literal["linear", "cosine"]
@@ -41,7 +42,7 @@ def set_blend(model: nn.Module, blend: float) -> None:
     if not config.qk_norm_blend["norms"]:
         raise ValueError("the cap is on its way by itself (CapSchedule, set_cap): end that before a blend is begun")
     for layer in layers:
-        for norm in head_norms(layer).values():
+        for norm in chain(*norm_copies(layer).values()):
             if norm.blend is not None:
                 norm.blend.fill_(blend)
         if blend == 1:

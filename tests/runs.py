@@ -1,0 +1,53 @@
+"""Short runs of Trainer, on data that a tiny model learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+
+def counting(rows: int = 64) -> list[dict[str, Tensor]]:
+    """Rows that count upwards by a step of their own, modulo 32: what comes next is in what came before."""
+    starts, steps = torch.arange(rows) % 32, 1 + torch.arange(rows) % 5
+    tokens = 3 + (starts[:, None] + steps[:, None] * torch.arange(16)) % 32
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
+    settings = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 16,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    arguments = TrainingArguments(folder, **{**settings, **options})
+    return Trainer(model, arguments, train_dataset=counting())
+
+
+def losses(run: Trainer) -> list[float]:
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def assert_equal_weights(actual: nn.Module, expected: nn.Module) -> None:
+    state = actual.state_dict()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+class StopAt(TrainerCallback):
+    """Ends training after a step, as a killed job would, without changing its schedule."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step

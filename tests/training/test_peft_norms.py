@@ -1,0 +1,215 @@
+"""Norms that PEFT trains and saves beside an adapter: every path sees the copy in use through peft's wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.utils import constants
+from tables import assert_near, make_batch, randomise, sharp_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_qknorm import Scheme, calibrate, logit_statistics, patch_model, peft_modules_to_save, set_blend
+from hf_qknorm.attention import as_unpatched, head_norms, norm_copies, patched_layers
+from hf_qknorm.families import known_families
+from hf_qknorm.norms import HeadNorm
+from hf_qknorm.testing import tiny_model
+from hf_qknorm.training.blend import blend_of
+
+TABLES = [name for name in vars(constants) if name.startswith("TRANSFORMERS_MODELS_TO_")]
+NAMES = {"qk_norm": ["k_norm", "q_norm"], "qkv_norm": ["k_norm", "q_norm", "v_norm"], "henry": ["q_norm"]}
+SCHEME = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, softcap=5.0)
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+
+
+def wrapped(model: PreTrainedModel, *, fresh: bool = False, **options: Any) -> peft.PeftModel:
+    """A patched model with an adapter, and with copies of its norms that differ from the originals."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, modules_to_save=peft_modules_to_save(model), **options)
+    adapted = peft.get_peft_model(model, config).eval()
+    if not fresh:
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return adapted
+
+
+def patched(scheme: Scheme | str = SCHEME, model_type: str = "llama", **settings: Any) -> PreTrainedModel:
+    return randomise(patch_model(sharp_model(model_type, **settings), scheme)).eval()
+
+
+@torch.no_grad()
+def logits(model: Any, kind: str = "left") -> Tensor:
+    return model(**make_batch(kind, labels=False)).logits
+
+
+@pytest.mark.parametrize("preset", NAMES)
+def test_the_names_of_norms_with_gains(preset):
+    assert peft_modules_to_save(patch_model(tiny_model("llama"), preset)) == NAMES[preset]
+
+
+def test_no_names_where_there_are_no_gains():
+    assert peft_modules_to_save(patch_model(tiny_model("llama"), "soft_cap")) == []
+    assert peft_modules_to_save(patch_model(tiny_model("llama"), Scheme(q="rms", gain="none"))) == []
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
+        peft_modules_to_save(tiny_model("llama"))
+
+
+def test_whole_paths_where_a_name_means_other_modules_too():
+    model = patched("qk_norm")
+    model.model.layers[0].mlp.bank_norm = torch.nn.LayerNorm(4)  # peft asks how a path ends
+    names = peft_modules_to_save(model)
+    assert names == [f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("q_norm", "k_norm")]
+    wrapped(model)
+    assert type(model.model.layers[0].mlp.bank_norm) is torch.nn.LayerNorm
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_each_table_of_targets_knows_the_derived_types(name):
+    table = getattr(constants, name)
+    known = [model_type for model_type in known_families() if model_type in table]
+    assert known or name == "TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING"
+    assert all(table[f"qknorm_{model_type}"] == table[model_type] for model_type in known)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "qwen2"])
+def test_targets_by_default_are_those_of_the_base(model_type):
+    models = tiny_model(model_type), patched("soft_cap", model_type)
+    base, model = (peft.get_peft_model(m, peft.LoraConfig()) for m in models)
+    assert base.targeted_module_names == model.targeted_module_names != []
+
+
+@pytest.mark.parametrize("backend", ["hf_qknorm_tiled", "hf_qknorm_eager"])
+@pytest.mark.parametrize("preset", ["qk_norm_cap", "qkv_norm", "henry", "lp"])
+def test_the_copy_computes_and_merging_keeps_it(preset, backend):
+    model = patched(preset)
+    before = logits(model)
+    model.set_attn_implementation(backend)
+    adapted = wrapped(model)
+    expected = logits(adapted)
+    assert not torch.allclose(expected, before, atol=1e-2)
+    with adapted.disable_adapter():
+        assert_near(logits(adapted), before, 1e-5)
+    copies = {name: p.clone() for name, p in adapted.named_parameters() if "modules_to_save" in name}
+    merged = adapted.merge_and_unload()
+    assert_near(logits(merged), expected, 1e-5)
+    assert {type(m) for m in merged.modules() if type(m).__module__.startswith("peft")} == set()
+    for name, value in copies.items():
+        path = name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
+        assert torch.equal(merged.get_parameter(path), value)
+
+
+def test_kernels_take_the_copy_in_use_unless_the_wrapper_is_watched():
+    adapted = wrapped(patched())
+    layer = next(iter(patched_layers(adapted).values()))
+    x = torch.randn(1, 4, 3, 16)
+    wrapper = layer.q_norm
+    assert layer._for_kernels("q_norm", x)[1].gain is wrapper.modules_to_save["default"].weight
+    with adapted.disable_adapter():
+        assert layer._for_kernels("q_norm", x)[1].gain is wrapper.original_module.weight
+    handle = wrapper.register_forward_hook(lambda module, args, output: output * 2)
+    normed, norm = layer._for_kernels("q_norm", x)
+    assert norm.kind == "none"
+    assert torch.equal(normed, 2 * wrapper.modules_to_save["default"](x.transpose(1, 2)).transpose(1, 2))
+    handle.remove()
+
+
+def test_two_adapters_have_norms_of_their_own():
+    adapted = wrapped(patched())
+    first = logits(adapted)
+    config = peft.LoraConfig(r=4, modules_to_save=["q_norm", "k_norm", "v_norm"])
+    adapted.add_adapter("second", config)
+    adapted.set_adapter("second")
+    second = logits(adapted)
+    assert not torch.allclose(first, second, atol=1e-2)
+    layer = next(iter(patched_layers(adapted).values()))
+    assert head_norms(layer)["q_norm"] is layer.q_norm.modules_to_save["second"]
+    assert {name: len(copies) for name, copies in norm_copies(layer).items()} == dict.fromkeys(head_norms(layer), 3)
+    adapted.set_adapter("default")
+    assert torch.equal(logits(adapted), first)
+
+
+@torch.no_grad()
+def test_statistics_of_the_logits_are_those_of_the_merged_model():
+    adapted = wrapped(patched())
+    with logit_statistics(adapted) as watched:
+        logits(adapted)
+    merged = adapted.merge_and_unload()
+    with logit_statistics(merged) as expected:
+        logits(merged)
+    assert len(watched) == len(expected) == 2
+    for seen, wanted in zip(watched.values(), expected.values(), strict=True):
+        for kind in ("max_logit", "entropy", "rms_q", "rms_k"):
+            torch.testing.assert_close(getattr(seen, kind), getattr(wanted, kind), rtol=1e-4, atol=1e-5)
+
+
+def test_unpatched_for_a_moment_no_norm_computes():
+    adapted = wrapped(patched(), target_modules=["o_proj"])
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data.zero_()
+    base = logits(sharp_model("llama"))
+    for disabled in (False, True):
+        with as_unpatched(adapted.get_base_model()):
+            if disabled:
+                with adapted.disable_adapter():
+                    assert_near(logits(adapted), base, 1e-5)
+            else:
+                assert_near(logits(adapted), base, 1e-5)
+
+
+@pytest.mark.parametrize("preset", ["qk_norm_cap", "henry"])
+def test_a_blend_reaches_every_copy(preset):
+    adapted, plain = wrapped(patched(preset)), wrapped(patched(preset)).merge_and_unload()
+    end, original = logits(adapted), logits(patched(preset))
+    for blend in (0.0, 0.5):
+        for model in (adapted, plain):
+            set_blend(model, blend)
+        assert blend_of(adapted) == blend
+        assert_near(logits(adapted), logits(plain), 1e-5)
+        assert not torch.allclose(logits(adapted), end, atol=1e-2)
+    set_blend(adapted, 1.0)
+    assert torch.equal(logits(adapted), end)
+    with adapted.disable_adapter():
+        assert_near(logits(adapted), original, 1e-5)
+    assert not [name for name in adapted.state_dict() if name.endswith("blend")]
+
+
+@pytest.mark.parametrize("method", ["ones", "moments", "fit"])
+def test_calibration_sets_the_copies_and_leaves_the_originals(method):
+    batches = [make_batch("left", labels=False) for _ in range(3)]
+    plain, adapted = patched(), wrapped(patched(), fresh=True)
+    before = {name: p.clone() for name, p in adapted.named_parameters() if "modules_to_save" not in name}
+    expected = calibrate(plain, batches, method, steps=5)
+    report = calibrate(adapted, batches, method, steps=5)
+    assert report.chosen.loss == pytest.approx(expected.chosen.loss, rel=1e-5)
+    gains = {name: p for name, p in plain.named_parameters() if ".self_attn." in name and "_norm." in name}
+    assert len(gains) == 12
+    for name, gain in gains.items():
+        parent, _, kind = name.rpartition(".")
+        copy = adapted.get_parameter(f"base_model.model.{parent}.modules_to_save.default.{kind}")
+        torch.testing.assert_close(copy, gain, rtol=1e-4, atol=1e-5)
+    for name, value in before.items():
+        assert torch.equal(adapted.get_parameter(name), value), name
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
+def test_calibration_moves_no_weights_under_adapters():
+    adapted = wrapped(patched())
+    with pytest.raises(ValueError, match="fit_qk.* under adapters, .* calibrate before"):
+        calibrate(adapted, [make_batch("plain", labels=False)], "fit_qk")
+    folded = wrapped(patch_model(sharp_model("gpt2"), "qkv_norm"))
+    with pytest.raises(ValueError, match="pre_norm=False moves weights, .* under adapters"):
+        calibrate(folded, [make_batch("plain", labels=False)], "moments")
+
+
+def test_every_norm_of_the_model_is_wrapped():
+    adapted = wrapped(patched())
+    owners = [name for name, m in adapted.named_modules() if isinstance(m, HeadNorm)]
+    assert len(owners) == 2 * 3 * 2  # layers, norms, original and copy
+    assert all(name.endswith(("original_module", "modules_to_save.default")) for name in owners)
