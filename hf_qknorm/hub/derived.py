@@ -98,6 +98,11 @@ class QKNormConfig(_Config):
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: the base's own code reads its layers' kinds, which keep the names that it gave them."""
+        return False
+
+    @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Nothing: transformers would save this class's file alone, and `auto_map` says what is to be saved."""
 
