@@ -112,6 +112,11 @@ def _opened(
         here, there = (Path(os.path.realpath(path)) for path in (source.folder, dst))
         if here == there or there in here.parents:
             raise FileExistsError(f"{dst} is where the source lies: give another destination")
+        if getattr(source.config, "quantization_config", None) is not None:
+            raise ValueError(
+                f"{source.folder / 'config.json'}: this checkpoint is quantised. Convert the one in full precision, "
+                "then quantise that"
+            )
         model_type = source.config.model_type
         if model_type.startswith(TYPE_PREFIX):
             raise ValueError(

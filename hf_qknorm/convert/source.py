@@ -63,7 +63,7 @@ def open_source(name: str | Path, *, allow_pickle: bool = False) -> Iterator[Sou
     """Open a checkpoint by folder or Hub name and check it; pickled weights are read only where that is allowed.
 
     Raises FileNotFoundError for a folder or a file that is not there, and ValueError, naming the file, for one that is
-    corrupted, for a tokenizer that can't be read, and for weights that are pickled, quantised, or an adapter.
+    corrupted, for a tokenizer that can't be read, and for weights that are pickled, or an adapter.
     """
     folder = _folder(str(name), allow_pickle)
     config = _config(folder)
@@ -150,13 +150,7 @@ def read_config(folder: Path) -> Any:
 def _config(folder: Path) -> Any:
     if (folder / "adapter_config.json").is_file():  # transformers would load the model that it names
         raise ValueError(f"{folder} holds an adapter: merge it into its base model, then convert that")
-    config = read_config(folder)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{folder / 'config.json'}: this checkpoint is quantised. Convert the one in full precision, then quantise "
-            "that"
-        )
-    return config
+    return read_config(folder)
 
 
 def _has_weights(folder: Path) -> bool:
