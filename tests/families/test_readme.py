@@ -1,0 +1,52 @@
+"""The contributor's page: its example is run, and adds a family that was not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tables import assert_identical, make_batch, sharp_model, step
+
+from hf_qknorm import FAMILIES, families, patch_model, unpatch_model
+from hf_qknorm.attention import patched_layers
+from hf_qknorm.families.tiny import TINY_BY_TYPE
+
+PAGE = Path(families.__file__).with_name("README.md")
+
+
+@pytest.fixture
+def without_seed_oss() -> Iterator[None]:
+    tables = [(table, dict(table)) for table in (FAMILIES, TINY_BY_TYPE)]
+    for table, _ in tables:
+        del table["seed_oss"]
+    yield
+    for table, before in tables:  # in its order
+        table.clear()
+        table.update(before)
+
+
+@pytest.mark.usefixtures("without_seed_oss")
+def test_the_example_adds_a_family():
+    model = sharp_model("seed_oss")
+    with pytest.raises(ValueError, match="model_type 'seed_oss' is not supported"):
+        patch_model(model, "none")
+
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(code, str(PAGE), "exec"), {"__name__": "example"})
+    original, patched = sharp_model("seed_oss"), patch_model(sharp_model("seed_oss"), "none")
+    assert len(patched_layers(patched)) == original.config.num_hidden_layers
+    for kind in ("plain", "left"):
+        assert_identical(step(patched, make_batch(kind)), step(original, make_batch(kind)))
+    normed = step(patch_model(unpatch_model(patched), "qk_norm_cap"), make_batch("left"))
+    assert all(normed[name].abs().max() > 0 for name in normed if name.endswith(("q_norm.weight", "k_norm.weight")))
+
+
+def test_the_files_and_fields_that_it_names_are_there():
+    text = PAGE.read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        assert any((folder / name).is_file() for folder in (PAGE.parent, PAGE.parents[2])), name
+    for field in ("norm", "pre_norm", "own_norms", "rope"):
+        assert f"`{field}`" in text
+        assert field in families.Family.__dataclass_fields__
