@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_qknorm.attention import NORM_NAMES, QKNormAttention, patched_layers
 from hf_qknorm.training.logits import measure, visible
+from hf_qknorm.training.observers import join, leave
 
 CAP = 50.0  # what logits are held against where no cap is named: the one of Rybakov et al. 2024 and of Gemma 2
 
@@ -107,9 +108,9 @@ def watched_layers(
             stack.callback(module.register_forward_pre_hook(passes.enter, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(passes.leave, always_call=True).remove)
         for name, layer in layers.items():
-            watcher = _Watcher(name, collected, passes, cap, rows, layer.observer)
-            stack.callback(_leave, layer, watcher)
-            layer.observer = watcher
+            watcher = _Watcher(name, collected, passes, cap, rows)
+            stack.callback(leave, layer, watcher)
+            join(layer, watcher)
             look = _behind_projections if layer.has_own_norms else _before_norms
             stack.enter_context(look(layer, watcher))
         stack.callback(passes.end)
@@ -173,22 +174,13 @@ class FirstPass(Passes):
 
 
 class _Watcher:
-    """Looks at a layer's heads before their norms, and at its logits: one entry of `collected`.
-
-    `before` is who observed the layer until now, and goes on doing so.
-    """
+    """Looks at a layer's heads before their norms, and at its logits: one entry of `collected`."""
 
     def __init__(
-        self,
-        name: str,
-        collected: dict[str, LogitStatistics],
-        passes: Passes,
-        cap: float | None,
-        rows: int | None,
-        before: Callable[..., None] | None,
+        self, name: str, collected: dict[str, LogitStatistics], passes: Passes, cap: float | None, rows: int | None
     ) -> None:
         self.name, self.collected, self.passes, self.cap, self.rows = name, collected, passes, cap, rows
-        self.before = before
+        self.before: Callable[..., None] | None = None
         self.squares: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -226,15 +218,6 @@ class _Watcher:
         for norm, new in self.squares.items():
             entry.squares[norm] = entry.squares[norm] + new if norm in entry.squares else new
         self.squares.clear()
-
-
-def _leave(layer: QKNormAttention, watcher: _Watcher) -> None:
-    """Give the layer back to who observed it before, unless another has come since, which passes on to nobody here."""
-    before = watcher.before
-    if layer.observer is watcher:
-        del layer.observer
-        if before is not None:
-            layer.observer = before
 
 
 @contextmanager
