@@ -49,7 +49,7 @@ class Family:
             return (
                 "keeps a latent in its cache, which keys and values are projected from; a norm behind that projection "
                 f"could not be absorbed into it, as servers do: got the scheme {scheme}. Only a cap can be added, as "
-                'with scheme="soft_cap" or Scheme(softcap=50.0)'
+                'with scheme="soft_cap" or Scheme(softcap=50.0); or bound its learning rates by head, with QuacK'
             )
         if not scheme.pre_norm and not self.pre_norm:
             return (
