@@ -150,8 +150,8 @@ def _projection(name: str, layer: Any, part: str) -> Any:
         )
     if not isinstance(projection, nn.Linear | Conv1D):
         raise ValueError(
-            f"{name}.{part} is a {type(projection).__name__}: the weights of heads can only be told in a plain Linear "
-            "or Conv1D. Merge adapters first"
+            f"{name}.{part} is a {type(projection).__module__}.{type(projection).__name__}: the weights of heads can "
+            "only be told in torch's Linear and transformers' Conv1D. Merge adapters first"
         )
     if projection.weight.dim() != 2 or not projection.weight.is_floating_point():
         raise ValueError(

@@ -246,7 +246,7 @@ def test_schedulers_scalers_closures_and_hooks():
             loss.backward()
             return loss
 
-        assert float(closed.step(closure)) > 0
+        assert closed.step(closure).item() > 0
     for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-6, msg=name)
 

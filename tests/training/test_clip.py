@@ -1,0 +1,297 @@
+"""QK-Clip against a slow rewriting of its rule, with every logit formed, and in training loops."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from head_rows import ROWS, attention_layers, outputs_first
+from tables import fingerprint, make_batch, real, sharp_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from hf_qknorm import QKClip, Scheme, logit_statistics, patch_model
+from hf_qknorm.attention import QKNormAttention, patched_layers
+from hf_qknorm.masks import Structure
+from hf_qknorm.testing import tiny_model
+from hf_qknorm.training.clip import largest_logits
+
+Calls = dict[str, list[tuple[Tensor, Tensor, float, dict[str, Any]]]]
+BATCHES = ("plain", "left", "right")
+
+
+def made(model_type: str, scheme: Scheme | str = "none", **settings: Any) -> PreTrainedModel:
+    return patch_model(sharp_model(model_type, initializer_range=0.5, **settings), scheme)
+
+
+class Recorder:
+    """Keeps the queries and keys of every call of every layer, and its input."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.heads: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
+        self.inputs: dict[str, tuple[Any, Any]] = {}
+        for name, layer in patched_layers(model).items():
+            layer.observer = self.noting(name)
+            layer.register_forward_pre_hook(self.keeping(name), with_kwargs=True)
+
+    def noting(self, name: str) -> Any:
+        def note(_: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> None:
+            self.heads.setdefault(name, []).append((q.detach().double(), k.detach().double(), options["scaling"]))
+
+        return note
+
+    def keeping(self, name: str) -> Any:
+        def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.inputs[name] = args, {key: value for key, value in kwargs.items() if "past" not in key}  # no cache
+
+        return keep
+
+
+def dense_maxima(layer: QKNormAttention, q: Tensor, k: Tensor, scale: float, batch: dict[str, Any]) -> Tensor:
+    """The largest visible logit of each head, all of them formed."""
+    group = q.shape[1] // k.shape[1]
+    logits = scale * q @ k.repeat_interleave(group, 1).transpose(-1, -2)
+    row, column = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    seen = (column <= row) & (column > row - (layer.window or 1000))
+    tokens = real(batch)
+    seen = seen & tokens[:, None, None, :] & tokens[:, None, :, None]
+    return logits.masked_fill(~seen, -math.inf).amax((0, 2, 3))
+
+
+def clip_by_hand(model: PreTrainedModel, model_type: str, maxima: list[Tensor], threshold: float) -> None:
+    rows = ROWS[model_type]
+    for layer, largest in zip(attention_layers(model, model_type), maxima, strict=True):
+        gamma = [min(1.0, threshold / float(m)) for m in largest]
+        keys = len(rows["k"][1]) if "k" in rows else len(gamma)
+        group = len(gamma) // keys
+        shared = [min(gamma[g * group : (g + 1) * group]) for g in range(keys)]
+        for part, (where, heads) in rows.items():
+            power = {"q": 0.5, "k": 0.5, "uq": 0.5, "uk": 0.5, "qr": 1.0}.get(part, 0.0)
+            for p in outputs_first(layer, where):
+                for head, outputs in enumerate(heads if power else ()):
+                    p[outputs] *= shared[head // (len(heads) // keys)] ** power
+
+
+@pytest.mark.parametrize("model_type", ROWS)
+@pytest.mark.parametrize("kind", BATCHES)
+def test_heads_are_clipped_by_the_rule(model_type, kind):
+    model, expected = made(model_type), made(model_type)
+    recorder, batch = Recorder(model), make_batch(kind)
+    clip = QKClip(model, threshold=1e9)
+    model(**batch)
+    layers = patched_layers(model)
+    maxima = [dense_maxima(layer, *recorder.heads[name][0], batch) for name, layer in layers.items()]
+    assert clip.step() == {}
+    clip.threshold = threshold = float(torch.cat(maxima).median())
+    inputs = dict(recorder.inputs)
+    model(**batch)
+    clipped = clip.step()
+    assert any((factor < 1).any() for factor in clipped.values())
+    clip_by_hand(expected, model_type, maxima, threshold)
+    for (name, p), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-6, msg=name)
+    recorder.heads.clear()
+    for name, layer in layers.items():
+        args, kwargs = inputs[name]
+        layer(*args, **kwargs)
+        largest = dense_maxima(layer, *recorder.heads[name][0], batch)
+        assert float(largest.max()) <= threshold * (1 + 1e-4)
+    assert max(float(m.max()) for m in maxima) > 1.1 * threshold
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "gpt2", "gpt_neox", "deepseek_v3"])
+def test_heads_below_the_threshold_are_left_alone_to_the_bit(model_type):
+    model = made(model_type, num_hidden_layers=1)
+    recorder, batch = Recorder(model), make_batch("plain")
+    before = copy.deepcopy(model)
+    clip = QKClip(model, threshold=1e9)
+    model(**batch)
+    ((name, layer),) = patched_layers(model).items()
+    (q, k, scale), inputs = recorder.heads[name][0], recorder.inputs[name]
+    maxima = dense_maxima(layer, q, k, scale, batch)
+    clip.threshold = float(maxima.sort().values[-2:].mean())  # one head is over it
+    model(**batch)
+    factor = clip.step()[name]
+    group = q.shape[1] // k.shape[1]
+    worst = int(maxima.argmax()) // group
+    over = torch.arange(q.shape[1]) // group == worst
+    assert torch.equal(factor < 1, over)
+    recorder.heads.clear()
+    layer(*inputs[0], **inputs[1])
+    new_q, new_k, _ = recorder.heads[name][0]
+    assert torch.equal(new_q[:, ~over], q[:, ~over])
+    others = torch.arange(k.shape[1]) != worst
+    assert torch.equal(new_k[:, others], k[:, others])
+    expected = scale * q @ k.repeat_interleave(group, 1).transpose(-1, -2) * factor.double()[:, None, None]
+    logits = scale * new_q @ new_k.repeat_interleave(group, 1).transpose(-1, -2)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for (path, p), old in zip(model.named_parameters(), before.parameters(), strict=True):
+        assert torch.equal(p, old) or "attn" in path or "attention" in path
+
+
+@pytest.mark.parametrize(
+    ("scheme", "moved"),
+    [(Scheme(q="rms"), {"k_proj": 1.0}), (Scheme(k="rms"), {"q_proj": 1.0}), (Scheme(v="rms", softcap=5.0), None)],
+)
+def test_a_side_that_is_normed_leaves_all_to_the_other(scheme, moved):
+    model = made("llama", scheme, num_hidden_layers=1)
+    before, recorder, batch = copy.deepcopy(model), Recorder(model), make_batch("plain")
+    clip = QKClip(model, threshold=2.0)
+    model(**batch)
+    inputs = recorder.inputs
+    ((name, layer),) = patched_layers(model).items()
+    (factor,) = clip.step().values()
+    changed = {
+        path for (path, p), old in zip(model.named_parameters(), before.parameters(), strict=True) if (p != old).any()
+    }
+    assert {path.split(".")[-2] for path in changed} == set(moved or {"q_proj", "k_proj"})
+    recorder.heads.clear()
+    layer(*inputs[name][0], **inputs[name][1])
+    largest = dense_maxima(layer, *recorder.heads[name][0], batch)
+    torch.testing.assert_close(largest[factor < 1].max(), torch.tensor(2.0).double(), rtol=1e-4, atol=0)
+
+
+def clipped_after(model: PreTrainedModel, *batches: dict[str, Any]) -> dict[str, Tensor]:
+    clip = QKClip(model, threshold=1.0)
+    for batch in batches:
+        model(**batch).loss.backward()
+    return clip.step()
+
+
+def other_batch(rows: int = 2, length: int = 13) -> dict[str, Any]:
+    tokens = torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def test_the_largest_of_all_micro_batches_counts_and_then_is_forgotten():
+    first, second, both = (made("llama") for _ in range(3))
+    one, two = clipped_after(first, make_batch("plain")), clipped_after(second, other_batch())
+    clip = QKClip(both, threshold=1.0)
+    for batch in (make_batch("plain"), other_batch()):
+        both(**batch)
+    for name, factor in clip.step().items():
+        torch.testing.assert_close(factor, torch.minimum(one[name], two[name]))
+    assert any(not torch.equal(one[name], two[name]) for name in one)
+    assert clip.step() == {}
+
+
+def test_passes_without_gradients_do_not_count():
+    model = made("llama")
+    clip = QKClip(model, threshold=1.0)
+    with torch.no_grad():
+        model(**make_batch("plain"))
+    assert clip.step() == {}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")  # its new name is too new
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    plain, model = made("llama"), made("llama")
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    clip = QKClip(model, threshold=1.0)
+    losses = [model(**batch).loss for batch in (make_batch("right"), other_batch(rows=3))]
+    sum(losses).backward()  # the layers run once more, when the second batch was the last to be seen
+    expected = clipped_after(plain, make_batch("right"), other_batch(rows=3))
+    clipped = clip.step()
+    assert clipped.keys() == expected.keys()
+    for name, factor in expected.items():
+        torch.testing.assert_close(clipped[name], factor)
+
+
+def test_other_observers_and_the_way_back():
+    model = made("llama")
+    before = fingerprint(model)
+    with logit_statistics(model) as outside:
+        clip = QKClip(model, threshold=1.0)
+        model(**make_batch("plain"))
+    with logit_statistics(model) as inside:
+        model(**make_batch("plain"))
+        assert clip.step()
+    assert inside.keys() == outside.keys() == patched_layers(model).keys()
+    clip.watch()  # once more makes no difference
+    model(**make_batch("plain"))
+    clip.remove()
+    assert fingerprint(model) == before
+    assert all(layer.observer is None for layer in patched_layers(model).values())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn is not watched"):
+        clip.step()
+
+
+def test_the_trainer_clips_as_a_bare_loop_does(tmp_path):
+    row = torch.randint(3, 64, (16,), generator=torch.Generator().manual_seed(0))
+    model, expected = made("llama"), made("llama")
+    arguments = TrainingArguments(
+        tmp_path, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, optim="sgd",
+        learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0, save_strategy="no", report_to=[],
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row}] * 16
+    Trainer(model, arguments, train_dataset=data, callbacks=[QKClip(model, threshold=3.0)]).train()
+    clip, optimizer = QKClip(expected.train(), threshold=3.0), torch.optim.SGD(expected.parameters(), 0.1)
+    clipped = 0
+    for _ in range(3):
+        expected(input_ids=row[None], labels=row[None]).loss.backward()
+        optimizer.step()
+        clipped += len(clip.step())
+        optimizer.zero_grad()
+    assert clipped
+    for (name, p), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, other, rtol=1e-4, atol=1e-5, msg=name)
+    assert all(layer.observer is None for layer in patched_layers(model).values())
+
+
+def test_bfloat16():
+    model = made("llama", num_hidden_layers=1).bfloat16()
+    recorder = Recorder(model)
+    clip = QKClip(model, threshold=2.0)
+    model(**make_batch("plain"))
+    ((name, layer),) = patched_layers(model).items()
+    args, kwargs = recorder.inputs[name]
+    assert clip.step()
+    recorder.heads.clear()
+    layer(*args, **kwargs)
+    assert float(dense_maxima(layer, *recorder.heads[name][0], make_batch("plain")).max()) <= 2.0 * 1.02
+
+
+@pytest.mark.parametrize("kind", ["none", "boolean", "additive", "by head", "ranges"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_largest_logits_without_forming_them_all(kind, window):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, h, 90, 16, generator=generator) for h in (6, 3))
+    q[:, 2:4] *= 0.01  # the heads of a group that can't reach the threshold
+    dense = 0.5 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
+    row, column = torch.arange(90)[:, None], torch.arange(90)
+    mask, ranges, seen = None, None, (column <= row) & (column > row - (window or 1000))
+    if kind == "ranges":
+        stop = torch.arange(90).expand(2, -1)
+        ranges = torch.stack([(stop - 7).clamp_min(0), stop], -1).to(torch.int32)
+        seen = (column >= ranges[:, None, :, :1]) & (column < ranges[:, None, :, 1:])
+    elif kind != "none":
+        heads = 6 if kind == "by head" else 1
+        mask = torch.rand(2, heads, 90, 90, generator=generator) < 0.3
+        seen = mask
+        mask = torch.where(mask, -3.0, torch.finfo(torch.float32).min) if kind == "additive" else mask
+    causal = kind == "none"
+    found = largest_logits(q, Structure(k, k, mask, ranges, causal, window if causal else None), 0.5, threshold=1.0)
+    expected = dense.masked_fill(~seen, -math.inf).amax((0, 2, 3))
+    assert float(expected[2:4].max()) < 1
+    expected[2:4] = -math.inf
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="Linear is not patched: patch_model"):
+        QKClip(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="threshold is -1, expected a finite number > 0"):
+        QKClip(made("llama"), threshold=-1)
+    for model in (made("llama", "qk_norm"), patch_model(tiny_model("qwen3"), "soft_cap")):
+        with pytest.raises(ValueError, match="norms both its queries and its keys"):
+            QKClip(model)
+    model = made("llama")
+    model.model.layers[1].self_attn.k_proj.weight = model.model.layers[0].self_attn.k_proj.weight
+    with pytest.raises(ValueError, match=r"layers\.\d\.self_attn and .*layers\.\d\.self_attn share weights"):
+        QKClip(model)

@@ -1,0 +1,35 @@
+"""Two processes that share the data (DDP), or the weights too (FSDP2), train by QuacK and QKClip as one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pair import run_pair
+from safetensors.torch import load_file
+from sharded_run import MODELS, STEPS, WAYS, made, rules, train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The weights that two processes came to."""
+    root = tmp_path_factory.mktemp("sharded")
+    run_pair("training/sharded_run.py", root)
+    return root
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_two_processes_train_as_one_does(model_type, way, folder):
+    model = made(model_type)
+    optimizer, clip = rules(model)
+    clipped: list[Any] = []
+    train(model, optimizer, clip, range(STEPS), slice(None), clipped.append)
+    assert sum(bool(found) for found in clipped) > 1
+    now = {(layer, name): part.norms() for layer, parts in optimizer.layers.items() for name, part in parts.items()}
+    assert max(float((now[key] / first - 1).abs().max()) for key, first in optimizer.first.items()) > 0.1
+    found = load_file(folder / f"{model_type}-{way}.safetensors")
+    for name, p in model.state_dict().items():
+        torch.testing.assert_close(found[name], p, rtol=1e-6, atol=1e-6, msg=name)  # logits are shared in fp32
