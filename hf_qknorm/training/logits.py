@@ -45,14 +45,19 @@ def visible(
 def measure(
     q: Tensor, seen: Structure, scale: float, softcap: float | None, cap: float
 ) -> tuple[tiled.Statistics, Tensor]:
-    """`tiled.statistics` of q `[B, H, T, D]`, and the entropy (nats) of attention that is even over what is seen."""
+    """`tiled.statistics` of q `[B, H, T, D]`, and the entropy (nats) of attention that is even over what is seen.
+
+    The largest logit of a head whose queries or keys are not all finite is NaN.
+    """
     keys = _keys_seen(q, seen)
     even = keys.clamp_min(1).float().log().sum() / (keys > 0).sum().clamp_min(1)
     found = measure_by_kernels(q, seen, scale, softcap, cap) if q.is_cuda else None
     if found is None:
         options = tiled.Options(scale, softcap, seen.causal, seen.window)
         found = tiled.statistics(q, seen.key, seen.mask, seen.ranges, None, options, cap)
-    return found, even
+    finite = [x.isfinite().all(-1).all(2).all(0) for x in (q, seen.key)]  # by head
+    broken = ~(finite[0] & finite[1].repeat_interleave(len(finite[0]) // len(finite[1])))
+    return found._replace(max_logit=found.max_logit.masked_fill(broken, torch.nan)), even
 
 
 def measure_by_kernels(
