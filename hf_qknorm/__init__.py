@@ -29,6 +29,7 @@ from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.training import adapters
 from hf_qknorm.training.adapters import peft_modules_to_save
 from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
+from hf_qknorm.training.callback import LogitMonitor
 from hf_qknorm.training.clip import QKClip
 from hf_qknorm.training.monitor import LogitStatistics, logit_statistics
 from hf_qknorm.training.quack import QuacK
@@ -40,6 +41,7 @@ __all__ = [
     "Calibration",
     "CapSchedule",
     "Inspection",
+    "LogitMonitor",
     "LogitStatistics",
     "NativeExport",
     "Plan",

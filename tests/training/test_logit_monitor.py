@@ -1,0 +1,264 @@
+"""LogitMonitor: what it measures, when, and that nothing of it is on the model in between."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack
+
+import pytest
+import torch
+from tables import BATCHES, make_batch, randomise, sharp_model
+from watched import gradients_by_hand, hooks
+
+from hf_qknorm import LogitMonitor, patch_model
+from hf_qknorm.attention import patched_layers
+from hf_qknorm.ops import reference
+from hf_qknorm.testing import tiny_model
+from hf_qknorm.training.record import read_log
+
+FAMILIES = ["llama", "gpt2", "gpt_neox", "phi3", "mistral", "qwen3"]  # GQA, one weight for all, windows, own norms
+
+
+def calls(model, batch):
+    """What each layer's attention function gets, without the monitor's help."""
+    found = {}
+    with ExitStack() as stack, torch.no_grad():
+        for name, layer in patched_layers(model).items():
+
+            def note(layer, q, k, v, mask, options, name=name):
+                found[name] = (q, k, v, options)
+
+            layer.observer = note
+            stack.callback(delattr, layer, "observer")
+        model(**batch)
+    return found
+
+
+def seen_by(batch, window):
+    """The boolean mask `[B, 1, T, T]` of real queries and keys: causal, windowed, packed sequences apart."""
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    mask = reference.visible(real.shape[1], real.shape[1], True, window) & real[:, None, :] & real[:, :, None]
+    if "position_ids" in batch:
+        sequence = (batch["position_ids"] == 0).cumsum(-1)
+        mask = mask & (sequence[:, None, :] == sequence[:, :, None])
+    return mask[:, None]
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sample_is_what_the_oracle_says(family, kind):
+    scheme = "soft_cap" if family == "qwen3" else "qk_norm_cap"
+    model = randomise(patch_model(sharp_model(family), scheme))
+    batch = make_batch(kind)
+    monitor = LogitMonitor(every=1, rows=2)
+    with monitor.watch(model, 1):
+        model(**batch).loss.backward()
+    assert list(monitor.last.layers) == list(patched_layers(model))
+    for name, (q, k, v, options) in calls(model, batch).items():
+        layer = monitor.last.layers[name]
+        seen = seen_by(batch, options["sliding_window"])
+        exact = reference.attention(q, k, v, scale=options["scaling"], softcap=options["softcap"], mask=seen)
+        torch.testing.assert_close(torch.tensor(layer.max_logit), exact.max_logit, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(layer.entropy), exact.entropy, rtol=1e-4, atol=1e-5)
+        keys = seen.sum(-1)
+        even = float(keys.clamp_min(1).log().sum() / (keys > 0).sum())
+        assert layer.even == pytest.approx(even, rel=1e-5)
+        assert layer.cap == 50
+
+
+def test_only_the_first_rows_are_watched():
+    model, batch = patch_model(sharp_model("llama"), "none"), make_batch("right")
+    one, first = LogitMonitor(every=1, rows=1), LogitMonitor(every=1)
+    with one.watch(model, 1):
+        model(**batch).loss.backward()
+    with first.watch(model, 1):
+        model(**{name: x[:1] for name, x in batch.items()}).loss.backward()
+    for name, layer in first.last.layers.items():
+        for field in ("max_logit", "entropy", "rms_q", "rms_k", "rms_v"):
+            assert getattr(one.last.layers[name], field) == pytest.approx(getattr(layer, field), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_norms_are_those_by_hand(family):
+    model = patch_model(sharp_model(family), "none")
+    monitor = LogitMonitor(every=5)
+    with monitor.watch(model, 10):
+        for _ in range(2):  # accumulated over all micro-batches
+            model(**make_batch("left")).loss.backward()
+    for name, layer in patched_layers(model).items():
+        found = monitor.last.layers[name]
+        for got, expected in zip((found.grad_q, found.grad_k), gradients_by_hand(family, layer), strict=True):
+            torch.testing.assert_close(torch.tensor(got), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft calls it by its old name
+def test_gradients_of_adapters_are_one_number():
+    peft = pytest.importorskip("peft")
+    model = patch_model(sharp_model("llama"), "none")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    monitor = LogitMonitor(every=1)
+    with monitor.watch(model, 1):
+        model(**make_batch("plain")).loss.backward()
+    for name, layer in patched_layers(model).items():
+        grads = [p.grad.flatten() for p in layer.q_proj.parameters() if p.grad is not None]
+        assert monitor.last.layers[name].grad_q == pytest.approx([float(torch.cat(grads).norm())])
+        assert monitor.last.layers[name].grad_k is None
+
+
+def test_bare_loop_samples_its_turn_alone(tmp_path):
+    model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
+    monitor = LogitMonitor(every=4, path=tmp_path / "new" / "log.jsonl")
+    for step in range(10):
+        with monitor.watch(model, step):
+            assert bool(hooks(model)) == (step % 4 == 0)
+            model(**batch).loss.backward()
+        assert not hooks(model)
+    assert [sample.step for sample in read_log(monitor.path)] == [0, 4, 8]
+    with pytest.raises(RuntimeError, match="stop"), monitor.watch(model, 12):  # noqa: PT012
+        model(**batch)
+        raise RuntimeError("stop")
+    assert not hooks(model)
+    assert [sample.step for sample in read_log(monitor.path)] == [0, 4, 8]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # renamed in v6
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_other_passes_do_not_count(reentrant):
+    model, batch = patch_model(sharp_model("llama"), "none").train(), make_batch("plain")
+    other = {**batch, "input_ids": batch["input_ids"].flip(1)}
+    plain, monitor = LogitMonitor(every=1), LogitMonitor(every=1)
+    with plain.watch(model, 1):
+        model(**batch).loss.backward()
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with monitor.watch(model, 1):
+        model.eval()
+        model(**other)  # an evaluation, or a generation
+        model.train()
+        model(**batch).loss.backward()
+        with torch.no_grad():
+            model(**other)  # the next micro-batch
+    assert monitor.last == plain.last
+
+
+def test_watching_changes_nothing():
+    batch, losses = make_batch("left"), []
+    for every in (1, 2):
+        model = patch_model(sharp_model("llama"), "qk_norm_cap")
+        with LogitMonitor(every=every).watch(model, 1):
+            loss = model(**batch).loss
+            loss.backward()
+        losses.append((loss, [p.grad for p in model.parameters()]))
+    assert torch.equal(losses[0][0], losses[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(losses[0][1], losses[1][1], strict=True))
+
+
+@pytest.mark.parametrize("wrap", ["in place", "wrapped"])
+def test_compiled_models_run_eagerly_when_they_are_sampled(wrap):
+    torch.compiler.reset()
+    model, batch = patch_model(sharp_model("llama"), "qk_norm_cap"), make_batch("plain", labels=False)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    plain = LogitMonitor(every=1)
+    with plain.watch(model, 1):
+        model(**batch, use_cache=False)
+    if wrap == "wrapped":
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+    else:
+        compiled = model
+        model.compile(backend=backend, fullgraph=True)
+    monitor = LogitMonitor(every=2)
+    for step in range(1, 6):
+        with monitor.watch(compiled, step):
+            compiled(**batch, use_cache=False)
+    assert len(graphs) == 1
+    assert list(monitor.last.layers.values()) == list(plain.last.layers.values())
+
+
+def test_models_that_cannot_be_watched_are_refused(monkeypatch):
+    with (
+        pytest.raises(ValueError, match='patch_model\\(model, "none"\\) makes it watchable'),
+        LogitMonitor(every=1).watch(tiny_model("llama"), 1),
+    ):
+        pass
+    model = patch_model(tiny_model("llama"), "none")
+    monkeypatch.setattr(type(model), "tp_size", 2)
+    with pytest.raises(ValueError, match="tensor-parallel"), LogitMonitor(every=1).watch(model, 1):
+        pass
+    assert not hooks(model)
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"rows": 0}, {"limit": -1.0}, {"collapsed": 1.5}])
+def test_settings_are_checked(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        LogitMonitor(**wrong)
+
+
+def test_warns_once_until_it_recovers(caplog):
+    model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
+    monitor = LogitMonitor(every=1)
+    first = patched_layers(model)["model.layers.0.self_attn"]
+    weight = first.q_proj.weight.data.clone()
+    told = []
+    for step, factor in enumerate((1, 200, 200, 1, 200)):
+        first.q_proj.weight.data[:16] = weight[:16] * factor  # of head 0 alone
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), monitor.watch(model, step):
+            model(**batch)
+        told.append([record.getMessage() for record in caplog.records])
+    assert [len(lines) for lines in told] == [0, 2, 0, 0, 2]
+    assert all("step 1: model.layers.0.self_attn, head 0: " in line for line in told[1])
+    assert "|logit| over 100" in told[1][0]
+    assert "entropy under" in told[1][1]
+    assert "10% of even attention's" in told[1][1]
+
+
+def test_logits_that_are_no_numbers_warn(caplog):
+    model = patch_model(sharp_model("llama"), "none")
+    model.model.layers[0].self_attn.q_proj.weight.data[:16] = float("inf")
+    monitor = LogitMonitor(every=1)
+    with caplog.at_level(logging.WARNING), monitor.watch(model, 3):
+        model(**make_batch("plain"))
+    assert "step 3: model.layers.0.self_attn, head 0: |logit| over 100" in caplog.text
+    assert monitor.last.worst()[:2] == ("model.layers.0.self_attn", 0)
+
+
+def test_ranks_are_put_together(process_group, monkeypatch):
+    model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
+    alone, monitor = LogitMonitor(every=1), LogitMonitor(every=1)
+    with alone.watch(model, 1):
+        model(**batch)
+    reduced = []
+
+    def all_reduce(x, op=torch.distributed.ReduceOp.SUM):  # as if the other rank had seen the same, with half of it
+        reduced.append(op)
+        x.copy_(torch.maximum(x, 0.5 * x) if op == torch.distributed.ReduceOp.MAX else x + x)
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    with monitor.watch(model, 1):
+        model(**batch)
+    assert len(reduced) == 2
+    assert monitor.last == alone.last
+
+
+def test_a_bare_loop_goes_on_in_the_log(tmp_path):
+    model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
+
+    def run(steps):
+        monitor = LogitMonitor(every=2, path=tmp_path / "log.jsonl")
+        for step in steps:
+            with monitor.watch(model, step):
+                model(**batch)
+
+    run(range(6))
+    run(range(3, 9))
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 2, 4, 6, 8]
+    with pytest.raises(FileExistsError, match="give another path"):
+        run(range(1))

@@ -1,0 +1,117 @@
+"""LogitMonitor in a Trainer: which steps it samples, who hears of it, and how its log outlives a run."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tables import make_batch, sharp_model
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from watched import gradients_by_hand, hooks
+
+from hf_qknorm import LogitMonitor, patch_model
+from hf_qknorm.attention import patched_layers
+from hf_qknorm.training.record import read_log
+
+
+class Looker(TrainerCallback):
+    """Notes in which steps anything is on the model, and what is left after each; comes after the monitor."""
+
+    def __init__(self):
+        self.within, self.left = [], []
+
+    def on_substep_end(self, args, state, control, model, **kwargs):
+        if hooks(model):
+            self.within.append(state.global_step + 1)
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.left += hooks(model)
+
+
+def trained(folder, monitor, attach=True, **options):
+    """A Trainer that has run 12 steps of 2 micro-batches on a tiny model, with its callback that looks."""
+    model = patch_model(sharp_model("llama"), "qk_norm_cap")
+    rows = [{"input_ids": row, "labels": row} for row in make_batch("plain")["input_ids"].repeat(8, 1)]
+    settings = {"max_steps": 12, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 3}
+    settings |= {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 5, "seed": 0}
+    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(folder, **{**settings, **options})
+    looker = Looker()
+    run = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:2], callbacks=[] if attach else [monitor])
+    if attach:
+        assert monitor.attach(run) is monitor
+    run.add_callback(looker)
+    return run, looker
+
+
+class Heard(TrainerCallback):
+    """Stands where loggers do, before other callbacks."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.logs.append((state.global_step, logs))
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_in_a_trainer(tmp_path, attach):
+    monitor = LogitMonitor(every=3, path=tmp_path / "log.jsonl")
+    run, looker = trained(tmp_path / "run", monitor, attach)
+    heard = Heard()
+    run.callback_handler.callbacks.insert(0, heard)
+    run.train()
+    samples = read_log(monitor.path)
+    assert [sample.step for sample in samples] == [3, 6, 9, 12]
+    assert looker.within == [3, 6, 9, 12]
+    assert not looker.left
+    logged = [entry for entry in run.state.log_history if "attention/max_logit" in entry]
+    assert [entry["step"] for entry in logged] == [3, 6, 9, 12]
+    for entry, sample in zip(logged, samples, strict=True):
+        expected = {**sample.scalars(), "step": sample.step, "epoch": entry["epoch"]}
+        assert entry == pytest.approx(expected, rel=1e-4)
+    assert [step for step, logs in heard.logs if "attention/max_logit" in logs] == ([3, 6, 9, 12] if attach else [])
+    assert [entry["step"] for entry in run.state.log_history if "loss" in entry] == [3, 6, 9, 12]
+    assert [entry["step"] for entry in run.state.log_history if "eval_loss" in entry] == [3, 6, 9, 12]
+
+
+def test_the_trainers_gradients_are_the_optimizers(tmp_path):
+    monitor, found = LogitMonitor(every=3), {}
+    run, _ = trained(tmp_path, monitor, max_steps=3, max_grad_norm=0.1)
+
+    class Optimizer(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            for name, layer in patched_layers(model).items():
+                found[name] = gradients_by_hand("llama", layer)
+
+    run.add_callback(Optimizer())
+    run.train()
+    for name, (q, k) in found.items():
+        layer = monitor.last.layers[name]
+        assert layer.grad_q == pytest.approx(q.tolist(), rel=1e-5)
+        assert layer.grad_k == pytest.approx(k.tolist(), rel=1e-5)
+
+
+def test_a_resumed_run_goes_on_in_the_log(tmp_path):
+    whole = LogitMonitor(every=3, path=tmp_path / "whole.jsonl")
+    trained(tmp_path / "whole", whole)[0].train()
+    parts = tmp_path / "parts.jsonl"
+    trained(tmp_path / "parts", LogitMonitor(every=3, path=parts), max_steps=12)[0].train()
+    with parts.open("a") as file:
+        file.write('{"format":1,"st')  # torn by a kill
+    run, _ = trained(tmp_path / "parts", LogitMonitor(every=3, path=parts))
+    run.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-5"))
+    assert parts.read_text() == whole.path.read_text()
+    before = parts.read_text()
+    with pytest.raises(FileExistsError, match="holds samples of another run, from step 3 on"):
+        trained(tmp_path / "new", LogitMonitor(every=3, path=parts))[0].train()
+    assert parts.read_text() == before
+
+
+def test_report_to_without_attach_warns(tmp_path, caplog, monkeypatch):
+    monitor = LogitMonitor(every=3)
+    run, _ = trained(tmp_path, monitor, attach=False, max_steps=1)
+    monkeypatch.setattr(run.args, "report_to", ["tensorboard"])
+    with caplog.at_level(logging.WARNING):
+        run.callback_handler.on_train_begin(run.args, run.state, run.control)
+    assert "LogitMonitor is not heard by ['tensorboard']: use LogitMonitor(...).attach(trainer)" in caplog.text
