@@ -1,4 +1,4 @@
-"""The command line: `hf-qknorm demo | convert | inspect | export | card | push | schemes | families`."""
+"""The command line: `hf-qknorm demo | convert | inspect | monitor | export | card | push | schemes | families`."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("destination", help="a folder that is not there yet")
     add("--overwrite", action="store_true", help="replace a checkpoint at the destination")
     _add_inspect(commands)
+    _add_monitor(commands)
     _add_push(commands)
     _add_card(commands)
     commands.add_parser("schemes", help="the presets").set_defaults(command=_schemes)
@@ -96,6 +97,17 @@ def _add_inspect(commands: Any) -> None:
     add("--tokens", type=_count, default=16_384, help="how much of it to look at")
     add("--cap", type=float, help="the cap to hold logits against; by default the model's own, or 50")
     add("--out", default="./qknorm-inspect", help="folder for inspect.json and heatmap.png")
+
+
+def _add_monitor(commands: Any) -> None:
+    monitor = commands.add_parser(
+        "monitor",
+        help="draw what LogitMonitor wrote in a training: logits and entropies by layer and step",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    monitor.set_defaults(command=_monitor)
+    monitor.add_argument("log", metavar="LOG", help="the JSONL file")
+    monitor.add_argument("--out", default="monitor.png", help="the picture")
 
 
 def _add_push(commands: Any) -> None:
@@ -186,6 +198,20 @@ def _inspect(options: argparse.Namespace) -> None:
     found.save(out / "inspect.json")
     heat_map(found, out / "heatmap.png")
     print(f"\nwritten: {out / 'inspect.json'}, {out / 'heatmap.png'}")
+
+
+def _monitor(options: argparse.Namespace) -> None:
+    from hf_qknorm.training.plots import draw  # brings matplotlib
+    from hf_qknorm.training.record import read_log
+
+    samples = read_log(options.log)
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    draw(samples, options.out)
+    (name, head, largest), (sharp_name, sharp_head, least) = samples[-1].worst(), samples[-1].sharpest()
+    print(
+        f"step {samples[-1].step}: largest |logit| {largest:.4g} ({name}, head {head}), "
+        f"least entropy {least:.3g} nats ({sharp_name}, head {sharp_head})\nwritten: {options.out}"
+    )
 
 
 def _card(options: argparse.Namespace) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm import FAMILIES, SCHEMES, cli, patch_model
+from hf_qknorm import FAMILIES, SCHEMES, LogitMonitor, cli, patch_model
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.testing import tiny_model
 
@@ -31,6 +32,8 @@ def test_schemes_and_families_list_the_tables(capsys):
         (["inspect", "nowhere", "--texts", "./nowhere.txt"], "no such file or folder: ./nowhere.txt"),
         (["inspect", "nowhere", "--texts", "FILE"], "hf-qknorm: nowhere: "),
         (["inspect", "nowhere", "--out", "FILE"], "is a file: give a folder"),
+        (["monitor", "./nowhere.jsonl"], "hf-qknorm: no such file: ./nowhere.jsonl"),
+        (["monitor", "FILE"], "the log holds no sample yet"),
         (["push", "./nowhere", "me/tiny"], "nowhere is no folder: expected one with a checkpoint"),
         (["convert", "nowhere", "out", "--private"], "--private goes with --push REPO"),
     ],
@@ -149,3 +152,16 @@ def test_inspect_tells_and_draws(tmp_path, capsys, monkeypatch):
     assert json.loads((out / "inspect.json").read_text())["tokens"] == 512
     assert (out / "heatmap.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in out.iterdir()) == ["heatmap.png", "inspect.json"]
+
+
+def test_monitor_draws_a_log(tmp_path, capsys):
+    model, log, out = patch_model(tiny_model("llama"), "none"), tmp_path / "log.jsonl", tmp_path / "out.png"
+    monitor = LogitMonitor(every=1, path=log)
+    for step in range(3):
+        with monitor.watch(model, step):
+            model(torch.arange(3, 20)[None])
+    assert cli.main(["monitor", str(log), "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "step 2: largest |logit| " in told
+    assert f"written: {out}" in told
+    assert out.read_bytes().startswith(b"\x89PNG")

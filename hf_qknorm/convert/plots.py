@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,19 @@ def heat_map(inspection: Inspection, path: str | Path) -> None:
     height = min(max(2.2 + 0.32 * layers, 3.4), 11.0)
     figure = Figure(figsize=(min(max(8.5 + 0.12 * heads, 9.5), 15.0), height), layout="constrained")
     left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=(1, 1, 0.42))
-    scale = LogNorm(cap / 16, 2 * cap, clip=True)
-    bar = _map(figure, left, logits, scale, HOT, "largest |logit|, before any cap")
-    bar.set_ticks([cap * 2.0**i for i in range(-4, 2)], labels=[f"{cap * 2.0**i:.3g}" for i in range(-4, 2)])
-    bar.minorticks_off()
+    scale = logit_scale(cap)
+    bar = cells(figure, left, logits, scale, HOT, "largest |logit|, before any cap")
+    by_doublings(bar, cap)
     collapsed = [(i, head) for i, risk in _numbered(inspection) for head in risk.collapsed]
     note = "; outlined: low, with large logits" if collapsed else ""
     even = max(max(inspection.even.values()), 0.1)
-    bar = _map(figure, middle, entropies, Normalize(0, even), COLD, f"attention entropy (nats){note}")
+    bar = cells(figure, middle, entropies, Normalize(0, even), COLD, f"attention entropy (nats){note}")
     bar.locator = MaxNLocator(nbins=5)
     _outline(middle, collapsed, width=1.8 if layers <= LETTERED else 0.7)
     _profile(right, logits, cap, scale)
+    for axes in (left, middle):
+        axes.set_xlabel("head", color=INK)
+        axes.set_xticks(range(0, heads, -(-heads // 16)))
     left.set_ylabel("layer", color=INK)
     left.set_yticks(range(0, layers, -(-layers // 24)))
     figure.suptitle(_title(inspection), fontsize=11, color=INK)
@@ -65,11 +68,20 @@ def _numbered(inspection: Inspection) -> list[tuple[int, Any]]:
     return [(numbers[risk.layer], risk) for risk in inspection.risks]
 
 
-def _map(figure: Figure, axes: Any, values: Rows, scale: Normalize, colours: str, label: str) -> Any:
-    """A cell a head, with its number where there is room; returns the colour bar."""
+def logit_scale(cap: float) -> Normalize:
+    """Colours from 1/16 of the cap to twice of it."""
+    return LogNorm(cap / 16, 2 * cap, clip=True)
+
+
+def by_doublings(bar: Any, cap: float) -> None:
+    """Ticks for the colour bar of `logit_scale`."""
+    bar.set_ticks([cap * 2.0**i for i in range(-4, 2)], labels=[f"{cap * 2.0**i:.3g}" for i in range(-4, 2)])
+    bar.minorticks_off()
+
+
+def cells(figure: Figure, axes: Any, values: Rows, scale: Normalize, colours: str, label: str) -> Any:
+    """A row of cells a layer, with their numbers where there is room; returns the colour bar above them."""
     image = axes.imshow(values, norm=scale, cmap=colours, aspect="auto", interpolation="nearest")
-    axes.set_xlabel("head", color=INK)
-    axes.set_xticks(range(0, len(values[0]), -(-len(values[0]) // 16)))
     axes.tick_params(length=2, colors=INK, labelsize=8)
     axes.spines[:].set_visible(False)
     bar = figure.colorbar(image, ax=axes, location="top", shrink=0.85, aspect=34, pad=0.02)
@@ -79,6 +91,8 @@ def _map(figure: Figure, axes: Any, values: Rows, scale: Normalize, colours: str
     if max(len(values), len(values[0])) <= LETTERED:
         for i, row in enumerate(values):
             for j, value in enumerate(row):
+                if not math.isfinite(value):
+                    continue
                 red, green, blue, _ = colormaps[colours](scale(value))
                 ink = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else INK
                 text = f"{value:.1f}" if value < 9.95 else f"{value:.0f}"

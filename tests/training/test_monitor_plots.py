@@ -1,0 +1,85 @@
+"""The monitor's picture: what is on it, whatever the log's size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from hf_qknorm.training.plots import DRAWN, WORST, draw
+from hf_qknorm.training.record import LayerSample, Sample
+
+
+def samples(count, layers, heads, size=10.0):
+    """A log with made-up numbers."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for i in range(count):
+        rows = [size * torch.exp(torch.randn(heads, generator=generator)) for _ in range(layers)]
+        entropies = [torch.rand(heads, generator=generator) * 4 for _ in range(layers)]
+        kept = {
+            f"layers.{n}": LayerSample(
+                50.0, 4.5, tuple(a.tolist()), tuple(b.tolist()), (0.0,) * heads, (1.0,), (1.0,), (1.0,), None, None
+            )
+            for n, (a, b) in enumerate(zip(rows, entropies, strict=True))
+        }
+        made.append(Sample(10 * i, kept))
+    return made
+
+
+def drawn(monkeypatch, tmp_path, found):
+    """The figure that `draw` saves."""
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **options: figures.append(self) or save(self, *args, **options)
+    )
+    draw(found, tmp_path / "map.png")
+    return figures[0]
+
+
+@pytest.mark.parametrize(("count", "layers", "heads"), [(1, 1, 1), (12, 2, 4), (30, 80, 8), (1001, 3, 2)])
+@pytest.mark.parametrize("size", [0.0, 10.0, 1e300, math.inf, math.nan])
+def test_any_log_is_a_picture(tmp_path, count, layers, heads, size):
+    draw(samples(count, layers, heads, size), tmp_path / "map.png")
+    height, width, _ = imread(tmp_path / "map.png").shape
+    assert 900 < height <= 1800
+    assert width == 1800
+    assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
+
+
+def test_maps_show_each_layers_worst_head(monkeypatch, tmp_path):
+    found = samples(12, 3, 4)
+    left, right, *_ = drawn(monkeypatch, tmp_path, found).axes
+    for axes, field, worst in ((left, "max_logit", max), (right, "entropy", min)):
+        shown = axes.images[0].get_array().tolist()
+        assert shown == [[worst(getattr(s.layers[name], field)) for s in found] for name in found[0].layers]
+    assert [text.get_text() for text in left.get_xticklabels()][:2] == ["0", "20"]
+
+
+def test_curves_are_those_of_the_worst_heads(monkeypatch, tmp_path):
+    found = samples(12, 3, 4)
+    _, _, logits, entropies, *_ = drawn(monkeypatch, tmp_path, found).axes
+    first = [line for line in logits.lines if not line.get_label().startswith("_")]
+    assert len(first) == WORST
+    layer, head, _ = max((s.worst() for s in found), key=lambda worst: worst[2])
+    assert first[0].get_label() == f"layer {layer.removeprefix('layers.')}, head {head}"
+    assert list(first[0].get_ydata()) == [s.layers[layer].max_logit[head] for s in found]
+    least = min(min(line.get_ydata()) for line in entropies.lines)
+    assert least == min(s.sharpest()[2] for s in found)
+
+
+def test_long_logs_are_drawn_by_the_worst_of_several(monkeypatch, tmp_path):
+    found = samples(3 * DRAWN, 1, 1)
+    left, *_ = drawn(monkeypatch, tmp_path, found).axes
+    (row,) = left.images[0].get_array().tolist()
+    values = [s.layers["layers.0"].max_logit[0] for s in found]
+    assert row == [max(values[i : i + 3]) for i in range(0, len(values), 3)]
+
+
+def test_an_empty_log_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no sample yet"):
+        draw([], tmp_path / "map.png")
