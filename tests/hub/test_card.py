@@ -9,46 +9,19 @@ import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
-from matplotlib.image import imread
+from card_cases import REPORT, checkpoint, edit, front
 from transformers import AutoModelForSequenceClassification
 
 import hf_qknorm
 from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, cli, patch_model, set_blend
-from hf_qknorm.convert.report import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.convert.report import Prediction
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.hub.card import _template, has_card, render_card, write_card
+from hf_qknorm.hub.card import render_card, write_card
 from hf_qknorm.hub.plots import LOGITS, LOSS, draw
 from hf_qknorm.testing import tiny_model
-
-REPORT = "qk_norm_report.json"
-
-
-def checkpoint(folder: Path, scheme: Any = "qk_norm_cap", family: str = "llama", report: bool = True) -> Path:
-    """A patched checkpoint, with the report of its calibration."""
-    model = patch_model(tiny_model(family, initializer_range=0.2), scheme)
-    if report:
-        generator = torch.Generator().manual_seed(0)
-        batches = [torch.randint(3, 64, (2, 20), generator=generator) for _ in range(3)]
-        calibrate(model, batches, method="moments").save(folder / REPORT)
-    model.save_pretrained(folder)
-    return folder
-
-
-def front(text: str) -> dict[str, Any]:
-    """The front matter of a card, as the Hub's library reads it."""
-    return ModelCard(text).data.to_dict()
-
-
-def edit(folder: Path, **changes: Any) -> Calibration:
-    """Change fields of the report, and give it back."""
-    report = dataclasses.replace(Calibration.load(folder / REPORT), **changes)
-    report.save(folder / REPORT)
-    return report
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
@@ -226,84 +199,6 @@ def test_a_blend_is_told_of(tmp_path):
     assert "from the middle of a **blend**" in render_card(tmp_path)
 
 
-def test_what_a_base_models_card_says_is_taken_over(tmp_path):
-    checkpoint(tmp_path)
-    edit(tmp_path, dataset="owner/corpus")
-    (tmp_path / "README.md").write_text(
-        "---\nlicense: other\nlicense_name: some-licence\nlicense_link: https://example.com/a?b=1\n"
-        "language:\n- en\n- no\ndatasets: owner/first\ntags: [chat]\nbase_model: owner/ancestor\n"
-        "pipeline_tag: x\n---\n# Their text\n"
-    )
-    write_card(tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    data = front(text)
-    assert data["license"] == "other"
-    assert (data["license_name"], data["license_link"]) == ("some-licence", "https://example.com/a?b=1")
-    assert data["language"] == ["en", "no"]
-    assert data["datasets"] == ["owner/first", "owner/corpus"]
-    assert data["base_model"] == "owner/ancestor"
-    assert "chat" not in data["tags"]
-    assert "Their text" not in text
-    write_card(tmp_path)
-    assert (tmp_path / "README.md").read_text() == text  # its own card says the same
-
-
-def test_has_card(tmp_path):
-    assert not has_card(checkpoint(tmp_path, report=False))
-    for text in ("# A card", "---\ntags: [llama]\n---\n", "---\n{: }[\n---\n", "---\ntags: {hf_qknorm: 1}\n---\n"):
-        (tmp_path / "README.md").write_text(text)
-        assert not has_card(tmp_path)
-    write_card(tmp_path)
-    assert has_card(tmp_path)
-    with (tmp_path / "README.md").open("a") as file:
-        file.write("\nA user's own words.\n")
-    assert has_card(tmp_path)
-
-
-HOSTILE = "<script>alert(1)</script> | `a` **b** {{ 7 * 7 }} {% raw %} [x](javascript:y) # $z$"
-
-
-def test_text_from_others_is_escaped(tmp_path):
-    shown = _template().environment.from_string("{{ text }}").render(text=HOSTILE + "\n---\n# more")
-    assert "\n" not in shown
-    assert not re.search(r"(?<!\\)[|`*_{}\[\]#$~]|<|>", shown)
-    checkpoint(tmp_path, report=False)
-    hostile = {"license": HOSTILE, "language": [HOSTILE, "--- x"], "datasets": ["{{ a }}", "- b: c"]}
-    (tmp_path / "README.md").write_text(f"---\n{json.dumps(hostile)}\n---\n")
-    text = render_card(tmp_path)
-    assert {key: front(text)[key] for key in hostile} == hostile
-    assert HOSTILE not in text.partition("\n---\n")[2]
-
-
-@pytest.mark.parametrize(
-    ("matter", "message"),
-    [
-        ("license: [mit", "front matter can't be read"),
-        ("a: &x 1\nlicense: *x", "aliases .* are not read"),
-        ("a: &a [1]\nb: &b [*a, *a]\nc: [*b, *b]", "aliases"),
-        ("license: !!python/object/apply:os.system ['true']", r"tags \(tag:yaml.org,2002:python.* are not read"),
-        ("license: " + "[" * 5000, "front matter can't be read"),
-        ("license: {mit: 1}", "license is .*, expected a line of text"),
-        ('license: "mit\\n---\\nbase_model: x"', "license is .*, expected a line of text"),
-        ('language: ["en\\u202e"]', "language is .*, expected a line of text"),
-        ("language: [" + "en, " * 1000 + "]", "language has 1,000 entries, expected at most 200"),
-        ("license: " + "m" * 1000, "license is 'mmm.*, expected a line of text"),
-        ("base_model: ../../etc/passwd", "base_model is .*, expected a name on the Hub"),
-        ("- a\n- b", "its front matter is .*, expected a mapping"),
-        ("x: " + "y" * 70_000, "at most 65,536 are read"),
-    ],
-)
-def test_hostile_front_matter_is_refused(tmp_path, matter, message):
-    checkpoint(tmp_path, report=False)
-    (tmp_path / "README.md").write_text(f"---\n{matter}\n---\n# Text\n")
-    with pytest.raises(ValueError, match=message) as error:
-        write_card(tmp_path)
-    assert "README.md" in str(error.value)
-    assert len(str(error.value)) < 700
-    assert "# Text" in (tmp_path / "README.md").read_text()
-    assert not has_card(tmp_path)
-
-
 def test_what_is_no_patched_checkpoint_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
         write_card(tmp_path)
@@ -319,63 +214,6 @@ def test_what_is_no_patched_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"{REPORT}: report.format is missing"):
         write_card(tmp_path)
     assert not (tmp_path / "README.md").exists()
-
-
-def test_a_drawing_that_fails_leaves_the_card(tmp_path, monkeypatch):
-    (checkpoint(tmp_path) / "README.md").write_text("old")
-
-    def fail(report: Calibration, folder: Path) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("hf_qknorm.hub.plots.draw", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_card(tmp_path)
-    assert (tmp_path / "README.md").read_text() == "old"
-
-
-def test_links_in_the_folder_are_not_written_through(tmp_path):
-    (tmp_path / "model").mkdir()
-    folder = checkpoint(tmp_path / "model")
-    for name in ("README.md", LOSS, LOGITS):
-        for link in (name, f".{name}.partial"):
-            (tmp_path / f"precious-{link}").write_text("precious")
-            (folder / link).symlink_to(tmp_path / f"precious-{link}")
-    write_card(folder)
-    assert all(path.read_text() == "precious" for path in tmp_path.glob("precious*"))
-    assert "## Use" in (folder / "README.md").read_text()
-    assert not [path for path in folder.iterdir() if path.is_symlink()]
-
-
-@pytest.mark.parametrize("layers", [1, 4, 60])
-@pytest.mark.parametrize("value", [0.0, 3.0, 1e300, math.inf, math.nan])
-def test_any_numbers_can_be_drawn(tmp_path, layers, value):
-    side = LayerStatistics((value, 1.0), (value, 2.0), *(((0.0, 0.0),) * 4))
-    found = {f"layers.{i}": LayerReport(side, side) for i in range(layers)}
-    predictions = Prediction(2.0), Prediction(value), Prediction(min(value, 3.0))
-    report = Calibration("fit", 10, SCHEMES["qk_norm"].resolve("rms"), 50.0, *predictions, found)
-    assert draw(report, tmp_path) == [LOSS, LOGITS]
-    for name, width in ((LOSS, 1050), (LOGITS, 1425)):
-        assert imread(tmp_path / name).shape[1] == width
-
-
-def test_the_plots_show_the_numbers(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig", lambda self, path, **_: (figures.append(self), path.touch())
-    )
-    report = Calibration.load(checkpoint(tmp_path) / REPORT)
-    draw(report, tmp_path)
-    losses, (left, right) = figures[0].axes[0], figures[1].axes
-    shown = [line.get_xdata()[0] for line in losses.lines if line.get_marker() == "o"]
-    assert shown == [report.base.loss, report.ones.loss, report.chosen.loss]
-    assert [tick.get_text() for tick in losses.get_yticklabels()] == ["unpatched", "fresh gains", "this model"]
-    for axes, field, worst in ((left, "max_logit", max), (right, "entropy", min)):
-        for (heads, extremes), side in zip(
-            (axes.collections[:2], axes.collections[2:]), ("before", "after"), strict=True
-        ):
-            values = [getattr(getattr(layer, side), field) for layer in report.layers.values()]
-            assert heads.get_offsets()[:, 0].tolist() == pytest.approx([x for row in values for x in row])
-            assert extremes.get_offsets()[:, 0].tolist() == pytest.approx([worst(row) for row in values])
 
 
 def test_the_command_writes_card_and_plots(tmp_path, capsys):

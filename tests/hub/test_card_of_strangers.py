@@ -1,0 +1,103 @@
+"""What a base model's own card says is taken over as data, and nothing gets into a card unescaped."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from card_cases import checkpoint, edit, front
+
+from hf_qknorm.hub.card import _template, has_card, render_card, write_card
+from hf_qknorm.hub.plots import LOGITS, LOSS
+
+
+def test_what_a_base_models_card_says_is_taken_over(tmp_path):
+    checkpoint(tmp_path)
+    edit(tmp_path, dataset="owner/corpus")
+    (tmp_path / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: some-licence\nlicense_link: https://example.com/a?b=1\n"
+        "language:\n- en\n- no\ndatasets: owner/first\ntags: [chat]\nbase_model: owner/ancestor\n"
+        "pipeline_tag: x\n---\n# Their text\n"
+    )
+    write_card(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    data = front(text)
+    assert data["license"] == "other"
+    assert (data["license_name"], data["license_link"]) == ("some-licence", "https://example.com/a?b=1")
+    assert data["language"] == ["en", "no"]
+    assert data["datasets"] == ["owner/first", "owner/corpus"]
+    assert data["base_model"] == "owner/ancestor"
+    assert "chat" not in data["tags"]
+    assert "Their text" not in text
+    write_card(tmp_path)
+    assert (tmp_path / "README.md").read_text() == text  # its own card says the same
+
+
+def test_has_card(tmp_path):
+    assert not has_card(checkpoint(tmp_path, report=False))
+    for text in ("# A card", "---\ntags: [llama]\n---\n", "---\n{: }[\n---\n", "---\ntags: {hf_qknorm: 1}\n---\n"):
+        (tmp_path / "README.md").write_text(text)
+        assert not has_card(tmp_path)
+    write_card(tmp_path)
+    assert has_card(tmp_path)
+    with (tmp_path / "README.md").open("a") as file:
+        file.write("\nA user's own words.\n")
+    assert has_card(tmp_path)
+
+
+HOSTILE = "<script>alert(1)</script> | `a` **b** {{ 7 * 7 }} {% raw %} [x](javascript:y) # $z$"
+
+
+def test_text_from_others_is_escaped(tmp_path):
+    shown = _template().environment.from_string("{{ text }}").render(text=HOSTILE + "\n---\n# more")
+    assert "\n" not in shown
+    assert not re.search(r"(?<!\\)[|`*_{}\[\]#$~]|<|>", shown)
+    checkpoint(tmp_path, report=False)
+    hostile = {"license": HOSTILE, "language": [HOSTILE, "--- x"], "datasets": ["{{ a }}", "- b: c"]}
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps(hostile)}\n---\n")
+    text = render_card(tmp_path)
+    assert {key: front(text)[key] for key in hostile} == hostile
+    assert HOSTILE not in text.partition("\n---\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("matter", "message"),
+    [
+        ("license: [mit", "front matter can't be read"),
+        ("a: &x 1\nlicense: *x", "aliases .* are not read"),
+        ("a: &a [1]\nb: &b [*a, *a]\nc: [*b, *b]", "aliases"),
+        ("license: !!python/object/apply:os.system ['true']", r"tags \(tag:yaml.org,2002:python.* are not read"),
+        ("license: " + "[" * 5000, "front matter can't be read"),
+        ("license: {mit: 1}", "license is .*, expected a line of text"),
+        ('license: "mit\\n---\\nbase_model: x"', "license is .*, expected a line of text"),
+        ('language: ["en\\u202e"]', "language is .*, expected a line of text"),
+        ("language: [" + "en, " * 1000 + "]", "language has 1,000 entries, expected at most 200"),
+        ("license: " + "m" * 1000, "license is 'mmm.*, expected a line of text"),
+        ("base_model: ../../etc/passwd", "base_model is .*, expected a name on the Hub"),
+        ("- a\n- b", "its front matter is .*, expected a mapping"),
+        ("x: " + "y" * 70_000, "at most 65,536 are read"),
+    ],
+)
+def test_hostile_front_matter_is_refused(tmp_path, matter, message):
+    checkpoint(tmp_path, report=False)
+    (tmp_path / "README.md").write_text(f"---\n{matter}\n---\n# Text\n")
+    with pytest.raises(ValueError, match=message) as error:
+        write_card(tmp_path)
+    assert "README.md" in str(error.value)
+    assert len(str(error.value)) < 700
+    assert "# Text" in (tmp_path / "README.md").read_text()
+    assert not has_card(tmp_path)
+
+
+def test_links_in_the_folder_are_not_written_through(tmp_path):
+    (tmp_path / "model").mkdir()
+    folder = checkpoint(tmp_path / "model")
+    for name in ("README.md", LOSS, LOGITS):
+        for link in (name, f".{name}.partial"):
+            (tmp_path / f"precious-{link}").write_text("precious")
+            (folder / link).symlink_to(tmp_path / f"precious-{link}")
+    write_card(folder)
+    assert all(path.read_text() == "precious" for path in tmp_path.glob("precious*"))
+    assert "## Use" in (folder / "README.md").read_text()
+    assert not [path for path in folder.iterdir() if path.is_symlink()]
