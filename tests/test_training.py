@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from runs import StopAt, assert_equal_weights, counting, losses, trainer
+from short_runs import StopAt, assert_equal_weights, counting, losses, trainer
 from tables import MODEL_TYPES, PAIRS, applies, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from torch.utils.data import DataLoader

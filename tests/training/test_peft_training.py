@@ -10,8 +10,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from runs import StopAt, trainer
 from safetensors.torch import load_file, save_file
+from short_runs import StopAt, trainer
 from tables import assert_near, make_batch, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
