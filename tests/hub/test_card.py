@@ -1,4 +1,4 @@
-"""Model cards: that they tell what was measured, and that nothing of a stranger's gets through unchecked."""
+"""Model cards: that they tell what was measured, and no more."""
 
 from __future__ import annotations
 
