@@ -6,9 +6,23 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from filelock import FileLock
+
 TESTS = Path(__file__).parent
+
+
+def run_once(folder: Path, run: Callable[[Path], None]) -> Path:
+    """`folder`, as `run` fills it: one of pytest's workers does that, and the others wait for it."""
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            filled = Path(tempfile.mkdtemp(dir=folder.parent))
+            run(filled)
+            filled.rename(folder)
+    return folder
 
 
 def run_pair(script: str, *arguments: object, expected: tuple[int, int] = (0, 0)) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from pair import run_once, run_pair
 from safetensors.torch import load_file, save_file
 from tables import make_batch, randomise, sharp_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -30,31 +27,16 @@ def made(gain: str) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory, testrun_uid) -> dict[str, Path]:
     """Each model as a checkpoint with a batch, run by two processes."""
-    root = tmp_path_factory.mktemp("parallel")
-    for gain in SCHEMES:
-        made(gain).save_pretrained(root / gain)
-        save_file(make_batch("plain"), root / gain / "batch.safetensors")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("tensor_parallel_run.py")),
-        *(str(root / g) for g in SCHEMES),
-    ]
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
-    runs = [
-        subprocess.Popen(command, env={**os.environ, **address, **rank}, stderr=subprocess.PIPE, text=True)
-        for rank in ranks
-    ]
-    try:
-        told = [run.communicate(timeout=240)[1] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(told)[-3000:]
+
+    def run(root: Path) -> None:
+        for gain in SCHEMES:
+            made(gain).save_pretrained(root / gain)
+            save_file(make_batch("plain"), root / gain / "batch.safetensors")
+        run_pair("tensor_parallel_run.py", *(root / gain for gain in SCHEMES))
+
+    root = run_once(tmp_path_factory.getbasetemp().parent / f"parallel-{testrun_uid}", run)
     return {gain: root / gain for gain in SCHEMES}
 
 

@@ -1,0 +1,133 @@
+"""Two processes that share the batches, or the weights too, compute what one does, calibrate alike, and survive."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from distributed_run import (
+    CALIBRATIONS,
+    CASES,
+    KILLED,
+    SAVED,
+    WAYS,
+    adapted,
+    calibration_batches,
+    gradients,
+    made,
+)
+from pair import run_once, run_pair
+from safetensors.torch import load_file
+from short_runs import assert_equal_weights
+from tables import make_batch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from hf_qknorm import calibrate
+
+CONFIGS = Path(__file__).parents[1] / "recipes" / "accelerate"
+SHARDED = [(case, way) for case in CASES for way in WAYS if way != "DDP"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, testrun_uid) -> Path:
+    """What two processes left behind, one of which was killed, and then two more that went on."""
+
+    def run(folder: Path) -> None:
+        run_pair("distributed_run.py", folder, expected=(1, -9))
+        (folder / "checkpoints.json").write_text(json.dumps([p.name for p in (folder / "parts").glob("checkpoint*")]))
+        run_pair("distributed_run.py", folder, SAVED)
+
+    return run_once(tmp_path_factory.getbasetemp().parent / f"distributed-{testrun_uid}", run)
+
+
+def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(actual[name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_give_the_loss_and_the_gradients_of_one(case, way, ran):
+    model = made(case)
+    loss = model(**make_batch("plain")).loss
+    loss.backward()
+    expected = gradients(model)
+    assert any(name.endswith("sinks") for name in expected) == (case == "sinks")
+    assert sum("q_norm" in name for name in expected) == (2 if case == "scalar" else 4)
+    found = load_file(ran / f"{case} {way}.safetensors")
+    torch.testing.assert_close(found.pop("loss"), loss.detach(), rtol=1e-6, atol=0)
+    assert_equal_gradients(found, expected)
+
+
+def test_adapters_and_their_norms_train_in_two_processes_as_in_one(ran):
+    model = adapted()
+    model(**make_batch("plain")).loss.backward()
+    assert_equal_gradients(load_file(ran / "adapter.safetensors"), gradients(model))
+
+
+@pytest.mark.parametrize(("case", "way"), SHARDED)
+def test_a_sharded_model_saves_a_whole_checkpoint_in_several_files(case, way, ran):
+    folder = ran / f"{case} {way}"
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    expected = made(case)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(loaded) is type(expected)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [type(expected).__name__]
+    assert_equal_weights(loaded, expected)
+
+
+@pytest.mark.parametrize("kind", ["dealt", "same"])
+@pytest.mark.parametrize("method", CALIBRATIONS)
+def test_calibration_under_ddp_is_that_of_one_process(method, kind, ran):
+    model = made("shared")
+    report = calibrate(model, calibration_batches(), method, steps=4, max_tokens=4 * 24)
+    first, second = (load_file(ran / f"{method} {kind} {rank}.safetensors") for rank in range(2))
+    losses = [found.pop("loss") for found in (first, second)]
+    average = first.pop("gradient"), second.pop("gradient")
+    for name, value in model.state_dict().items():
+        assert torch.equal(first[name], value), name
+        assert torch.equal(second[name], value), name
+    for rank in range(2):
+        assert (ran / f"{method} {kind} {rank}.json").read_text() == repr(report)
+    loss = model(**make_batch("plain")).loss  # and DDP goes on as before
+    loss.backward()
+    torch.testing.assert_close(sum(losses) / 2, loss.detach(), rtol=1e-6, atol=0)
+    assert torch.equal(*average)
+    torch.testing.assert_close(average[0], model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_sharded_model_is_not_calibrated(process_group):
+    model = fully_shard(made("shared"), mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="sharded over several devices .* calibrate it before"):
+        calibrate(model, calibration_batches())
+
+
+def test_a_run_goes_on_from_its_last_checkpoint_after_a_worker_was_killed(ran):
+    assert json.loads((ran / "checkpoints.json").read_text()) == [f"checkpoint-{SAVED}"]
+    assert SAVED < KILLED
+    whole, resumed = (AutoModelForCausalLM.from_pretrained(ran / name) for name in ("whole", "resumed"))
+    assert_equal_weights(resumed, whole)
+    steps = [json.loads((ran / "parts" / f"checkpoint-{n}" / "trainer_state.json").read_text()) for n in (6, 8)]
+    assert [state["global_step"] for state in steps] == [6, 8]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_accelerates_launcher_takes_the_configs(name):
+    command = ["--config_file", str(CONFIGS / f"{name}.yaml"), "train.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+    chosen = {"ddp": arguments.multi_gpu, "fsdp2": arguments.use_fsdp}.get(name, arguments.use_deepspeed)
+    assert chosen
+    if arguments.use_deepspeed:
+        config = HfDeepSpeedConfig(str(CONFIGS.parents[1] / arguments.deepspeed_config_file))
+        assert {"zero2": config.is_zero2, "zero3": config.is_zero3}[name]()
+        assert arguments.zero3_init_flag is (name == "zero3")
