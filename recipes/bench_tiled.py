@@ -134,7 +134,7 @@ def cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def commit() -> str:
+def commit(measured: str = "hf_qknorm/ops") -> str:
     """The commit, marked dirty if what is measured differs from it."""
 
     def git(*command: str) -> str:
@@ -142,7 +142,7 @@ def commit() -> str:
         return subprocess.run(["git", "-C", root, *command], check=True, capture_output=True, text=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=10", "HEAD") + ("-dirty" if git("status", "-s", "hf_qknorm/ops") else "")
+        return git("rev-parse", "--short=10", "HEAD") + ("-dirty" if git("status", "-s", measured) else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

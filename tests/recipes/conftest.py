@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> str:
+    """A file of words, the same each time."""
+    words, draw = ("to", "be", "or", "not", "that", "is", "the", "question"), random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(draw.choice(words) for _ in range(6000)), encoding="utf-8")
+    return str(path)
