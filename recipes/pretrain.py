@@ -1,0 +1,49 @@
+"""Continued pretraining of a converted model: patch, calibrate, bring the scheme in over half of the run, watch it.
+
+    python recipes/pretrain.py --checkpoint gpt2 --text corpus.txt --scheme qk_norm_cap --max_steps 2000
+    torchrun --nproc-per-node 2 recipes/pretrain.py --checkpoint gpt2 --text corpus.txt --bf16 true
+
+Without arguments a small Llama, trained for it on the sources of Python's library: some minutes of a CPU. The Trainer's
+own arguments are all there (`--learning_rate`, `--bf16`, `--save_strategy steps`, `--resume_from_checkpoint`, …).
+Prints the held-out losses as Markdown; writes model, tokenizer and `logits.jsonl` (`hf-qknorm monitor`
+draws it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from text_trainer import BaseOptions, held_out_loss, make_trainer, parse, say, start, told
+
+from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
+
+
+@dataclass
+class Options(BaseOptions):
+    """What the recipe can be told, beside the Trainer's arguments."""
+
+    method: str = field(default="moments", metadata={"choices": ["ones", "moments", "fit"]})  # fit_qk moves the start
+    share: float = field(default=0.5, metadata={"help": "of the run over which the scheme comes in; 0: at once"})
+
+
+def main(command: list[str] | None = None) -> dict[str, float]:
+    options, arguments = parse(Options, "qknorm-pretrain", command)
+    model, tokenizer, text = start(options, arguments)
+    patch_model(model, Scheme.of(options.scheme))
+    batches = text.batches(options.calibration, arguments.per_device_train_batch_size, arguments.seed + 1)
+    say(arguments, calibrate(model, batches, options.method))
+    callbacks = [BlendSchedule(share=options.share)] if options.share else []
+    trainer = make_trainer(model, text, tokenizer, arguments, options.every, callbacks=callbacks)
+    losses = {f"{options.scheme}, calibrated": held_out_loss(trainer)}
+    if options.share:
+        set_blend(model, 0.0)
+        losses["start of the blend: the model as it was"] = held_out_loss(trainer)
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    losses[f"after {trainer.state.global_step} steps"] = held_out_loss(trainer)
+    trainer.save_model()
+    say(arguments, told(losses, trainer))
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Training from random weights with a scheme, or with QuacK or QK-Clip in its place.
+
+    python recipes/scratch.py --config gpt2 --tokenizer gpt2 --text corpus.txt --scheme qk_norm_cap --learning_rate 1e-2
+    torchrun --nproc-per-node 2 recipes/scratch.py --config gpt2 --tokenizer gpt2 --text corpus.txt --bf16 true
+
+Without arguments a Llama of three million parameters, a token a byte, on the sources of Python's library: minutes of a
+CPU. `--config` is a folder or a Hub name whose config gives the shape. `--quack 1` scales the steps of queries and keys
+by head (its τ), `--qk_clip 100` clips the heads whose logits pass 100; both take a scheme without norms (`--scheme
+none`). Prints held-out losses as Markdown; writes the model, its tokenizer and `logits.jsonl`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from text_trainer import Arguments, Text, TextOptions, held_out_loss, make_trainer, parse, say, told
+from torch.optim import AdamW
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
+
+from hf_qknorm import QKClip, QuacK, Scheme, patch_model
+from hf_qknorm.demo.training import byte_tokenizer, small_llama
+
+
+@dataclass
+class Options(TextOptions):
+    """What the recipe can be told, beside the Trainer's arguments."""
+
+    scheme: str = "qk_norm"
+    config: str | None = field(
+        default=None, metadata={"help": "a folder or a Hub name: its config; default: a small Llama"}
+    )
+    tokenizer: str | None = field(default=None, metadata={"help": "a folder or a Hub name; default: a token a byte"})
+    quack: float | None = field(default=None, metadata={"help": "τ of QuacK's learning rates"})
+    qk_clip: float | None = field(default=None, metadata={"help": "the largest |logit| that QK-Clip lets be"})
+
+
+def random_model(options: Options, tokens: int) -> Any:
+    """A patched model with random weights."""
+    if options.config is None:
+        model = small_llama()
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.config, vocab_size=tokens))
+    return patch_model(model, Scheme.of(options.scheme))
+
+
+def quack(model: Any, arguments: Arguments, tau: float) -> QuacK:
+    """AdamW with the Trainer's settings, its steps on queries and keys scaled by head."""
+    options, defaults = Trainer.get_optimizer_cls_and_kwargs(arguments)[1], AdamW(model.parameters()).defaults
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": arguments.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return QuacK(AdamW(groups, **{key: value for key, value in options.items() if key in defaults}), model, tau)
+
+
+def main(command: list[str] | None = None) -> dict[str, float]:
+    options, arguments = parse(Options, "qknorm-scratch", command)
+    tokenizer = byte_tokenizer() if options.tokenizer is None else AutoTokenizer.from_pretrained(options.tokenizer)
+    text, model = Text(options, tokenizer), random_model(options, len(tokenizer))
+    optimizers = (None if options.quack is None else quack(model, arguments, options.quack), None)
+    trainer = make_trainer(model, text, tokenizer, arguments, options.every, optimizers=optimizers)
+    if options.qk_clip is not None:  # after the monitor: the last observer of the logits
+        trainer.add_callback(QKClip(model, options.qk_clip))
+    losses = {"random weights": held_out_loss(trainer)}
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    losses[f"after {trainer.state.global_step} steps"] = held_out_loss(trainer)
+    trainer.save_model()
+    say(arguments, told(losses, trainer))
+    return losses
+
+
+if __name__ == "__main__":
+    main()

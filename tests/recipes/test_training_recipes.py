@@ -1,0 +1,73 @@
+"""The recipes on transformers' Trainer: each from end to end, in its smallest size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import lora
+import pretrain
+import pytest
+import scratch
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_qknorm.attention import patched_layers
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.testing import tiny_model
+
+SMALL = ["--length", "32", "--max_steps", "4", "--every", "2", "--use_cpu", "true", "--disable_tqdm", "true"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    """A tiny Llama of bytes, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = byte_tokenizer()
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_pretraining_starts_where_the_model_was_and_ends_in_a_checkpoint(text, checkpoint, tmp_path):
+    command = ["--checkpoint", checkpoint, "--text", text, "--calibration", "2", "--learning_rate", "1e-2"]
+    losses = pretrain.main([*command, *SMALL, "--output_dir", str(tmp_path)])
+    calibrated, start, end = losses.values()
+    base = tiny_loss(checkpoint, text)
+    assert start == pytest.approx(base, abs=1e-5)
+    assert calibrated != pytest.approx(base, abs=1e-5)
+    assert end < start
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.qk_norm["softcap"] == 50
+    noted = (tmp_path / "logits.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in noted] == [2, 4]
+
+
+def tiny_loss(checkpoint: str, text: str) -> float:
+    """The unpatched model's loss on what the recipes hold out."""
+    tokens = byte_tokenizer()(Path(text).read_text())["input_ids"]
+    ids = torch.tensor(tokens[int(len(tokens) * 0.9) :])
+    ids = ids[: len(ids) // 32 * 32].view(-1, 32)[:48]
+    with torch.no_grad():
+        return float(AutoModelForCausalLM.from_pretrained(checkpoint)(input_ids=ids, labels=ids).loss)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft calls it by its old name
+def test_lora_trains_the_gains_and_merges_to_the_same(text, checkpoint, tmp_path):
+    command = ["--checkpoint", checkpoint, "--text", text, "--calibration", "2", "--method", "moments"]
+    losses = lora.main([*command, *SMALL, "--learning_rate", "1e-2", "--output_dir", str(tmp_path)])
+    start, end, merged = losses.values()
+    assert end < start
+    assert merged == pytest.approx(end, abs=1e-5)
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert all(layer.q_norm.weight.std() > 0 for layer in patched_layers(loaded).values())
+
+
+@pytest.mark.parametrize(
+    "method", [["--scheme", "qk_norm"], ["--scheme", "none", "--quack", "1"], ["--scheme", "none", "--qk_clip", "100"]]
+)
+def test_training_from_scratch_learns(method, text, checkpoint, tmp_path):
+    command = ["--config", checkpoint, "--text", text, *method]
+    start, end = scratch.main([*command, *SMALL, "--learning_rate", "1e-2", "--output_dir", str(tmp_path)]).values()
+    assert end < start
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "qknorm_llama"
