@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_qknorm.convert.advice import COLLAPSED
-from hf_qknorm.training.record import LayerSample, Sample, append, continue_log
+from hf_qknorm.training.record import LayerSample, Sample, alarm, append, continue_log
 from hf_qknorm.training.sampling import Sampling, is_first_rank
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ class LogitMonitor(TrainerCallback):
     passes don't count. Compiled models run eagerly in that step, and attention kernels without norm and RoPE in them.
 
     Each sample goes to the Trainer's loggers (`Sample.scalars`), to `path` (JSONL, all heads; `hf-qknorm monitor` draws
-    it; a resumed run goes on in it) and to `last`. A log line warns, once until it recovers, of heads whose |logit| is
-    over `limit` (default: twice the cap, or 100 without one), and of those whose entropy is under `collapsed` of even
-    attention's with |logit| over half the cap. A pattern without a cap needs one to be held against: 50.
+    it; a resumed run goes on in it) and to `last`. A log line a layer warns, of each head once until it recovers, of
+    those whose |logit| is over `limit` (default: twice the cap, or 100 without one), and of those whose entropy is
+    under `collapsed` of even attention's with |logit| over half the cap. Without a cap 50 stands for it.
 
     In a bare loop, around forward and backward of a step, before gradients are clipped or cleared:
 
@@ -170,8 +170,11 @@ class LogitMonitor(TrainerCallback):
         for (cause, heads), kind in zip(causes.items(), ("logit", "entropy"), strict=True):
             here = {(name, head, kind) for head, wrong in enumerate(heads) if wrong}
             before = {key for key in self._warned if key[0] == name and key[2] == kind}
-            for _, head, _ in sorted(here - before):
-                largest, entropy = pairs[head]
-                told = f"|logit| up to {largest:.4g}, entropy {entropy:.3g}"
-                logger.warning(f"step {step}: {name}, head {head}: {cause} ({told})")
+            new = sorted(head for _, head, _ in here - before)
+            if new:
+                largest = max((pairs[head][0] for head in new), key=alarm)
+                entropy = max((pairs[head][1] for head in new), key=lambda value: alarm(-value))
+                told = f"|logit| up to {largest:.4g}, entropy down to {entropy:.3g}"
+                which = f"head{'s' if len(new) > 1 else ''} {', '.join(map(str, new))}"
+                logger.warning(f"step {step}: {name}, {which}: {cause} ({told})")
             self._warned = self._warned - before | here

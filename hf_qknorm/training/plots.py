@@ -112,7 +112,7 @@ def _curves(
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step", color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
     axes.tick_params(length=2, colors=INK, labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

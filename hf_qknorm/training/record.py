@@ -67,11 +67,11 @@ class Sample:
 
     def worst(self) -> tuple[str, int, float]:
         """The layer and head of the largest |logit|, and that; one that is no number is the worst of all."""
-        return max(self._heads("max_logit"), key=lambda found: _alarm(found[2]))
+        return max(self._heads("max_logit"), key=lambda found: alarm(found[2]))
 
     def sharpest(self) -> tuple[str, int, float]:
         """The layer and head of the least entropy, and that; one that is no number is the least of all."""
-        return max(self._heads("entropy"), key=lambda found: _alarm(-found[2]))
+        return max(self._heads("entropy"), key=lambda found: alarm(-found[2]))
 
     def _heads(self, name: str) -> list[tuple[str, int, float]]:
         rows = {layer: getattr(sample, name) for layer, sample in self.layers.items()}
@@ -81,9 +81,7 @@ class Sample:
         """What a logger gets: the worst head, the sharpest, the mean share over the cap, and each layer's maximum."""
         (layer, head, largest), (_, _, least) = self.worst(), self.sharpest()
         shares = [share for sample in self.layers.values() for share in sample.over_cap]
-        by_layer = {
-            f"attention/max_logit/{i}": max(s.max_logit, key=_alarm) for i, s in enumerate(self.layers.values())
-        }
+        by_layer = {f"attention/max_logit/{i}": max(s.max_logit, key=alarm) for i, s in enumerate(self.layers.values())}
         return {
             "attention/max_logit": largest,
             "attention/max_logit_layer": list(self.layers).index(layer),
@@ -161,7 +159,8 @@ def append(path: Path, sample: Sample) -> None:
         file.write(sample.line().encode())
 
 
-def _alarm(value: float) -> float:
+def alarm(value: float) -> float:
+    """How far up a number stands among others: what is none stands above all."""
     return math.inf if math.isnan(value) else value
 
 

@@ -218,6 +218,21 @@ def test_warns_once_until_it_recovers(caplog):
     assert "10% of even attention's" in told[1][1]
 
 
+def test_heads_of_a_layer_share_a_line(caplog):
+    model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
+    weight = patched_layers(model)["model.layers.1.self_attn"].q_proj.weight.data
+    weight[:16] *= 200
+    weight[32:48] *= 400
+    monitor = LogitMonitor(every=1)
+    with caplog.at_level(logging.WARNING), monitor.watch(model, 1):
+        model(**batch)
+    layer = monitor.last.layers["model.layers.1.self_attn"]
+    told = f"|logit| up to {layer.max_logit[2]:.4g}, entropy down to {min(layer.entropy[0], layer.entropy[2]):.3g}"
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == f"step 1: model.layers.1.self_attn, heads 0, 2: |logit| over 100 ({told})"
+    assert second.startswith("step 1: model.layers.1.self_attn, heads 0, 2: entropy under ")
+
+
 def test_logits_that_are_no_numbers_warn(caplog):
     model = patch_model(sharp_model("llama"), "none")
     model.model.layers[0].self_attn.q_proj.weight.data[:16] = float("inf")
