@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import peft
-from text_trainer import BaseOptions, held_out_loss, make_trainer, parse, say, start, told
+from text_trainer import BaseOptions, held_out_loss, make_trainer, parse, say, start, told, train_and_save
 
 from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save
 
@@ -46,9 +46,7 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     say(arguments, f"trained are {trained:,} of {all_of_it:,} parameters")
     trainer = make_trainer(adapted, text, tokenizer, arguments, options.every)
     losses = {f"{options.scheme}, calibrated": held_out_loss(trainer)}
-    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
-    losses[f"after {trainer.state.global_step} steps"] = held_out_loss(trainer)
-    trainer.save_model()
+    train_and_save(trainer, losses)
     trainer.model = adapted.merge_and_unload()
     losses["merged"] = held_out_loss(trainer)
     trainer.save_model(str(Path(arguments.output_dir) / "merged"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from text_trainer import BaseOptions, held_out_loss, make_trainer, parse, say, start, told
+from text_trainer import BaseOptions, held_out_loss, make_trainer, parse, say, start, told, train_and_save
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
 
@@ -38,9 +38,7 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     if options.share:
         set_blend(model, 0.0)
         losses["start of the blend: the model as it was"] = held_out_loss(trainer)
-    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
-    losses[f"after {trainer.state.global_step} steps"] = held_out_loss(trainer)
-    trainer.save_model()
+    train_and_save(trainer, losses)
     say(arguments, told(losses, trainer))
     return losses
 

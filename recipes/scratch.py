@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from text_trainer import Arguments, Text, TextOptions, held_out_loss, make_trainer, parse, say, told
+from text_trainer import Arguments, Text, TextOptions, held_out_loss, make_trainer, parse, say, told, train_and_save
 from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
 
@@ -62,9 +62,7 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     if options.qk_clip is not None:  # after the monitor: the last observer of the logits
         trainer.add_callback(QKClip(model, options.qk_clip))
     losses = {"random weights": held_out_loss(trainer)}
-    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
-    losses[f"after {trainer.state.global_step} steps"] = held_out_loss(trainer)
-    trainer.save_model()
+    train_and_save(trainer, losses)
     say(arguments, told(losses, trainer))
     return losses
 

@@ -137,6 +137,13 @@ def held_out_loss(trainer: Trainer) -> float:
     return float(trainer.evaluate()["eval_loss"])
 
 
+def train_and_save(trainer: Trainer, losses: dict[str, float]) -> None:
+    """Train, or go on from a checkpoint, save the model, and add its held-out loss to `losses`."""
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    losses[f"after {trainer.state.global_step} steps"] = held_out_loss(trainer)
+    trainer.save_model()
+
+
 def largest_logits(trainer: Trainer) -> list[tuple[int, float]]:
     """Step and largest |logit|, as the monitor noted them."""
     name = "attention/max_logit"
