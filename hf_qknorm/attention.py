@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -73,17 +75,30 @@ def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
     """The subclass of a model's attention class that runs the shared forward."""
     modelling = importlib.import_module(base.__module__)
     namespace = {"base_class": base, "family": family, "modelling": modelling, "__module__": __name__}
-    return type(f"{PREFIX}{base.__name__}", (QKNormAttention, base), namespace)
+    return type(_class_name(family), (QKNormAttention, base), namespace)
+
+
+def _class_name(family: Family) -> str:
+    """CLIP's models of text and of images share an attention class, and only the first is causal."""
+    return f"{PREFIX}{family.attention}" if family.causal else f"{PREFIX}Encoder{family.attention}"
 
 
 def __getattr__(name: str) -> type[QKNormAttention]:
     """`QKNormLlamaAttention` and the like, so that a patched model can be pickled."""
     for model_type in known_families():
-        family, module = FAMILIES[model_type], model_type_to_module_name(model_type)
-        if name == f"{PREFIX}{family.attention}":
-            modelling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+        family = FAMILIES[model_type]
+        modelling = _modelling(model_type) if name == _class_name(family) else None
+        if modelling is not None and hasattr(modelling, family.attention):
             return attention_class(getattr(modelling, family.attention), family)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _modelling(model_type: str) -> ModuleType | None:
+    """The modelling file of a model type; None for one that has another's, as InternLM 3 has Llama's."""
+    package = model_type_to_module_name(model_type)
+    files = (f"transformers.models.{package}.modeling_{x}" for x in (package, model_type.replace("-", "_")))
+    found = next(filter(importlib.util.find_spec, files), None)
+    return importlib.import_module(found) if found else None
 
 
 def own_layers(model: nn.Module, family: Family) -> dict[str, Any]:
@@ -156,7 +171,7 @@ def start_blend(layer: QKNormAttention) -> None:
     Raises ValueError for a scale that no norm of q or k can stand for meanwhile.
     """
     norms = norm_copies(layer)
-    factor = layer.logit_scale / layer.scaling
+    factor = layer.logit_scale / layer.own_scale
     carriers = norms.get("q_norm", norms.get("k_norm", []))
     for carrier in carriers:
         carrier.rescale = factor
@@ -261,7 +276,8 @@ def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
         gain, fresh = True, 1.0
         if scheme.gain == "scalar" and field != "v":  # one g a layer: the queries hold it where they are normed
             gain = field == "q" or scheme.q is None
-            fresh = fresh_scalar(scheme, norm, module.config.max_position_embeddings, head_dim, module.logit_scale)
+            length = module.family.style.length(module)
+            fresh = fresh_scalar(scheme, norm, length, head_dim, module.logit_scale)
         size = heads if field == "q" else heads_kv
         width = getattr(module, "v_head_dim", head_dim) if field == "v" else head_dim
         setattr(

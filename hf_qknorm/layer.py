@@ -31,7 +31,6 @@ class PlainAttention(nn.Module):
 
     config: Any
     layer_idx: int
-    scaling: float
     attn_logit_softcapping: float | None
     sliding_window: int | None
 
@@ -118,7 +117,12 @@ class PlainAttention(nn.Module):
     @property
     def logit_scale(self) -> float:
         """What multiplies q·k: the scheme's scale, or else the model's own, as also until a blend is over."""
-        return self.scaling if self.scheme.scale is None or self.blending else self.scheme.scale
+        return self.own_scale if self.scheme.scale is None or self.blending else self.scheme.scale
+
+    @property
+    def own_scale(self) -> float:
+        """What the model multiplies q·k by."""
+        return self.family.style.scale(self)
 
     @property
     def window(self) -> int | None:

@@ -63,7 +63,8 @@ def patch_model(
     if backend is not None:
         model.set_attn_implementation(backend)
     try:
-        _check_causality(model)
+        if family.is_causal(model.config):
+            _check_causality(model)
     except Exception:
         _undo(model)
         raise

@@ -44,8 +44,9 @@ def test_a_model_type_that_is_not_supported():
     assert all(model_type in message for model_type in FAMILIES)
 
 
-def test_an_encoder():
-    assert "bert" in refuse(BertModel(BertConfig(**TINY)))
+def test_the_decoder_of_an_encoder():
+    config = BertConfig(**TINY, is_decoder=True, add_cross_attention=True)
+    assert "attend to an encoder too" in refuse(BertModel(config))
 
 
 def test_what_is_no_transformers_model():

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_qknorm.attention import as_unpatched, head_norms, patched_layers, require_base
 from hf_qknorm.convert.fit import check_movable, fit_gains
-from hf_qknorm.convert.measure import layer_reports, layer_statistics, predictions
+from hf_qknorm.convert.measure import layer_reports, layer_statistics, predictions, require_causal
 from hf_qknorm.convert.moments import fit_moments, fit_spread
 from hf_qknorm.convert.ranks import from_first, gathered, group_of, unwrapped
 from hf_qknorm.convert.report import Calibration
@@ -114,6 +114,7 @@ def _require_calibratable(model: Any, method: str) -> None:
         raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
     if not isinstance(model, QKNormModel):
         raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
+    require_causal(model.config)
     if model.config.qk_norm_blend is not None:
         raise ValueError(
             "this model is in a blend: calibrate it before the blend is begun, or set_blend(model, 1) first"

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from hf_qknorm.attention import QKNormAttention, patched_layers
 from hf_qknorm.convert.advice import Advice, Risk, Situation, advise, name_of, rank, wide_cap
 from hf_qknorm.convert.calibrate import length_for, tokenizer_of
-from hf_qknorm.convert.measure import Batches, layer_statistics, predictions
+from hf_qknorm.convert.measure import Batches, layer_statistics, predictions, require_causal
 from hf_qknorm.convert.report import (
     FORMAT,
     READING,
@@ -144,6 +144,7 @@ def inspect_model(
     """
     if cap is not None and not (math.isfinite(cap) and cap > 0):
         raise ValueError(f"cap={cap!r} is not possible: expected a finite number > 0")
+    require_causal(model.config)
     load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
     length = length or length_for(model)
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
@@ -261,6 +262,7 @@ def inspect_checkpoint(
     config = _one_line(checkpoint, partial(AutoConfig.from_pretrained, checkpoint, **safe))
     if not isinstance(config, QKNormConfig):
         family_of(config)
+    require_causal(config)
     tokenizer = _one_line(checkpoint, partial(AutoTokenizer.from_pretrained, checkpoint, **safe))
     safe["use_safetensors"] = True
     model = _one_line(checkpoint, partial(AutoModelForCausalLM.from_pretrained, checkpoint, dtype="auto", **safe))

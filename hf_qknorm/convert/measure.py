@@ -9,13 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_qknorm.attention import as_unpatched, head_norms, patched_layers
+from hf_qknorm.attention import TYPE_PREFIX, as_unpatched, head_norms, patched_layers
 from hf_qknorm.convert.report import LayerReport, LayerStatistics, Numbers, Prediction
+from hf_qknorm.families import FAMILIES
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.scheme import SCHEMES
 from hf_qknorm.training.monitor import logit_statistics
 
 Batches = Sequence[dict[str, Tensor]]
+
+
+def require_causal(config: Any) -> None:
+    """Raise ValueError for a model that sees both sides: how it predicts the next token says nothing of it."""
+    base_type = config.model_type.removeprefix(TYPE_PREFIX)
+    if base_type in FAMILIES and not FAMILIES[base_type].is_causal(config):
+        raise ValueError(
+            f"this {base_type} sees both sides, and predicts no next token to judge it by. Patch it with patch_model, "
+            "and train it"
+        )
 
 
 @torch.no_grad()

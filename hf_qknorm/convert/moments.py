@@ -103,7 +103,7 @@ def _set_gains(layer: QKNormAttention, moments: dict[str, _Moments]) -> None:
         gain, bias = moment.solve(norm.weight.shape, norm.bias is not None)
         factor = 1.0
         if field == "q" or (field == "k" and "q" not in moments):
-            factor = layer.scaling / layer.logit_scale
+            factor = layer.own_scale / layer.logit_scale
         if field == "q" and "k" in moments and moments["k"].norm.weight is None:
             factor *= float(moments["k"].solve(torch.Size((1,)), bias=False)[0])
         norm.weight.copy_(gain * factor)

@@ -144,7 +144,10 @@ def stored_name(weights: Weights, base_prefix: str, name: str, layer: QKNormAtte
             return candidate
     missing = f"{name}.{layer.family.style.weights[0]}.weight"
     where = weights.folder / (INDEX if weights.index is not None else weights.files[0])
-    raise ValueError(f"{where}: no entry for {missing}, which the config asks for. Is the download complete?")
+    raise ValueError(
+        f"{where}: no entry for {missing}, which the config asks for. Is the download complete? If it is, its weights "
+        "have older names: load it, and call patch_model and save_pretrained"
+    )
 
 
 def check_exact_fold(source: Source, scheme: Scheme) -> None:

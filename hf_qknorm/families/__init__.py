@@ -42,6 +42,7 @@ from hf_qknorm.families.separate import (
     UNROTATED,
 )
 from hf_qknorm.families.shared import SHARED
+from hf_qknorm.families.vision import TOWER, VIT
 from hf_qknorm.scheme import Scheme
 
 __all__ = ["FAMILIES", "REFUSED", "Family", "check_scheme", "family_of", "known_families"]
@@ -55,23 +56,34 @@ FAMILIES: Final[dict[str, Family]] = {
     "bailing_hybrid": Family("BailingHybridAttention", BAILING, latent=True, rope=None),
     "bamba": Family("BambaAttention", SEPARATE),
     "beam": Family("BeamAttention", BEAM, rope=None, own_norms=True),
-    "bert": Family("BertSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
-    "bert-generation": Family("BertGenerationSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "bert": Family("BertSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported),
+    "bert-generation": Family(
+        "BertGenerationSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
+    ),
     "biogpt": Family("BioGptAttention", BIOGPT, "layer", "self_attn_layer_norm"),
     "bitnet": Family("BitNetAttention", SUB_NORMED),
-    "camembert": Family("CamembertSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "camembert": Family(
+        "CamembertSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
+    ),
+    "clip_text_model": Family("CLIPAttention", TOWER, "layer", "layer_norm1"),
+    "clip_vision_model": Family("CLIPAttention", TOWER, "layer", "layer_norm1", causal=False),
     "cohere": Family("CohereAttention", NORMED_WHERE_TOLD, "layer", "", "pairs", own_norms="use_qk_norm"),
     "cohere2": Family("Cohere2Attention", COHERE2, "layer", "", "pairs"),
     "cohere2_moe": Family("Cohere2MoeAttention", COHERE2_MOE, "layer", "", "pairs"),
     "cohere_compass_text": Family("CohereCompassAttention", SEPARATE, "layer", ""),
     "cwm": Family("CwmAttention", SEPARATE),
-    "data2vec-text": Family("Data2VecTextSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "data2vec-text": Family(
+        "Data2VecTextSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
+    ),
     "dbrx": Family("DbrxAttention", DBRX, "layer", ""),
     "deepseek_v2": Family("DeepseekV2Attention", LATENT_COMPLEX, latent=True, rope=None),
     "deepseek_v3": Family("DeepseekV3Attention", LATENT_AS_TOLD, latent=True, rope=None),
+    "deit": Family("DeiTAttention", VIT, "layer", "layernorm_before", causal=False),
     "dots1": Family("Dots1Attention", NORMED, own_norms=True),
-    "electra": Family("ElectraSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
-    "ernie": Family("ErnieSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "electra": Family(
+        "ElectraSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
+    ),
+    "ernie": Family("ErnieSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported),
     "ernie4_5": Family("Ernie4_5Attention", SEPARATE, rope="pairs_by_halves"),
     "ernie4_5_moe": Family("Ernie4_5_MoeAttention", SEPARATE, rope="pairs_by_halves"),
     "exaone4": Family("Exaone4Attention", EXAONE4, own_norms=True),
@@ -105,6 +117,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "hunyuan_v1_moe": Family("HunYuanMoEV1Attention", HUNYUAN, rope=None, own_norms=True),
     "hy_v3": Family("HYV3Attention", NORMED_TRANSPOSED, own_norms=True),
     "hyperclovax": Family("HyperCLOVAXAttention", SEPARATE),
+    "ijepa": Family("IJepaAttention", VIT, "layer", "layernorm_before", causal=False),
     "internlm3": Family("LlamaAttention", SEPARATE),
     "iquestcoder": Family("LlamaAttention", SEPARATE),
     "jais2": Family("Jais2Attention", SEPARATE, "layer"),
@@ -151,20 +164,32 @@ FAMILIES: Final[dict[str, Family]] = {
     "recurrent_gemma": Family(
         "RecurrentGemmaAttention", RECURRENT_GEMMA, rope=None, gain_plus_one=True, pre_norm="temporal_pre_norm"
     ),
-    "roberta": Family("RobertaSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
-    "roberta-prelayernorm": Family(
-        "RobertaPreLayerNormSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported
+    "roberta": Family(
+        "RobertaSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
     ),
-    "roc_bert": Family("RoCBertSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "roberta-prelayernorm": Family(
+        "RobertaPreLayerNormSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
+    ),
+    "roc_bert": Family(
+        "RoCBertSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
+    ),
     "seed_oss": Family("SeedOssAttention", DROPPED),
+    "siglip_text_model": Family("SiglipAttention", TOWER, "layer", "layer_norm1", causal=False),
+    "siglip_vision_model": Family("SiglipAttention", TOWER, "layer", "layer_norm1", causal=False),
     "smollm3": Family("SmolLM3Attention", SMOLLM3),
     "solar_open": Family("SolarOpenAttention", SEPARATE),
     "stablelm": Family("StableLmAttention", STABLELM, "layer", "", own_norms="qk_layernorm"),
     "starcoder2": Family("Starcoder2Attention", DROPPED, "layer"),
     "vaultgemma": Family("VaultGemmaAttention", SEPARATE, gain_plus_one=True, own_cap=True),
-    "xlm-roberta": Family("XLMRobertaSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
-    "xlm-roberta-xl": Family("XLMRobertaXLSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
-    "xmod": Family("XmodSelfAttention", ENCODER, "layer", "", unsupported=encoder.unsupported),
+    "vit": Family("ViTAttention", VIT, "layer", "layernorm_before", causal=False),
+    "vit_msn": Family("ViTMSNAttention", VIT, "layer", "layernorm_before", causal=False),
+    "xlm-roberta": Family(
+        "XLMRobertaSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
+    ),
+    "xlm-roberta-xl": Family(
+        "XLMRobertaXLSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
+    ),
+    "xmod": Family("XmodSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported),
     "youtu": Family("YoutuAttention", LATENT_AS_TOLD, latent=True, rope=None),
     "zamba": Family("ZambaAttention", ZAMBA, pre_norm=""),
     "zamba2": Family("Zamba2Attention", ZAMBA2, pre_norm="", unsupported=scaled.unsupported_zamba2),

@@ -1,4 +1,4 @@
-"""BERT's style, as a decoder: `query`, `key`, `value`, no positions, the output projected by a module of its own."""
+"""BERT's style, encoder or decoder: `query`, `key`, `value`, no positions, the output projected elsewhere."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ def heads(module: Any) -> tuple[int, int, int]:
 
 def unsupported(config: Any) -> str | None:
     """Why a model with this config can't be patched, if it can't."""
-    if not config.is_decoder:
-        return "is_decoder=False: an encoder, which sees both sides, and no causal language model"
-    if config.add_cross_attention:
-        return "add_cross_attention=True: its layers attend to an encoder too"
-    return None
+    return "add_cross_attention=True: its layers attend to an encoder too" if config.add_cross_attention else None
 
 
 ENCODER = Style(project, output, weights=("query", "key", "value"), dropout=dropout, heads=heads)

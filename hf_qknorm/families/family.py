@@ -20,6 +20,7 @@ class Family:
 
     `own_norms`: the model norms its queries and keys; a string is the switch in its config that says so. `own_cap`: it
     caps its logits, by `attn_logit_softcapping`. `latent`: keys and values are projected from a latent that is cached.
+    `causal`: no token sees those behind it; a string is the switch in its config that says so.
     `unsupported` tells, of a config, why it can't be patched, or None.
     """
 
@@ -32,11 +33,16 @@ class Family:
     own_norms: bool | str = False
     own_cap: bool = False
     latent: bool = False
+    causal: bool | str = True
     unsupported: Callable[[Any], str | None] | None = None
 
     def has_norms(self, config: Any) -> bool:
         """Whether a model with this config norms its queries and keys by itself."""
         return bool(getattr(config, self.own_norms)) if isinstance(self.own_norms, str) else self.own_norms
+
+    def is_causal(self, config: Any) -> bool:
+        """Whether in a model with this config no token sees those behind it."""
+        return bool(getattr(config, self.causal)) if isinstance(self.causal, str) else self.causal
 
     def refusal(self, config: Any, scheme: Scheme) -> str | None:
         """Why `scheme` can't be put on a model with this config, or None."""

@@ -48,6 +48,14 @@ def _slot(module: Any, **arguments: Any) -> int:
     return module.layer_idx
 
 
+def _scale(module: Any) -> float:
+    return module.scaling
+
+
+def _length(module: Any) -> int:
+    return module.config.max_position_embeddings
+
+
 @dataclass(frozen=True)
 class Style:
     """How a kind of attention module differs from the shared forward.
@@ -62,7 +70,8 @@ class Style:
     the other arguments too.
 
     `dropout` is the rate on the weights; `eager` the model's own function for `attn_implementation="eager"`; `heads`
-    the number of query heads, of key heads, and D; `slot` a layer's place in the cache. `prescaled` says that the model
+    the number of query heads, of key heads, and D; `slot` a layer's place in the cache; `scale` what the model
+    multiplies q·k by; `length` that of its longest sequence. `prescaled` says that the model
     multiplies the queries by the scale of the logits, and not the logits.
     """
 
@@ -76,4 +85,6 @@ class Style:
     eager: Callable[[Any], Callable[..., Any]] = _eager
     heads: Callable[[Any], tuple[int, int, int]] = _heads
     slot: Callable[..., int] = _slot
+    scale: Callable[[Any], float] = _scale
+    length: Callable[[Any], int] = _length
     prescaled: bool = False

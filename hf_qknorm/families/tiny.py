@@ -63,6 +63,7 @@ _DELTA: Final[dict[str, Any]] = {
     "linear_num_value_heads": 4,
 }
 _DECODER: Final[dict[str, Any]] = {"is_decoder": True, "embedding_size": 32}
+_IMAGE: Final[dict[str, Any]] = {"image_size": 16, "patch_size": 4, "projection_dim": 32}
 _PARTIAL: Final[dict[str, Any]] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 }
@@ -74,6 +75,8 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "bert": _DECODER,
     "bert-generation": _DECODER,
     "camembert": _DECODER,
+    "clip_text_model": {"projection_dim": 32},
+    "clip_vision_model": _IMAGE,
     "cohere": {"use_qk_norm": False, "logit_scale": 1.0},
     "cohere2": {**_BOTH, "logit_scale": 1.0},
     "cohere2_moe": {**_EXPERTS, **_BOTH, "logit_scale": 1.0},
@@ -93,6 +96,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     },
     "deepseek_v2": {**_EXPERTS, **_LATENT},
     "deepseek_v3": {**_EXPERTS, **_LATENT},
+    "deit": _IMAGE,
     "dots1": {**_EXPERTS, **_BOTH},
     "electra": _DECODER,
     "ernie": _DECODER,
@@ -121,6 +125,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "granitemoeshared": {**_EXPERTS, "attention_multiplier": 0.2},
     "hunyuan_v1_moe": _EXPERTS,
     "hy_v3": _EXPERTS,
+    "ijepa": _IMAGE,
     "jamba": {**_EXPERTS, **_MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "kolibri1": {**_EXPERTS, **_BOTH},
     "laguna": {**_EXPERTS, **_BOTH, "num_attention_heads_per_layer": [4, 4]},
@@ -161,11 +166,15 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
         "shape_vocab_size": 64,
     },
     "seed_oss": {"attention_dropout": 0.0},
+    "siglip_text_model": {"projection_size": 32},
+    "siglip_vision_model": _IMAGE,
     "smollm3": {**_BOTH, "use_sliding_window": True, "no_rope_layers": [1, 0]},
     "solar_open": _EXPERTS,
     "stablelm": {**_PARTIAL, "qk_layernorm": False, "use_parallel_residual": False},
     "starcoder2": _WINDOW,
     "vaultgemma": {**_BOTH, "query_pre_attn_scalar": 16},
+    "vit": _IMAGE,
+    "vit_msn": _IMAGE,
     "xlm-roberta": _DECODER,
     "xlm-roberta-xl": _DECODER,
     "xmod": {**_DECODER, "default_language": "en_XX"},

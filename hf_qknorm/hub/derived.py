@@ -277,9 +277,11 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
 def named(name: str) -> Any:
     """The derived class of that name. Raises AttributeError for one that no family has."""
     base_name = name.removeprefix(PREFIX)
-    for model_type in known_families():
+    types = known_families()
+    for model_type in types:
         if CONFIG_MAPPING_NAMES[model_type] == base_name:
             return derived_config(model_type)
+    for model_type in types:
         package = importlib.import_module(f"transformers.models.{model_type_to_module_name(model_type)}")
         if base_name in dir(package):
             return derived_model(getattr(package, base_name))

@@ -25,6 +25,9 @@ TASKS = {  # the Hub's names of what a model does, by the Auto class that it is 
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForMultipleChoice": "multiple-choice",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForImageClassification": "image-classification",
 }
 
 

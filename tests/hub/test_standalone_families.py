@@ -8,11 +8,10 @@ import pytest
 import torch
 from children import WITHOUT_PACKAGE, child
 from safetensors.torch import load_file, save_file
-from tables import assert_near, make_batch, randomise, real, sharp_model
+from tables import assert_near, causal_families, make_batch, randomise, real, sharp_model
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, Scheme, add_standalone, patch_model
-from hf_qknorm.families import known_families
 from hf_qknorm.testing import tiny_config
 
 NORMED, CAPPED = Scheme(q="rms", k="rms", softcap=5.0), Scheme(softcap=5.0)
@@ -21,7 +20,7 @@ FEW = ("afmoe", "deepseek_v3", "gpt_oss", "opt")
 
 def swept(config: pytest.Config) -> list[str]:
     """All families, or a few that test_standalone.py leaves out: a latent cache, sinks, learned positions, gates."""
-    return [t for t in known_families() if config.getoption("--all-families") or t in FEW]
+    return [t for t in causal_families() if config.getoption("--all-families") or t in FEW]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

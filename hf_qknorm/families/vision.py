@@ -1,0 +1,34 @@
+"""Models of images, and of the text beside them: ViT, CLIP and SigLIP. Both sides are seen, and nothing is cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_qknorm.families.separate import QKV, output, output_out_proj, project
+from hf_qknorm.families.style import Style
+
+
+def dropout(module: Any) -> float:
+    return module.dropout
+
+
+def scale(module: Any) -> float:
+    return module.scale
+
+
+def length(module: Any) -> int:
+    """How many patches an image has, or positions a text."""
+    config = module.config
+    if not hasattr(config, "image_size"):
+        return config.max_position_embeddings
+    (height, width), (tall, wide) = _sides(config.image_size), _sides(config.patch_size)
+    return (height // tall) * (width // wide)
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
+VIT = Style(project, output, QKV, length=length)
+TOWER = Style(project, output_out_proj, QKV, dropout=dropout, scale=scale, length=length)

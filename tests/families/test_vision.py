@@ -1,0 +1,262 @@
+"""Models that see both sides, of images and of text, and CLIP's model of text: patched as causal ones are."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, real
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
+
+from hf_qknorm import FAMILIES, SCHEMES, calibrate, convert_checkpoint, inspect_model, patch_model, unpatch_model
+from hf_qknorm.attention import as_unpatched, own_layers, patched_layers
+from hf_qknorm.families import known_families
+from hf_qknorm.hub.derived import derived_model
+from hf_qknorm.testing import error, tiny_config
+
+TOLERANCE = 1e-5
+BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")
+IMAGES = ("clip_vision_model", "deit", "ijepa", "siglip_vision_model", "vit", "vit_msn")
+
+# The class that a type is loaded by, and what its tiny config has besides. Of encoders, the first stands for all.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("bert", "AutoModelForMaskedLM", {"is_decoder": False}),
+    "clip_text_model": ("clip_text_model", "AutoModel", {"attention_dropout": 0.1}),
+    "clip_vision_model": ("clip_vision_model", "AutoModel", {"attention_dropout": 0.1}),
+    "siglip_text_model": ("siglip_text_model", "SiglipTextModel", {"attention_dropout": 0.1}),
+    "siglip_vision_model": ("siglip_vision_model", "AutoModel", {"attention_dropout": 0.1}),
+    "vit": (
+        "vit",
+        "AutoModelForImageClassification",
+        {"attention_probs_dropout_prob": 0.1, "problem_type": "single_label_classification"},  # else a loss writes it
+    ),
+    "vit-masked": ("vit", "AutoModelForMaskedImageModeling", {"encoder_stride": 4}),
+}
+ENCODERS = [name for name, family in FAMILIES.items() if family.causal == "is_decoder" and name in known_families()]
+MORE = {
+    f"{name}-encoder": (name, "AutoModelForMaskedLM" if name in MASKED else "AutoModel", {"is_decoder": False})
+    for name in ENCODERS
+} | {name: (name, "AutoModel", {"attention_probs_dropout_prob": 0.1}) for name in ("deit", "ijepa", "vit_msn")}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", CASES | (MORE if metafunc.config.getoption("--all-families") else {}))
+
+
+def type_of(case: str) -> str:
+    return (CASES | MORE)[case][0]
+
+
+def auto_of(case: str) -> Any:
+    return getattr(transformers, (CASES | MORE)[case][1])
+
+
+def made(case: str) -> PreTrainedModel:
+    """A tiny model in eval mode whose attention logits spread over several nats, with no bias at zero."""
+    model_type, _, settings = (CASES | MORE)[case]
+    config = tiny_config(model_type, **settings)
+    torch.manual_seed(0)
+    auto = auto_of(case)
+    model = auto._from_config(config) if issubclass(auto, PreTrainedModel) else auto.from_config(config)
+    family = FAMILIES[model_type]
+    for layer in own_layers(model, family).values():
+        for part in family.style.weights[:2]:
+            nn.init.normal_(layer.get_submodule(part).weight, std=0.2)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def batches(case: str) -> list[dict[str, Any]]:
+    """Images, or text without padding and with it at either side; with labels where the model has a loss for them."""
+    model_type, auto, _ = (CASES | MORE)[case]
+    if model_type not in IMAGES:
+        labels = auto == "AutoModelForMaskedLM"
+        return [make_batch(kind, labels=labels) for kind in ("plain", "left", "right")]
+    generator = torch.Generator().manual_seed(0)
+    batch: dict[str, Any] = {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+    if auto == "AutoModelForImageClassification":
+        batch["labels"] = torch.tensor([0, 1])
+    if auto == "AutoModelForMaskedImageModeling":
+        batch["bool_masked_pos"] = torch.arange(16).expand(2, -1) % 3 == 1
+    return [batch]
+
+
+def out_of(result: Any) -> Tensor:
+    return next(result[name] for name in ("logits", "reconstruction", "last_hidden_state") if name in result)
+
+
+def seen(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
+    """What the model makes of the batch, without that of padding."""
+    out = out_of(model(**batch))
+    return out[real(batch)] if "attention_mask" in batch else out
+
+
+def step(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Loss, output and every gradient of one training step, its dropout seeded."""
+    model.train()
+    model.zero_grad()
+    torch.manual_seed(0)
+    result = model(**batch)
+    loss = result["loss"] if "loss" in result else out_of(result).square().mean()
+    loss.backward()
+    model.eval()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), "out": out_of(result).detach(), **gradients}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_none_changes_nothing(case, backend):
+    original, patched = made(case), made(case)
+    for model in (original, patched):
+        model.set_attn_implementation(backend)
+    before = fingerprint(patched)
+    patch_model(patched, "none")
+    assert patched_layers(patched)
+    for batch in batches(case):
+        expected = step(original, batch)
+        assert torch.isfinite(expected["loss"])
+        assert_identical(step(patched, batch), expected)
+    assert fingerprint(unpatch_model(patched)) == before
+    assert_identical(step(patched, batches(case)[-1]), step(original, batches(case)[-1]))
+
+
+def test_norm_and_cap(case, tmp_path):
+    """It trains every new parameter, is saved and loaded by its Auto class, and comes off again."""
+    model, batch = made(case), batches(case)[-1]
+    before, expected = fingerprint(model), step(model, batch)
+    randomise(patch_model(model, replace(SCHEMES["qk_norm_cap"], softcap=2.0)))
+    result = step(model, batch)
+    assert all(torch.isfinite(x).all() for x in result.values())
+    assert (result["out"] - expected["out"]).abs().max() > 1e-3, "norm and cap act"
+    added = result.keys() - expected.keys()
+    assert len(added) == 4 * len(patched_layers(model)), "weight and bias of both norms"
+    assert all(result[name].abs().max() > 0 for name in added)
+
+    model.save_pretrained(tmp_path)
+    auto = auto_of(case)
+    again = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        assert torch.equal(seen(again, batch), seen(model, batch))
+    again = (type(model) if issubclass(auto, PreTrainedModel) else auto).from_pretrained(tmp_path)
+    assert type(again) is type(model) is derived_model(type(model).base_class)
+    assert again.config.scheme == model.config.scheme
+    with torch.no_grad():
+        assert torch.equal(seen(again, batch), seen(model, batch))
+
+    unpatch_model(model)
+    after = fingerprint(model)
+    assert after[0] is before[0]
+    assert after[3:] == before[3:]
+    assert_identical(step(model, batch), expected)
+
+
+@torch.no_grad()
+def test_backends_agree(case):
+    for batch in batches(case):
+        model = made(case)
+        model.set_attn_implementation("eager")
+        expected = seen(model, batch)
+        patch_model(model, "none")
+        for backend in BACKENDS:
+            model.set_attn_implementation(backend)
+            assert_near(seen(model, batch), expected, TOLERANCE, backend)
+        patch_model(unpatch_model(model), replace(SCHEMES["soft_cap"], softcap=1.0))
+        capped = seen(model, batch)
+        assert error(capped, expected) > 10 * TOLERANCE, "the cap acts by more than backends may differ"
+        for backend in ("eager", *BACKENDS):
+            model.set_attn_implementation(backend)
+            assert_near(seen(model, batch), capped, TOLERANCE, f"capped {backend}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_what_each_token_sees(case, backend):
+    """The first output moves with the last input, unless the model is causal; padding moves nothing."""
+    model_type = type_of(case)
+    model = patch_model(made(case), "qk_norm_cap", attn_implementation=backend).base_model
+    changed = batch = {name: x for name, x in batches(case)[-1].items() if name != "labels"}
+    if model_type in IMAGES:
+        changed = batch | {"pixel_values": batch["pixel_values"].clone()}
+        changed["pixel_values"][..., -4:, -4:] += 1
+    else:
+        assert (batch["attention_mask"][0, -6:] == 0).all()
+        changed = batch | {"input_ids": batch["input_ids"].clone()}
+        changed["input_ids"][0, -6:] = 7
+        assert_near(seen(model, changed), seen(model, batch), 1e-6, "padding")
+        changed["input_ids"][1, -1] += 1
+    moved = (out_of(model(**changed)) - out_of(model(**batch)))[1 if model_type not in IMAGES else 0, 0].abs().max()
+    assert (moved > 1e-5) == (model_type != "clip_text_model")
+
+
+@torch.no_grad()
+def test_the_norm_in_front_folds_away(case):
+    model_type = type_of(case)
+    if not FAMILIES[model_type].pre_norm:
+        pytest.skip("its norm stands behind attention")
+    model, batch = made(case), batches(case)[-1]
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1 and "norm" in name:
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    expected = seen(model, batch)
+    patch_model(model, "qkv_norm")
+    with as_unpatched(model):
+        assert_near(seen(model, batch), expected, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "settings", "length"),
+    [
+        ("ViTModel", {}, 16),
+        ("ViTModel", {"image_size": (16, 8), "patch_size": [8, 2]}, 8),
+        ("SiglipVisionModel", {"image_size": 20}, 25),
+        ("SiglipTextModel", {}, 128),
+    ],
+)
+def test_henrys_gain_is_that_of_the_longest_input(model_class, settings, length):
+    """The patches of an image, or the positions of a text."""
+    base = getattr(transformers, model_class)
+    model = patch_model(base(tiny_config(base.config_class.model_type, **settings)), "henry")
+    gains = [layer.q_norm.weight.item() for layer in patched_layers(model).values()]
+    assert gains == pytest.approx([math.log2(length**2 - length)] * 2)
+
+
+def test_what_judges_by_the_next_token_refuses_them(case):
+    if FAMILIES[type_of(case)].causal is True:
+        pytest.skip("it is causal")
+    model, data = made(case), [torch.arange(16)[None]]
+    with pytest.raises(ValueError, match="sees both sides, and predicts no next token"):
+        inspect_model(model, data)
+    with pytest.raises(ValueError, match="sees both sides, and predicts no next token"):
+        calibrate(patch_model(model, "qk_norm"), data, method="moments")
+
+
+@pytest.mark.parametrize("name", ["bert", "clip_vision_model"])
+@torch.no_grad()
+def test_a_converted_checkpoint_is_the_patched_model(name, tmp_path):
+    """The weights stream through under the names of whatever head the model has."""
+    model, batch = made(name), batches(name)[-1]
+    model.save_pretrained(tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", tmp_path / "out", "qk_norm_cap")
+    again = auto_of(name).from_pretrained(tmp_path / "out")
+    assert torch.equal(seen(again, batch), seen(patch_model(model, "qk_norm_cap"), batch))
+
+
+def test_weights_under_older_names_are_not_streamed(tmp_path):
+    """transformers stores a ViT's layers under other names than they have in memory."""
+    made("vit").save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="Is the download complete\\? If it is, its weights have older names: load it"):
+        convert_checkpoint(tmp_path / "base", tmp_path / "out", "qk_norm_cap")
+    assert not (tmp_path / "out").exists()
