@@ -104,7 +104,8 @@ def report(args: argparse.Namespace) -> str:
         f"`python recipes/bench_monitor.py {' '.join(sys.argv[1:])}`",
         "",
         f"{cpu_name()}, {args.threads} of {os.cpu_count()} CPUs (other programs kept {others:.2f} CPUs busy "
-        f"meanwhile), {told}, Python {platform.python_version()}, commit {commit('hf_qknorm/training')}, {datetime.date.today()}.",
+        f"meanwhile), {told}, Python {platform.python_version()}, commit {commit('hf_qknorm/training')}, "
+        f"{datetime.date.today()}.",
         "",
         "fp32 training steps (forward, backward, AdamW) of a Llama of 4 layers, 8 heads of 32 on 4 key heads, hidden "
         f"size 256, vocabulary 2,048; {args.pairs} sampled steps a line, taking turns with plain ones. The extra is "
