@@ -56,10 +56,12 @@ def draw(samples: Sequence[Sample], path: str | Path) -> None:
         axes.set_ylabel("layer", color=INK)
     _curves(curves[0], samples, layers, "max_logit", lambda values: -max(values))
     _curves(curves[1], samples, layers, "entropy", min)
-    for limit, style in ((last.cap, ":"), (2 * last.cap, "--")):
-        if curves[0].get_ylim()[1] > limit / 2:
+    told = "largest |logit|"
+    for limit, style, look in ((last.cap, ":", "dotted"), (2 * last.cap, "--", "dashed")):
+        if curves[0].get_ylim()[1] > limit:
             curves[0].axhline(limit, color=GRID, linewidth=1, linestyle=style)
-    curves[0].set_ylabel(f"largest |logit| (dotted: {last.cap:g}, dashed: twice)", color=INK)
+            told += f", {look}: {limit:g}"
+    curves[0].set_ylabel(told, color=INK)
     curves[1].set_ylabel("attention entropy (nats)", color=INK)
     heads = len(last.max_logit)
     figure.suptitle(_title(samples, len(layers), heads), fontsize=11, color=INK)
