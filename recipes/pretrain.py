@@ -5,8 +5,7 @@
 
 Without arguments a small Llama, trained for it on the sources of Python's library: some minutes of a CPU. The Trainer's
 own arguments are all there (`--learning_rate`, `--bf16`, `--save_strategy steps`, `--resume_from_checkpoint`, …).
-Prints the held-out losses as Markdown; writes model, tokenizer and `logits.jsonl` (`hf-qknorm monitor`
-draws it).
+Prints the held-out losses as Markdown; writes model, tokenizer and `logits.jsonl` (`hf-qknorm monitor` draws it).
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ class Arguments(TrainingArguments):
     logging_steps: float = 10
     save_strategy: str = "no"
     report_to: str = "none"
+    use_cpu: bool = not torch.accelerator.is_available()  # untold, processes without GPUs don't find each other
+    dataloader_pin_memory: bool = torch.accelerator.is_available()
 
 
 @dataclass
@@ -119,7 +121,10 @@ def start(options: BaseOptions, arguments: Arguments) -> tuple[Any, PreTrainedTo
 
 
 def make_trainer(model: Any, text: Text, tokenizer: Any, arguments: Arguments, every: int, **options: Any) -> Trainer:
-    """A Trainer on the text that notes the attention logits every few steps, in `logits.jsonl` beside the model."""
+    """A Trainer on the text that notes the attention logits every few steps, in `logits.jsonl` beside the model.
+
+    A run that is not resumed takes the place of what the folder holds.
+    """
     trainer = Trainer(
         model,
         arguments,
@@ -128,7 +133,10 @@ def make_trainer(model: Any, text: Text, tokenizer: Any, arguments: Arguments, e
         processing_class=tokenizer,
         **options,
     )
-    LogitMonitor(every=every, path=Path(arguments.output_dir) / "logits.jsonl").attach(trainer)
+    path = Path(arguments.output_dir) / "logits.jsonl"
+    if arguments.process_index == 0 and arguments.resume_from_checkpoint is None:
+        path.unlink(missing_ok=True)
+    LogitMonitor(every=every, path=path).attach(trainer)
     return trainer
 
 

@@ -42,6 +42,18 @@ def test_pretraining_starts_where_the_model_was_and_ends_in_a_checkpoint(text, c
     assert [json.loads(line)["step"] for line in noted] == [2, 4]
 
 
+def test_a_run_takes_the_place_of_another_or_goes_on_with_it(text, checkpoint, tmp_path):
+    command = ["--config", checkpoint, "--text", text, *SMALL, "--output_dir", str(tmp_path)]
+    command += ["--save_strategy", "steps", "--save_steps", "2"]
+
+    def run(*more: str) -> tuple[float, bytes]:
+        return scratch.main([*command, *more])["after 4 steps"], (tmp_path / "logits.jsonl").read_bytes()
+
+    whole = run()
+    assert run() == whole
+    assert run("--resume_from_checkpoint", str(tmp_path / "checkpoint-2")) == whole
+
+
 def tiny_loss(checkpoint: str, text: str) -> float:
     """The unpatched model's loss on what the recipes hold out."""
     tokens = byte_tokenizer()(Path(text).read_text())["input_ids"]
