@@ -19,6 +19,7 @@ from hf_qknorm.hub.derived import QKNormModel, adopt, derived_config, set_class
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.parallel import plan_norms, unplan_norms
 from hf_qknorm.scheme import Scheme
+from hf_qknorm.towers import check_travels, pick_tower, towers_of, with_config
 
 logger = logging.getLogger("hf_qknorm")
 
@@ -30,19 +31,24 @@ def patch_model(
     scheme: Scheme | str | Mapping[str, Any] = "qk_norm_cap",
     *,
     attn_implementation: str | None = None,
+    tower: str | None = None,
 ) -> PreTrainedModel:
     """Put `scheme` (a preset's name, a `Scheme`, or its JSON form) on every attention layer of `model`, in place.
 
     Fresh gains are 1: a trained model loses part of what it knew until `calibrate` fits them. With `pre_norm=False` the
     norm in front of attention is folded into the projections, for good. The backend becomes "hf_qknorm" for a scheme
-    with a cap and stays what it was for one without; `attn_implementation` overrides. Returns the model, which now
-    saves, loads and trains as a patched one.
+    with a cap and stays what it was for one without; `attn_implementation` overrides. Of a multimodal model one tower
+    is patched: the text tower, or the one that `tower` names, as "vision_tower". Returns the model, which now saves,
+    loads and trains as a patched one.
 
     Raises TypeError for what is no transformers model, and ValueError, with the model untouched, for a model, a
     wrapper or a backend that the scheme can't be put on, and for a model that is patched already.
     """
     scheme = Scheme.of(scheme)
     _require_bare(model)
+    picked = pick_tower(model, tower)
+    if picked is not None:
+        return _patch_tower(model, *picked, scheme, attn_implementation)
     family = family_of(model.config)
     scheme = scheme.resolve(family.norm)
     check_scheme(model.config.model_type, model.config, scheme)
@@ -74,12 +80,35 @@ def patch_model(
     return model
 
 
+def _patch_tower(
+    model: PreTrainedModel, path: str, key: str, scheme: Scheme, attn_implementation: str | None
+) -> PreTrainedModel:
+    """`patch_model` of the model at `path` within a multimodal one, whose config has the tower's under `key`."""
+    tower: Any = model.get_submodule(path)
+    _require_bare(tower)
+    family = family_of(tower.config)
+    check_travels(model, path, key, patched_config(tower.config, scheme), family)
+    patch_model(tower, scheme, attn_implementation=attn_implementation)
+    _set_config(model, with_config(model.config, key, tower.config))
+    return model
+
+
 def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     """Take the scheme off, in place: the model computes exactly what its base weights do. Returns the model.
+
+    Of a multimodal model it comes off every patched tower.
 
     Raises ValueError if the model is not patched, and for `pre_norm=False`: the norm in front of attention is in the
     projections since, and once they are trained nothing tells the two apart.
     """
+    patched = {
+        path: key for path, key in towers_of(model).items() if isinstance(model.get_submodule(path), QKNormModel)
+    }
+    for path, key in patched.items():
+        tower: Any = unpatch_model(model.get_submodule(path))
+        _set_config(model, with_config(model.config, key, tower.config))
+    if patched:
+        return model
     if not isinstance(model, QKNormModel):
         raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
     if not model.config.scheme.pre_norm:
@@ -194,7 +223,10 @@ def _check_causality(model: PreTrainedModel) -> None:
     """A changed last token must not move earlier outputs: run where it is free, raise RuntimeError if it does."""
     small = sum(p.numel() for p in model.parameters()) <= SELF_TEST_PARAMETERS
     vocabulary = model.get_input_embeddings().num_embeddings
-    if not small or not _is_materialised(model) or not getattr(model.config, "is_causal", True) or vocabulary < 2:
+    causal = getattr(model.config, "is_causal", True) and not getattr(
+        model.config, "use_bidirectional_attention", False
+    )
+    if not small or not _is_materialised(model) or not causal or vocabulary < 2:
         return
     tokens = torch.arange(8, device=model.get_input_embeddings().weight.device)[None] % vocabulary
     changed = tokens.clone()

@@ -6,7 +6,7 @@ from typing import Final
 
 _NO_SOFTMAX: Final = "it has no softmax attention"
 _DECODER: Final = "it is the decoder of an encoder-decoder, whose layers attend to an encoder too"
-_MULTIMODAL: Final = "it is multimodal, and its text model is not patched within it yet"
+_MULTIMODAL: Final = "it is multimodal: what is patched is a tower of it, where a checkpoint of the whole keeps that"
 _INDEXER: Final = "an indexer picks the keys of each query, and its choice goes to attention functions of its own"
 _BIAS: Final = "its attention adds a learned bias of positions, which other attention functions do not take"
 _NO_INTERFACE: Final = "its attention is written out and takes no other attention function"
