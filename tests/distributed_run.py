@@ -1,15 +1,14 @@
-"""One of two processes that share the work on a model: `RANK=0 … python distributed_run.py FOLDER [STEP]`.
+"""What each of two processes does that share the work on a model.
 
-Without STEP: each case is run data-parallel, sharded by FSDP2 and through accelerate, and calibrated; rank 0 writes
-what came of it into FOLDER, and both train with Trainer. They then start over, and rank 1 dies after step 5, as a
-worker does that is killed. With STEP both go on from the checkpoint of that step.
+Without a step: each case is run data-parallel, sharded by FSDP2 and through accelerate, and calibrated; rank 0 writes
+what came of it into the folder, and both train with Trainer. They then start over, and rank 1 dies after step 5, as a
+worker does that is killed. With a step both go on from the checkpoint of that step.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,8 +158,9 @@ def run_calibrations(folder: Path, rank: int) -> None:
             )
 
 
-def main(folder: Path, step: int | None) -> None:
+def main(path: str, step: str | None = None) -> None:
     torch.set_num_threads(1)
+    folder = Path(path)
     rank = int(os.environ["RANK"])
     if step is None:
         Accelerator(cpu=True)  # starts the group
@@ -176,7 +176,3 @@ def main(folder: Path, step: int | None) -> None:
     resumed = train(folder / "parts", save_strategy="steps", save_steps=SAVED)
     resumed.train(resume_from_checkpoint=str(folder / "parts" / f"checkpoint-{step}"))
     resumed.save_model(folder / "resumed")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -1,7 +1,10 @@
-"""Two processes that work together, as two GPUs would: each runs a script with its rank in the environment."""
+"""Two processes that work together, as two GPUs would: forked from one that has imported what both need."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -12,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-TESTS = Path(__file__).parent
+PATIENCE = 240  # seconds
 
 
 def run_once(folder: Path, run: Callable[[Path], None]) -> Path:
@@ -26,24 +29,34 @@ def run_once(folder: Path, run: Callable[[Path], None]) -> Path:
 
 
 def run_pair(script: str, *arguments: object, expected: tuple[int, int] = (0, 0)) -> None:
-    """Run a script of this folder as ranks 0 and 1; fail unless they end with the exit codes `expected`."""
+    """Call `main` of a script of this folder as ranks 0 and 1; fail unless they end with the exit codes `expected`."""
+    command = [sys.executable, __file__, script, *map(str, arguments)]
+    run = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert tuple(json.loads(run.stdout.splitlines()[-1])) == expected, run.stderr[-6000:]
+
+
+def fork_pair(script: str, arguments: list[str]) -> list[int | None]:
+    """The exit codes of both ranks."""
+    work = importlib.import_module(script).main
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    command = [sys.executable, str(TESTS / script), *map(str, arguments)]
-    runs = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [run.communicate(timeout=240)[1] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    assert tuple(run.returncode for run in runs) == expected, "\n".join(text[-3000:] for text in told)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), WORLD_SIZE="2")
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run_rank, args=(rank, work, arguments)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(PATIENCE)
+        rank.kill()
+        rank.join()
+    return [rank.exitcode for rank in ranks]
+
+
+def run_rank(rank: int, work: Callable[..., None], arguments: list[str]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    work(*arguments)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(fork_pair(sys.argv[1], sys.argv[2:])))

@@ -1,11 +1,10 @@
-"""One of two processes that share models: `RANK=0 … python tensor_parallel_run.py FOLDER...`.
+"""What each of two processes does that share models.
 
 Rank 0 writes `parallel.safetensors` into each folder: logits, and every gradient, whole. The model is saved to `saved`.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ def whole(tensor: Any) -> torch.Tensor:
     return gathered.detach().contiguous()
 
 
-def main(folders: list[Path]) -> None:
+def main(*paths: str) -> None:
     torch.set_num_threads(1)
-    for folder in folders:
+    for folder in map(Path, paths):
         batch = load_file(folder / "batch.safetensors")
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
         result = model(**batch)
@@ -38,7 +37,3 @@ def main(folders: list[Path]) -> None:
             save_file(found, folder / "parallel.safetensors")
         dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main([Path(argument) for argument in sys.argv[1:]])

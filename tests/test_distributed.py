@@ -41,9 +41,9 @@ def ran(tmp_path_factory, testrun_uid) -> Path:
     """What two processes left behind, one of which was killed, and then two more that went on."""
 
     def run(folder: Path) -> None:
-        run_pair("distributed_run.py", folder, expected=(1, -9))
+        run_pair("distributed_run", folder, expected=(1, -9))
         (folder / "checkpoints.json").write_text(json.dumps([p.name for p in (folder / "parts").glob("checkpoint*")]))
-        run_pair("distributed_run.py", folder, SAVED)
+        run_pair("distributed_run", folder, SAVED)
 
     return run_once(tmp_path_factory.getbasetemp().parent / f"distributed-{testrun_uid}", run)
 

@@ -34,7 +34,7 @@ def folders(tmp_path_factory, testrun_uid) -> dict[str, Path]:
         for gain in SCHEMES:
             made(gain).save_pretrained(root / gain)
             save_file(make_batch("plain"), root / gain / "batch.safetensors")
-        run_pair("tensor_parallel_run.py", *(root / gain for gain in SCHEMES))
+        run_pair("tensor_parallel_run", *(root / gain for gain in SCHEMES))
 
     root = run_once(tmp_path_factory.getbasetemp().parent / f"parallel-{testrun_uid}", run)
     return {gain: root / gain for gain in SCHEMES}
