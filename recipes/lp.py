@@ -5,11 +5,11 @@
 
 After López-Rubio et al. 2026 (arXiv 2602.05006), who train nanoGPT's character model with ten-fold cross-validation:
 `--size paper` is that model with its 5000 steps. The default is the model that nanoGPT has for a CPU, with a fifth of
-its 2000 steps and four times its learning rate: an hour of a core. Each order p is trained twice, from a fresh gain
-that is the same for all p ("fixed": Henry's log2(L² − L); what the paper starts from is not known to us), and from one
-rescaled so that p does not change the size of the first logits ("rescaled": the preset `lp`). Folds hold out another
-tenth of the text each, and all orders see the same batches of a fold. Started again, it goes on where it was. Writes a
-page, its runs and a plot; prints Markdown.
+its 2000 steps and four times its learning rate: an hour of a core. What gain the paper starts from is not known to us,
+so each order p is trained from three: Henry's log2(L² − L) whatever p is ("fixed"), 1 whatever p is ("one"), and
+Henry's rescaled so that p does not change the size of the first logits ("rescaled": the preset `lp`). Folds hold out
+another tenth of the text each, and all orders see the same batches of a fold. Started again, it goes on where it was.
+Writes a page, its runs and a plot; prints Markdown.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from hf_qknorm.scheme import Scheme
 
 ORDERS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
 PAPER = {2.0: "1.405", 2.5: "1.357 to 1.373", 3.0: "1.357 to 1.373", 3.5: "1.357 to 1.373", 4.0: "1.357 to 1.373"}
+FRESH = ("fixed", "one", "rescaled")  # gains to start from
 POINTS = 30  # of a run's training loss that are kept
 
 SIZES = {
@@ -50,6 +51,7 @@ class Options:
     text: str | None = None
     size: str = field(default="cpu", metadata={"choices": list(SIZES)})
     orders: list[float] = field(default_factory=lambda: list(ORDERS))
+    fresh: list[str] = field(default_factory=lambda: list(FRESH), metadata={"choices": FRESH})
     folds: int = 3
     device: str = "cpu"
     threads: int = 1
@@ -66,8 +68,8 @@ def run_one(p: float, fresh: str, size: Size, rate: float, text: Characters, see
     model: Any = size.build(text.vocabulary, dataclasses.replace(SCHEMES["lp"], p=p)).to(device)
     gains = [parameter for name, parameter in model.named_parameters() if name.endswith("q_norm.weight")]
     with torch.no_grad():
-        for gain in gains if fresh == "fixed" else ():
-            gain.fill_(fixed_gain(size))
+        for gain in gains if fresh != "rescaled" else ():
+            gain.fill_(fixed_gain(size) if fresh == "fixed" else 1.0)
     optimizer = AdamW(decayed(model, 0.1), lr=rate, betas=(0.9, 0.99))
     losses = train(model, text.training(size, seed), optimizer, warmup=size.warmup, floor=0.1, clip=1.0)
     held_out = held_out_loss(model, text.judging(size))
@@ -87,9 +89,9 @@ def sweep(options: Options, runs: Runs) -> dict[tuple[float, str], list[Row]]:
     for fold in range(options.folds):
         text = Characters(options.text, fold)
         for p in options.orders:
-            for fresh in ("fixed", "rescaled"):
+            for fresh in options.fresh:
                 settings = {"p": p, "fresh": fresh, "fold": fold, "rate": rate, "text": text.name, **asdict(size)}
-                if p == 2:  # there the two are the same
+                if p == 2 and fresh != "one":  # there the two are the same
                     settings["fresh"] = "either"
                 run = runs.get(settings, lambda: run_one(p, fresh, size, rate, text, fold, options.device))  # noqa: B023
                 results.setdefault((p, fresh), []).append(run)
@@ -113,10 +115,11 @@ def page(results: dict[tuple[float, str], list[Row]], options: Options, rows: li
         "Held-out loss in nats a character, mean over folds, and its distance from p = 2 ± its standard error:",
         "",
     ]
-    lines += ["| p | fixed | from p = 2 | rescaled | from p = 2 | paper (10.8M) |", "|---:|---:|---:|---:|---:|---:|"]
+    head = ["p", *(name for fresh in options.fresh for name in (fresh, "from p = 2")), "paper (10.8M)"]
+    lines += ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
     for p in options.orders:
         cells = [f"{p:g}"]
-        for fresh in ("fixed", "rescaled"):
+        for fresh in options.fresh:
             runs = results[p, fresh]
             mean, error = against(runs, results[2.0, fresh])
             cells += [f"{statistics.mean(run['held_out'] for run in runs):.4f}"]

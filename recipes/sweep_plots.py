@@ -62,7 +62,8 @@ def plot_orders(results: Mapping[tuple[float, str], Sequence[Any]], path: Path) 
     """Held-out loss against p, fold by fold less that of p = 2: a line a fresh gain, with its standard error."""
     figure = Figure(figsize=(6.2, 3.8), layout="constrained")
     axes = figure.subplots()
-    for fresh, colour, marker in zip(("fixed", "rescaled"), COLOURS[1:], MARKERS, strict=False):
+    gains = dict.fromkeys(fresh for _, fresh in results)
+    for fresh, colour, marker in zip(gains, COLOURS[1:], MARKERS, strict=False):
         orders = [p for p, other in results if other == fresh]
         apart = {p: _apart(results[p, fresh], results[2.0, fresh]) for p in orders}
         means = [statistics.mean(values) for values in apart.values()]
