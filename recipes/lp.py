@@ -125,7 +125,7 @@ def page(results: dict[tuple[float, str], list[Row]], options: Options, rows: li
             cells += [f"{statistics.mean(run['held_out'] for run in runs):.4f}"]
             cells += ["" if p == 2 else f"{mean:+.4f} ± {error:.4f}"]
         lines.append("| " + " | ".join([*cells, PAPER.get(p, "")]) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", f"![{options.out.name}]({options.out.name}.png)"]) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> dict[tuple[float, str], list[Row]]:

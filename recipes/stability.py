@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from arms import ARMS, Arm
-from runs import Row, Runs, thinned
+from runs import Row, Runs, provenance, thinned
 from stability_table import MARGIN, Sweep, page
 from sweep import Characters, Size, held_out_loss, train
 from sweep_plots import plot_logits, plot_losses
@@ -98,11 +98,13 @@ def main(arguments: list[str] | None = None) -> Sweep:
     torch.set_num_threads(options.threads)
     runs = Runs(options.out.with_suffix(".jsonl"))
     found = sweep(options, runs)
+    rule = (__doc__ or "").split("\n\n")[2].strip()
     settings = f"`{SIZES[options.size]}`, seeds: {options.seeds}, text: {runs.used[0]['settings']['text']}."
-    text = page(found, settings, runs)
+    plots = [options.out.with_name(f"{options.out.name}-{what}.png") for what in ("loss", "logits")]
+    plot_losses(found.results, found.best + MARGIN, plots[0])
+    plot_logits(found.results, plots[1])
+    text = page(found, [rule, settings, provenance(runs.used)], plots)
     replace_file(options.out.with_suffix(".md"), lambda path: path.write_text(text, encoding="utf-8"))
-    plot_losses(found.results, found.best + MARGIN, options.out.with_name(f"{options.out.name}-loss.png"))
-    plot_logits(found.results, options.out.with_name(f"{options.out.name}-logits.png"))
     print(text)
     return found
 

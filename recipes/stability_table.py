@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from arms import ARMS
-from runs import Row, Runs, provenance
+from runs import Row
 
 MARGIN = 0.3  # nats above the baseline's best: diverged
 OTHER_MARGINS = (0.2, 0.5)  # told as well: how much hangs on the choice
@@ -67,11 +68,12 @@ def told(rate: float | None, baseline: float | None, top: float | None = None) -
     return f"{least}{rate:g}" + (f" ({least}×{rate / baseline:.3g})" if baseline else "")
 
 
-def page(found: Sweep, settings: str, runs: Runs) -> str:
-    """The results as Markdown; `settings` says what was run."""
+def page(found: Sweep, about: list[str], plots: list[Path]) -> str:
+    """The results as Markdown, after paragraphs about what was run; `plots` lie beside it."""
     margins = (MARGIN, *OTHER_MARGINS)
     head = ["arm", *(f"largest stable rate, +{margin:g}" for margin in margins), "paper (830M)", "best loss, at rate"]
-    lines = ["# The largest stable learning rate", "", settings, "", provenance(runs.used), ""]
+    lines = ["# The largest stable learning rate", ""]
+    lines += [line for paragraph in about for line in (paragraph, "")]
     lines += ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
     for arm in found.results:
         cells = [told(found.stable(arm, x), found.stable("baseline", x), found.rates[-1]) for x in margins]
@@ -83,4 +85,5 @@ def page(found: Sweep, settings: str, runs: Runs) -> str:
     for arm in found.results:
         cells = [f"{found.mean(arm, rate):.3f} ({found.broken(arm, rate)})" for rate in found.rates]
         lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    lines += [line for plot in plots for line in ("", f"![{plot.stem}]({plot.name})")]
     return "\n".join(lines) + "\n"
