@@ -13,13 +13,16 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from filelock import FileLock
 
 PATIENCE = 240  # seconds
 
 
-def run_once(folder: Path, run: Callable[[Path], None]) -> Path:
-    """`folder`, as `run` fills it: one of pytest's workers does that, and the others wait for it."""
+def run_once(factory: pytest.TempPathFactory, name: str, run: Callable[[Path], None]) -> Path:
+    """The folder `name`, as `run` fills it: one of pytest's workers does that, and the others wait for it."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             filled = Path(tempfile.mkdtemp(dir=folder.parent))

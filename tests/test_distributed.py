@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:Futur
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory, testrun_uid) -> Path:
+def ran(tmp_path_factory) -> Path:
     """What two processes left behind, one of which was killed, and then two more that went on."""
 
     def run(folder: Path) -> None:
@@ -45,7 +45,7 @@ def ran(tmp_path_factory, testrun_uid) -> Path:
         (folder / "checkpoints.json").write_text(json.dumps([p.name for p in (folder / "parts").glob("checkpoint*")]))
         run_pair("distributed_run", folder, SAVED)
 
-    return run_once(tmp_path_factory.getbasetemp().parent / f"distributed-{testrun_uid}", run)
+    return run_once(tmp_path_factory, "distributed", run)
 
 
 def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

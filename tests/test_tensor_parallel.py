@@ -27,7 +27,7 @@ def made(gain: str) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, testrun_uid) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     """Each model as a checkpoint with a batch, run by two processes."""
 
     def run(root: Path) -> None:
@@ -36,7 +36,7 @@ def folders(tmp_path_factory, testrun_uid) -> dict[str, Path]:
             save_file(make_batch("plain"), root / gain / "batch.safetensors")
         run_pair("tensor_parallel_run", *(root / gain for gain in SCHEMES))
 
-    root = run_once(tmp_path_factory.getbasetemp().parent / f"parallel-{testrun_uid}", run)
+    root = run_once(tmp_path_factory, "parallel", run)
     return {gain: root / gain for gain in SCHEMES}
 
 
