@@ -10,10 +10,10 @@ import pytest
 import torch
 from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, sharp_model, step
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, CLIPConfig, CLIPModel, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForImageTextToText, CLIPConfig, CLIPModel, PreTrainedModel
 
-from hf_qknorm import SCHEMES, patch_model, unpatch_model
-from hf_qknorm.attention import patched_layers
+from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
+from hf_qknorm.attention import head_norms, patched_layers
 from hf_qknorm.hub.derived import QKNormModel
 from hf_qknorm.testing import tiny_config
 
@@ -112,6 +112,22 @@ def test_the_whole_checkpoint_has_the_patched_tower(case, tmp_path):
     assert again.config.text_config._attn_implementation == "hf_qknorm"
     assert torch.equal(logits(again, batch), logits(model, batch))
     assert_identical(step(unpatch_model(model), batch), expected)
+
+
+def test_the_text_tower_is_calibrated_by_itself():
+    """For a model of text it makes no difference that a vision tower is beside it."""
+    model = patch_model(made("llava"), "qk_norm")
+    batches = [text_batch()["input_ids"] for _ in range(2)]
+    with pytest.raises(ValueError, match=r'calibrate\(model\.model\.language_model, data, "moments"\)'):
+        calibrate(model, batches, "moments")
+    alone = patch_model(AutoModel.from_config(tiny_config("llama", initializer_range=0.2)).eval(), "qk_norm")
+    alone.load_state_dict(model.model.language_model.state_dict())
+    report = calibrate(model.model.language_model, batches, "moments")
+    assert report == calibrate(alone, batches, "moments")
+    gains = [norm.weight for layer in patched_layers(model).values() for norm in head_norms(layer).values()]
+    assert len(gains) == 4
+    assert all(float((gain.detach() - 1).abs().max()) > 0.01 for gain in gains)
+    assert_identical(model.model.language_model.state_dict(), alone.state_dict())
 
 
 def test_without_the_package_the_checkpoint_is_refused(tmp_path):

@@ -113,6 +113,12 @@ def _require_calibratable(model: Any, method: str) -> None:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
     if not isinstance(model, QKNormModel):
+        towers = [name for name, module in model.named_modules() if isinstance(module, QKNormModel)]
+        if towers:
+            raise ValueError(
+                f"of {type(model).__name__} a tower is patched, {towers[0]}: calibrate that by itself, as "
+                f'calibrate(model.{towers[0]}, data, "moments")'
+            )
         raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
     require_causal(model.config)
     if model.config.qk_norm_blend is not None:
