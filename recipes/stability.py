@@ -8,7 +8,7 @@ nothing else holds a run together. The rule, fixed before the sweep was run: a r
 finite, or if its held-out loss ended more than 0.3 nats above the best that the baseline reached at any rate (the mean
 over the seeds). A rate is stable if no seed diverged at it nor at any smaller one.
 
-By default on the sources of Python's library, some 20 minutes of a core; `--size gpu --device cuda` is GPT-2 small.
+By default on the sources of Python's library, some half an hour of a core; `--size gpu --device cuda` is GPT-2 small.
 Started again, it goes on where it was. Writes a page, its runs and two plots.
 """
 
@@ -46,7 +46,7 @@ class Options:
 
     text: str | None = None
     size: str = field(default="cpu", metadata={"choices": list(SIZES)})
-    rates: list[float] = field(default_factory=lambda: [4e-3, 8e-3, 16e-3, 32e-3, 64e-3, 128e-3])
+    rates: list[float] = field(default_factory=lambda: [2e-3 * 2**i for i in range(8)])
     seeds: int = 3
     arms: list[str] = field(default_factory=lambda: list(ARMS))
     device: str = "cpu"

@@ -28,6 +28,7 @@ def plot_losses(results: Mapping[str, Mapping[float, Sequence[Any]]], limit: flo
         for rate, losses in ends.items():
             axes.plot([rate] * len(losses), losses, color=colour, linestyle="", marker=".", markersize=4, alpha=0.5)
     axes.axhline(limit, color="#999999", linewidth=0.8, linestyle="--", label="diverged above")
+    axes.set_ylim(top=min(axes.get_ylim()[1], limit + 1))  # what went further is diverged all the same
     rates = list(next(iter(results.values())))
     axes.set_xscale("log", base=2)
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
