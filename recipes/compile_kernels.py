@@ -28,14 +28,21 @@ from compiled import Failure, Report, compiling
 
 from hf_qknorm.ops.heads import Norm, Rotary
 from hf_qknorm.ops.tiling import Options
-from hf_qknorm.ops.triton import flash, norm_rope
+from hf_qknorm.ops.triton import flash, gluon, norm_rope
 
 ARCHES = (80, 90, 100)
 HOPPER = 90
 SHARED = {90: 232_448, 100: 232_448}  # bytes a block may have where the kernels run, which ptxas does not check
-SPILL_FREE = {"forward_kernel": 256, "query_kernel": 256, "key_kernel": 128, "split_kernel": 256}  # largest head_dim
+SPILL_FREE = {  # largest head_dim
+    "forward_kernel": 256,
+    "gluon_forward_kernel": 256,
+    "query_kernel": 256,
+    "key_kernel": 128,
+    "split_kernel": 256,
+}
 SLOTS = {("approx", False): 6.5, ("none", False): 4.5, ("none", True): 7.8}  # (TANH, ONLINE): at head_dim 128
-EXTRA = 0.5  # what Triton 3.9 spends more than 3.6, on the descriptors of matrix instructions
+GLUON_WIDE = {("approx", False): 9.0, ("none", False): 7.2}  # at head_dim 256, in tiles of 64 keys; at 64 as at 128
+EXTRA = 0.5  # what Triton 3.9 spends more than 3.6 on the plain kernel, on descriptors of matrix instructions
 COLUMNS = (
     "kernel",
     "configuration",
@@ -79,13 +86,16 @@ def spills_allowed(report: Report) -> bool:
 
 
 def slots_limit(report: Report) -> float | None:
-    """How many issue slots a score may take, where that is limited: in the plain forward pass at head_dim 128."""
+    """How many issue slots a score may take, where that is limited: in the forward pass without options."""
     told = report.constants
-    if report.kernel != "forward_kernel" or report.dtype == "fp32" or told["PADDED"] != 128:
+    loop = (told.get("TANH"), told.get("ONLINE"))
+    if report.dtype == "fp32" or any(told.get(x) for x in ("SCALED", "WINDOW", "RANGES", "DROPOUT", "STATISTICS")):
         return None
-    if any(told.get(extra) for extra in ("SCALED", "WINDOW", "RANGES", "DROPOUT", "STATISTICS")):
+    if report.kernel == "gluon_forward_kernel":
+        return (GLUON_WIDE if told["PADDED"] == 256 else SLOTS).get(loop)
+    if report.kernel != "forward_kernel" or told["PADDED"] != 128:
         return None
-    limit = SLOTS.get((told["TANH"], told["ONLINE"]))
+    limit = SLOTS.get(loop)
     newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
     return limit + EXTRA if limit is not None and newer else limit
 
@@ -106,9 +116,11 @@ class Case:
     sinks: bool = False
     statistics: bool = False
     tf32: bool = False
+    gluon: bool = False  # the forward pass for Hopper alone
 
     def launch(self) -> None:
         """Call forward and backward."""
+        os.environ[gluon.SWITCH] = str(int(self.gluon))
         torch.backends.cuda.matmul.fp32_precision = "tf32" if self.tf32 else "ieee"
         b, h, hk, t, d = 2, 8, 2, 1024, self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
@@ -122,7 +134,7 @@ class Case:
         visible = flash.Visible(ranges, empty(h) if self.sinks else None, seed)
         options = Options(d**-0.5, self.softcap, True, self.window, self.dropout)
         out = flash.forward(heads, visible, options, self.statistics)
-        if not self.statistics:
+        if not self.statistics and not self.gluon:
             flash.backward(torch.empty_like(out.out), heads, visible, options, out.out, out.lse)
 
 
@@ -164,6 +176,9 @@ CASES = {
     "window": Case(**PLAIN, window=256, sinks=True),
     "dropout": Case(64, **PLAIN, dropout=0.1),
     "statistics": Case(**PLAIN, statistics=True),
+    **{f"gluon, capped {d}": Case(d, gluon=True) for d in (256, 128, 64)},
+    **{f"gluon, uncapped {d}": Case(d, softcap=None, gluon=True) for d in (256, 128, 64)},
+    "gluon, fp16": Case(dtype=torch.float16, **RAW, gluon=True),
     **{f"step {d}": Step(d) for d in (256, 128, 64)},
     "step, uncapped": Step(softcap=None),
     "step, fp32": Step(dtype=torch.float32),
@@ -174,6 +189,11 @@ FEW = {
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for kind, options in ((Case, {"interleaved": True, "softcap": None}), (Step, {}))
 }
+
+
+def compiles(arch: int, case: Case | Step) -> bool:
+    """Whether the case is for that GPU."""
+    return arch == HOPPER or not (isinstance(case, Case) and case.gluon)
 
 
 def compile_case(arch: int, case: Case | Step) -> list[Report | Failure]:
@@ -218,7 +238,7 @@ def main() -> str | None:
     if triton.knobs.runtime.interpret:
         parser.error("kernels are interpreted: unset TRITON_INTERPRET")
     cases = FEW if args.few else {name: CASES[name] for name in args.case or CASES}
-    jobs = list(product(args.arch or [HOPPER], cases.values()))
+    jobs = [job for job in product(args.arch or [HOPPER], cases.values()) if compiles(*job)]
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
         found = list(pool.map(compile_case, *zip(*jobs, strict=True)))
     complaints = []
@@ -243,8 +263,19 @@ def unmet(results: list[Report | Failure]) -> list[str]:
     """The limits that nothing was measured by, as after a kernel was renamed."""
     reports = [result for result in results if isinstance(result, Report) and result.dtype != "fp32"]
     kernels = {report.kernel for report in reports}
-    loops = {(r.constants["TANH"], r.constants["ONLINE"]) for r in reports if slots_limit(r) is not None}
-    return [f"no limit was checked of {x}" for x in [*(SPILL_FREE.keys() - kernels), *(SLOTS.keys() - loops)]]
+    met = {
+        (r.kernel, r.constants["PADDED"], r.constants["TANH"], r.constants["ONLINE"])
+        for r in reports
+        if slots_limit(r) is not None
+    }
+    return [f"no limit was checked of {x}" for x in [*(SPILL_FREE.keys() - kernels), *sorted(limited() - met)]]
+
+
+def limited() -> set[tuple[str, int, str, bool]]:
+    """What has a limit of slots: kernel, head_dim, TANH and ONLINE."""
+    wide = {("gluon_forward_kernel", 256, *loop) for loop in GLUON_WIDE}
+    kernels = (("forward_kernel", 128), ("gluon_forward_kernel", 64), ("gluon_forward_kernel", 128))
+    return wide | {(*kernel, *loop) for kernel in kernels for loop in SLOTS}
 
 
 if __name__ == "__main__":

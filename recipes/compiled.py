@@ -14,6 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+COMPUTING = {"gluon_forward_kernel": 8}  # warps that attend, where the others load
+
 
 @dataclass(frozen=True)
 class Report:
@@ -107,7 +109,7 @@ def describe(compiled: Any, constants: dict[str, Any]) -> Report:
     mufu, slots = {}, None
     if loops and scores:
         main = min(loops, key=len)
-        share = warps * 32 / scores
+        share = COMPUTING.get(compiled.metadata.name, warps) * 32 / scores
         units = Counter(i.opcode.split(".")[1].lower() for i in main if i.opcode.startswith("MUFU"))
         mufu = {unit: round(n * share, 2) for unit, n in sorted(units.items())}
         slots = len(main) * share
@@ -116,7 +118,7 @@ def describe(compiled: Any, constants: dict[str, Any]) -> Report:
         constants=constants,
         dtype=dtype[0] if dtype else "fp32",
         warps=warps,
-        stages=compiled.metadata.num_stages,
+        stages=constants.get("STAGES", compiled.metadata.num_stages),
         registers=usage.registers,
         spilled=usage.stack,
         shared=compiled.metadata.shared,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_qknorm.ops.heads import Norm, Rotary, laid_out
 from hf_qknorm.ops.tiling import Options
-from hf_qknorm.ops.triton import decode, norm_rope
+from hf_qknorm.ops.triton import decode, gluon, norm_rope
 from hf_qknorm.ops.triton.arguments import norm_arguments, rotary_arguments, sum_to
 from hf_qknorm.ops.triton.backward import ALIGNED, key_kernel, query_kernel, sums_kernel
 from hf_qknorm.ops.triton.forward import forward_kernel
@@ -66,7 +66,7 @@ class Result(NamedTuple):
     entropy: Tensor | None
 
 
-class _Ready(NamedTuple):
+class Ready(NamedTuple):
     """Heads as kernels take them: a score is q·k, times `unit` if that is not 1; `cap` makes logits of scores."""
 
     q: Tensor
@@ -78,7 +78,7 @@ class _Ready(NamedTuple):
     scaled: bool
 
     @classmethod
-    def of(cls, heads: Heads, options: Options) -> _Ready:
+    def of(cls, heads: Heads, options: Options) -> Ready:
         v = dense(heads.v)
         unit, cap, scaled = units(options.scale, options.softcap)
         if not heads.raw:
@@ -93,17 +93,20 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     """Attention over raw or ready heads; see `library.fused_attention`."""
     if not heads.raw and not statistics and not options.dropout and decode.suits(heads.q, heads.k):
         return Result(*decode.forward(heads.q, heads.k, heads.v, visible, options), None, None)
-    ready = _Ready.of(heads, options)
+    ready = Ready.of(heads, options)
     (b, h, t, _), device = heads.q.shape, heads.q.device
     out = laid_out(heads.q)
     lse = heads.q.new_empty(b, h, t, dtype=torch.float32)
     largest, entropy = (torch.empty_like(lse), torch.empty_like(lse)) if statistics else (None, None)
     shape = tile(FORWARD, heads.q)
-    blocks = -(-t // shape.queries)
+    warped = gluon.serves(heads.q, visible, options, statistics)
     for loop in loops(heads.q.dtype, options.softcap, ready.bound is not None, visible.sinks is not None):
+        if warped:
+            gluon.attend(ready, out, lse, options.causal, loop)
+            continue
         launch(
             forward_kernel,
-            (blocks * b * h,),
+            (-(-t // shape.queries) * b * h,),
             device,
             descriptor(ready.q, shape.queries),
             descriptor(ready.k, shape.keys),
@@ -138,7 +141,7 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     return Result(out, lse, largest, entropy)
 
 
-def _constants(heads: Heads, visible: Visible, options: Options, ready: _Ready, shape: Tile) -> dict[str, object]:
+def _constants(heads: Heads, visible: Visible, options: Options, ready: Ready, shape: Tile) -> dict[str, object]:
     """What all attention kernels are compiled for."""
     return {
         "BLOCK_M": shape.queries,
@@ -170,7 +173,7 @@ class Gradients(NamedTuple):
 
 def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, lse: Tensor) -> Gradients:
     """Gradients for `grad` `[B, H, T, D]`, from raw heads, output and log-sum-exp alone; the same bits on each run."""
-    ready = _Ready.of(heads, options)
+    ready = Ready.of(heads, options)
     grad = dense(grad)
     sums = _sums(grad, dense(out), lse)
     # what is left of the chain rule: in q·unit·k, of q and of k
@@ -238,7 +241,7 @@ class _Side(NamedTuple):
     outputs: tuple[Tensor, ...]
 
     def fill(
-        self, grad: Tensor, sums: Tensor, heads: Heads, visible: Visible, options: Options, ready: _Ready
+        self, grad: Tensor, sums: Tensor, heads: Heads, visible: Visible, options: Options, ready: Ready
     ) -> tuple[Tensor | None, Tensor | None]:
         """Write the outputs; returns the gradients of gain and bias."""
         (b, h, t, d), hk, s = heads.q.shape, heads.k.shape[1], heads.k.shape[2]
