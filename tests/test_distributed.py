@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from short_runs import assert_equal_weights
 from tables import make_batch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_qknorm import calibrate
 
@@ -38,14 +40,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:Futur
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> Path:
-    """What two processes left behind, one of which was killed, and then two more that went on."""
+    """What two processes left behind, one of which was killed."""
+    return run_once(
+        tmp_path_factory, "distributed", lambda folder: run_pair("distributed_run", folder, expected=(1, -9))
+    )
+
+
+@pytest.fixture(scope="module")
+def resumed(ran, tmp_path_factory) -> Path:
+    """What two more processes made of the checkpoint that was left."""
 
     def run(folder: Path) -> None:
-        run_pair("distributed_run", folder, expected=(1, -9))
-        (folder / "checkpoints.json").write_text(json.dumps([p.name for p in (folder / "parts").glob("checkpoint*")]))
+        shutil.copytree(ran / "parts", folder / "parts")
         run_pair("distributed_run", folder, SAVED)
 
-    return run_once(tmp_path_factory, "distributed", run)
+    return run_once(tmp_path_factory, "resumed", run)
 
 
 def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -108,16 +117,23 @@ def test_calibration_under_ddp_is_that_of_one_process(method, kind, ran):
 
 def test_a_sharded_model_is_not_calibrated(process_group):
     model = fully_shard(made("shared"), mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match="sharded over several devices .* calibrate it before"):
-        calibrate(model, calibration_batches())
+    partitioned = made("shared")
+    partitioned.lm_head.weight.ds_id = 0  # as DeepSpeed marks a parameter of ZeRO-3
+    for sharded in (model, partitioned):
+        with pytest.raises(ValueError, match="sharded over several devices .* calibrate it before"):
+            calibrate(sharded, calibration_batches())
 
 
-def test_a_run_goes_on_from_its_last_checkpoint_after_a_worker_was_killed(ran):
-    assert json.loads((ran / "checkpoints.json").read_text()) == [f"checkpoint-{SAVED}"]
+@pytest.mark.skipif(
+    "self.args.device if self.args.world_size" in inspect.getsource(Trainer._load_optimizer_and_scheduler),
+    reason='older transformers resume two processes on a CPU with map_location="cpu:0", which torch can\'t read',
+)
+def test_a_run_goes_on_from_its_last_checkpoint_after_a_worker_was_killed(ran, resumed):
+    assert [path.name for path in (ran / "parts").glob("checkpoint*")] == [f"checkpoint-{SAVED}"]
     assert SAVED < KILLED
-    whole, resumed = (AutoModelForCausalLM.from_pretrained(ran / name) for name in ("whole", "resumed"))
-    assert_equal_weights(resumed, whole)
-    steps = [json.loads((ran / "parts" / f"checkpoint-{n}" / "trainer_state.json").read_text()) for n in (6, 8)]
+    whole, again = (AutoModelForCausalLM.from_pretrained(path) for path in (ran / "whole", resumed / "resumed"))
+    assert_equal_weights(again, whole)
+    steps = [json.loads((resumed / "parts" / f"checkpoint-{n}" / "trainer_state.json").read_text()) for n in (6, 8)]
     assert [state["global_step"] for state in steps] == [6, 8]
 
 

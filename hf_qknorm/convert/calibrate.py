@@ -125,9 +125,10 @@ def _require_calibratable(model: Any, method: str) -> None:
         raise ValueError(
             "this model is in a blend: calibrate it before the blend is begun, or set_blend(model, 1) first"
         )
-    if any(isinstance(p, DTensor) for p in model.parameters()):
+    if any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()):  # DeepSpeed's mark
         raise ValueError(
-            "this model is sharded over several devices (FSDP, or tensor parallelism): calibrate it before, and save it"
+            "this model is sharded over several devices (FSDP, ZeRO-3 or tensor parallelism): calibrate it before, and "
+            "save it"
         )
     require_base(model)
     if method == "fit_qk":
