@@ -1,0 +1,220 @@
+"""The Gluon kernel: who gets it, what it compiles to, and, for those who ask for it on Hopper, that it is right.
+
+Asking is HF_QKNORM_GLUON=1, here as elsewhere: a kernel that no GPU has run could hang, and all tests with it. Triton's
+interpreter knows no Gluon.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flash_cases import Problem, Raw, plain_problem, raw_problem
+from tiled_cases import Case
+
+from hf_qknorm.ops.triton import flash, gluon
+from hf_qknorm.ops.triton.launch import Loop, launch
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+ELSEWHERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9
+ON_HOPPER = torch.cuda.is_available() and not ELSEWHERE
+TAKEN = Case(batch=1, heads=4, queries=40, head_dim=64, causal=True, softcap=50.0)
+
+here = pytest.mark.skipif(ELSEWHERE, reason="this GPU is not a Hopper: the kernel is refused")
+asked = pytest.mark.skipif(
+    not ON_HOPPER or os.environ.get(gluon.SWITCH) != "1", reason="needs a Hopper GPU, and HF_QKNORM_GLUON=1"
+)
+
+
+@pytest.fixture
+def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were asked for where kernels are compiled."""
+    monkeypatch.setenv(gluon.SWITCH, "1")
+    monkeypatch.setattr(gluon, "INTERPRETED", False)
+
+
+def serves(problem: Problem, statistics: bool = False) -> bool:
+    return gluon.serves(problem.heads.q, problem.visible, problem.options, statistics)
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_nobody_gets_it_who_has_not_asked(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(gluon.SWITCH, raising=False)
+    if value is not None:
+        monkeypatch.setenv(gluon.SWITCH, value)
+    assert not serves(plain_problem(TAKEN, BRAIN))
+
+
+@here
+@pytest.mark.usefixtures("switched_on")
+@pytest.mark.parametrize(
+    ("changes", "dtype", "taken"),
+    [
+        ({}, BRAIN, True),
+        ({}, HALF, True),
+        ({"softcap": None, "causal": False, "keys": 63}, BRAIN, True),
+        ({"head_dim": 96}, BRAIN, True),
+        ({"head_dim": 256}, BRAIN, True),
+        ({"head_dim": 32}, BRAIN, False),
+        ({}, torch.float32, False),
+        ({"window": 7}, BRAIN, False),
+        ({"sinks": True}, BRAIN, False),
+        ({"dropout": 0.1}, BRAIN, False),
+        ({"ranges": "packed"}, BRAIN, False),
+    ],
+)
+def test_it_takes_what_it_can(changes: dict[str, Any], dtype: torch.dtype, taken: bool) -> None:
+    problem = plain_problem(Case(**{**vars(TAKEN), **changes}), dtype)
+    assert serves(problem) == taken
+    assert not serves(problem, statistics=True)
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gluon.SWITCH, "yes")
+    with pytest.raises(ValueError, match="HF_QKNORM_GLUON must be 1 .*, got 'yes'"):
+        serves(plain_problem(TAKEN, BRAIN))
+
+
+@pytest.mark.usefixtures("switched_on")
+@pytest.mark.parametrize(
+    ("place", "complaint"),
+    [
+        ("interpreter", "interpreter knows no Gluon"),
+        ("Blackwell", "for Hopper, .*has .10, 0."),
+        ("old Triton", "lacks"),
+    ],
+)
+def test_asking_where_it_can_not_run_is_an_error(place: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = "cpu"
+    if place == "interpreter":
+        monkeypatch.setattr(gluon, "INTERPRETED", True)
+    elif place == "Blackwell":
+        device = "cuda"
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    else:
+        monkeypatch.setitem(sys.modules, "hf_qknorm.ops.triton.gluon_forward", None)
+        monkeypatch.delattr("hf_qknorm.ops.triton.gluon_forward", raising=False)
+    assert re.search(complaint, gluon.why_not(torch.device(device)) or "")
+    if device == "cpu":
+        problem = plain_problem(TAKEN, BRAIN)
+        with pytest.raises(RuntimeError, match=f"HF_QKNORM_GLUON=1 asks for the Gluon kernel, but .*{complaint}"):
+            gluon.serves(problem.heads.q.cpu(), problem.visible, problem.options, False)
+
+
+def record(monkeypatch: pytest.MonkeyPatch, run: bool) -> list[tuple[str, dict[str, Any]]]:
+    """The attention kernels' launches from here on, which are run or not."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    def recorded(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        seen.append((kernel.__name__, options | {"grid": grid}))
+        if run:
+            launch(kernel, grid, *arguments, **options)
+
+    monkeypatch.setattr(gluon, "launch", recorded)
+    monkeypatch.setattr(flash, "launch", recorded)
+    return seen
+
+
+@here
+@pytest.mark.usefixtures("switched_on")
+@pytest.mark.parametrize(
+    ("softcap", "loops"),
+    [(50.0, [("odd7", False, "within"), ("approx", False, "beyond")]), (None, [("none", False), ("none", True)])],
+)
+def test_each_loop_of_normed_heads_is_a_launch(
+    softcap: float | None, loops: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [Loop(*loop) for loop in loops]
+    monkeypatch.setattr(flash, "loops", lambda *_: expected)
+    seen = record(monkeypatch, run=False)
+    raw = Raw(heads=(6, 2), dtype=BRAIN, length=300, head_dim=96, batch=1)
+    problem = raw_problem(raw, Case(causal=True, softcap=softcap))
+    flash.forward(problem.heads, problem.visible, problem.options)
+    assert [name for name, _ in seen] == ["gluon_forward_kernel"] * 2
+    for (_, options), loop in zip(seen, expected, strict=True):
+        assert (options["TANH"], options["ONLINE"], options["WHEN"]) == loop[:3]
+        assert (options["PADDED"], options["CAUSAL"], options["SCALED"]) == (128, True, False)
+        assert options["grid"] == (3 * 6,)
+
+
+@here
+@pytest.mark.usefixtures("switched_on")
+def test_others_get_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = record(monkeypatch, run=False)
+    problem = plain_problem(Case(**{**vars(TAKEN), "window": 7}), BRAIN)
+    flash.forward(problem.heads, problem.visible, problem.options)
+    assert [name for name, _ in seen] == ["forward_kernel"]
+
+
+def test_it_compiles_to_what_it_says() -> None:
+    """Loads by the copy engine, in four dimensions; products of warpgroups; registers handed from the loading warp."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("gluon_code.py")
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+    run = subprocess.run([sys.executable, script, "64", "128"], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for found, head_dim in zip(json.loads(run.stdout), (64, 128), strict=True):
+        constants, counts = found["constants"], found["counts"]
+        assert constants["PADDED"] == head_dim
+        scores, sums = (
+            head_dim // 16,
+            constants["BLOCK_N"] // 16,
+        )  # instructions for a tile: 16 columns of a factor each
+        assert counts["HGMMA"] == 2 * (scores + 2 * (scores + sums) + sums)  # before, in and after two loops
+        assert counts["UTMALDG"] == 4 * head_dim // 64  # two tiles of queries, one of keys, one of values
+        assert found["loads"] == ["UTMALDG.4D"]
+        assert counts["UTMASTG"] == 2
+        assert counts["USETMAXREG"] >= 3
+        assert not counts.keys() & {"LDL", "STL", "HMMA"}
+        rings = 4 * constants["STAGES"]
+        assert found["barriers"] == {
+            "init_barrier": 1 + rings,
+            "wait_barrier": 2 * 7 + 2,
+            "arrive_barrier": 2 * 5,
+            "barrier_expect": 3,
+            "fence_async_shared": 3,
+        }
+
+
+MANY = {"batch": 1, "heads": 8, "heads_kv": 2}
+RIGHT = [
+    (Case(**MANY, queries=1, keys=63, head_dim=64), BRAIN),
+    (Case(**MANY, queries=63, causal=True, head_dim=128, softcap=50.0), BRAIN),
+    (Case(**MANY, queries=128, causal=True, head_dim=64), HALF),
+    (Case(**MANY, queries=300, causal=True, head_dim=96, softcap=50.0), BRAIN),
+    (Case(**MANY, queries=300, causal=True, head_dim=256, softcap=100.0), BRAIN),
+    (Case(**MANY, queries=111, keys=300, causal=True, head_dim=128, softcap=5.0), HALF),
+    (Case(**MANY, queries=300, keys=111, causal=True, head_dim=256), BRAIN),
+    (Case(**MANY, queries=200, keys=333, head_dim=64, softcap=50.0), BRAIN),
+    (Case(batch=3, heads=7, heads_kv=1, queries=1000, causal=True, head_dim=128), BRAIN),
+]
+
+
+@asked
+@pytest.mark.parametrize(("case", "dtype"), RIGHT, ids=str)
+def test_output_and_gradients(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are the plain kernels', from its log-sum-exp."""
+    seen = record(monkeypatch, run=True)
+    got = plain_problem(case, dtype).check()
+    assert seen[0][0] == "gluon_forward_kernel"
+    again = plain_problem(case, dtype).results()
+    assert all(torch.equal(got[name], again[name]) for name in got)
+
+
+@asked
+@pytest.mark.parametrize("gain", [0.1, 1.0, 30.0], ids=["within", "usual", "beyond"])
+@pytest.mark.parametrize("softcap", [None, 5.0, 50.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_normed_heads_of_any_size(head_dim: int, softcap: float | None, gain: float) -> None:
+    raw = Raw(heads=(4, 2), dtype=BRAIN, length=200, head_dim=head_dim)
+    problem = raw_problem(raw, Case(causal=True, softcap=softcap))
+    if problem.heads.q_norm.gain is not None:
+        problem.heads.q_norm.gain.mul_(gain)
+    problem.check()
