@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from flash_cases import Problem, Raw, plain_problem, raw_problem
+from flash_cases import Problem, Raw, plain_problem, raw_problem, shrink_tiles
 from tiled_cases import Case
 
 from hf_qknorm.ops.triton import flash, gluon
@@ -201,6 +201,7 @@ RIGHT = [
 @pytest.mark.parametrize(("case", "dtype"), RIGHT, ids=str)
 def test_output_and_gradients(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are the plain kernels', from its log-sum-exp."""
+    shrink_tiles(monkeypatch)  # of backward, to compile in less time
     seen = record(monkeypatch, run=True)
     got = plain_problem(case, dtype).check()
     assert seen[0][0] == "gluon_forward_kernel"
@@ -212,7 +213,10 @@ def test_output_and_gradients(case: Case, dtype: torch.dtype, monkeypatch: pytes
 @pytest.mark.parametrize("gain", [0.1, 1.0, 30.0], ids=["within", "usual", "beyond"])
 @pytest.mark.parametrize("softcap", [None, 5.0, 50.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_normed_heads_of_any_size(head_dim: int, softcap: float | None, gain: float) -> None:
+def test_normed_heads_of_any_size(
+    head_dim: int, softcap: float | None, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrink_tiles(monkeypatch)
     raw = Raw(heads=(4, 2), dtype=BRAIN, length=200, head_dim=head_dim)
     problem = raw_problem(raw, Case(causal=True, softcap=softcap))
     if problem.heads.q_norm.gain is not None:
