@@ -40,9 +40,9 @@ def plot_losses(results: Mapping[str, Mapping[float, Sequence[Any]]], limit: flo
 def plot_logits(results: Mapping[str, Mapping[float, Sequence[Any]]], path: Path) -> None:
     """The largest |logit| before any cap over the steps: a column a rate, a line an arm (median of the seeds)."""
     rates = list(next(iter(results.values())))
-    columns = min(3, len(rates))
+    columns = min(4, len(rates))
     lines = -(-len(rates) // columns)
-    figure = Figure(figsize=(3.6 * columns, 2.7 * lines + 0.6), layout="constrained")
+    figure = Figure(figsize=(3 * columns, 2.5 * lines + 0.6), layout="constrained")
     grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
     for axes, rate in zip(grid, rates, strict=False):
         for (arm, by_rate), colour in zip(results.items(), COLOURS, strict=False):
@@ -54,6 +54,8 @@ def plot_logits(results: Mapping[str, Mapping[float, Sequence[Any]]], path: Path
         axes.axhline(50, color="#999999", linewidth=0.8, linestyle="--")
         axes.set_yscale("log")
         axes.set_title(f"rate {rate:g}", fontsize=9, color=INK)
+    for axes in grid[len(rates) :]:
+        axes.set_visible(False)
     figure.supxlabel("steps", fontsize=9)
     figure.supylabel("largest |logit|, before any cap (dashed: 50)", fontsize=9)
     _finish(figure, grid, path)
