@@ -71,9 +71,9 @@ def python(*arguments: object) -> tuple[str, ...]:
 
 
 def tests(*arguments: str) -> tuple[str, ...]:
-    """pytest on so many processes as leave some CPUs to the compiler."""
+    """pytest on so many processes as leave some CPUs to the compiler; it names each test, in case it is ended."""
     processes = ("-n", str(max((os.cpu_count() or 1) * 3 // 4, 1))) if find_spec("xdist") else ()
-    return python("-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", *processes, *arguments)
+    return python("-m", "pytest", "-o", "addopts=", "-v", "-p", "no:cacheprovider", *processes, *arguments)
 
 
 def sanitized(tool: str) -> Stage:

@@ -147,11 +147,19 @@ def test_each_limit_is_checked(changes, complaint):
         ("key_kernel", {"PADDED": 256}, True),
         ("query_kernel", {"NORM": "lp"}, True),
         ("forward_kernel", {"DROPOUT": True}, True),
+        ("gluon_forward_kernel", {"PADDED": 256, "TANH": "odd7"}, True),
+        ("gluon_forward_kernel", {"PADDED": 128, "TANH": "odd7"}, False),
     ],
 )
 def test_where_spills_are_allowed(kernel, constants, allowed):
     report = replace(SOUND, kernel=kernel, constants=SOUND.constants | constants, spilled=8)
     assert (recipe.broken(report) == []) == allowed
+
+
+def test_the_gluon_kernel_may_not_spill_more_than_it_does():
+    constants = SOUND.constants | {"PADDED": 256, "TANH": "odd7"}
+    report = replace(SOUND, kernel="gluon_forward_kernel", constants=constants, spilled=40)
+    assert recipe.broken(report) == ["40 bytes spilled, expected none"]
 
 
 @pytest.mark.parametrize(
