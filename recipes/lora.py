@@ -1,5 +1,6 @@
 """A LoRA fine-tune of a converted model: patch, calibrate, wrap; the gains of the norms are trained along.
 
+    python recipes/lora.py
     python recipes/lora.py --checkpoint gpt2 --text corpus.txt --scheme qk_norm --max_steps 500
     torchrun --nproc-per-node 2 recipes/lora.py --checkpoint gpt2 --text corpus.txt --bf16 true
 

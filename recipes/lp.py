@@ -1,7 +1,7 @@
 """Lp QKNorm: does an order above 2 help, and is it the order or the size of the logits that it changes?
 
-    python recipes/lp.py --text ../shared/data/tinyshakespeare.txt
-    python recipes/lp.py --text ../shared/data/tinyshakespeare.txt --size paper --folds 10 --device cuda
+    python recipes/lp.py --text tinyshakespeare.txt
+    python recipes/lp.py --text tinyshakespeare.txt --size paper --folds 10 --device cuda
 
 After López-Rubio et al. 2026 (arXiv 2602.05006), who train nanoGPT's character model with ten-fold cross-validation:
 `--size paper` is that model with its 5000 steps. The default is the model that nanoGPT has for a CPU, with a fifth of
@@ -9,7 +9,7 @@ its 2000 steps and four times its learning rate: an hour of a core. What gain th
 so each order p is trained from three: Henry's log2(L² − L) whatever p is ("fixed"), 1 whatever p is ("one"), and
 Henry's rescaled so that p does not change the size of the first logits ("rescaled": the preset `lp`). Folds hold out
 another tenth of the text each, and all orders see the same batches of a fold. Started again, it goes on where it was.
-Writes a page, its runs and a plot; prints Markdown.
+Without `--text` it trains on the sources of Python's library. Writes a page, its runs and a plot; prints Markdown.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Continued pretraining of a converted model: patch, calibrate, bring the scheme in over half of the run, watch it.
 
+    python recipes/pretrain.py
     python recipes/pretrain.py --checkpoint gpt2 --text corpus.txt --scheme qk_norm_cap --max_steps 2000
     torchrun --nproc-per-node 2 recipes/pretrain.py --checkpoint gpt2 --text corpus.txt --bf16 true
 

@@ -1,5 +1,6 @@
 """Training from random weights with a scheme, or with QuacK or QK-Clip in its place.
 
+    python recipes/scratch.py
     python recipes/scratch.py --config gpt2 --tokenizer gpt2 --text corpus.txt --scheme qk_norm_cap --learning_rate 1e-2
     torchrun --nproc-per-node 2 recipes/scratch.py --config gpt2 --tokenizer gpt2 --text corpus.txt --bf16 true
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sweep import decayed
 from text_trainer import Arguments, Text, TextOptions, held_out_loss, make_trainer, parse, say, told, train_and_save
 from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
@@ -47,9 +49,7 @@ def random_model(options: Options, tokens: int) -> Any:
 def quack(model: Any, arguments: Arguments, tau: float) -> QuacK:
     """AdamW with the Trainer's settings, its steps on queries and keys scaled by head."""
     options, defaults = Trainer.get_optimizer_cls_and_kwargs(arguments)[1], AdamW(model.parameters()).defaults
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": arguments.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = decayed(model, arguments.weight_decay)
     return QuacK(AdamW(groups, **{key: value for key, value in options.items() if key in defaults}), model, tau)
 
 

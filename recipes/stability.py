@@ -1,6 +1,6 @@
 """How large may a learning rate be? A small GPT-2 at a grid of them, with each way to keep its logits in bounds.
 
-    python recipes/stability.py --text ../shared/data/tinyshakespeare.txt
+    python recipes/stability.py --text tinyshakespeare.txt
 
 After Rybakov et al. 2024 (arXiv 2410.16682): model, data and rates are the same for every arm, and told is the largest
 rate that does not diverge. Adam without weight decay, no gradient clipping, a short warm-up and then a constant rate:
