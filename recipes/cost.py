@@ -5,7 +5,7 @@
 
 A GPT-2 with random weights, on random tokens: forward, backward and AdamW's step. The contestants take turns in one
 run, and a ratio is the median over the turns of a turn's own times, with its quartiles: what else a machine does hits
-all alike. Memory is how far a step raises the peak over what lies there before it: of a CPU's resident size (each in a
+all alike. On a CPU it is the CPU's time that counts, which other programs lengthen least. Memory is how far a step raises the peak over what lies there before it: of a CPU's resident size (each in a
 process of its own, Linux only), or of what torch allocates on a GPU. Prints Markdown, and writes it.
 """
 
@@ -84,12 +84,13 @@ def timed(options: Options) -> dict[str, list[float]]:
     """Milliseconds a step of each contestant, turn by turn; the first two turns warm up."""
     contestants = {name: Training(arm, options) for name, arm in ARMS.items()}
     times: dict[str, list[float]] = {name: [] for name in contestants}
+    clock = time.perf_counter if options.device == "cuda" else time.process_time
     for turn in tqdm(range(-2, options.turns), desc="taking turns", unit="turn"):
         for name, step in contestants.items():
-            start = time.perf_counter()
+            start = clock()
             step()
             if turn >= 0:
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(1e3 * (clock() - start))
     return times
 
 
