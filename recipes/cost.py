@@ -5,8 +5,9 @@
 
 A GPT-2 with random weights, on random tokens: forward, backward and AdamW's step. The contestants take turns in one
 run, and a ratio is the median over the turns of a turn's own times, with its quartiles: what else a machine does hits
-all alike. On a CPU it is the CPU's time that counts, which other programs lengthen least. Memory is how far a step raises the peak over what lies there before it: of a CPU's resident size (each in a
-process of its own, Linux only), or of what torch allocates on a GPU. Prints Markdown, and writes it.
+all alike. On a CPU it is the CPU's time that counts, which other programs lengthen least. Memory is how far a step
+raises the peak over what lies there before it: of a CPU's resident size (each in a process of its own, Linux only), or
+of what torch allocates on a GPU. Prints Markdown, and writes it.
 """
 
 from __future__ import annotations
