@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_qknorm.attention import TYPE_PREFIX, own_layers, patched_layers
 from hf_qknorm.families import FAMILIES, Family
+from hf_qknorm.families.refused import REFUSED
 
 
 def towers_of(model: PreTrainedModel) -> dict[str, str]:
@@ -28,7 +29,7 @@ def towers_of(model: PreTrainedModel) -> dict[str, str]:
 def pick_tower(model: PreTrainedModel, name: str | None) -> tuple[str, str] | None:
     """Path and config key of the tower of that name, by default the text tower; None for a model that has no towers.
 
-    Raises ValueError for a name that no tower has.
+    Raises ValueError for a name that no tower has, and where there is not one text tower to be the default.
     """
     towers = towers_of(model)
     if name is None:
@@ -38,8 +39,11 @@ def pick_tower(model: PreTrainedModel, name: str | None) -> tuple[str, str] | No
         picked = [path for path in towers if path == name or path.rpartition(".")[2] == name]
     if len(picked) == 1:
         return picked[0], towers[picked[0]]
-    if not towers and name is None:
+    if name is None and not towers:
         return None
+    if name is None:
+        reason = REFUSED.get(model.config.model_type, "it has no one text tower")
+        raise ValueError(f"{type(model).__name__}: {reason}. Name one, as tower=...: {', '.join(towers)}")
     has = f"its towers are {', '.join(towers)}" if towers else "it has no towers"
     raise ValueError(f"tower={name!r} is not possible for {type(model).__name__}: {has}")
 

@@ -191,7 +191,7 @@ def test_what_is_missing_is_told_in_a_line(checkpoint):
         inspect_checkpoint(str(checkpoint), texts="./none.txt")
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
-    with pytest.raises(ValueError, match="this bert is not supported: is_decoder=False"):
+    with pytest.raises(ValueError, match="this bert sees both sides"):
         inspect_checkpoint(str(checkpoint), texts=text)
     (checkpoint / "config.json").write_text(json.dumps(config))
     for path in checkpoint.glob("tokenizer*"):
