@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,16 @@ torch.set_num_threads(1)  # tiny models are no faster with more, and waiting thr
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-families", action="store_true", help="sweep over every family, not one of each style")
+    parser.addoption("--all-trained", action="store_true", help="convert the trained checkpoints in every way")
+
+
+@pytest.fixture(autouse=True)
+def _own_log_level() -> Iterator[None]:
+    """What a recipe or the demo keeps quiet is not kept from the next test."""
+    logger = logging.getLogger("hf_qknorm")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

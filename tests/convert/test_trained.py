@@ -113,9 +113,15 @@ GATES = {
     ("gpt2", "per head", "fit"): (0.82, 100),
     ("gpt2", "shared", "fit_qk"): (0.90, 60),
 }
+FEW = (("llama", "shared", "moments"), ("llama", "shared", "fit"))
 
 
-@pytest.mark.parametrize(("family", "gains", "method"), GATES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "gains" in metafunc.fixturenames:
+        gates = GATES if metafunc.config.getoption("--all-trained") else FEW
+        metafunc.parametrize(("family", "gains", "method"), gates)
+
+
 def test_how_much_of_the_jump_is_removed(shared, caplog, family, gains, method):
     story = Story(shared, family)
     base, fresh = BASES[family]
@@ -133,7 +139,9 @@ def test_how_much_of_the_jump_is_removed(shared, caplog, family, gains, method):
     assert removed == pytest.approx(report.kept, abs=0.05)
 
 
-def test_a_blend_ends_where_the_control_does(shared):
+def test_a_blend_ends_where_the_control_does(shared, pytestconfig):
+    if not pytestconfig.getoption("--all-trained"):
+        pytest.skip("minutes of training: --all-trained")
     story = Story(shared, "llama")
     control = continued(copy.deepcopy(story.model), story.continued, story.held_out, rate=3e-4, blend=False)
     patch_model(story.model, "qk_norm")
