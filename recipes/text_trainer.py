@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,7 +76,6 @@ def parse(options: type[T], out: str, command: list[str] | None) -> tuple[T, Arg
     parser = HfArgumentParser((options, Arguments))
     parser.set_defaults(output_dir=out)
     told, arguments = parser.parse_args_into_dataclasses(command)
-    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # what is printed says what its log lines would
     torch.manual_seed(arguments.seed)
     return told, arguments
 
