@@ -1,11 +1,10 @@
-"""One of two processes that train models with QuacK and QKClip: `RANK=0 … python sharded_run.py FOLDER`.
+"""One of two processes that train models with QuacK and QKClip, as tests/pair.py starts it.
 
 Rank 0 writes the weights of each case, whole, into the folder, as `<model type>-<how>.safetensors`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,8 @@ def by_fsdp_resumed(model_type: str, rows: slice) -> nn.Module:
 WAYS = {"ddp": by_ddp, "fsdp": by_fsdp, "fsdp-resumed": by_fsdp_resumed}
 
 
-def main(folder: Path) -> None:
+def main(path: str) -> None:
+    folder = Path(path)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = slice(dist.get_rank(), dist.get_rank() + 1)
@@ -106,7 +106,3 @@ def main(folder: Path) -> None:
                 )
             dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

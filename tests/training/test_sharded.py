@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pair import run_pair
+from pair import run_once, run_pair
 from safetensors.torch import load_file
 from sharded_run import MODELS, STEPS, WAYS, made, rules, train
 
@@ -15,9 +15,7 @@ from sharded_run import MODELS, STEPS, WAYS, made, rules, train
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """The weights that two processes came to."""
-    root = tmp_path_factory.mktemp("sharded")
-    run_pair("training/sharded_run.py", root)
-    return root
+    return run_once(tmp_path_factory, "sharded", lambda folder: run_pair("training.sharded_run", folder))
 
 
 @pytest.mark.parametrize("way", WAYS)
