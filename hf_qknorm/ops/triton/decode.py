@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_qknorm.ops.heads import laid_out
 from hf_qknorm.ops.tiling import Options
 from hf_qknorm.ops.triton.forward import NEVER, attend
-from hf_qknorm.ops.triton.launch import Tile, dense, descriptor, launch, loops, padded, precision, tile, units
+from hf_qknorm.ops.triton.launch import Tile, dense, descriptor, launch, loops, padded, precision, reach, tile, units
 from hf_qknorm.ops.triton.scores import keys_seen
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _split(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) 
         hk,
         t,
         s,
-        options.window or 0,
+        reach(options.window, t, s),
         parts,
         BLOCK_M=max(shape.queries, triton.next_power_of_2(h // hk * t)),
         BLOCK_N=shape.keys,

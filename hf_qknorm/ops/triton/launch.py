@@ -140,6 +140,11 @@ def units(scale: float, softcap: float | None) -> tuple[float, float, bool]:
     return scale / softcap, softcap * LOG2E, True
 
 
+def reach(window: int | None, queries: int, keys: int) -> int:
+    """A window as kernels count it, which add it to positions in 32 bits: 0 for none, no longer than hides nothing."""
+    return min(window or 0, queries + keys)
+
+
 def precision(dtype: torch.dtype) -> str:
     """How fp32 tiles are multiplied: exactly, unless PyTorch was told that tf32 will do."""
     allowed = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -77,6 +77,7 @@ CASES = [
     Case(window=103, queries=3, splits=4, dtype=BRAIN, sinks=True),
     Case(window=1, splits=3, dtype=HALF, softcap=None),
     Case(window=70, causal=False, queries=3, splits=3),
+    Case(window=2**31 - 1, causal=False, queries=3, keys=300, splits=2),
     Case(causal=False, queries=3, keys=257, sinks=True, softcap=100.0, splits=2),
     Case(filled=300, queries=3, heads=(4, 1), dtype=BRAIN, head_dim=96),
     Case(filled=300, heads=(7, 1), sinks=True, splits=9, dtype=HALF),

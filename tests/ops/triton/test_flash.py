@@ -46,6 +46,8 @@ WINDOWS = [
     (Case(**ONE, queries=111, keys=40, window=20), HALF),
     (Case(**ONE, queries=40, keys=111, causal=True, window=20, softcap=50.0), HALF),
     (Case(**ONE, queries=111, keys=63, causal=True, window=7), BRAIN),
+    (Case(**ONE, queries=40, window=2**31 - 1), FULL),
+    (Case(**ONE, queries=63, keys=40, causal=True, window=2**31 - 1, softcap=50.0), BRAIN),
 ]
 RANGES = [
     (Case(**PAIR, ranges="left_padding", softcap=50.0), BRAIN),
