@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, sharp_model, step
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForImageTextToText, CLIPConfig, CLIPModel, PreTrainedModel
@@ -112,6 +113,16 @@ def test_the_whole_checkpoint_has_the_patched_tower(case, tmp_path):
     assert again.config.text_config._attn_implementation == "hf_qknorm"
     assert torch.equal(logits(again, batch), logits(model, batch))
     assert_identical(step(unpatch_model(model), batch), expected)
+
+
+def test_a_checkpoint_without_the_norms_is_refused(case, tmp_path):
+    patch_model(made(case), "qk_norm").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not name.endswith("1.self_attn.q_norm.weight")}
+    assert len(kept) == len(weights) - 1
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 norm parameters are missing from the weights, .* first .*q_norm\.weight"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path)
 
 
 def test_the_text_tower_is_calibrated_by_itself():

@@ -23,8 +23,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, mo
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_qknorm import functions
-from hf_qknorm.attention import NORM_NAMES, PREFIX, TYPE_PREFIX, install, patched_layers
+from hf_qknorm.attention import PREFIX, TYPE_PREFIX, install, patched_layers
 from hf_qknorm.families import FAMILIES, Family, check_scheme, known_families
+from hf_qknorm.hub.loaded import check_loaded, check_none_missing, checked_afterwards
 from hf_qknorm.hub.standalone import carry_code, write_code
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.parallel import plan_norms
@@ -142,6 +143,7 @@ class QKNormModel(_Model):
         if not isinstance(module, HeadNorm):
             super()._init_weights(module)
             return
+        check_none_missing(self)
         for parameter, fresh in ((module.weight, module.fresh), (module.bias, 0.0)):
             if parameter is not None:
                 initialization.constant_(parameter, fresh)  # it leaves alone what came from a checkpoint
@@ -185,39 +187,12 @@ class QKNormModel(_Model):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """`PreTrainedModel.from_pretrained`; raises ValueError when the scheme and the weights disagree."""
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        _check_loaded(model, info)
+        with checked_afterwards():
+            model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        check_loaded(model, info)
         for layer in patched_layers(model).values():
             layer.removed_norm = ()  # no checkpoint keeps it
         return (model, info) if output_loading_info else model
-
-
-def _check_loaded(model: PreTrainedModel, info: dict[str, Any]) -> None:
-    layers = patched_layers(model)
-    own = {
-        f"{name}.{norm}.{parameter}"
-        for name in layers
-        for norm in NORM_NAMES.values()
-        for parameter in ("weight", "bias", "blend")
-    }
-    prefix = f"{model.base_model_prefix}."
-
-    def ours(keys: Any) -> list[str]:
-        return sorted(key for key in keys if key in own or f"{prefix}{key}" in own or key.removeprefix(prefix) in own)
-
-    mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
-    problems = {
-        "missing from the weights": ours(info["missing_keys"]),
-        "of another shape in the weights": ours(mismatched),
-        "in the weights but not in the scheme": ours(info["unexpected_keys"]),
-    }
-    for what, keys in problems.items():
-        if keys:
-            raise ValueError(
-                f"{model.config._name_or_path or 'the checkpoint'}: {len(keys)} norm parameters are {what}, first "
-                f"{keys[0]!r}. config.json says qk_norm = {model.config.scheme}; loading would silently change the "
-                "model. Restore the matching config.json or weights"
-            )
 
 
 def adopt(model: PreTrainedModel) -> None:
