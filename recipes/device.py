@@ -3,12 +3,12 @@
     python recipes/device.py --out results
     python recipes/device.py --out results --prototypes ../kernels
 
-The kernels' tests natively (against the oracle's budget, the same bits on each run), the Gluon kernel beside the plain
-one, under compute-sanitizer, and its own tests, the attention benchmark, and its most important rows with the Gluon
-kernel; then, if there is time and a folder of them, `gpu_smoke.py` of the prototypes. Each stage is a process with a
-limit of its own. One that fails or takes too long is ended and told, and the others go on, except those that would
-measure what was found wrong. Keeps `device.log`, `device.csv`, `device.md` and the benchmark's files; exit code 0 if
-nothing failed.
+The kernels' tests natively (against the oracle's budget, the same bits on each run), those of graphs, streams,
+inductor, training, 128k keys and more than 2³¹ numbers, the Gluon kernel beside the plain one, under compute-sanitizer,
+and its own tests, the attention benchmark, and its most important rows with the Gluon kernel; then, if there is time
+and a folder of them, `gpu_smoke.py` of the prototypes. Each stage is a process with a limit of its own. One that fails
+or takes too long is ended and told, and the others go on, except those that would measure what was found wrong. Keeps
+`device.log`, `device.csv`, `device.md` and the benchmark's files; exit code 0 if nothing failed.
 
 `--dry-run` tries the script out without a GPU, each stage in its smallest form: its results mean nothing.
 """
@@ -32,6 +32,7 @@ from bench_table import environment
 
 HERE = Path(__file__).parent
 TESTS = ("tests/ops/triton", "tests/test_kernels_in_models.py")
+ON_CARD = ("tests/test_on_card.py", "tests/test_large.py")  # the second takes up to 45 GB a test
 GLUON = {"HF_QKNORM_GLUON": "1"}
 CHECKED = "Gluon, checked"
 LEAST = 10.0  # seconds in which no stage is worth starting
@@ -70,9 +71,10 @@ def python(*arguments: object) -> tuple[str, ...]:
     return (sys.executable, *map(str, arguments))
 
 
-def tests(*arguments: str) -> tuple[str, ...]:
+def tests(*arguments: str, most: int = 64) -> tuple[str, ...]:
     """pytest on so many processes as leave some CPUs to the compiler; it names each test, in case it is ended."""
-    processes = ("-n", str(max((os.cpu_count() or 1) * 3 // 4, 1))) if find_spec("xdist") else ()
+    count = min(max((os.cpu_count() or 1) * 3 // 4, 1), most)
+    processes = ("-n", str(count)) if find_spec("xdist") else ()
     return python("-m", "pytest", "-o", "addopts=", "-v", "-p", "no:cacheprovider", *processes, *arguments)
 
 
@@ -92,11 +94,12 @@ def full_plan(out: Path, commit: tuple[str, ...], prototypes: Path | None) -> li
     gluon = ("--quick", "--minutes", "1", "--keep-going", "--out", out / "gluon", *commit)
     return [
         Stage("tests", tests(*TESTS), 120),
+        Stage("tests, on the card", tests(*ON_CARD, most=6), 65),
         Stage(CHECKED, python(HERE / "check_gluon.py"), 45),
         sanitized("memcheck"),
         sanitized("racecheck"),
         Stage("Gluon, tests", tests("tests/ops/triton/test_gluon.py"), 60, GLUON, after=CHECKED),
-        Stage("benchmark", python(bench, "--minutes", "2", "--keep-going", "--out", out, *commit), 150),
+        Stage("benchmark", python(bench, "--minutes", "1.5", "--keep-going", "--out", out, *commit), 95),
         Stage("benchmark, Gluon", python(bench, *gluon), 75, GLUON, after=CHECKED),
         Stage("prototypes", python(smoke), 90, missing="" if smoke.is_file() else "no folder of prototypes"),
     ]
@@ -108,6 +111,7 @@ def dry_plan(out: Path) -> list[Stage]:
     alone = python("-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider")
     return [
         Stage("tests", (*alone, "tests/ops/triton/test_launch.py"), 60, interpreted),
+        Stage("tests, on the card", (), 0, missing=none),
         Stage(CHECKED, python(HERE / "check_gluon.py", "--cpu"), 60, interpreted),
         *(Stage(f"Gluon, {tool}", (), 0, missing=none) for tool in ("memcheck", "racecheck")),
         Stage(

@@ -35,8 +35,9 @@ def test_kernels_run_natively_and_the_gluon_one_only_where_it_is_meant(monkeypat
 
 def test_what_is_run_is_there():
     stages = plan()
-    assert all((ROOT / test).exists() for test in recipe.TESTS)
-    assert stages["tests"].command[-len(recipe.TESTS) :] == recipe.TESTS
+    for name, tests in (("tests", recipe.TESTS), ("tests, on the card", recipe.ON_CARD)):
+        assert all((ROOT / test).exists() for test in tests)
+        assert stages[name].command[-len(tests) :] == tests
     assert stages["Gluon, tests"].command[-1].startswith(recipe.TESTS[0])
     assert (ROOT / stages["Gluon, tests"].command[-1]).is_file()
     scripts = [x for stage in stages.values() for x in stage.command if x.endswith(".py") and "recipes" in x]
