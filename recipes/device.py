@@ -35,6 +35,7 @@ TESTS = ("tests/ops/triton", "tests/test_kernels_in_models.py")
 ON_CARD = ("tests/test_on_card.py", "tests/test_large.py")  # the second takes up to 45 GB a test
 GLUON = {"HF_QKNORM_GLUON": "1"}
 CHECKED = "Gluon, checked"
+PROCESSES = max((os.cpu_count() or 1) * 3 // 4, 1)  # of tests: they leave some CPUs to the compiler
 LEAST = 10.0  # seconds in which no stage is worth starting
 
 
@@ -71,9 +72,8 @@ def python(*arguments: object) -> tuple[str, ...]:
     return (sys.executable, *map(str, arguments))
 
 
-def tests(*arguments: str, most: int = 64) -> tuple[str, ...]:
-    """pytest on so many processes as leave some CPUs to the compiler; it names each test, in case it is ended."""
-    count = min(max((os.cpu_count() or 1) * 3 // 4, 1), most)
+def tests(count: int, *arguments: str) -> tuple[str, ...]:
+    """pytest on so many processes; it names each test, in case it is ended."""
     processes = ("-n", str(count)) if find_spec("xdist") else ()
     return python("-m", "pytest", "-o", "addopts=", "-v", "-p", "no:cacheprovider", *processes, *arguments)
 
@@ -93,12 +93,12 @@ def full_plan(out: Path, commit: tuple[str, ...], prototypes: Path | None) -> li
     smoke = prototypes / "gpu_smoke.py" if prototypes else Path("gpu_smoke.py")
     gluon = ("--quick", "--minutes", "1", "--keep-going", "--out", out / "gluon", *commit)
     return [
-        Stage("tests", tests(*TESTS), 120),
-        Stage("tests, on the card", tests(*ON_CARD, most=6), 65),
+        Stage("tests", tests(PROCESSES, *TESTS), 120),
+        Stage("tests, on the card", tests(min(PROCESSES, 6), *ON_CARD), 65),
         Stage(CHECKED, python(HERE / "check_gluon.py"), 45),
         sanitized("memcheck"),
         sanitized("racecheck"),
-        Stage("Gluon, tests", tests("tests/ops/triton/test_gluon.py"), 60, GLUON, after=CHECKED),
+        Stage("Gluon, tests", tests(PROCESSES, "tests/ops/triton/test_gluon.py"), 60, GLUON, after=CHECKED),
         Stage("benchmark", python(bench, "--minutes", "1.5", "--keep-going", "--out", out, *commit), 95),
         Stage("benchmark, Gluon", python(bench, *gluon), 75, GLUON, after=CHECKED),
         Stage("prototypes", python(smoke), 90, missing="" if smoke.is_file() else "no folder of prototypes"),
