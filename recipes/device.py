@@ -31,7 +31,7 @@ import torch
 from bench_table import environment
 
 HERE = Path(__file__).parent
-TESTS = ("tests/ops/triton", "tests/test_kernels_in_models.py")
+TESTS = ("tests/ops/triton", "tests/test_kernels_in_models.py", "tests/recipes/test_bench_model.py")
 ON_CARD = ("tests/test_on_card.py", "tests/test_large.py")  # the second takes up to 45 GB a test
 GLUON = {"HF_QKNORM_GLUON": "1"}
 CHECKED = "Gluon, checked"
