@@ -40,7 +40,7 @@ def test_what_is_run_is_there():
         assert stages[name].command[-len(tests) :] == tests
     assert stages["Gluon, tests"].command[-1].startswith(recipe.TESTS[0])
     assert (ROOT / stages["Gluon, tests"].command[-1]).is_file()
-    scripts = [x for stage in stages.values() for x in stage.command if x.endswith(".py") and "recipes" in x]
+    scripts = [x for stage in stages.values() for x in stage.command if x.startswith(str(recipe.HERE))]
     assert len(scripts) == 5
     assert all(Path(script).is_file() for script in scripts)
     assert "--small" in stages["Gluon, racecheck"].command
