@@ -37,4 +37,9 @@ def register() -> None:
             MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.add(derived_type)
         for names in AUTO_CLASSES.values():
             if model_type in names:
-                names[derived_type] = f"{PREFIX}{names[model_type]}"
+                names[derived_type] = derived_names(names[model_type])
+
+
+def derived_names(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Of a model class, or of several, as DeiT has two classifiers: transformers picks by `architectures` then."""
+    return f"{PREFIX}{names}" if isinstance(names, str) else tuple(f"{PREFIX}{name}" for name in names)

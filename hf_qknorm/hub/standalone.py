@@ -73,9 +73,15 @@ else:
 
 
 def auto_map(model_type: str) -> dict[str, str]:
-    """For each Auto class, the class of the stand-alone file that a patched `model_type` is loaded by."""
+    """For each Auto class, the class of the stand-alone file that a patched `model_type` is loaded by.
+
+    Of several, as of DeiT's two classifiers, it is the first, which can be trained.
+    """
     classes = {"AutoConfig": CONFIG_MAPPING_NAMES[model_type]}
-    classes |= {auto: names[model_type] for auto, names in AUTO_CLASSES.items() if model_type in names}
+    for auto, names in AUTO_CLASSES.items():
+        if model_type in names:
+            name = names[model_type]
+            classes[auto] = name if isinstance(name, str) else name[0]
     return {auto: f"{Path(CODE_FILE).stem}.{PREFIX}{name}" for auto, name in classes.items()}
 
 

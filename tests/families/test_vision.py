@@ -37,6 +37,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "AutoModelForImageClassification",
         {"attention_probs_dropout_prob": 0.1, "problem_type": "single_label_classification"},  # else a loss writes it
     ),
+    "deit-classifier": (  # one of two, which transformers tells apart by `architectures`
+        "deit",
+        "AutoModelForImageClassification",
+        {"problem_type": "single_label_classification", "architectures": ["DeiTForImageClassification"]},
+    ),
     "vit-masked": ("vit", "AutoModelForMaskedImageModeling", {"encoder_stride": 4}),
 }
 ENCODERS = [name for name, family in FAMILIES.items() if family.causal == "is_decoder" and name in known_families()]
