@@ -169,9 +169,7 @@ def statistics(
         sink = problem.sink_rows(block)
         logits = logits if sink is None else torch.cat([logits, sink], -1)
         weights = torch.softmax(logits.masked_fill(~seen, 0.0), -1)
-        logs = weights.clamp_min(
-            torch.finfo(weights.dtype).tiny
-        ).log_()  # 0·log 0 is 0; xlogy takes several times as long
+        logs = weights.clamp_min(torch.finfo(weights.dtype).tiny).log_()  # 0·log 0 is 0; xlogy takes far longer
         nats = logs.mul_(weights).sum(-1, keepdim=True).neg_().masked_fill_(~seen, 0.0)
         entropy += nats.view(b, *shape, n).sum((0, 3))
         queries += seen.view(b, *shape, n).sum((0, 3))
