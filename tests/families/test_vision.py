@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, real
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
-from hf_qknorm import FAMILIES, SCHEMES, calibrate, convert_checkpoint, inspect_model, patch_model, unpatch_model
+from hf_qknorm import (
+    FAMILIES,
+    SCHEMES,
+    Scheme,
+    add_standalone,
+    calibrate,
+    convert_checkpoint,
+    inspect_model,
+    patch_model,
+    unpatch_model,
+)
 from hf_qknorm.attention import as_unpatched, own_layers, patched_layers
 from hf_qknorm.families import known_families
 from hf_qknorm.hub.derived import derived_model
@@ -265,3 +279,40 @@ def test_weights_under_older_names_are_not_streamed(tmp_path):
     with pytest.raises(ValueError, match="Is the download complete\\? If it is, its weights have older names: load it"):
         convert_checkpoint(tmp_path / "base", tmp_path / "out", "qk_norm_cap")
     assert not (tmp_path / "out").exists()
+
+
+ALONE = """
+import sys
+sys.modules["hf_qknorm"] = None  # before anything that could import it
+import torch, transformers
+from safetensors.torch import load_file, save_file
+for argument in sys.argv[1:]:
+    folder, auto = argument.rsplit(":", 1)
+    model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules")
+    with torch.no_grad():
+        result = model(**load_file(f"{folder}/batch.safetensors"))
+    found = {name: x.contiguous() for name, x in result.items() if isinstance(x, torch.Tensor)}
+    save_file(found, f"{folder}/alone.safetensors")
+"""
+
+
+def test_stand_alone_code_computes_what_the_package_does(pytestconfig, tmp_path):
+    every = CASES | (MORE if pytestconfig.getoption("--all-families") else {})
+    cases = [case for case in every if every[case][1].startswith("Auto")]  # SigLIP's model of text has no Auto class
+    expected = {}
+    for case in cases:
+        model = randomise(patch_model(made(case), Scheme(q="rms", k="rms", softcap=5.0)))
+        model.save_pretrained(tmp_path / case)
+        add_standalone(tmp_path / case)
+        batch = batches(case)[-1]
+        save_file({name: x.contiguous() for name, x in batch.items()}, tmp_path / case / "batch.safetensors")
+        with torch.no_grad():
+            expected[case] = out_of(model(**batch))
+    home = {"HF_HOME": str(tmp_path), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", ALONE, *(f"{tmp_path / case}:{every[case][1]}" for case in cases)]
+    ran = subprocess.run(command, env={**os.environ, **home}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    for case in cases:
+        found = load_file(tmp_path / case / "alone.safetensors")
+        assert_near(out_of(found), expected[case], TOLERANCE, case)
