@@ -6,14 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from hf_qknorm import __version__
 from hf_qknorm.convert import convert_checkpoint, plan_conversion
 from hf_qknorm.convert.calibrate import METHODS
 from hf_qknorm.convert.native import export_native
+from hf_qknorm.destinations import check_apart, check_files
 from hf_qknorm.families import table
+from hf_qknorm.files import user_path
 from hf_qknorm.hub.push import check_push, push_to_hub
 from hf_qknorm.scheme import SCHEMES, Scheme
 
@@ -61,7 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--method", default="fit", choices=METHODS, help="how the gains are found, with --calibrate")
     add("--max-loss-increase", type=float, metavar="NATS", help="refuse to write a conversion that lost more")
     add("--dry-run", action="store_true", help="check everything, say what would happen, and write nothing")
-    add("--overwrite", action="store_true", help="replace a checkpoint at the destination")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace a checkpoint at the destination, where the folder holds nothing else",
+    )
     add("--allow-pickle", action="store_true", help="read pytorch_model.bin where there is no safetensors")
     add("--standalone", action="store_true", help="let it carry the code that runs it without hf_qknorm")
     add("--push", metavar="REPO", help="then push it to the Hub; whether that can be done is looked at first")
@@ -71,7 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     add = export.add_argument
     add("source", help="a folder with a patched checkpoint")
     add("destination", help="a folder that is not there yet")
-    add("--overwrite", action="store_true", help="replace a checkpoint at the destination")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace a checkpoint at the destination, where the folder holds nothing else",
+    )
     _add_inspect(commands)
     _add_monitor(commands)
     _add_push(commands)
@@ -125,7 +134,9 @@ def _add_card(commands: Any) -> None:
     card = commands.add_parser("card", help="write the model card of a patched checkpoint, and its plots, beside it")
     card.set_defaults(command=_card)
     card.add_argument(
-        "checkpoint", metavar="CKPT", help="a folder with a patched checkpoint; its README.md is replaced"
+        "checkpoint",
+        metavar="CKPT",
+        help="a folder with a patched checkpoint; a README.md that is no card of ours is kept as README.original.md",
     )
     card.add_argument("--repo", metavar="REPO", help="the name that it will have on the Hub, for the card to tell")
 
@@ -189,28 +200,33 @@ def _inspect(options: argparse.Namespace) -> None:
     from hf_qknorm.convert.inspect import inspect_checkpoint
     from hf_qknorm.convert.plots import heat_map  # brings matplotlib
 
-    out = Path(options.out)
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out {out} is a file: give a folder")
+    out = user_path(options.out, "--out")
+    names = ("inspect.json", "heatmap.png")
+    check_files(out, names, sources=[options.checkpoint, options.texts], sign=(names[0], "advice"))
     found = inspect_checkpoint(options.checkpoint, texts=options.texts, tokens=options.tokens, cap=options.cap)
     print(found.table())
     out.mkdir(parents=True, exist_ok=True)
-    found.save(out / "inspect.json")
-    heat_map(found, out / "heatmap.png")
-    print(f"\nwritten: {out / 'inspect.json'}, {out / 'heatmap.png'}")
+    report, picture = (out / name for name in names)
+    found.save(report)
+    heat_map(found, picture)
+    print(f"\nwritten: {report}, {picture}")
 
 
 def _monitor(options: argparse.Namespace) -> None:
     from hf_qknorm.training.plots import draw  # brings matplotlib
     from hf_qknorm.training.record import read_log
 
+    out = user_path(options.out, "--out")
+    if out.is_dir():
+        raise IsADirectoryError(f"--out {out} is a folder: give the name of a picture")
     samples = read_log(options.log)
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    draw(samples, options.out)
+    check_apart(out, user_path(options.log, "LOG"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draw(samples, out)
     (name, head, largest), (sharp_name, sharp_head, least) = samples[-1].worst(), samples[-1].sharpest()
     print(
         f"step {samples[-1].step}: largest |logit| {largest:.4g} ({name}, head {head}), "
-        f"least entropy {least:.3g} nats ({sharp_name}, head {sharp_head})\nwritten: {options.out}"
+        f"least entropy {least:.3g} nats ({sharp_name}, head {sharp_head})\nwritten: {out}"
     )
 
 

@@ -1,18 +1,30 @@
-"""Writing that is whole or not at all: files and folders are made beside their place, then renamed into it."""
+"""Writing that is whole or not at all: files and folders are made beside their place, then renamed into it.
+
+What is not whole yet lies in a staging folder, `.NAME.RANDOM.hf_qknorm`, with a lock that its process holds. A killed
+process leaves that folder. The next one that writes NAME knows it by its name, contents and free lock, and removes it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from hf_qknorm.strangers import repo_id
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux' renameat2
+_SUFFIX = ".hf_qknorm"  # of a staging folder
+_STAGING = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}" + re.escape(_SUFFIX), re.DOTALL)
+_LOCK, _NEW, _OLD = "lock", "new", "old"  # all that a staging folder may hold
 
 
 def is_path(name: str) -> bool:
@@ -30,94 +42,146 @@ def hub_name(name: str) -> str | None:
         return None
 
 
+def user_path(name: str | os.PathLike[str], what: str) -> Path:
+    """The path that a user gave as the argument `what`, with `~` expanded. Raises ValueError for an empty one.
+
+    `..` is resolved as the system does it, behind links: `link/../out` lies beside the folder that `link` points to.
+    """
+    if not os.fspath(name):
+        raise ValueError(f"{what} is empty, which would mean the working directory: give the name of a folder or file")
+    path = Path(os.path.expanduser(name))
+    if path.parts[:1] and path.parts[0].startswith("~"):
+        raise ValueError(
+            f"{what} is {os.fspath(name)!r}, and there is no such user: write ./{path} for that name itself"
+        )
+    if ".." not in path.parts:
+        return path
+    return Path(os.path.realpath(path)) if path.name == ".." else Path(os.path.realpath(path.parent), path.name)
+
+
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file beside `path`, then rename it: a killed run leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.unlink(missing_ok=True)  # a folder from elsewhere may hold a link of this name, to be written through
-    try:
-        write(temporary)
-        _sync(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _staging(path) as staging:
+        write(staging.new)
+        _sync(staging.new)
+        staging.new.replace(path)
 
 
-def check_new_folder(path: Path, *, overwrite: bool) -> None:
-    """Raise FileExistsError, touching nothing, unless `new_folder(path)` may put a checkpoint there.
-
-    What may be replaced, and with `overwrite` alone, is another checkpoint: a folder that holds a config.json.
-    """
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise FileExistsError(f"{path} is a file or a link: give the name of a new folder")
-    if not path.is_dir() or not any(path.iterdir()):
-        return
-    if not overwrite:
-        raise FileExistsError(
-            f"{path} exists and is not empty: give another destination, or overwrite=True (--overwrite)"
-        )
-    if not (path / "config.json").is_file():
-        raise FileExistsError(f"{path} holds no config.json, so it is no checkpoint and not overwritten: move it away")
+def replace_text(path: Path, text: str) -> None:
+    """`replace_file` with text in UTF-8."""
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 @contextmanager
-def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(path: Path, check: Callable[[], object]) -> Iterator[Path]:
     """Yield an empty folder beside `path`; what is in it when the block ends well becomes `path`, at once.
 
-    Everything is on the disk before the rename. An exception removes the folder and leaves `path` as it was; a killed
-    process leaves `path` as it was and the folder `.NAME.partial`, which the next run removes.
+    `check` raises unless `path` may be written or replaced: it is called before the block, and again before the rename,
+    for what has come there meanwhile. Everything is on the disk before the rename. An exception removes the folder and
+    leaves `path` as it was; a killed process leaves `path` as it was and a staging folder, which the next run removes.
 
-    Raises FileExistsError as `check_new_folder` does, and if another process is writing the same folder.
+    Raises FileExistsError if another process is writing the same folder.
     """
-    path = Path(os.path.abspath(path))
-    check_new_folder(path, overwrite=overwrite)
+    check()
+    path = Path(os.path.realpath(path.parent), path.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with _locked(path.with_name(f".{path.name}.lock"), path):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        try:
-            yield partial
-            for item in [*partial.rglob("*"), partial]:
-                _sync(item)
-            _put(partial, path)
-            _sync(path.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    with _staging(path) as staging:
+        if staging.others:
+            raise FileExistsError(
+                f"{path}: another process is writing there (in {staging.others[0]}). Wait for it, or stop it"
+            )
+        check()
+        staging.new.mkdir()
+        yield staging.new
+        for item in [*staging.new.rglob("*"), staging.new]:
+            _sync(item)
+        check()
+        _put(staging, path)
+        _sync(path.parent)
+
+
+def is_leftover(folder: Path) -> bool:
+    """Whether a folder is what a killed writer left: a staging folder, and nothing in it but what is put there."""
+    if folder.is_symlink() or not folder.is_dir() or not _STAGING.fullmatch(folder.name):
+        return False
+    return all(item.name in (_LOCK, _NEW, _OLD) and not item.is_symlink() for item in folder.iterdir())
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """A folder for what is not whole yet, and the staging folders of other, living processes that write the same."""
+
+    folder: Path
+    others: list[Path]
+
+    @property
+    def new(self) -> Path:
+        return self.folder / _NEW
+
+    @property
+    def old(self) -> Path:
+        return self.folder / _OLD
 
 
 @contextmanager
-def _locked(lock: Path, path: Path) -> Iterator[None]:
-    """Hold a lock file, which the system lets go when the process ends, however it ends."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
+def _staging(path: Path) -> Iterator[_Staging]:
+    """A locked staging folder beside `path`, once those of killed processes are removed; it goes when the block ends.
 
-    with lock.open("w") as handle:
+    Its name can't be foreseen, so no file or link of others is in its place. The lock is taken before others' are
+    looked at: of two processes that start together, one at least sees the other.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_SUFFIX, dir=path.parent))
+    lock = FileLock(folder / _LOCK, timeout=0)
+    try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = lock.exists() and os.path.samestat(lock.stat(), os.fstat(handle.fileno()))
-        except BlockingIOError:
-            held = False
-        if not held:  # or its holder removed the file just now
-            raise FileExistsError(f"{path}: another process is writing there. Wait for it, or stop it")
+            lock.acquire()
+        except (FileNotFoundError, Timeout):  # another took it for a leftover, between the last two lines
+            raise FileExistsError(f"{path}: another process is writing there. Wait for it, or stop it") from None
+        yield _Staging(folder, _clean(path, folder))
+    finally:
+        lock.release()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clean(path: Path, own: Path) -> list[Path]:
+    """Remove the staging folders for `path` that killed processes left; returns those of living ones."""
+    living = []
+    for folder in sorted(path.parent.iterdir()):
+        found = _STAGING.fullmatch(folder.name)
+        if folder == own or not found or found["name"] != path.name or not is_leftover(folder):
+            continue
+        lock = FileLock(folder / _LOCK, timeout=0)
         try:
-            yield
+            if (folder / _LOCK).exists():
+                lock.acquire()
+            if (folder / _OLD).exists():
+                _restore(folder, path)
+        except FileNotFoundError:  # its process ended well, just now
+            continue
+        except Timeout:
+            living.append(folder)
+            continue
         finally:
-            lock.unlink(missing_ok=True)
+            lock.release()
+        shutil.rmtree(folder, ignore_errors=True)
+    return living
 
 
-def _put(partial: Path, path: Path) -> None:
+def _restore(folder: Path, path: Path) -> None:
+    """Put back the old folder of a process that was killed between the two renames of `_put`."""
+    if not os.path.lexists(path):
+        (folder / _OLD).rename(path)
+    elif (folder / _NEW).exists():  # then the second rename never was, and this is something else
+        raise FileExistsError(f"{folder / _OLD} is {path} as it was before a run that was killed: move it away")
+
+
+def _put(staging: _Staging, path: Path) -> None:
     """Rename; a folder that is there already is exchanged with the new one in one step, where the system can."""
     if not path.exists() or not any(path.iterdir()):
-        partial.replace(path)
-        return
-    if not _exchange(partial, path):
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-        partial.rename(path)
-        shutil.rmtree(old)
+        staging.new.replace(path)
+    elif not _exchange(staging.new, path):
+        path.rename(staging.old)
+        staging.new.rename(path)
 
 
 def _exchange(a: Path, b: Path) -> bool:

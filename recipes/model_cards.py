@@ -15,9 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hf_qknorm import SCHEMES, convert_checkpoint
-from hf_qknorm.convert.source import REPORT
-from hf_qknorm.hub.card import CARD, write_card
-from hf_qknorm.hub.plots import LOGITS, LOSS
+from hf_qknorm.checkpoint_files import CARD, LOGITS_PLOT, LOSS_PLOT, REPORT
+from hf_qknorm.hub.card import write_card
 from hf_qknorm.hub.standalone import add_standalone
 
 
@@ -29,7 +28,7 @@ def make_card(checkpoint: Path, scheme: str, text: str, out: Path) -> None:
         add_standalone(converted)  # as a push does: the card tells of it
         write_card(converted)
         out.mkdir(parents=True, exist_ok=True)
-        for name in (CARD, REPORT, LOSS, LOGITS):
+        for name in (CARD, REPORT, LOSS_PLOT, LOGITS_PLOT):
             shutil.copyfile(converted / name, out / name)
     print(f"written: {out}", flush=True)
 

@@ -26,7 +26,7 @@ def test_schemes_and_families_list_the_tables(capsys):
     ("arguments", "message"),
     [
         (["demo", "--data", "./nowhere.txt"], "no such file or folder: ./nowhere.txt"),
-        (["demo", "--out", "FILE"], "is a file: give a folder"),
+        (["demo", "--out", "FILE"], "FILE is a file or a link: give the name of a new folder"),
         (["demo", "--checkpoint", "FILE"], "hf-qknorm: "),
         (["inspect", "./nowhere"], "hf-qknorm: no such folder: ./nowhere"),
         (["inspect", "nowhere", "--texts", "./nowhere.txt"], "no such file or folder: ./nowhere.txt"),

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.attention import TYPE_PREFIX, head_norms, patched_layers
+from hf_qknorm.checkpoint_files import REPORT
 from hf_qknorm.convert.calibrate import METHODS, calibrate
 from hf_qknorm.convert.plan import Plan, check_exact_fold, converted_config, make_plan, new_tensors, stored_name
 from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.shards import Weights, copy_file
-from hf_qknorm.convert.source import REPORT, Source, open_source
+from hf_qknorm.convert.source import Source, open_source
+from hf_qknorm.destinations import check_folder, check_new
 from hf_qknorm.families import check_scheme, family_of
-from hf_qknorm.files import check_new_folder, hub_name, new_folder
+from hf_qknorm.files import hub_name, new_folder, user_path
 from hf_qknorm.hub.standalone import carry_code
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
@@ -44,8 +47,11 @@ def plan_conversion(
 
     `method` is that of the calibration, None without one. Raises what `convert_checkpoint` raises before it writes.
     """
-    with _opened(src, dst, scheme, method, overwrite, allow_pickle) as (source, resolved):
-        return make_plan(source, Path(dst), resolved, *new_tensors(source, resolved, method))
+    destination = user_path(dst, "dst")
+    check_new(destination, overwrite=overwrite)
+    with _opened(src, scheme, method, allow_pickle) as (source, resolved):
+        check_folder(destination, overwrite=overwrite, sources=[source.folder])
+        return make_plan(source, destination, resolved, *new_tensors(source, resolved, method))
 
 
 def convert_checkpoint(
@@ -66,25 +72,31 @@ def convert_checkpoint(
     saved beside the weights; without it they are fresh, and the weights stream through without a model being built.
     Tokenizer, generation config, templates, licence and card travel along, and with `standalone` the code that runs it
     with torch and transformers alone, as `add_standalone` gives it. `dst` appears at once when all is written; one that
-    is there is replaced only with `overwrite`. Only safetensors is read, unless `allow_pickle`.
+    is there is replaced only with `overwrite`, and only where it is a checkpoint and holds nothing else. Only
+    safetensors is read, unless `allow_pickle`.
 
     Raises ValueError for a source, scheme or tokenizer that can't be converted, naming the file, and for a loss (nats)
-    that rose by more than `max_loss_increase`; FileExistsError for a destination that is there; OSError, naming the
-    file, for what can't be read or written. Nothing is written then.
+    that rose by more than `max_loss_increase`, or an empty `dst`; FileExistsError for a destination that is there and
+    not to be replaced, is the working directory, or holds the source or the calibration text; OSError, naming the file,
+    for what can't be read or written. Nothing is written then.
     """
     if max_loss_increase is not None and calibration is None:
         raise ValueError("max_loss_increase is judged on text: pass calibration= as well")
     used = None if calibration is None else method
-    with _opened(src, dst, scheme, used, overwrite, allow_pickle) as (source, resolved):
+    destination = user_path(dst, "dst")
+    check_new(destination, overwrite=overwrite)
+    with _opened(src, scheme, used, allow_pickle) as (source, resolved):
+        check = partial(check_folder, destination, overwrite=overwrite, sources=[source.folder, calibration])
+        check()
         new, removed = new_tensors(source, resolved, used)
-        _check_space(Path(dst), make_plan(source, Path(dst), resolved, new, removed).size)
+        _check_space(destination, make_plan(source, destination, resolved, new, removed).size)
         report = None
         if calibration is not None:
             report, values = _calibrated(source, resolved, calibration, method)
             report = replace(report, base_model=hub_name(source.name))
             _check_loss(report, max_loss_increase)
             new |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
-        with new_folder(Path(dst), overwrite=overwrite) as folder:
+        with new_folder(destination, check) as folder:
             source.weights.rewrite(folder, new, removed)
             for file in source.files:
                 (folder / file).parent.mkdir(exist_ok=True)
@@ -100,18 +112,12 @@ def convert_checkpoint(
 
 
 @contextmanager
-def _opened(
-    src: str | Path, dst: str | Path, scheme: Any, method: str | None, overwrite: bool, allow_pickle: bool
-) -> Iterator[tuple[Source, Scheme]]:
+def _opened(src: str | Path, scheme: Any, method: str | None, allow_pickle: bool) -> Iterator[tuple[Source, Scheme]]:
     """The source, and the scheme as it is for this family, once all that can be refused has been."""
     if method is not None and method not in METHODS:
         raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
     scheme = Scheme.of(scheme)
-    check_new_folder(Path(dst), overwrite=overwrite)
     with open_source(src, allow_pickle=allow_pickle) as source:
-        here, there = (Path(os.path.realpath(path)) for path in (source.folder, dst))
-        if here == there or there in here.parents:
-            raise FileExistsError(f"{dst} is where the source lies: give another destination")
         if getattr(source.config, "quantization_config", None) is not None:
             raise ValueError(
                 f"{source.folder / 'config.json'}: this checkpoint is quantised. Convert the one in full precision, "

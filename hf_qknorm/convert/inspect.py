@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -255,6 +256,7 @@ def inspect_checkpoint(
     Raises FileNotFoundError for a folder that is not there, OSError without a model or a tokenizer in it, and
     ValueError for a model that is not supported.
     """
+    checkpoint = os.path.expanduser(checkpoint)
     if not Path(checkpoint).is_dir() and is_path(checkpoint):
         raise FileNotFoundError(f"no such folder: {checkpoint}")
     text = load_text(texts, limit=CHARACTERS * tokens)

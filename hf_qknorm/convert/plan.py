@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX, QKNormAttention, head_norms, patched_layers
-from hf_qknorm.convert.shards import INDEX, New, Weights
+from hf_qknorm.checkpoint_files import CONFIG, INDEX
+from hf_qknorm.convert.shards import New, Weights
 from hf_qknorm.convert.source import Source
 from hf_qknorm.fold import fold_weight
 from hf_qknorm.hub.derived import derived_model
@@ -61,7 +62,7 @@ def make_plan(source: Source, dst: Path, scheme: Scheme, new: Mapping[str, New],
     """The plan of a conversion that writes and removes these tensors."""
     weights = source.weights
     added = tuple(name for name in new if name not in weights)
-    taken = {"config.json", INDEX, *weights.files, *map(str, source.files)}
+    taken = {CONFIG, INDEX, *weights.files, *map(str, source.files)}
     gone = sum(weights.stored[name].end - weights.stored[name].begin for name in removed)
     files = sum((source.folder / file).stat().st_size for file in source.files)
     return Plan(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.files import replace_file
+from hf_qknorm.files import replace_text
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.strangers import brief, check_keys, count, number, positive, read_json, repo_id
 
@@ -242,7 +242,7 @@ class Calibration:
 def save_json(data: Mapping[str, Any], path: Path) -> None:
     """Write `data`, whole or not at all."""
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    replace_text(path, text)
 
 
 READING = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; others: means over heads"

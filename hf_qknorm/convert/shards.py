@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from hf_qknorm.checkpoint_files import INDEX, SINGLE
 from hf_qknorm.strangers import brief, read_json
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 INDEX_BYTES = 256 * 2**20  # a million tensors
 SHARD = re.compile(r"[\w][\w. -]{0,240}\.safetensors")  # a name of a file, on every system
 CHUNK = 16 * 2**20  # bytes in memory at a time

@@ -14,11 +14,11 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from hf_qknorm.convert.shards import INDEX, SINGLE, Weights
-from hf_qknorm.files import is_path
+from hf_qknorm.checkpoint_files import FOLDERS, INDEX, REPORT, SINGLE, TOKENIZER_FILES
+from hf_qknorm.convert.shards import Weights
+from hf_qknorm.files import is_path, user_path
 from hf_qknorm.strangers import brief, read_json
 
-REPORT = "qk_norm_report.json"  # of a calibration, beside the weights that it gave
 # Other forms of the weights, and what a Trainer leaves: they do not belong to the converted model.
 LEFT_SUFFIXES = (
     ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pickle", ".pkl", ".pt", ".pth",
@@ -26,12 +26,7 @@ LEFT_SUFFIXES = (
 )  # fmt: skip
 LEFT_NAMES = ("config.json", "trainer_state.json", INDEX, "pytorch_model.bin.index.json", REPORT)
 TOKENIZER_BYTES = 512 * 2**20  # the largest have some 30 MB
-FOLDERS = ("additional_chat_templates",)
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
-    "special_tokens_map.json", "added_tokens.json", "spiece.model", "tekken.json",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,7 @@ def _check_place(folder: Path, file: Path) -> None:
 
 
 def _folder(name: str, allow_pickle: bool) -> Path:
-    path = Path(name).expanduser()
+    path = user_path(name, "the source")
     if path.is_dir():
         return path
     if path.exists() or is_path(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -25,6 +26,7 @@ def load_text(source: str | None = None, limit: int = 4_000_000) -> str:
 
     Raises FileNotFoundError for a path that is not there, ValueError for a source without text.
     """
+    source = None if source is None else os.path.expanduser(source)
     if source is None:
         paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     elif Path(source).is_file():

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,11 +21,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_qknorm.checkpoint_files import foreign_files
 from hf_qknorm.convert.calibrate import calibrate
+from hf_qknorm.convert.report import save_json
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.plots import plot_logits, plot_losses
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
-from hf_qknorm.files import new_folder, replace_file
+from hf_qknorm.destinations import check_folder
+from hf_qknorm.files import new_folder, user_path
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.training.monitor import logit_statistics
@@ -30,6 +36,7 @@ from hf_qknorm.training.monitor import logit_statistics
 HELD_OUT = 0.1  # the last tenth of the text
 EVAL_BATCHES = 6
 CALIBRATION_BATCHES = 8
+REPORT, LOSSES, LOGITS, MODEL = WRITTEN = ("report.json", "loss.png", "logits.png", "model")
 
 
 @dataclass(frozen=True)
@@ -55,11 +62,18 @@ class _Batches:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """The whole story; prints as it goes, writes everything into `settings.out`, and returns the report."""
-    out = Path(settings.out)
+    """The whole story; prints as it goes, writes the folder `settings.out`, and returns the report.
+
+    The folder appears at once when all is written. One that is there is replaced where an earlier demo wrote it.
+
+    Raises FileExistsError, before anything else, for a folder that holds something else, or the checkpoint or the text.
+    """
+    out = user_path(settings.out, "out")
+    sources = [settings.checkpoint, settings.data]
+    sign = (REPORT, "reloaded")
+    check = partial(check_folder, out, overwrite=True, sources=sources, sign=sign, foreign=_foreign)
+    check()
     scheme = Scheme.of(settings.scheme)
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out {out} is a file: give a folder")
     logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the table below says what its log lines would
     torch.manual_seed(settings.seed)
     tokenizer, base = _base(settings)
@@ -73,32 +87,36 @@ def run(settings: Settings) -> dict[str, Any]:
         if name == "calibrated":
             calibrate(model, batches.calibration, method="moments")
         runs[name] = _continue(model, batches, settings, name)
-    out.mkdir(parents=True, exist_ok=True)
-    with new_folder(out / "model", overwrite=True) as folder:
-        models["calibrated"].eval().save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    plot_losses(runs, out / "loss.png")
-    plot_logits(runs, scheme.softcap, out / "logits.png")
-    reloaded = _reload(models["calibrated"], batches.held_out[0], out)
-    report = {
-        "scheme": scheme.to_dict(),
-        "settings": vars(settings),
-        "parameters": sum(p.numel() for p in base.parameters()),
-        "runs": runs,
-        "reloaded": reloaded,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
-    text = json.dumps(report, indent=2, ensure_ascii=False)
-    replace_file(out / "report.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+    with new_folder(out, check) as folder:
+        models["calibrated"].eval().save_pretrained(folder / MODEL)
+        tokenizer.save_pretrained(folder / MODEL)
+        plot_losses(runs, folder / LOSSES)
+        plot_logits(runs, scheme.softcap, folder / LOGITS)
+        report = {
+            "scheme": scheme.to_dict(),
+            "settings": vars(settings),
+            "parameters": sum(p.numel() for p in base.parameters()),
+            "runs": runs,
+            "reloaded": _reload(models["calibrated"], batches.held_out[0], folder / MODEL),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+        save_json(report, folder / REPORT)
     _tell(report, out)
     return report
+
+
+def _foreign(folder: Path) -> list[str]:
+    """What lies in a folder and is not from a demo."""
+    found = [item.name for item in sorted(folder.iterdir()) if item.name not in WRITTEN]
+    return found + ([f"{MODEL}/{name}" for name in foreign_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
 
 
 def _base(settings: Settings) -> tuple[Any, Any]:
     if settings.checkpoint is None:
         return byte_tokenizer(), small_llama()
-    tokenizer = AutoTokenizer.from_pretrained(settings.checkpoint)
-    return tokenizer, AutoModelForCausalLM.from_pretrained(settings.checkpoint, dtype=torch.float32)
+    checkpoint = os.path.expanduser(settings.checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
 
 def _batches(tokenizer: Any, settings: Settings) -> _Batches:
@@ -133,17 +151,16 @@ def _continue(model: Any, batches: _Batches, settings: Settings, name: str) -> d
     return {"held_out": held_out, "max_logit": largest, "max_logit_by_head": by_head}
 
 
-def _reload(model: Any, batch: Tensor, out: Path) -> dict[str, Any]:
+def _reload(model: Any, batch: Tensor, folder: Path) -> dict[str, Any]:
     """Load the saved checkpoint in a new process, and compare its logits with the ones computed here."""
-    expected = out / ".expected.safetensors"
     with torch.no_grad():
         logits = model(input_ids=batch).logits
-    save_file({"input_ids": batch, "logits": logits.contiguous()}, expected)
-    command = [sys.executable, "-m", "hf_qknorm.demo.reload", str(out / "model"), str(expected)]
-    with tqdm(total=1, desc="reloading in a new process", unit="process") as bar:
+    with TemporaryDirectory(prefix="hf-qknorm-") as temporary, tqdm(total=1, desc="reloading in a new process") as bar:
+        expected = Path(temporary, "expected.safetensors")
+        save_file({"input_ids": batch, "logits": logits.contiguous()}, expected)
+        command = [sys.executable, "-m", "hf_qknorm.demo.reload", str(folder), str(expected)]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
         bar.update()
-    expected.unlink()
     if finished.returncode:
         raise RuntimeError(f"the saved checkpoint could not be loaded in a new process:\n{finished.stderr}")
     return json.loads(finished.stdout)
@@ -160,4 +177,4 @@ def _tell(report: dict[str, Any], out: Path) -> None:
     reloaded = report["reloaded"]
     print(f"\nreloaded in a new process as {reloaded['class']}: logits differ by {reloaded['largest_difference']:g}")
     print(f"it goes on writing: {reloaded['prompt'].splitlines()[-1] if reloaded['prompt'] else ''}▸{reloaded['text']}")
-    print(f"\nwritten: {out / 'loss.png'}, {out / 'logits.png'}, {out / 'report.json'}, {out / 'model'}/")
+    print(f"\nwritten: {', '.join(str(out / name) for name in WRITTEN)}/")

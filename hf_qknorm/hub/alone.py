@@ -5,9 +5,11 @@ There is nothing but PyTorch and transformers then: attention is plain, and its 
 
 from __future__ import annotations
 
+import shutil
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, Final
 
@@ -55,4 +57,6 @@ def write_code(config: Any, folder: Path) -> None:
     carry_code(config)
     own = Path(__file__)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / own.name).write_bytes(own.read_bytes())
+    with TemporaryDirectory(dir=folder) as temporary:  # a killed run leaves the old file or the new one
+        copy = Path(shutil.copy(own, temporary))
+        copy.replace(folder / own.name)

@@ -6,8 +6,10 @@ printed. The template is `model_cards/card.md.jinja`.
 
 from __future__ import annotations
 
+import filecmp
 import os
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,18 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from hf_qknorm import __version__, strangers
+from hf_qknorm.checkpoint_files import CARD, CODE_FILE, KEPT_CARD, REPORT, TOKENIZER_FILES
 from hf_qknorm.convert.native.targets import find_target
 from hf_qknorm.convert.report import Calibration, LayerReport, LayerStatistics, Prediction, mean
-from hf_qknorm.convert.source import REPORT, TOKENIZER_FILES, read_config
+from hf_qknorm.convert.source import read_config
 from hf_qknorm.families import FAMILIES
-from hf_qknorm.files import replace_file
+from hf_qknorm.files import replace_file, replace_text, user_path
 from hf_qknorm.functions import CAP_BACKENDS
 from hf_qknorm.hub import papers
 from hf_qknorm.hub.derived import QKNormConfig
 from hf_qknorm.hub.metadata import is_ours, loader, metadata
-from hf_qknorm.hub.standalone import CODE_FILE
 from hf_qknorm.strangers import fixed
 
-CARD = "README.md"
 PLACEHOLDER = "OWNER/NAME"
 FIELDS = (("loss", 3), ("perplexity", 2), ("kl", 4))  # of the table of predictions, with their decimals
 ROWS = 8  # layers in the table: the worst
@@ -49,7 +50,7 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -
     Raises FileNotFoundError for a folder without a config; ValueError, naming the file, for a model that is not
     patched, for a report or a card that can't be read, and for a report of another scheme.
     """
-    path = Path(folder)
+    path = user_path(folder, "the checkpoint")
     config, report = _config(path), _report(path)
     if report is not None and report.scheme != config.scheme:
         raise ValueError(
@@ -62,17 +63,32 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -
 def write_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -> tuple[Path, ...]:
     """Render the card into the checkpoint's README.md, and its plots beside it, each whole or not at all.
 
-    A README.md that is there is replaced. Returns what was written; raises what `render_card` raises, before that.
+    A card of ours that is there is replaced; any other README.md is kept as README.original.md. Returns what was
+    written; raises what `render_card` raises, and FileExistsError for another README.original.md, before that.
     """
-    path = Path(folder)
+    path = user_path(folder, "the checkpoint")
     text, report = render_card(path, repo_id=repo_id), _report(path)
+    kept = _keep_card(path)
     plots: list[str] = []
     if report is not None:
         from hf_qknorm.hub.plots import draw  # brings matplotlib
 
         plots = draw(report, path)
-    replace_file(path / CARD, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    return tuple(path / name for name in (CARD, *plots))
+    replace_text(path / CARD, text)
+    return tuple(path / name for name in (CARD, *plots, *kept))
+
+
+def _keep_card(folder: Path) -> list[str]:
+    """Copy a README.md that is no card of ours to a name of its own; returns that name, if it is new."""
+    card, kept = folder / CARD, folder / KEPT_CARD
+    if card.is_symlink() or not card.is_file() or has_card(folder):
+        return []  # of a link, what it points to stays
+    if os.path.lexists(kept):
+        if kept.is_file() and filecmp.cmp(card, kept, shallow=False):
+            return []
+        raise FileExistsError(f"{card} is no card of hf_qknorm, and can't be kept: {kept} is there. Move one away")
+    replace_file(kept, lambda temporary: shutil.copyfile(card, temporary))
+    return [KEPT_CARD]
 
 
 def has_card(folder: str | os.PathLike[str]) -> bool:

@@ -19,17 +19,25 @@ import torch
 import transformers
 
 from hf_qknorm.attention import NORM_NAMES, PREFIX, TYPE_PREFIX, patched_layers
+from hf_qknorm.checkpoint_files import (
+    CARD,
+    CONFIGS,
+    FOLDERS,
+    INDEX,
+    KEPT_CARD,
+    LICENCE,
+    REPORT,
+    TEMPLATES,
+    TOKENIZER_FILES,
+)
 from hf_qknorm.convert.plan import stored_name
-from hf_qknorm.convert.shards import INDEX, copy_file
-from hf_qknorm.convert.source import FOLDERS, REPORT, TOKENIZER_FILES, Source, open_source
-from hf_qknorm.files import hub_name
-from hf_qknorm.hub.card import CARD, PLACEHOLDER, has_card, write_card
+from hf_qknorm.convert.shards import copy_file
+from hf_qknorm.convert.source import Source, open_source
+from hf_qknorm.files import hub_name, user_path
+from hf_qknorm.hub.card import PLACEHOLDER, has_card, write_card
 from hf_qknorm.hub.derived import derived_model
 from hf_qknorm.hub.standalone import add_standalone
 
-CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
-TEMPLATES = ("chat_template.jinja", "chat_template.json")
-LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([._-]\w+)?(\.(txt|md))?", re.IGNORECASE)
 SENT = {CARD, REPORT, INDEX, *CONFIGS, *TOKENIZER_FILES, *TEMPLATES}
 WORDS = {*TOKENIZER_FILES} - {"tokenizer_config.json", "special_tokens_map.json"}  # vocabularies hold anything
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{34,}")  # any account's
@@ -42,7 +50,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Iterator[Source]:
     Raises FileNotFoundError for no folder or a file that is not there; ValueError, naming the file, for one that is
     corrupted or a link to elsewhere, for a model that is not patched, and for norms that the weights do not hold.
     """
-    path = Path(folder).expanduser()
+    path = user_path(folder, "the checkpoint")
     if not path.is_dir():
         raise FileNotFoundError(f"{folder} is no folder: expected one with a checkpoint that hf_qknorm patched")
     _check_links(path)
@@ -89,6 +97,7 @@ def _add_card(staged: Path, repo_id: str) -> None:
     card = staged / CARD
     words = card.read_text(encoding="utf-8") if has_card(staged) else None
     write_card(staged, repo_id=repo_id)
+    (staged / KEPT_CARD).unlink(missing_ok=True)  # it stays with the user
     if words is not None:
         card.write_text(words.replace(PLACEHOLDER, repo_id), encoding="utf-8")
 

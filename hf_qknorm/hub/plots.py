@@ -10,12 +10,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from hf_qknorm.checkpoint_files import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.convert.plots import COLOURS, GRID, INK
 from hf_qknorm.convert.report import Calibration, LayerStatistics
 from hf_qknorm.files import replace_file
 from hf_qknorm.strangers import fixed
 
-LOSS, LOGITS = "qk_norm_loss.png", "qk_norm_logits.png"
 COLOUR = {"unpatched": COLOURS["unpatched"], "fresh gains": COLOURS["fresh gains"], "this model": COLOURS["calibrated"]}
 SHIFT = {"unpatched": -0.13, "this model": 0.13}  # of a layer's two rows of dots
 TALLEST = 11.0  # inches: with more layers, they come closer
@@ -25,7 +25,7 @@ LARGEST = 1e12  # beyond, a number is drawn there: axes have no room for the lar
 def draw(report: Calibration, folder: Path) -> list[str]:
     """Write the plots that the report has numbers for into `folder`, each whole or not at all; returns their names."""
     drawn = []
-    for name, figure in ((LOSS, _losses(report)), (LOGITS, _logits(report))):
+    for name, figure in ((LOSS_PLOT, _losses(report)), (LOGITS_PLOT, _logits(report))):
         if figure is not None:
             replace_file(folder / name, partial(figure.savefig, dpi=150, format="png"))
             drawn.append(name)

@@ -13,16 +13,15 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, snapshot_download
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_qknorm.convert.shards import INDEX, copy_file
-from hf_qknorm.convert.source import FOLDERS, REPORT, TOKENIZER_FILES
-from hf_qknorm.files import is_path
-from hf_qknorm.hub.card import CARD
+from hf_qknorm.checkpoint_files import CARD, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
+from hf_qknorm.convert.shards import copy_file
+from hf_qknorm.files import is_path, user_path
 from hf_qknorm.hub.derived import QKNormModel
-from hf_qknorm.hub.parcel import TEMPLATES, companions, open_checkpoint, packed
+from hf_qknorm.hub.parcel import companions, open_checkpoint, packed
 from hf_qknorm.hub.repository import Repository, check_repository, patiently, said, told
 
 LIBRARY = "hf_qknorm"  # as it tells the Hub
-REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|qk_norm_\w+\.png")
+PLOT = re.compile(r"qk_norm_\w+\.png")  # of any version
 
 
 def push_to_hub(
@@ -66,14 +65,14 @@ def check_push(source: str | os.PathLike[str], repo_id: str, *, private: bool | 
     Raises what `push_to_hub` raises for the token and the repository; changes nothing.
     """
     api = HfApi(token=get_token(), library_name=LIBRARY)
-    check_repository(api, repo_id, AutoConfig.from_pretrained(source), private=private)
+    check_repository(api, repo_id, AutoConfig.from_pretrained(os.path.expanduser(source)), private=private)
 
 
 @contextmanager
 def _folder(checkpoint: Any, token: str | None) -> Iterator[Path]:
     """The folder of a checkpoint; a model in memory is saved to a temporary one."""
     if isinstance(checkpoint, (str, os.PathLike)):
-        yield Path(checkpoint)
+        yield user_path(checkpoint, "the checkpoint")
         return
     if not isinstance(checkpoint, QKNormModel):
         raise ValueError(
@@ -138,4 +137,4 @@ def _upload(api: HfApi, repository: Repository, files: dict[str, Path], private:
 
 def _is_ours(name: str) -> bool:
     """Whether a file in the repository is weights, a report or a plot, which would belie those of another push."""
-    return name in (INDEX, REPORT) or bool(REPLACED.fullmatch(name))
+    return name in (INDEX, REPORT) or bool(WEIGHTS.fullmatch(name) or PLOT.fullmatch(name))

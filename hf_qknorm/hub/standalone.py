@@ -9,7 +9,7 @@ import json
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import transformers
 from transformers import PreTrainedModel
@@ -17,11 +17,10 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX
+from hf_qknorm.checkpoint_files import CODE_FILE
 from hf_qknorm.families import FAMILIES
-from hf_qknorm.files import replace_file
+from hf_qknorm.files import replace_text, user_path
 from hf_qknorm.hub.bundle import Bundle
-
-CODE_FILE: Final = "modeling_qknorm.py"
 
 # The Auto classes that a derived model goes by, where its base does, and transformers' name table of each.
 AUTO_CLASSES = {
@@ -114,7 +113,7 @@ def write_code(config: Any, folder: Path) -> None:
     carry_code(config)
     folder.mkdir(parents=True, exist_ok=True)
     code = standalone_code(config.base_model_type)
-    replace_file(folder / CODE_FILE, lambda temporary: temporary.write_text(code, encoding="utf-8"))
+    replace_text(folder / CODE_FILE, code)
 
 
 def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None:
@@ -130,7 +129,7 @@ def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None
         _base_type(checkpoint.config.model_type, type(checkpoint).__name__)
         carry_code(checkpoint.config)
         return
-    folder = Path(checkpoint)
+    folder = user_path(checkpoint, "checkpoint")
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: expected the folder of a patched checkpoint")
@@ -139,8 +138,8 @@ def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None
     code = standalone_code(model_type)
     config["auto_map"] = auto_map(model_type)
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    replace_file(folder / CODE_FILE, lambda temporary: temporary.write_text(code, encoding="utf-8"))
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    replace_text(folder / CODE_FILE, code)
+    replace_text(path, text)
 
 
 def _base_type(model_type: Any, where: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_qknorm.convert.advice import COLLAPSED
+from hf_qknorm.files import user_path
 from hf_qknorm.training.record import LayerSample, Sample, alarm, append, continue_log
 from hf_qknorm.training.sampling import Sampling, is_first_rank
 
@@ -58,7 +59,7 @@ class LogitMonitor(TrainerCallback):
         if not (limit is None or limit > 0) or not 0 <= collapsed <= 1:
             raise ValueError(f"limit={limit}, collapsed={collapsed}: expected a |logit| > 0, and a share from 0 to 1")
         self.every, self.rows, self.limit, self.collapsed = every, rows, limit, collapsed
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else user_path(path, "path")
         self.last: Sample | None = None
         self._trainer: Trainer | None = None
         self._sampling: Sampling | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_qknorm.convert.report import FORMAT, HEADS, LAYERS, NAME, Numbers, mean
-from hf_qknorm.files import replace_file
+from hf_qknorm.files import replace_text, user_path
 from hf_qknorm.strangers import brief, check_keys, count, is_shallow, number
 
 DIGITS = 5  # of each number in the file
@@ -117,9 +117,9 @@ def read_log(path: str | Path) -> list[Sample]:
     Raises FileNotFoundError, and ValueError, naming file and line, for what `LogitMonitor` did not write, or a file
     that is too large.
     """
-    if not Path(path).exists():
-        raise FileNotFoundError(f"no such file: {path}")
-    path = Path(path)
+    given, path = path, user_path(path, "the log")
+    if not path.exists():
+        raise FileNotFoundError(f"no such file: {given}")
     samples: list[Sample] = []
     heads: dict[str, int] = {}
     for where, line in _lines(path):
@@ -150,7 +150,7 @@ def continue_log(path: Path, step: int, *, resumed: bool) -> None:
             f"{path} holds samples of another run, from step {samples[0].step} on: give another path, or move it away"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, lambda temporary: temporary.write_text("".join(s.line() for s in kept), encoding="utf-8"))
+    replace_text(path, "".join(s.line() for s in kept))
 
 
 def append(path: Path, sample: Sample) -> None:

@@ -230,7 +230,7 @@ def test_only_whole_causal_models_of_ours_are_taken(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
         export_native(tmp_path / "empty", tmp_path / "out")
     model = save_patched(tmp_path / "ours", *CASES["llama"][:3])
-    with pytest.raises(ValueError, match="is the source itself"):
+    with pytest.raises(FileExistsError, match="is where the source lies"):
         export_native(tmp_path / "ours", tmp_path / "ours", overwrite=True)
     change_config(tmp_path / "ours", qk_norm_blend={"norms": True, "softcap": None})
     with pytest.raises(ValueError, match="on its way in"):
@@ -264,7 +264,7 @@ def test_a_destination_that_is_there_is_kept(tmp_path):
     patched = save_patched(tmp_path / "ours", *CASES["llama"][:3])
     target = tmp_path / "theirs"
     target.mkdir()
-    (target / "notes.txt").write_text("mine")
+    (target / "notes.txt").write_text('{"model_type": "llama"}')
     for overwrite, message in ((False, "exists and is not empty"), (True, r"holds no config\.json")):
         with pytest.raises(FileExistsError, match=message):
             export_native(tmp_path / "ours", target, overwrite=overwrite)

@@ -17,10 +17,11 @@ from transformers import AutoModelForSequenceClassification
 
 import hf_qknorm
 from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, cli, patch_model, set_blend
+from hf_qknorm.checkpoint_files import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.convert.report import Prediction
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub.card import render_card, write_card
-from hf_qknorm.hub.plots import LOGITS, LOSS, draw
+from hf_qknorm.hub.plots import draw
 from hf_qknorm.testing import tiny_model
 
 
@@ -133,8 +134,8 @@ def test_a_model_that_predicts_no_tokens(tmp_path):
     assert front(text)["pipeline_tag"] == "feature-extraction"
     assert "model-index" not in front(text)
     assert "AutoModel.from_pretrained" in text
-    assert LOSS not in text
-    assert draw(Calibration.load(tmp_path / REPORT), tmp_path) == [LOGITS]
+    assert LOSS_PLOT not in text
+    assert draw(Calibration.load(tmp_path / REPORT), tmp_path) == [LOGITS_PLOT]
 
 
 def test_a_classifier_is_loaded_as_one(tmp_path):
@@ -218,7 +219,10 @@ def test_what_is_no_patched_checkpoint_is_refused(tmp_path):
 
 def test_the_command_writes_card_and_plots(tmp_path, capsys):
     assert cli.main(["card", str(checkpoint(tmp_path)), "--repo", "me/converted"]) == 0
-    assert capsys.readouterr().out == f"written: {', '.join(str(tmp_path / n) for n in ('README.md', LOSS, LOGITS))}\n"
+    assert (
+        capsys.readouterr().out
+        == f"written: {', '.join(str(tmp_path / n) for n in ('README.md', LOSS_PLOT, LOGITS_PLOT))}\n"
+    )
     assert "me/converted" in (tmp_path / "README.md").read_text()
     assert cli.main(["card", str(tmp_path / "nowhere")]) == 1
     assert "config.json is missing" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import re
 import pytest
 from card_cases import checkpoint, edit, front
 
+from hf_qknorm.checkpoint_files import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import _template, has_card, render_card, write_card
-from hf_qknorm.hub.plots import LOGITS, LOSS
 
 
 def test_what_a_base_models_card_says_is_taken_over(tmp_path):
@@ -93,10 +93,9 @@ def test_hostile_front_matter_is_refused(tmp_path, matter, message):
 def test_links_in_the_folder_are_not_written_through(tmp_path):
     (tmp_path / "model").mkdir()
     folder = checkpoint(tmp_path / "model")
-    for name in ("README.md", LOSS, LOGITS):
-        for link in (name, f".{name}.partial"):
-            (tmp_path / f"precious-{link}").write_text("precious")
-            (folder / link).symlink_to(tmp_path / f"precious-{link}")
+    for name in ("README.md", LOSS_PLOT, LOGITS_PLOT):
+        (tmp_path / f"precious-{name}").write_text("precious")
+        (folder / name).symlink_to(tmp_path / f"precious-{name}")
     write_card(folder)
     assert all(path.read_text() == "precious" for path in tmp_path.glob("precious*"))
     assert "## Use" in (folder / "README.md").read_text()

@@ -10,9 +10,10 @@ from card_cases import REPORT, checkpoint
 from matplotlib.image import imread
 
 from hf_qknorm import SCHEMES, Calibration
+from hf_qknorm.checkpoint_files import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.convert.report import LayerReport, LayerStatistics, Prediction
 from hf_qknorm.hub.card import write_card
-from hf_qknorm.hub.plots import LOGITS, LOSS, draw
+from hf_qknorm.hub.plots import draw
 
 
 def test_a_drawing_that_fails_leaves_the_card(tmp_path, monkeypatch):
@@ -34,8 +35,8 @@ def test_any_numbers_can_be_drawn(tmp_path, layers, value):
     found = {f"layers.{i}": LayerReport(side, side) for i in range(layers)}
     predictions = Prediction(2.0), Prediction(value), Prediction(min(value, 3.0))
     report = Calibration("fit", 10, SCHEMES["qk_norm"].resolve("rms"), 50.0, *predictions, found)
-    assert draw(report, tmp_path) == [LOSS, LOGITS]
-    for name, width in ((LOSS, 1050), (LOGITS, 1425)):
+    assert draw(report, tmp_path) == [LOSS_PLOT, LOGITS_PLOT]
+    for name, width in ((LOSS_PLOT, 1050), (LOGITS_PLOT, 1425)):
         assert imread(tmp_path / name).shape[1] == width
 
 

@@ -11,7 +11,7 @@ from push_cases import SHARDS, checkpoint, contents, logits, patched
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_qknorm import Scheme, patch_model, push_to_hub, set_blend
-from hf_qknorm.convert.source import REPORT
+from hf_qknorm.checkpoint_files import REPORT
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub.card import PLACEHOLDER, write_card
 from hf_qknorm.hub.parcel import open_checkpoint

@@ -14,7 +14,7 @@ from server import Fault, Hub
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import cli
-from hf_qknorm.convert.source import REPORT
+from hf_qknorm.checkpoint_files import REPORT
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.testing import tiny_model
 

@@ -14,8 +14,9 @@ from tables import MODEL_TYPES, applies, make_batch, randomise, sharp_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, add_standalone, convert_checkpoint, patch_model, unpatch_model
+from hf_qknorm.checkpoint_files import CODE_FILE
 from hf_qknorm.hub.derived import derived_config
-from hf_qknorm.hub.standalone import AUTO_CLASSES, CODE_FILE, standalone_code
+from hf_qknorm.hub.standalone import AUTO_CLASSES, standalone_code
 from hf_qknorm.training.blend import set_blend
 
 BUSY = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, scale=0.3)

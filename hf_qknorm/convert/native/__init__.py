@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.attention import PREFIX
+from hf_qknorm.checkpoint_files import CARD
 from hf_qknorm.convert.native.draft import Draft
 from hf_qknorm.convert.native.targets import Target, find_target
 from hf_qknorm.convert.shards import Weights, copy_file
 from hf_qknorm.convert.source import travelling_files
-from hf_qknorm.files import check_new_folder, new_folder
+from hf_qknorm.destinations import check_folder
+from hf_qknorm.files import new_folder, user_path
 from hf_qknorm.hub.derived import QKNormConfig
 
 
@@ -42,17 +45,16 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
     go along. Where tensors must be scaled on the way, the logits are equal up to rounding in float32, else to the bit.
 
     Raises ValueError, saying what would be lost and what to do, where no model of transformers computes the same;
-    FileExistsError where `dst` is there (with `overwrite`: is there and no checkpoint), FileNotFoundError and
-    ValueError for a `src` that is no whole patched checkpoint. Then nothing is written.
+    FileExistsError where `dst` is there (with `overwrite`: holds anything but a checkpoint) or holds `src`,
+    FileNotFoundError and ValueError for a `src` that is no whole patched checkpoint. Then nothing is written.
     """
-    source, destination = Path(src), Path(dst)
-    check_new_folder(destination, overwrite=overwrite)
-    if destination.resolve() == source.resolve():
-        raise ValueError(f"{destination} is the source itself: give another destination")
+    source, destination = user_path(src, "src"), user_path(dst, "dst")
+    check = partial(check_folder, destination, overwrite=overwrite, sources=[source])
+    check()
     config = _read_config(source)
     try:
         # the card and the stand-alone code tell of a model that this one no longer is
-        files = [file for file in travelling_files(source) if file.name != "README.md" and file.suffix != ".py"]
+        files = [file for file in travelling_files(source) if file.name != CARD and file.suffix != ".py"]
         target = find_target(config)
         draft = Draft(Weights(source))
         for step in target.steps:
@@ -60,7 +62,7 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
         plain = _plain_config(config, target)
     except ValueError as error:
         raise ValueError(f"{source} ({config.base_model_type}, {config.scheme}) is not exported: {error}") from error
-    with new_folder(destination, overwrite=overwrite) as folder:
+    with new_folder(destination, check) as folder:
         draft.write(folder)
         (folder / "config.json").write_text(_json(plain), encoding="utf-8")
         for file in files:
