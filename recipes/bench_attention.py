@@ -32,6 +32,8 @@ from bench_plan import Item, full_plan, gate_jobs, quick_plan, tiny_plan
 from bench_table import INTERPRETED, Report, Row, environment
 from bench_timing import Clock, Dead, Late, Run, limit, reason
 
+from hf_qknorm.files import replace_text
+
 RESULTS = Path(__file__).parent / "results"
 SAMPLED = 0.15  # seconds of samples for each run
 
@@ -232,7 +234,7 @@ def finish(bench: Bench, arguments: list[str]) -> None:
     if not bench.clock.cuda:
         notes.append(INTERPRETED)
     command = " ".join(["python recipes/bench_attention.py", *arguments])
-    report.stem.with_suffix(".md").write_text(report.page(command, notes), encoding="utf-8")
+    replace_text(report.stem.with_suffix(".md"), report.page(command, notes))
     try:
         report.plot()
     except Exception as error:  # what was measured is in the table

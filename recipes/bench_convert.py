@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import convert_checkpoint
+from hf_qknorm.files import replace_text
 
 SCHEMES = ("qk_norm_cap", "qkv_norm")
 WORKERS = ("copy", *SCHEMES)
@@ -145,7 +146,7 @@ def main() -> None:
         text = report(measure(source, Path(folder) / "target", options.runs), size, shard)
     print(text)
     if options.output:
-        Path(options.output).write_text(text + "\n", encoding="utf-8")
+        replace_text(Path(options.output), text + "\n")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from bench_tiled import busy_seconds, commit, cpu_name
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import LogitMonitor, patch_model
+from hf_qknorm.files import replace_text
 
 CASES = (  # scheme, attention, batch, length, sequences that are watched
     ("none", "sdpa", 8, 256, 2),
@@ -130,7 +131,7 @@ def main() -> None:
     page = report(args)
     print(page)
     if args.output:
-        args.output.write_text(page, encoding="utf-8")
+        replace_text(args.output, page)
 
 
 if __name__ == "__main__":

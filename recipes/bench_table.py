@@ -16,6 +16,8 @@ import transformers
 from bench_cases import Case
 from bench_tiled import commit, cpu_name
 
+from hf_qknorm.files import replace_file
+
 PASSES = ("forward", "backward", "both")
 INTERPRETED = "Triton's interpreter on a CPU: its numbers mean nothing"
 
@@ -155,7 +157,7 @@ class Report:
         figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
         figure.suptitle(self.title, fontsize=8)
         path = self.stem.with_suffix(".png")
-        figure.savefig(path, dpi=130)
+        replace_file(path, lambda temporary: figure.savefig(temporary, dpi=130, format="png"))
         return path
 
 

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_qknorm.files import replace_text
 from hf_qknorm.ops import library, reference
 from hf_qknorm.testing import assert_within_budget, make_qkv
 
@@ -211,7 +212,7 @@ def main() -> None:
     print(page)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(page, encoding="utf-8")
+        replace_text(args.output, page)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
 from hf_qknorm import SCHEMES
-from hf_qknorm.files import replace_file
+from hf_qknorm.files import replace_text
 
 VOCABULARY = 512
 BASELINE = "none"
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
     times = timed(options)
     text = page(times, mib, options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(options.out, lambda path: path.write_text(text, encoding="utf-8"))
+    replace_text(options.out, text)
     print(text)
     return times
 

@@ -30,6 +30,8 @@ from pathlib import Path
 import torch
 from bench_table import environment
 
+from hf_qknorm.files import replace_text
+
 HERE = Path(__file__).parent
 TESTS = ("tests/ops/triton", "tests/test_kernels_in_models.py", "tests/recipes/test_bench_model.py")
 ON_CARD = ("tests/test_on_card.py", "tests/test_large.py")  # the second takes up to 45 GB a test
@@ -212,7 +214,7 @@ def write(out: Path, found: list[Outcome], told: dict[str, str], command: str) -
     if rows:
         parts.append(table(["case", "what", "pass", "plain ms", "Gluon ms", "Gluon / plain"], rows))
     page = "\n\n".join(parts) + "\n"
-    (out / "device.md").write_text(page, encoding="utf-8")
+    replace_text(out / "device.md", page)
     return page
 
 

@@ -28,7 +28,7 @@ from torch.optim import AdamW
 from transformers import HfArgumentParser
 
 from hf_qknorm import SCHEMES
-from hf_qknorm.files import replace_file
+from hf_qknorm.files import replace_text
 from hf_qknorm.norms import fresh_scalar
 from hf_qknorm.scheme import Scheme
 
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> dict[tuple[float, str], list[Row
     runs = Runs(options.out.with_suffix(".jsonl"))
     results = sweep(options, runs)
     text = page(results, options, runs.used)
-    replace_file(options.out.with_suffix(".md"), lambda path: path.write_text(text, encoding="utf-8"))
+    replace_text(options.out.with_suffix(".md"), text)
     plot_orders(results, options.out.with_suffix(".png"))
     print(text)
     return results

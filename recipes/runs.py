@@ -13,7 +13,7 @@ import torch
 import transformers
 from bench_tiled import commit, cpu_name
 
-from hf_qknorm.files import replace_file
+from hf_qknorm.files import replace_text
 
 Row = dict[str, Any]
 
@@ -35,7 +35,7 @@ class Runs:
         self.used: list[Row] = []  # those that were asked for: a file may hold other sweeps' as well
         self.made = made()
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda temporary: temporary.write_text(whole + "\n" * bool(whole), encoding="utf-8"))
+        replace_text(path, whole + "\n" * bool(whole))
 
     def get(self, settings: Row, run: Callable[[], Row]) -> Row:
         """The result of the run with these settings: an earlier one's, or `run`'s, which is kept."""

@@ -28,7 +28,7 @@ from torch.optim import Adam
 from transformers import HfArgumentParser
 
 from hf_qknorm import logit_statistics
-from hf_qknorm.files import replace_file
+from hf_qknorm.files import replace_text
 
 LOOKS = 20  # times that a run's largest logit is noted
 POINTS = 30  # of its training loss that are kept
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> Sweep:
     plot_losses(found.results, found.best + MARGIN, plots[0])
     plot_logits(found.results, plots[1])
     text = page(found, [rule, settings, provenance(runs.used)], plots)
-    replace_file(options.out.with_suffix(".md"), lambda path: path.write_text(text, encoding="utf-8"))
+    replace_text(options.out.with_suffix(".md"), text)
     print(text)
     return found
 

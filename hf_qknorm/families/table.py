@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_qknorm.families import FAMILIES, REFUSED, Family
+from hf_qknorm.files import replace_text
 
 HEADINGS: Final = ("model type", "style", "auto norm", "already has", "schemes")
 PAGE: Final = Path(__file__).with_name("FAMILIES.md")
@@ -73,4 +74,4 @@ def _schemes(family: Family) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(markdown(), encoding="utf-8")
+    replace_text(PAGE, markdown())
