@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -93,11 +94,14 @@ class Scheme:
     def from_dict(cls, data: Mapping[str, Any]) -> Scheme:
         """The scheme that `to_dict` wrote. Raises ValueError on unknown keys: they may change what is computed."""
         if not isinstance(data, Mapping):
-            raise ValueError(f"a scheme must be a mapping of its fields, got {type(data).__name__}: {brief(data)}")
+            raise ValueError(
+                f"a scheme that is no preset's name must be a mapping of its fields, got {type(data).__name__}: "
+                f"{brief(data)}. Presets: {', '.join(SCHEMES)}"
+            )
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := [key for key in data if key not in known]:
             raise ValueError(
-                f"unknown scheme field {brief(unknown[0])}{_nearest(unknown[0], known)}. Known fields: "
+                f"unknown scheme field {brief(unknown[0])}{_nearest(unknown[0], known)} Known fields: "
                 f"{', '.join(known)}. A checkpoint from a newer hf_qknorm needs that version to load."
             )
         return cls(**data)
@@ -110,7 +114,7 @@ class Scheme:
         if isinstance(scheme, str):
             if scheme not in SCHEMES:
                 raise ValueError(
-                    f"unknown scheme {brief(scheme)}{_nearest(scheme, SCHEMES)}. Presets: {', '.join(SCHEMES)}; "
+                    f"unknown scheme {brief(scheme)}{_nearest(scheme, SCHEMES)} Presets: {', '.join(SCHEMES)}; "
                     'or spell one out: Scheme(q="rms", k="rms", softcap=50.0)'
                 )
             return SCHEMES[scheme]
@@ -139,9 +143,16 @@ def _listed(values: tuple[str, ...]) -> str:
     return ", ".join(f'"{value}"' for value in values)
 
 
-def _nearest(name: object, known: Any) -> str:
-    match = difflib.get_close_matches(brief(name).strip("'"), list(known), n=1)
-    return f", did you mean {match[0]!r}?" if match else ""
+def _nearest(name: object, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that is not known: with the nearest one, if any is near."""
+    folded = {_folded(one): one for one in known}
+    match = difflib.get_close_matches(_folded(brief(name).strip("'")), list(folded), n=1)
+    return f", did you mean {folded[match[0]]!r}?" if match else "."
+
+
+def _folded(name: str) -> str:
+    """A name for comparisons: in lower case, and "-" and " " as "_"."""
+    return re.sub(r"[-\s]", "_", name.strip()).casefold()
 
 
 def _require(field: str, got: object, holds: bool, allowed: str) -> None:
