@@ -5,9 +5,9 @@ There is nothing but PyTorch and transformers then: attention is plain, and its 
 
 from __future__ import annotations
 
+import logging
 import shutil
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -19,6 +19,7 @@ from transformers.masking_utils import eager_mask
 
 from hf_qknorm.functions import eager_attention
 
+DERIVED: Final = "hf_qknorm.hub.derived"
 OWN_BACKENDS: Final = ("hf_qknorm", "hf_qknorm_eager")  # the one that checkpoints ask for; both are plain here
 CAP_BACKENDS: Final = (
     *OWN_BACKENDS,
@@ -30,9 +31,24 @@ CAP_BACKENDS: Final = (
 )
 
 
-def installed() -> ModuleType | None:
-    """The package's own derived classes, where it is installed: they win."""
-    return import_module("hf_qknorm.hub.derived") if find_spec("hf_qknorm") else None
+def installed(config: str) -> ModuleType | None:
+    """The package's own derived classes, where it is installed and has the class `config`: they win.
+
+    None for a folder that only shares the package's name, as a clone in the working directory does, and for a version
+    that has no such model. An installed package that is broken raises its own ImportError.
+    """
+    try:
+        package = import_module(DERIVED)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{DERIVED}.".startswith(f"{error.name}."):  # a part that it needs is missing
+            raise
+        return None
+    if not hasattr(package, config):
+        logging.getLogger("hf_qknorm").warning(
+            "the installed hf_qknorm has no %s: the code beside the checkpoint runs it, without kernels", config
+        )
+        return None
+    return package
 
 
 def register() -> None:

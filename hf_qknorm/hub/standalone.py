@@ -62,7 +62,7 @@ classes take the place of these: they load the same checkpoints, and have faster
 '''
 _FOOT = """
 
-package = installed()
+package = installed("{config}")
 if package is None:
     register()
 {own}
@@ -97,6 +97,7 @@ def standalone_code(model_type: str) -> str:
         if types[name] != model_type:  # a type without models of its own
             own.append(f"{name}.config_class = {config}")
     foot = _FOOT.format(
+        config=config,
         own="\n".join(f"    {line}" for line in own),
         theirs="\n".join(f"    {name} = package.{name}" for name in (config, *models)),
     )

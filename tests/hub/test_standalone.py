@@ -101,6 +101,61 @@ def test_the_package_wins_where_it_is_installed(folders):
     assert printed == ["hf_qknorm.hub.derived", "hf_qknorm.hub.derived"]
 
 
+NAMESAKES = {
+    "a clone in the working directory": {"hf_qknorm/README.md": ""},
+    "another package": {"hf_qknorm/__init__.py": "answer = 42"},
+    "another package with a hub": {"hf_qknorm/__init__.py": "", "hf_qknorm/hub.py": ""},
+    "a version without such a model": {
+        "hf_qknorm/__init__.py": "",
+        "hf_qknorm/hub/__init__.py": "",
+        "hf_qknorm/hub/derived.py": "",
+    },
+    "a part that is missing": {
+        "hf_qknorm/__init__.py": "",
+        "hf_qknorm/hub/__init__.py": "",
+        "hf_qknorm/hub/derived.py": "import hf_qknorm.scheme",
+    },
+    "a module that it needs is missing": {"hf_qknorm/__init__.py": "import no_such_module"},
+    "a name that is missing": {"hf_qknorm/__init__.py": "from transformers import NoSuchModel"},
+}
+BROKEN = {
+    "a part that is missing": "ModuleNotFoundError: No module named 'hf_qknorm.scheme'",
+    "a module that it needs is missing": "ModuleNotFoundError: No module named 'no_such_module'",
+    "a name that is missing": "ImportError: cannot import name 'NoSuchModel' from 'transformers'",
+}
+# Each namesake in front of all else on the path, and never the package itself, installed or not.
+FOOT = """
+import pathlib, sys, traceback, types
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]
+from hf_qknorm_alone import installed
+sys.path[:] = [place for place in sys.path if not pathlib.Path(place, "hf_qknorm").is_dir()]
+for folder in sys.argv[1:]:
+    sys.path.insert(0, folder)
+    try:
+        print(installed("QKNormLlamaConfig"))
+    except ImportError:
+        print(traceback.format_exc().splitlines()[-1])
+    sys.path.remove(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hf_qknorm"]:
+        del sys.modules[name]
+"""
+
+
+def test_a_namesake_is_passed_over_and_a_broken_package_raises(tmp_path):
+    (tmp_path / "alone").mkdir()
+    code = standalone_code("llama").partition("\npackage = installed(")[0]
+    (tmp_path / "alone" / "hf_qknorm_alone.py").write_text(code)
+    folders = [tmp_path / name.replace(" ", "_") for name in NAMESAKES]
+    for folder, files in zip(folders, NAMESAKES.values(), strict=True):
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    script = f"import sys; sys.path.insert(0, {str(tmp_path / 'alone')!r}){FOOT}"
+    lines = child(script, *folders, home=tmp_path).splitlines()
+    for name, line in zip(NAMESAKES, lines, strict=True):
+        assert line.startswith(BROKEN.get(name, "None")), name
+
+
 def test_a_model_that_was_marked_carries_the_code_wherever_it_is_saved(tmp_path):
     model = made("llama qk_norm_cap")
     model.save_pretrained(tmp_path / "plain")
