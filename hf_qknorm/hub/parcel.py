@@ -6,9 +6,7 @@ folder is read, and everything that is made or changed lies in a temporary one.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,14 +31,13 @@ from hf_qknorm.checkpoint_files import (
 from hf_qknorm.convert.plan import stored_name
 from hf_qknorm.convert.shards import copy_file
 from hf_qknorm.convert.source import Source, open_source
-from hf_qknorm.files import hub_name, user_path
+from hf_qknorm.files import user_path
 from hf_qknorm.hub.card import PLACEHOLDER, has_card, write_card
 from hf_qknorm.hub.derived import derived_model
+from hf_qknorm.hub.private import check_private, forget_places
 from hf_qknorm.hub.standalone import add_standalone
 
 SENT = {CARD, REPORT, INDEX, *CONFIGS, *TOKENIZER_FILES, *TEMPLATES}
-WORDS = {*TOKENIZER_FILES} - {"tokenizer_config.json", "special_tokens_map.json"}  # vocabularies hold anything
-TOKEN = re.compile(r"hf_[A-Za-z0-9]{34,}")  # any account's
 
 
 @contextmanager
@@ -76,7 +73,7 @@ def companions(folder: Path) -> list[Path]:
 def packed(source: Source, repo_id: str, token: str | None) -> Iterator[dict[str, Path]]:
     """Everything that goes up, by its name in the repository: stand-alone code and card are made here.
 
-    Raises ValueError, naming the file and the line, where one holds `token`, or a path of this machine.
+    Raises ValueError, as `check_private` does, where a file holds a token or a path of this machine.
     """
     with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
         staged = Path(temporary)
@@ -84,11 +81,11 @@ def packed(source: Source, repo_id: str, token: str | None) -> Iterator[dict[str
             (staged / file).parent.mkdir(exist_ok=True)
             copy_file(source.folder / file, staged / file)
         for config in CONFIGS:
-            _forget_places(staged / config)
+            forget_places(staged / config)
         add_standalone(staged)
         _add_card(staged, repo_id)
         files = {path.relative_to(staged).as_posix(): path for path in sorted(staged.rglob("*")) if path.is_file()}
-        _check_secrets(files, source, token)
+        check_private(files, source, token)
         yield files | {name: source.folder / name for name in source.weights.files}
 
 
@@ -136,29 +133,3 @@ def _check_links(folder: Path) -> None:
         place = Path(os.path.realpath(file))
         if not place.is_relative_to(root):
             raise ValueError(f"{file} is a link to {place}, outside the folder: put the file itself there")
-
-
-def _forget_places(path: Path) -> None:
-    """Take out of a config where on this machine the model came from."""
-    if not path.is_file():
-        return
-    data = json.loads(path.read_text(encoding="utf-8"))
-    kept = {k: v for k, v in data.items() if k not in ("_name_or_path", "name_or_path") or hub_name(str(v))}
-    if kept != data:
-        path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _check_secrets(files: dict[str, Path], source: Source, token: str | None) -> None:
-    texts = {name: path.read_bytes().decode("utf-8", errors="replace") for name, path in files.items()}
-    texts |= {f"{name} (metadata)": "\n".join(data.values()) for name, data in source.weights.metadata.items()}
-    tokens = re.compile("|".join([TOKEN.pattern, *([re.escape(token)] if token else [])]))
-    known = (os.path.expanduser("~"), os.path.abspath(source.folder), os.path.realpath(source.folder))
-    places = [re.escape(place) for place in known if len(Path(place).parts) > 1]  # not "/"
-    paths = re.compile(rf"(?<![\w.~/-])({'|'.join(places)})(?![\w-])")
-    for name, text in texts.items():
-        for what, pattern in (("a token of the Hub", tokens), ("a path of this machine", paths)):
-            found = None if pattern is paths and name in WORDS else pattern.search(text)
-            if found:
-                line = text.count("\n", 0, found.start()) + 1
-                shown = "" if pattern is tokens else f" ({found.group()})"
-                raise ValueError(f"{name}, line {line}, holds {what}{shown}: take it out, nothing was sent")

@@ -91,6 +91,21 @@ def metadata(hub: Hub, out: Path) -> None:
     save_file(load_file(out / WEIGHTS), out / WEIGHTS, metadata={"format": "pt", "from": str(out)})
 
 
+def elsewhere_in_tokenizer(hub: Hub, out: Path) -> None:
+    data = json.loads((out / "tokenizer_config.json").read_text())
+    (out / "tokenizer_config.json").write_text(json.dumps(data | {"special_tokens_map_file": "/mnt/models/map.json"}))
+
+
+def token_in_name(hub: Hub, out: Path) -> None:
+    weights = load_file(out / WEIGHTS)
+    weights["hf_oauth_" + "eyJh.bGci" * 4] = torch.zeros(1)
+    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
+
+
+def token_in_metadata(hub: Hub, out: Path) -> None:
+    save_file(load_file(out / WEIGHTS), out / WEIGHTS, metadata={"format": "pt", "hf_" + "a1" * 17: "x"})
+
+
 REFUSALS: list[tuple[Any, type[Exception], str]] = [
     ({"token": "hf_unknown"}, PermissionError, "the Hub does not know this token"),
     ({"token": "hf_reads"}, PermissionError, "the token 'read' may not write there"),
@@ -121,6 +136,13 @@ REFUSALS: list[tuple[Any, type[Exception], str]] = [
     (own_path, ValueError, "generation_config.json, line 1, holds a path of this machine"),
     (home, ValueError, "chat_template.jinja, line 1, holds a path of this machine"),
     (metadata, ValueError, "model.safetensors (metadata), line"),
+    (token_in_metadata, ValueError, "model.safetensors (metadata), line"),
+    (token_in_name, ValueError, "model.safetensors (names of tensors), line 1, holds a token"),
+    (
+        elsewhere_in_tokenizer,
+        ValueError,
+        "tokenizer_config.json, special_tokens_map_file, holds a path of this machine",
+    ),
 ]
 
 
