@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 DEPTH = 100  # of nested JSON: a config has a handful of levels; transformers' own code recurses on them
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 JSON_BYTES = 64 * 2**20  # a report of 100 layers of 128 heads has 8 MB
 
 
@@ -111,12 +114,33 @@ def count(value: Any, where: str) -> int:
 
 def repo_id(value: Any, where: str) -> str | None:
     """`value`, a name that can be one on the Hub, or None. Raises ValueError for anything else."""
-    if value is None:
-        return None
+    return None if value is None else repo_name(value, where, "a name on the Hub, as OWNER/NAME, or nothing")
+
+
+def repo_name(value: Any, where: str, expected: str = "a name on the Hub, as OWNER/NAME") -> str:
+    """`value`, a name that can be one on the Hub. Raises ValueError for anything else."""
     try:
         if not isinstance(value, str) or len(value) > 200:
             raise HFValidationError("no name at all")
         validate_repo_id(value)
     except HFValidationError:
-        raise ValueError(f"{where} is {brief(value)}, expected a name on the Hub, as OWNER/NAME, or nothing") from None
+        raise ValueError(f"{where} is {brief(value)}, expected {expected}") from None
     return value
+
+
+def hub_token(token: str | None = None) -> str | None:
+    """`token`, or by default the one that this machine is logged in with, if any.
+
+    Raises ValueError, without printing it, for one with a character that no token has.
+    """
+    used = token or get_token()
+    strange = next((c for c in used or "" if not ("!" <= c <= "~")), None)
+    if strange is not None:
+        place = "token=" if token else "the one saved by `hf auth login`"
+        if not token and (name := next((name for name in TOKEN_VARIABLES if os.environ.get(name)), None)):
+            place = f"the environment's {name}"
+        raise ValueError(
+            f"the token for the Hub ({place}) holds the character U+{ord(strange):04X}, which no token has: copy it "
+            "again, without what stands around it"
+        )
+    return used

@@ -12,13 +12,15 @@ from typing import Any
 
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from hf_qknorm.checkpoint_files import FOLDERS, INDEX, REPORT, SINGLE, TOKENIZER_FILES
 from hf_qknorm.convert.shards import Weights
 from hf_qknorm.files import is_path, user_path
-from hf_qknorm.strangers import brief, read_json
+from hf_qknorm.strangers import brief, hub_token, read_json
 
+HTTPError: Any = HfHubHTTPError.__bases__[0]  # of httpx, whichever of its versions the Hub's client is built on
 # Other forms of the weights, and what a Trainer leaves: they do not belong to the converted model.
 LEFT_SUFFIXES = (
     ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pickle", ".pkl", ".pt", ".pth",
@@ -118,9 +120,17 @@ def _folder(name: str, allow_pickle: bool) -> Path:
         return path
     if path.exists() or is_path(name):
         raise FileNotFoundError(f"{name} is no folder: expected one with a checkpoint, or the name of one on the Hub")
+    hub_token()  # it goes along with each request
     wanted = (".safetensors", ".bin") if allow_pickle else (".safetensors",)
     unwanted = [f"*{suffix}" for suffix in LEFT_SUFFIXES if suffix not in wanted]
-    return Path(snapshot_download(name, ignore_patterns=[*unwanted, "original/*", "onnx/*"]))
+    try:
+        return Path(snapshot_download(name, ignore_patterns=[*unwanted, "original/*", "onnx/*"]))
+    except (OSError, HTTPError) as error:
+        message = getattr(error, "server_message", None) or str(error).strip().partition("\n")[0]
+        raise OSError(
+            f"{name} is no folder here, and the Hub does not give it ({message}): check the name and the network, and "
+            "log in (`hf auth login`) if it is private"
+        ) from error
 
 
 def read_config(folder: Path) -> Any:

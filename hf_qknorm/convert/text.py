@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.files import is_path
+from hf_qknorm.strangers import hub_token
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
 CHARACTERS = 16  # read for each token asked for: more than tokens have
@@ -56,6 +57,7 @@ def _dataset_text(name: str, limit: int) -> str:
         raise ImportError(
             f"{name!r} is no file or folder here; to load it as a Hub dataset: pip install datasets"
         ) from error
+    hub_token()  # it goes along with each request
     rows = datasets.load_dataset(name, split="train", streaming=True)
     parts: list[str] = []
     size = 0

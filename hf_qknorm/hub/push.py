@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, snapshot_download
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_qknorm.checkpoint_files import CARD, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
@@ -19,6 +19,7 @@ from hf_qknorm.files import is_path, user_path
 from hf_qknorm.hub.derived import QKNormModel
 from hf_qknorm.hub.parcel import companions, open_checkpoint, packed
 from hf_qknorm.hub.repository import Repository, check_repository, patiently, said, told
+from hf_qknorm.strangers import hub_token, repo_name
 
 LIBRARY = "hf_qknorm"  # as it tells the Hub
 PLOT = re.compile(r"qk_norm_\w+\.png")  # of any version
@@ -46,11 +47,12 @@ def push_to_hub(
     until all is there. Requests that the Hub can't answer for the moment are repeated a few times.
 
     Raises, before anything is made or changed on the Hub: PermissionError for a token that is missing, unknown, or may
-    not write there; ValueError for a checkpoint that is not whole, not patched, links out of its folder or holds a
-    token or a path of this machine, and for a repository that holds another model, lacks `revision`, or is not as
-    `private` asks; FileNotFoundError for no such folder; ConnectionError when offline. OSError if the upload breaks.
+    not write there; ValueError for a name or a token that can't be one, for a checkpoint that is not whole, not
+    patched, links out of its folder or holds a token or a path of a machine, and for a repository that holds another
+    model, lacks `revision`, or is not as `private` asks; FileNotFoundError for no such folder; ConnectionError when
+    offline. OSError if the upload breaks.
     """
-    token = token or get_token()
+    token = check_target(repo_id, token)
     api = HfApi(token=token, library_name=LIBRARY)
     with _folder(checkpoint, token) as folder, open_checkpoint(folder) as source:
         repository = check_repository(api, repo_id, source.config, private=private, revision=revision)
@@ -64,8 +66,18 @@ def check_push(source: str | os.PathLike[str], repo_id: str, *, private: bool | 
 
     Raises what `push_to_hub` raises for the token and the repository; changes nothing.
     """
-    api = HfApi(token=get_token(), library_name=LIBRARY)
-    check_repository(api, repo_id, AutoConfig.from_pretrained(os.path.expanduser(source)), private=private)
+    api = HfApi(token=check_target(repo_id), library_name=LIBRARY)
+    config = AutoConfig.from_pretrained(os.path.expanduser(source), trust_remote_code=False)
+    check_repository(api, repo_id, config, private=private)
+
+
+def check_target(repo_id: str, token: str | None = None) -> str | None:
+    """Check the form of a repository's name and of the token, without a request; returns the token, if there is one.
+
+    Raises ValueError for a name that is none on the Hub, and for a token with a character that no token has.
+    """
+    repo_name(repo_id, "the repository")
+    return hub_token(token)
 
 
 @contextmanager

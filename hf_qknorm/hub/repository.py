@@ -15,10 +15,9 @@ from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from hf_qknorm.attention import TYPE_PREFIX
-from hf_qknorm.convert.source import LEFT_SUFFIXES
+from hf_qknorm.convert.source import LEFT_SUFFIXES, HTTPError
 
 T = TypeVar("T")
-HTTPError: Any = HfHubHTTPError.__bases__[0]  # of httpx, whichever of its versions the Hub's client is built on
 WAITS = (1, 2)  # seconds before the second and the third try
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")  # what makes two models of a type different ones

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from server import Hub
 
 from hf_qknorm import push_to_hub
+from hf_qknorm.hub.push import check_push, check_target
 from hf_qknorm.testing import tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -173,4 +175,27 @@ def test_offline(hub, out, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE is set, so that nothing can be pushed: unset it"):
         push_to_hub(out, "me/tiny")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("strange", ["hf_writes\u200b", "\ufeffhf_writes", "hf_wri tes", "hf_wri\ttes", "hf_writés"])
+@pytest.mark.parametrize("place", ["token=", "HF_TOKEN"])
+def test_a_token_with_a_character_that_none_has(hub, out, monkeypatch, strange, place):
+    options = {"token": strange} if place == "token=" else {}
+    monkeypatch.setenv("HF_TOKEN", "hf_writes" if options else strange)
+    with pytest.raises(ValueError, match="the token for the Hub") as error:
+        push_to_hub(out, "me/tiny", **options)
+    (character,) = set(strange) - set("hf_writes")
+    assert f"{place}) holds the character U+{ord(character):04X}, which no token has" in str(error.value)
+    assert "wri" not in str(error.value)
+    with pytest.raises(ValueError, match="the token for the Hub") if not options else nullcontext():
+        check_target("me/tiny")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "", "me/", "me/a b", "../x", None, 3, "me/" + "x" * 300])
+def test_a_name_that_is_none_is_refused_before_any_request(hub, out, name):
+    for call in (lambda: push_to_hub(out, name), lambda: check_push(out, name)):
+        with pytest.raises(ValueError, match="the repository is .*, expected a name on the Hub, as OWNER/NAME"):
+            call()
     assert hub.requests == []
