@@ -72,6 +72,31 @@ def replace_text(path: Path, text: str) -> None:
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def check_writable(*paths: Path) -> None:
+    """Raise OSError, naming the place and touching nothing, unless a file can be put at each of these paths.
+
+    Folders that are not there yet may be made on the way.
+    """
+    for path in paths:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder, and a file is to be written there: move it away")
+        folder = path.absolute().parent
+        place = next(place for place in (folder, *folder.parents) if _is_there(place))
+        if not place.is_dir():
+            raise NotADirectoryError(f"{place} is a file: give a folder")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(f"{place} may not be written to: give another folder")
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything at a path. Raises OSError for one that can't be, such as a name that is too long."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 @contextmanager
 def new_folder(path: Path, check: Callable[[], object]) -> Iterator[Path]:
     """Yield an empty folder beside `path`; what is in it when the block ends well becomes `path`, at once.

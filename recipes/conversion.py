@@ -44,7 +44,7 @@ class Story:
         characters = load_text(text)
         cut = int(len(characters) * 0.9)
         seen, held_out = (tokenize(tokenizer, part) for part in (characters[:cut], characters[cut:]))
-        self.base = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        self.base = AutoModelForCausalLM.from_pretrained(checkpoint, use_safetensors=True).eval()
         self.calibration = sample_batches(seen, FITTED, BATCH, LENGTH, seed=1)
         self.training = sample_batches(seen, BLENDED, BATCH, LENGTH, seed=2)
         self.held_out = sample_batches(held_out, 6, BATCH, LENGTH, seed=0)

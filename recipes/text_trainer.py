@@ -109,7 +109,7 @@ def start(options: BaseOptions, arguments: Arguments) -> tuple[Any, PreTrainedTo
     """The trained model that is gone on with, its tokenizer, and the text."""
     if options.checkpoint is not None:
         tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
-        model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32, use_safetensors=True)
         return model, tokenizer, Text(options, tokenizer)
     tokenizer, model = byte_tokenizer(), small_llama()
     text = Text(options, tokenizer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,49 +19,6 @@ def test_schemes_and_families_list_the_tables(capsys):
     assert cli.main(["families"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == sorted(FAMILIES)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "--data", "./nowhere.txt"], "no such file or folder: ./nowhere.txt"),
-        (["demo", "--out", "FILE"], "FILE is a file or a link: give the name of a new folder"),
-        (["demo", "--checkpoint", "FILE"], "hf-qknorm: "),
-        (["inspect", "./nowhere"], "hf-qknorm: no such folder: ./nowhere"),
-        (["inspect", "nowhere", "--texts", "./nowhere.txt"], "no such file or folder: ./nowhere.txt"),
-        (["inspect", "nowhere", "--texts", "FILE"], "hf-qknorm: nowhere: "),
-        (["inspect", "nowhere", "--out", "FILE"], "is a file: give a folder"),
-        (["monitor", "./nowhere.jsonl"], "hf-qknorm: no such file: ./nowhere.jsonl"),
-        (["monitor", "FILE"], "the log holds no sample yet"),
-        (["push", "./nowhere", "me/tiny"], "nowhere is no folder: expected one with a checkpoint"),
-        (["convert", "nowhere", "out", "--private"], "--private goes with --push REPO"),
-    ],
-)
-def test_what_a_user_can_mend_is_one_line(tmp_path, capsys, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "FILE").write_text("x")
-    assert cli.main(arguments) == 1
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1 or arguments[0] == "demo"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["FILE"]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["demo", "--scheme", "none"],
-        ["demo", "--steps", "0"],
-        ["inspect"],
-        ["inspect", "x", "--tokens", "0"],
-        ["push", "x"],
-    ],
-)
-def test_usage_errors(capsys, arguments):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    assert stop.value.code == 2
 
 
 def checkpoint(folder):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_qknorm.attention import as_unpatched, head_norms, patched_layers, require_base
 from hf_qknorm.convert.fit import check_movable, fit_gains
@@ -15,7 +15,8 @@ from hf_qknorm.convert.measure import layer_reports, layer_statistics, predictio
 from hf_qknorm.convert.moments import fit_moments, fit_spread
 from hf_qknorm.convert.ranks import from_first, gathered, group_of, unwrapped
 from hf_qknorm.convert.report import Calibration
-from hf_qknorm.convert.text import as_batches
+from hf_qknorm.convert.text import as_batches, check_batches
+from hf_qknorm.convert.trained import load_tokenizer
 from hf_qknorm.files import hub_name
 from hf_qknorm.fold import is_exact
 from hf_qknorm.hub.derived import QKNormModel
@@ -23,6 +24,7 @@ from hf_qknorm.training.monitor import CAP
 
 METHODS = ("ones", "moments", "fit", "fit_qk")
 LENGTH = 256
+MAX_TOKENS = 262_144
 START_BATCHES = 16  # moments of these are a good enough start for a fit
 LOSS_BATCHES = 8  # enough to see a jump; the gains themselves come from all the data
 
@@ -33,7 +35,7 @@ def calibrate(
     method: str = "fit",
     *,
     tokenizer: Any = None,
-    max_tokens: int = 262_144,
+    max_tokens: int = MAX_TOKENS,
     batch_size: int = 8,
     length: int | None = None,
     steps: int = 120,
@@ -57,17 +59,18 @@ def calibrate(
     compute with all batches, as one process would, and take the first rank's result. A bare model is calibrated by the
     process that asks, with its own data. Models that are sharded are calibrated before.
 
-    Raises ValueError for a model that is not patched, is sharded or in a blend, an unknown method, a fit of a model
-    without a language-modelling head, a model whose folded norms (`pre_norm=False`) a checkpoint did not keep, and
-    weights to be moved that are offloaded, quantised or under adapters.
+    Raises ValueError for data with hardly a token to predict, a model that is not patched, is sharded or in a blend, an
+    unknown method, a fit of a model without a language-modelling head, a model whose folded norms (`pre_norm=False`) a
+    checkpoint did not keep, and weights to be moved that are offloaded, quantised or under adapters.
     """
     group, model = group_of(model), unwrapped(model)
     _require_calibratable(model, method)
-    length = length or length_for(model)
+    length = length or length_for(model.config)
     load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
     if group is not None:
         batches = gathered(batches, max_tokens, group)
+    check_batches(batches, model.config)
     names = _base_name(model), hub_name(data) if isinstance(data, str) else None
     report = _calibrate(model, batches, method, steps, names)
     return report if group is None else from_first(model, report, group)
@@ -142,13 +145,13 @@ def _require_calibratable(model: Any, method: str) -> None:
         )
 
 
-def length_for(model: PreTrainedModel) -> int:
-    """How long sequences are by default: 256, or as far as the model's positions reach."""
-    return min(LENGTH, getattr(model.config, "max_position_embeddings", LENGTH))
+def length_for(config: Any) -> int:
+    """How long sequences are by default: 256, or as far as the positions of a model of this config reach."""
+    return min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))
 
 
 def tokenizer_of(model: PreTrainedModel) -> Any:
     """The tokenizer of the checkpoint that the model came from. Raises ValueError for a model without a name."""
     if not model.name_or_path:
         raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
-    return AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False)
+    return load_tokenizer(model.name_or_path)

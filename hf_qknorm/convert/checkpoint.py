@@ -21,11 +21,13 @@ from torch import Tensor
 
 from hf_qknorm.attention import TYPE_PREFIX, head_norms, patched_layers
 from hf_qknorm.checkpoint_files import REPORT
-from hf_qknorm.convert.calibrate import METHODS, calibrate
+from hf_qknorm.convert.calibrate import MAX_TOKENS, METHODS, calibrate
 from hf_qknorm.convert.plan import Plan, check_exact_fold, converted_config, make_plan, new_tensors, stored_name
 from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.shards import Weights, copy_file
 from hf_qknorm.convert.source import Source, open_source
+from hf_qknorm.convert.text import CHARACTERS, check_batches, check_text, load_text, tokenize
+from hf_qknorm.convert.trained import load_tokenizer
 from hf_qknorm.destinations import check_folder, check_new
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files import hub_name, new_folder, user_path
@@ -75,13 +77,17 @@ def convert_checkpoint(
     is there is replaced only with `overwrite`, and only where it is a checkpoint and holds nothing else. Only
     safetensors is read, unless `allow_pickle`.
 
-    Raises ValueError for a source, scheme or tokenizer that can't be converted, naming the file, and for a loss (nats)
-    that rose by more than `max_loss_increase`, or an empty `dst`; FileExistsError for a destination that is there and
-    not to be replaced, is the working directory, or holds the source or the calibration text; OSError, naming the file,
-    for what can't be read or written. Nothing is written then.
+    Raises ValueError for a source, scheme or tokenizer that can't be converted, naming the file, for too little text,
+    for a loss (nats) that rose by more than `max_loss_increase`, and for an empty `dst`; FileExistsError for a
+    destination that is there and not to be replaced, is the working directory, or holds the source or the calibration
+    text; OSError, naming the file, for what can't be read or written. Nothing is written then.
     """
     if max_loss_increase is not None and calibration is None:
         raise ValueError("max_loss_increase is judged on text: pass calibration= as well")
+    if max_loss_increase is not None and not math.isfinite(max_loss_increase):
+        raise ValueError(f"max_loss_increase={max_loss_increase} is no limit: expected a finite number, or None")
+    if isinstance(calibration, str | Path):
+        check_text(str(calibration))
     used = None if calibration is None else method
     destination = user_path(dst, "dst")
     check_new(destination, overwrite=overwrite)
@@ -93,7 +99,8 @@ def convert_checkpoint(
         report = None
         if calibration is not None:
             report, values = _calibrated(source, resolved, calibration, method)
-            report = replace(report, base_model=hub_name(source.name))
+            dataset = hub_name(calibration) if isinstance(calibration, str) else None
+            report = replace(report, base_model=hub_name(source.name), dataset=dataset)
             _check_loss(report, max_loss_increase)
             new |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
         with new_folder(destination, check) as folder:
@@ -138,9 +145,15 @@ def _opened(src: str | Path, scheme: Any, method: str | None, allow_pickle: bool
 
 def _calibrated(source: Source, scheme: Scheme, calibration: Any, method: str) -> tuple[Calibration, dict[str, Tensor]]:
     """Load, patch and calibrate the model; the report, and every value that is new or may have moved, by its name."""
+    if isinstance(calibration, str | Path):  # read before the weights are: there may be too little
+        text = load_text(str(calibration), limit=CHARACTERS * MAX_TOKENS)
+        ids = tokenize(load_tokenizer(source.folder), text)[:MAX_TOKENS]
+        check_batches([{"input_ids": ids[None]}], source.config)
+        calibration = [{"input_ids": ids}]
     places = {"device_map": "auto"} if torch.cuda.is_available() else {}
+    config = copy.deepcopy(source.config)
     model = source.model_class.from_pretrained(
-        source.weights.folder, config=copy.deepcopy(source.config), dtype="auto", **places
+        source.weights.folder, config=config, dtype="auto", use_safetensors=True, **places
     )
     model.name_or_path = ""  # a model with a name is told to be calibrated, which is next
     patch_model(model, scheme)

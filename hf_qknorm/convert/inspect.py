@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_qknorm.attention import QKNormAttention, patched_layers
 from hf_qknorm.convert.advice import Advice, Risk, Situation, advise, name_of, rank, wide_cap
@@ -34,9 +33,10 @@ from hf_qknorm.convert.report import (
     rest,
     save_json,
 )
-from hf_qknorm.convert.text import CHARACTERS, as_batches, load_text
+from hf_qknorm.convert.source import open_source
+from hf_qknorm.convert.text import CHARACTERS, as_batches, check_batches, check_text, load_text, tokenize
+from hf_qknorm.convert.trained import load_causal, load_tokenizer
 from hf_qknorm.families import family_of
-from hf_qknorm.files import is_path
 from hf_qknorm.hub.derived import QKNormConfig, QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
@@ -140,15 +140,15 @@ def inspect_model(
     The model is left as it was. Logits are held against `cap`, by default the model's own cap, or 50. An unpatched
     model is also measured with the schemes in question put on for a moment.
 
-    Raises ValueError for a model that can't be patched, data without tokens, a cap that is not > 0, or logits that are
-    not finite.
+    Raises ValueError for a model that can't be patched, data with hardly a token to predict, a cap that is not > 0, or
+    logits that are not finite.
     """
-    if cap is not None and not (math.isfinite(cap) and cap > 0):
-        raise ValueError(f"cap={cap!r} is not possible: expected a finite number > 0")
+    _check_cap(cap)
     require_causal(model.config)
     load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
-    length = length or length_for(model)
+    length = length or length_for(model.config)
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
+    check_batches(batches, model.config)
     scheme = model.config.scheme if isinstance(model, QKNormModel) else None
     training = model.training
     model.eval()
@@ -253,29 +253,24 @@ def inspect_checkpoint(
 ) -> Inspection:
     """`inspect_model` of a checkpoint (a folder or a Hub name) on `texts` as `load_text` takes them.
 
-    Raises FileNotFoundError for a folder that is not there, OSError without a model or a tokenizer in it, and
-    ValueError for a model that is not supported.
+    Raises FileNotFoundError for a folder or a text that is not there, OSError without a tokenizer, and ValueError for
+    weights that are pickled, no causal language model's, or broken, for a model that is not supported, and for a cap or
+    a text that nothing can be judged by; all before the weights are read.
     """
-    checkpoint = os.path.expanduser(checkpoint)
-    if not Path(checkpoint).is_dir() and is_path(checkpoint):
-        raise FileNotFoundError(f"no such folder: {checkpoint}")
-    text = load_text(texts, limit=CHARACTERS * tokens)
-    safe = {"trust_remote_code": False}
-    config = _one_line(checkpoint, partial(AutoConfig.from_pretrained, checkpoint, **safe))
-    if not isinstance(config, QKNormConfig):
-        family_of(config)
-    require_causal(config)
-    tokenizer = _one_line(checkpoint, partial(AutoTokenizer.from_pretrained, checkpoint, **safe))
-    safe["use_safetensors"] = True
-    model = _one_line(checkpoint, partial(AutoModelForCausalLM.from_pretrained, checkpoint, dtype="auto", **safe))
+    _check_cap(cap)
+    check_text(texts)
+    with open_source(checkpoint) as source:
+        if not isinstance(source.config, QKNormConfig):
+            family_of(source.config)
+        require_causal(source.config)
+        tokenizer = load_tokenizer(source.folder)
+        ids = tokenize(tokenizer, load_text(texts, limit=CHARACTERS * tokens))[:tokens]
+        check_batches([{"input_ids": ids[None]}], source.config)
+        model = load_causal(source, "auto")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    return inspect_model(model, [text], tokenizer=tokenizer, max_tokens=tokens, cap=cap)
+    return inspect_model(model, [{"input_ids": ids}], max_tokens=tokens, cap=cap)
 
 
-def _one_line(checkpoint: str, load: Callable[[], Any]) -> Any:
-    """What `load` gives; of transformers' messages, which go on for paragraphs, the first line says what is wrong."""
-    try:
-        return load()
-    except (OSError, ValueError) as error:
-        kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"{checkpoint}: {str(error).strip().splitlines()[0]}") from error
+def _check_cap(cap: float | None) -> None:
+    if cap is not None and not (math.isfinite(cap) and cap > 0):
+        raise ValueError(f"cap={cap!r} is not possible: expected a finite number > 0")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.files import is_path
-from hf_qknorm.strangers import hub_token
+from hf_qknorm.strangers import hub_token, repo_name
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
+LEAST = 16  # tokens to predict: of fewer, nothing can be said
 CHARACTERS = 16  # read for each token asked for: more than tokens have
 
 
@@ -27,37 +27,63 @@ def load_text(source: str | None = None, limit: int = 4_000_000) -> str:
 
     Raises FileNotFoundError for a path that is not there, ValueError for a source without text.
     """
-    source = None if source is None else os.path.expanduser(source)
-    if source is None:
-        paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    elif Path(source).is_file():
-        paths = [Path(source)]
-    elif Path(source).is_dir():
-        paths = sorted(p for p in Path(source).rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
-    elif is_path(source) or Path(source).suffix in TEXT_SUFFIXES:
-        raise FileNotFoundError(f"no such file or folder: {source}")
+    paths = _paths(source)
+    return _file_text(source, paths, limit) if paths is not None else _dataset_text(str(source), limit)
+
+
+def check_text(source: str | None) -> None:
+    """Raise what `load_text` raises for a source that is not there or holds no text; of files, a little is read."""
+    paths = _paths(source)
+    if paths is not None:
+        _file_text(source, paths, limit=1000)
     else:
-        return _dataset_text(source, limit)
+        _datasets(str(source))
+
+
+def _paths(source: str | None) -> list[Path] | None:
+    """The files of a source; None for the name of a dataset."""
+    if source is None:
+        return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+    if is_path(source) or path.suffix in TEXT_SUFFIXES:
+        raise FileNotFoundError(f"no such file or folder: {source}")
+    return None
+
+
+def _file_text(source: str | None, paths: list[Path], limit: int) -> str:
     parts: list[str] = []
     for path in paths:
         if sum(map(len, parts)) >= limit:
             break
         with path.open(encoding="utf-8", errors="replace") as file:
             parts.append(file.read(limit))
+        if "\0" in parts[-1]:
+            raise ValueError(f"{path} is no text in UTF-8: it holds null bytes")
     text = "\n".join(parts)[:limit]
     if not text.strip():
         raise ValueError(f"{source}: no text in it (looked for files ending in {', '.join(TEXT_SUFFIXES)})")
     return text
 
 
-def _dataset_text(name: str, limit: int) -> str:
+def _datasets(name: str) -> Any:
+    """The package `datasets`, to load the dataset `name`. Raises ImportError without it, ValueError for no name."""
+    repo_name(name, "the text's source", "a file, a folder, or the name of a dataset on the Hub, as OWNER/NAME")
+    hub_token()  # it goes along with each request
     try:
         import datasets
     except ImportError as error:
         raise ImportError(
             f"{name!r} is no file or folder here; to load it as a Hub dataset: pip install datasets"
         ) from error
-    hub_token()  # it goes along with each request
+    return datasets
+
+
+def _dataset_text(name: str, limit: int) -> str:
+    datasets = _datasets(name)
     rows = datasets.load_dataset(name, split="train", streaming=True)
     parts: list[str] = []
     size = 0
@@ -114,6 +140,25 @@ def as_batches(
     whole = ids[: len(ids) // length * length].view(-1, length)
     for rows in torch.split(whole, batch) if len(whole) else [ids[None]]:
         yield {"input_ids": rows}
+
+
+def check_batches(batches: Sequence[Mapping[str, Tensor]], config: Any) -> None:
+    """Raise ValueError for batches `[B, T]` too small to judge a model by, or with tokens that it does not have.
+
+    Counted are the tokens that follow another, padding left out: each of them is predicted once.
+    """
+    predicted = 0
+    for batch in batches:
+        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        predicted += int((real[:, 1:] & real[:, :-1]).sum())
+    if predicted < LEAST:
+        raise ValueError(f"the text gives {predicted} tokens to predict, expected at least {LEAST}: give more text")
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    largest = max(int(batch["input_ids"].max()) for batch in batches if batch["input_ids"].numel())
+    if size is not None and largest >= size:
+        raise ValueError(
+            f"the text holds the token {largest}, and the model has {size}, from 0 on: is this its tokenizer?"
+        )
 
 
 def _is_batch(item: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,16 +18,20 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm.checkpoint_files import foreign_files
-from hf_qknorm.convert.calibrate import calibrate
+from hf_qknorm.convert.calibrate import calibrate, length_for
+from hf_qknorm.convert.measure import require_causal
 from hf_qknorm.convert.report import save_json
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
+from hf_qknorm.convert.source import open_source
+from hf_qknorm.convert.text import check_batches, check_text, load_text, sample_batches, tokenize
+from hf_qknorm.convert.trained import load_causal, load_tokenizer
 from hf_qknorm.demo.plots import plot_logits, plot_losses
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
 from hf_qknorm.destinations import check_folder
+from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files import new_folder, user_path
+from hf_qknorm.hub.derived import QKNormConfig
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.training.monitor import logit_statistics
@@ -74,10 +77,10 @@ def run(settings: Settings) -> dict[str, Any]:
     check = partial(check_folder, out, overwrite=True, sources=sources, sign=sign, foreign=_foreign)
     check()
     scheme = Scheme.of(settings.scheme)
+    check_text(settings.data)
     logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the table below says what its log lines would
     torch.manual_seed(settings.seed)
-    tokenizer, base = _base(settings)
-    batches = _batches(tokenizer, settings)
+    tokenizer, base, batches = _start(settings, scheme)
     if settings.checkpoint is None:
         train(base, batches.base, rate=2e-3, warmup=20, decay=True, what="training a small Llama")
     runs, models = {}, {}
@@ -111,24 +114,36 @@ def _foreign(folder: Path) -> list[str]:
     return found + ([f"{MODEL}/{name}" for name in foreign_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
 
 
-def _base(settings: Settings) -> tuple[Any, Any]:
+def _start(settings: Settings, scheme: Scheme) -> tuple[Any, Any, _Batches]:
+    """Tokenizer, model and batches, the batches made before a model is loaded: there may be too little text."""
     if settings.checkpoint is None:
-        return byte_tokenizer(), small_llama()
-    checkpoint = os.path.expanduser(settings.checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    return tokenizer, AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        tokenizer = byte_tokenizer()
+        batches = _batches(tokenizer, settings, LENGTH)
+        return tokenizer, small_llama(), batches
+    with open_source(settings.checkpoint) as source:
+        if isinstance(source.config, QKNormConfig):
+            raise ValueError(
+                f"{source.name} is converted already ({source.config.scheme}): give the original checkpoint"
+            )
+        family = family_of(source.config)
+        require_causal(source.config)
+        check_scheme(source.config.model_type, source.config, scheme.resolve(family.norm))
+        tokenizer = load_tokenizer(source.folder)
+        batches = _batches(tokenizer, settings, length_for(source.config))
+        check_batches([{"input_ids": batch} for batch in batches.held_out], source.config)
+        return tokenizer, load_causal(source, torch.float32), batches
 
 
-def _batches(tokenizer: Any, settings: Settings) -> _Batches:
+def _batches(tokenizer: Any, settings: Settings, length: int) -> _Batches:
     text = load_text(settings.data)
     cut = int(len(text) * (1 - HELD_OUT))
     seen, held_out = tokenize(tokenizer, text[:cut]), tokenize(tokenizer, text[cut:])
     seed = settings.seed
     return _Batches(
-        base=sample_batches(seen, settings.base_steps, BATCH, LENGTH, seed + 1),
-        calibration=sample_batches(seen, CALIBRATION_BATCHES, BATCH, LENGTH, seed + 2),
-        continued=sample_batches(seen, settings.steps, BATCH, LENGTH, seed + 3),
-        held_out=sample_batches(held_out, EVAL_BATCHES, BATCH, LENGTH, seed),
+        base=sample_batches(seen, settings.base_steps, BATCH, length, seed + 1),
+        calibration=sample_batches(seen, CALIBRATION_BATCHES, BATCH, length, seed + 2),
+        continued=sample_batches(seen, settings.steps, BATCH, length, seed + 3),
+        held_out=sample_batches(held_out, EVAL_BATCHES, BATCH, length, seed),
     )
 
 

@@ -179,10 +179,10 @@ def test_a_checkpoint_and_a_text_are_enough(checkpoint):
 def test_what_is_missing_is_told_in_a_line(checkpoint):
     text = str(checkpoint.parent / "text.txt")
     for name, message in (
-        (str(checkpoint.parent / "nowhere"), "no such folder: "),
-        ("./nowhere", "no such folder: ./nowhere"),
-        ("no-such-model-anywhere", "no-such-model-anywhere: "),
-        (str(checkpoint.parent), f"{checkpoint.parent}: Unrecognized model"),
+        (str(checkpoint.parent / "nowhere"), "nowhere is no folder: expected one with a checkpoint"),
+        ("./nowhere", "./nowhere is no folder: expected one with a checkpoint"),
+        ("no-such-model-anywhere", "no-such-model-anywhere is no folder here, and the Hub does not give it"),
+        (str(checkpoint.parent), "config.json is missing: is this a checkpoint of transformers?"),
     ):
         with pytest.raises((OSError, ValueError), match=message) as error:
             inspect_checkpoint(name, texts=text)

@@ -1,0 +1,141 @@
+"""How the command ends when it is stopped, when nobody reads its output, and on a terminal of ASCII alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_qknorm import cli, patch_model
+from hf_qknorm.convert import checkpoint
+from hf_qknorm.demo import story
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.hub import card
+from hf_qknorm.testing import tiny_model
+from hf_qknorm.training import plots
+
+STOPS = {"Ctrl-C": signal.SIGINT, "terminated": signal.SIGTERM, "hung up": getattr(signal, "SIGHUP", signal.SIGTERM)}
+posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals and pipes")
+
+
+def stopping(number: signal.Signals = signal.SIGINT):
+    """A function in whose place a user, or the system, stops the process."""
+
+    def stop(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), number)
+        raise AssertionError("it went on")
+
+    return stop
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    model = tiny_model("llama", vocab_size=300)
+    model.save_pretrained("source")
+    byte_tokenizer().save_pretrained("source")
+    patch_model(model, "qk_norm").save_pretrained("ours")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return tmp_path
+
+
+def stopped(arguments: list[str], capsys) -> tuple[int, str]:
+    status = cli.main(arguments)
+    return status, capsys.readouterr().err.rpartition("hf-qknorm: ")[2]
+
+
+@posix
+@pytest.mark.parametrize("number", STOPS.values(), ids=STOPS)
+def test_a_conversion_that_is_stopped_leaves_the_destination_as_it_was(places, capsys, monkeypatch, number):
+    monkeypatch.setattr(checkpoint.Weights, "rewrite", stopping(number))
+    status, error = stopped(["convert", "source", "out"], capsys)
+    assert (status, error) == (128 + number, f"stopped by {number.name}: nothing was written\n")
+    assert sorted(os.listdir(places)) == ["ours", "source", "text.txt"]
+    monkeypatch.undo()
+    os.chdir(places)
+    assert cli.main(["convert", "source", "out"]) == 0
+    monkeypatch.setattr(checkpoint.Weights, "rewrite", stopping(number))
+    before = (places / "out" / "config.json").stat()
+    status, error = stopped(["convert", "source", "out", "--overwrite"], capsys)
+    assert (status, error) == (128 + number, f"stopped by {number.name}: nothing was written; as before: out\n")
+    assert (places / "out" / "config.json").stat() == before
+    assert sorted(os.listdir(places)) == ["ours", "out", "source", "text.txt"]
+    if number != signal.SIGINT:
+        assert signal.getsignal(number) is signal.SIG_DFL
+
+
+@posix
+def test_what_is_stopped_says_what_was_kept(places, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "check_push", lambda *_, **__: None)
+    monkeypatch.setattr(cli, "push_to_hub", stopping())
+    commit = "me/tiny gets the whole commit or nothing of it; push again to go on"
+    status, error = stopped(["convert", "source", "out", "--push", "me/tiny"], capsys)
+    assert (status, error) == (130, f"stopped by SIGINT: {commit}; written whole: out\n")
+    assert stopped(["push", "out", "me/tiny"], capsys) == (130, f"stopped by SIGINT: {commit}\n")
+    monkeypatch.setattr(card, "replace_file", stopping())
+    assert stopped(["card", "ours"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
+    monkeypatch.setattr(plots, "draw", stopping())
+    monkeypatch.setattr("hf_qknorm.training.record.read_log", lambda path: [path])
+    assert stopped(["monitor", "log"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
+    monkeypatch.setattr("hf_qknorm.convert.plots.heat_map", stopping())
+    status, error = stopped(["inspect", "source", "--texts", "text.txt", "--tokens", "256"], capsys)
+    assert (status, error) == (130, "stopped by SIGINT: written whole: qknorm-inspect/inspect.json\n")
+    monkeypatch.setattr(cli, "export_native", stopping())
+    assert stopped(["export", "ours", "new"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
+    monkeypatch.setitem(cli.COMMANDS, "families", stopping())
+    assert stopped(["families"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
+
+
+@posix
+def test_a_demo_that_is_stopped_names_its_files_so_far(places, capsys, monkeypatch):
+    monkeypatch.setattr(story.subprocess, "run", stopping())
+    monkeypatch.setattr(story, "small_llama", lambda: tiny_model("llama", vocab_size=257, max_position_embeddings=512))
+    arguments = ["demo", "--data", "text.txt", "--base-steps", "1", "--steps", "1", "--out", "demo"]
+    (places / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    status, error = stopped(arguments, capsys)
+    assert (status, error) == (130, "stopped by SIGINT: written whole: demo/model, demo/loss.png, demo/logits.png\n")
+    assert sorted(os.listdir(places / "demo")) == ["logits.png", "loss.png", "model"]
+
+
+# Every command that prints, in one process, as a terminal of ASCII alone shows it.
+ALL = """
+import sys
+from hf_qknorm import cli
+for command in sys.argv[1].split("; "):
+    try:
+        assert cli.main(command.split()) == 0, command
+    except SystemExit as stop:
+        assert stop.code == 0, command
+"""
+COMMANDS = (
+    "--help; convert --help; schemes; families; convert source out --dry-run; convert source out --scheme qk_norm "
+    "--calibrate text.txt --method moments; inspect out --texts text.txt --tokens 512; export out new; card out"
+)
+
+
+def test_every_command_prints_on_a_terminal_of_ascii(places):
+    ascii_alone = {"PYTHONIOENCODING": "ascii", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))}
+    done = subprocess.run(
+        [sys.executable, "-c", ALL, COMMANDS],
+        env=environment | ascii_alone, capture_output=True, text=True, encoding="ascii", timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "out \\u2192 new: Qwen3ForCausalLM" in done.stdout
+
+
+@posix
+def test_a_reader_that_has_gone_ends_the_command_in_silence(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-m", "hf_qknorm.cli", "families"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+    ) as process:  # fmt: skip
+        process.stdout.close()
+        error = process.stderr.read()
+        assert process.wait(timeout=300) == 141
+    assert "Broken pipe" not in error
+    assert "Traceback" not in error

@@ -1,0 +1,233 @@
+"""What a user gets wrong on the command line: one line that names it, before anything is computed or written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
+
+from hf_qknorm import cli, patch_model
+from hf_qknorm.demo import story
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.testing import tiny_model
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 20
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> Path:
+    """A folder of things that are not what a command expects, and of what it does."""
+    root = tmp_path_factory.mktemp("places")
+    (root / "FILE").write_text("x")
+    (root / "EMPTY").write_text("")
+    (root / "BINARY").write_bytes(bytes(range(256)) * 8)
+    (root / "TEXT.txt").write_text(TEXT)
+    (root / "FOLDER").mkdir()
+    (root / "BLOCKED" / "loss.png").mkdir(parents=True)
+    (root / "BLOCKED" / "inspect.json").mkdir()
+    (root / "PHOTOS" / "model").mkdir(parents=True)
+    (root / "PHOTOS" / "model" / "one.png").write_text("")
+    model = tiny_model("llama", vocab_size=300)
+    for name in ("MODEL", "PICKLE", "NO-TOKENIZER", "SMALL"):
+        tiny_model("llama", vocab_size=100 if name == "SMALL" else 300).save_pretrained(root / name)
+        if name != "NO-TOKENIZER":
+            byte_tokenizer().save_pretrained(root / name)
+    (root / "PICKLE" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), root / "PICKLE" / "pytorch_model.bin")
+    shutil.copytree(root / "MODEL", root / "BROKEN")
+    (root / "BROKEN" / "model.safetensors").write_bytes(b"\xff" * 100)
+    small = BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=30)
+    BertForMaskedLM(small).save_pretrained(root / "BERT")
+    patch_model(model, "qk_norm").save_pretrained(root / "PATCHED")
+    return root
+
+
+NOWHERE = "no such file or folder: ./nowhere.txt"
+NO_FOLDER = "is no folder: expected one with a checkpoint"
+WHOLE = "expected a whole number from 1 to 1000000000000, got"
+JSON = '{"q": "rms", "k": "rms"}; this JSON breaks at character '
+LONG = "x" * 300
+COMMON = [  # what a command refuses in the name of a checkpoint, wherever it takes one
+    ("./nowhere", "./nowhere is no folder"),
+    ("FILE", "FILE is no folder"),
+    ("FOLDER", "FOLDER"),
+    ("BINARY", "BINARY is no folder"),
+    ("BROKEN", "model.safetensors is truncated or corrupted"),
+    ("", "the name of the checkpoint is empty"),
+]
+ERRORS = [
+    (["demo", "--data", "./nowhere.txt"], NOWHERE),
+    (["demo", "--data", "EMPTY"], "EMPTY: no text in it"),
+    (["demo", "--data", "BINARY"], "BINARY is no text in UTF-8: it holds null bytes"),
+    (["demo", "--data", "FOLDER"], "FOLDER: no text in it (looked for files ending in .txt"),
+    (["demo", "--data", "FILE"], "need more than 257 tokens for sequences of 256, got"),
+    (["demo", "--data", "no such name"], "the text's source is 'no such name', expected a file, a folder, or"),
+    (["demo", "--out", "FILE"], "FILE is a file: give a folder"),
+    (["demo", "--out", "FILE/x"], "FILE is a file: give a folder"),
+    (["demo", "--out", LONG], "File name too long"),
+    (["demo", "--out", "BLOCKED"], "BLOCKED/loss.png is a folder, and a file is to be written there"),
+    (["demo", "--out", "PHOTOS"], "holds no config.json, so it is no checkpoint and not overwritten"),
+    *((["demo", "--data", "TEXT.txt", "--checkpoint", name], message) for name, message in COMMON[:5]),
+    (["demo", "--checkpoint", "PICKLE"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
+    (["demo", "--checkpoint", "BERT"], "this bert sees both sides"),
+    (["demo", "--data", "TEXT.txt", "--checkpoint", "NO-TOKENIZER"], "NO-TOKENIZER: no tokenizer can be loaded"),
+    (["demo", "--checkpoint", "PATCHED"], "PATCHED is converted already (q=rms, k=rms): give the original checkpoint"),
+    *((["convert", name, "out"], message) for name, message in COMMON),
+    (["convert", "PICKLE", "out"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
+    (["convert", "MODEL", "FILE"], "FILE is a file or a link"),
+    (["convert", "MODEL", "out", "--private"], "--private goes with --push REPO"),
+    (["convert", "./nowhere", "out", "--push", "a/b/c"], "the repository is 'a/b/c', expected a name on the Hub"),
+    (["convert", "./nowhere", "out", "--calibrate", "./nowhere.txt"], NOWHERE),
+    (["convert", "./nowhere", "out", "--calibrate", "EMPTY"], "EMPTY: no text in it"),
+    (["convert", "./nowhere", "out", "--calibrate", "BINARY", "--dry-run"], "BINARY is no text in UTF-8"),
+    (["convert", "./nowhere", "out", "--max-loss-increase", "0.1"], "--max-loss-increase is judged on text"),
+    (["convert", "MODEL", "out", "--calibrate", "FILE"], "gives 0 tokens to predict, expected at least 16"),
+    (["convert", "SMALL", "out", "--calibrate", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
+    *((["inspect", name], message) for name, message in COMMON),
+    (["inspect", "./nowhere", "--texts", "./nowhere.txt"], NOWHERE),
+    (["inspect", "./nowhere", "--texts", "BINARY"], "BINARY is no text in UTF-8"),
+    (["inspect", "nowhere"], "nowhere is no folder here, and the Hub does not give it"),
+    (["inspect", "MODEL", "--texts", "FILE"], "gives 0 tokens to predict, expected at least 16"),
+    (["inspect", "MODEL", "--tokens", "1"], "gives 0 tokens to predict, expected at least 16"),
+    (["inspect", "SMALL", "--texts", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
+    (["inspect", "PICKLE"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
+    (["inspect", "BERT"], "this bert sees both sides"),
+    (["inspect", "./nowhere", "--out", "FILE"], "FILE is a file: give a folder"),
+    (["inspect", "./nowhere", "--out", "FILE/x"], "FILE is a file: give a folder"),
+    (["inspect", "./nowhere", "--out", "BLOCKED"], "BLOCKED/inspect.json is a folder"),
+    (["monitor", "./nowhere.jsonl"], "no such file: ./nowhere.jsonl"),
+    (["monitor", "EMPTY"], "EMPTY: the log holds no sample yet"),
+    (["monitor", "FOLDER"], "FOLDER: Is a directory"),
+    (["monitor", "BINARY"], "BINARY, line 1: no JSON"),
+    (["monitor", "TEXT.txt"], "TEXT.txt: the log holds no sample yet"),
+    (["monitor", "./nowhere.jsonl", "--out", "FOLDER"], "FOLDER is a folder, and a file is to be written there"),
+    (["monitor", "./nowhere.jsonl", "--out", "FILE/x.png"], "FILE is a file: give a folder"),
+    *((["export", name, "out"], "") for name, _ in COMMON),
+    (["export", "MODEL", "out"], "MODEL is a plain llama, not a patched model"),
+    (["export", "PATCHED", "FILE"], "FILE is a file or a link"),
+    (["card", "./nowhere"], "nowhere/config.json is missing"),
+    (["card", "FILE"], "FILE/config.json is missing"),
+    (["card", "FOLDER"], "FOLDER/config.json is missing"),
+    (["card", "MODEL"], "MODEL holds a plain llama: convert it first"),
+    (["card", "PATCHED", "--repo", "a/b/c"], "repo_id is 'a/b/c', expected a name on the Hub"),
+    (["push", "PATCHED", "a/b/c"], "the repository is 'a/b/c', expected a name on the Hub"),
+    (["push", "PATCHED", "me/tiny"], "HF_HUB_OFFLINE is set"),
+    (["push", "./nowhere", "me/tiny"], "nowhere is no folder: expected one with a checkpoint"),
+    (["push", "FILE", "me/tiny"], "FILE is no folder: expected one with a checkpoint"),
+    (["push", "MODEL", "me/tiny"], "holds a plain llama: convert it first"),
+    (["push", "BROKEN", "me/tiny"], "model.safetensors is truncated or corrupted"),
+]
+USAGE = [
+    ([], "the following arguments are required: COMMAND"),
+    (["patch"], "argument COMMAND: invalid choice: 'patch'"),
+    (["schemes", "more"], "unrecognized arguments: more"),
+    (["inspect"], "the following arguments are required: CKPT"),
+    (["push", "x"], "the following arguments are required: REPO"),
+    (["demo", "--scheme", "none"], "argument --scheme: invalid choice: 'none'"),
+    *((["demo", "--steps", text], f"argument --steps: {WHOLE} {text!r}") for text in ("0", "-1", "abc", "1.5", "")),
+    (["demo", "--base-steps", "9" * 5000], f"argument --base-steps: {WHOLE} '999"),
+    *(
+        (["demo", "--rate", text], f"argument --rate: expected a finite number > 0, got {text!r}")
+        for text in ("nan", "inf", "0", "-1", "fast")
+    ),
+    (["demo", "--seed", "-1"], "argument --seed: expected a whole number from 0 to 4294967295, got '-1'"),
+    *((["inspect", "x", "--tokens", text], f"argument --tokens: {WHOLE} {text!r}") for text in ("0", "abc", "10e3")),
+    *(
+        (["inspect", "x", "--cap", text], f"argument --cap: expected a finite number > 0, got {text!r}")
+        for text in ("nan", "inf", "0", "-1", "")
+    ),
+    *(
+        (["convert", "x", "y", f"--max-loss-increase={text}"], f"expected a finite number, got {text!r}")
+        for text in ("nan", "inf", "-inf", "little")
+    ),
+    (["convert", "x", "y", "--method", "magic"], "argument --method: invalid choice: 'magic'"),
+    (["convert", "x", "y", "--scheme", "QK_NORM"], "unknown scheme 'QK_NORM', did you mean 'qk_norm'? Presets: none"),
+    (["convert", "x", "y", "--scheme", '{"q": rms}'], f"{JSON}7, 'rms}}': Expecting value"),
+    (["convert", "x", "y", "--scheme", '{"q": "rms"'], f"{JSON}12, its end: Expecting ',' delimiter"),
+    (["convert", "x", "y", "--scheme", "{'q': 'rms'}"], f"{JSON}2, "),
+    (["convert", "x", "y", "--scheme", '{"q": "RMS"}'], "argument --scheme: Scheme(q='RMS') is not possible: expected"),
+    (["convert", "x", "y", "--scheme", '{"cap": 50}'], "argument --scheme: unknown scheme field 'cap'"),
+    (["convert", "x", "y", "--scheme", '{"softcap": NaN}'], "argument --scheme: Scheme(softcap=nan) is not possible"),
+    (["convert", "x", "y", "--scheme", '{"q":' * 100_000], "nested too deeply"),
+]  # fmt: skip
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit status, and the one line on stderr; nothing was computed for it."""
+    try:
+        status = cli.main(arguments)
+    except SystemExit as stop:
+        status = int(str(stop.code))
+    error = capsys.readouterr().err
+    assert error.startswith("hf-qknorm: ")
+    assert error.endswith("\n")
+    assert error.count("\n") == 1
+    return status, error
+
+
+def named(arguments: list[str]) -> str:
+    return " ".join(argument[:20] for argument in arguments)
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[named(arguments) for arguments, _ in ERRORS])
+def test_what_a_user_can_mend_is_one_line(places, capsys, monkeypatch, arguments, message):
+    def computed(*_: object, **__: object) -> None:
+        raise AssertionError("it was found out too late")
+
+    monkeypatch.chdir(places)
+    monkeypatch.setattr(story, "train", computed)
+    if message.startswith(("EMPTY", "BINARY", "gives 0", "the model has", "no such", "FILE is a file")):
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", computed)
+    before = listing(places)
+    status, error = refused(arguments, capsys)
+    assert status == 1
+    assert message in error
+    assert listing(places) == before
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE, ids=[named(arguments) for arguments, _ in USAGE])
+def test_arguments_that_make_no_sense_are_one_line(capsys, arguments, message):
+    status, error = refused(arguments, capsys)
+    assert status == 2
+    assert message in error
+    assert error.rstrip().endswith("--help)")
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect"])
+def test_a_token_that_can_not_be_one_is_told_before_any_request(capsys, monkeypatch, command):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret\u200b")
+    status, error = refused([command, "me/tiny", *(["out"] if command == "convert" else [])], capsys)
+    assert status == 1
+    assert "the environment's HF_TOKEN) holds the character U+200B" in error
+    assert "secret" not in error
+
+
+def test_a_folder_that_may_not_be_written_to(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda place, mode: False)  # the superuser may write anywhere
+    for arguments in (["demo", "--out", str(tmp_path / "out")], ["inspect", "x", "--out", str(tmp_path / "out")]):
+        status, error = refused(arguments, capsys)
+        assert status == 1
+        assert f"{tmp_path} may not be written to: give another folder" in error
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    monkeypatch.setitem(cli.COMMANDS, "schemes", lambda options: {}["no such key"])
+    with pytest.raises(KeyError):
+        cli.main(["schemes"])
+
+
+def test_a_report_that_is_broken(places, tmp_path, capsys):
+    shutil.copytree(places / "PATCHED", tmp_path / "model")
+    (tmp_path / "model" / "qk_norm_report.json").write_text(json.dumps({"format": 1}))
+    status, error = refused(["card", str(tmp_path / "model")], capsys)
+    assert status == 1
+    assert "qk_norm_report.json" in error
