@@ -186,8 +186,8 @@ def _inspect(options: argparse.Namespace) -> None:
     out = user_path(options.out, "--out")
     names = ("inspect.json", "heatmap.png")
     numbers, picture = (out / name for name in names)
-    check_files(out, names, sources=[options.checkpoint, options.texts], sign=(names[0], "advice"))
     check_writable(numbers, picture)
+    check_files(out, names, sources=[options.checkpoint, options.texts], sign=(names[0], "advice"))
     with _writing(numbers, picture):
         found = inspect_checkpoint(options.checkpoint, texts=options.texts, tokens=options.tokens, cap=options.cap)
         print(found.table())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_qknorm.checkpoint_files import CONFIG, FOLDERS, foreign_files
+from hf_qknorm.files import check_parent
 from hf_qknorm.strangers import read_json
 
 SHOWN = 3  # names in an error
@@ -22,9 +23,7 @@ def check_new(path: Path, *, overwrite: bool) -> None:
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise FileExistsError(f"{path} is a file or a link: give the name of a new folder")
-    place = next(parent for parent in Path(os.path.abspath(path)).parents if parent.exists())
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise PermissionError(f"{place} can't be written to, so that {path} can't be made there")
+    check_parent(path)
     if not path.is_dir():
         return
     if _holds(path, Path.cwd()):

@@ -80,12 +80,17 @@ def check_writable(*paths: Path) -> None:
     for path in paths:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder, and a file is to be written there: move it away")
-        folder = path.absolute().parent
-        place = next(place for place in (folder, *folder.parents) if _is_there(place))
-        if not place.is_dir():
-            raise NotADirectoryError(f"{place} is a file: give a folder")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(f"{place} may not be written to: give another folder")
+        check_parent(path)
+
+
+def check_parent(path: Path) -> None:
+    """Raise OSError, naming the place and touching nothing, unless something new can be put at `path`."""
+    folder = path.absolute().parent
+    place = next(place for place in (folder, *folder.parents) if _is_there(place))
+    if not place.is_dir():
+        raise NotADirectoryError(f"{place} is a file: give a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(f"{place} may not be written to: give another folder")
 
 
 def _is_there(path: Path) -> bool:

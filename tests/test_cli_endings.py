@@ -76,7 +76,7 @@ def test_what_is_stopped_says_what_was_kept(places, capsys, monkeypatch):
     status, error = stopped(["convert", "source", "out", "--push", "me/tiny"], capsys)
     assert (status, error) == (130, f"stopped by SIGINT: {commit}; written whole: out\n")
     assert stopped(["push", "out", "me/tiny"], capsys) == (130, f"stopped by SIGINT: {commit}\n")
-    monkeypatch.setattr(card, "replace_file", stopping())
+    monkeypatch.setattr(card, "replace_text", stopping())
     assert stopped(["card", "ours"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
     monkeypatch.setattr(plots, "draw", stopping())
     monkeypatch.setattr("hf_qknorm.training.record.read_log", lambda path: [path])
@@ -91,14 +91,14 @@ def test_what_is_stopped_says_what_was_kept(places, capsys, monkeypatch):
 
 
 @posix
-def test_a_demo_that_is_stopped_names_its_files_so_far(places, capsys, monkeypatch):
+def test_a_demo_that_is_stopped_leaves_nothing(places, capsys, monkeypatch):
     monkeypatch.setattr(story.subprocess, "run", stopping())
     monkeypatch.setattr(story, "small_llama", lambda: tiny_model("llama", vocab_size=257, max_position_embeddings=512))
     arguments = ["demo", "--data", "text.txt", "--base-steps", "1", "--steps", "1", "--out", "demo"]
     (places / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     status, error = stopped(arguments, capsys)
-    assert (status, error) == (130, "stopped by SIGINT: written whole: demo/model, demo/loss.png, demo/logits.png\n")
-    assert sorted(os.listdir(places / "demo")) == ["logits.png", "loss.png", "model"]
+    assert (status, error) == (130, "stopped by SIGINT: nothing was written\n")
+    assert sorted(os.listdir(places)) == ["ours", "source", "text.txt"]
 
 
 # Every command that prints, in one process, as a terminal of ASCII alone shows it.

@@ -62,7 +62,7 @@ COMMON = [  # what a command refuses in the name of a checkpoint, wherever it ta
     ("FOLDER", "FOLDER"),
     ("BINARY", "BINARY is no folder"),
     ("BROKEN", "model.safetensors is truncated or corrupted"),
-    ("", "the name of the checkpoint is empty"),
+    ("", "is empty, which would mean the working directory"),
 ]
 ERRORS = [
     (["demo", "--data", "./nowhere.txt"], NOWHERE),
@@ -71,11 +71,11 @@ ERRORS = [
     (["demo", "--data", "FOLDER"], "FOLDER: no text in it (looked for files ending in .txt"),
     (["demo", "--data", "FILE"], "need more than 257 tokens for sequences of 256, got"),
     (["demo", "--data", "no such name"], "the text's source is 'no such name', expected a file, a folder, or"),
-    (["demo", "--out", "FILE"], "FILE is a file: give a folder"),
+    (["demo", "--out", "FILE"], "FILE is a file or a link: give the name of a new folder"),
     (["demo", "--out", "FILE/x"], "FILE is a file: give a folder"),
     (["demo", "--out", LONG], "File name too long"),
-    (["demo", "--out", "BLOCKED"], "BLOCKED/loss.png is a folder, and a file is to be written there"),
-    (["demo", "--out", "PHOTOS"], "holds no config.json, so it is no checkpoint and not overwritten"),
+    (["demo", "--out", "BLOCKED"], "BLOCKED holds no report.json with 'reloaded'"),
+    (["demo", "--out", "PHOTOS"], "PHOTOS holds no report.json with 'reloaded'"),
     *((["demo", "--data", "TEXT.txt", "--checkpoint", name], message) for name, message in COMMON[:5]),
     (["demo", "--checkpoint", "PICKLE"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
     (["demo", "--checkpoint", "BERT"], "this bert sees both sides"),
