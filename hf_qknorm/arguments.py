@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hf_qknorm import __version__
@@ -91,7 +92,7 @@ def _add_inspect(commands: Any) -> None:
         help="text like the model's own: a file, a folder, or a Hub dataset's name; Python's standard library",
     )
     add("--tokens", type=count, default=16_384, help="how much of it to look at")
-    add("--cap", type=positive, help="the cap to hold logits against; by default the model's own, or 50")
+    add("--cap", type=cap, help="the cap to hold logits against; by default the model's own, or 50")
     add("--out", default="./qknorm-inspect", help="folder for inspect.json and heatmap.png")
 
 
@@ -155,20 +156,25 @@ def _whole(text: str, least: int, most: int) -> int:
 
 def finite(text: str) -> float:
     """A number that is neither infinite nor NaN."""
-    return _number(text, -math.inf, "a finite number")
+    return _number(text, math.isfinite, "a finite number")
 
 
 def positive(text: str) -> float:
     """A finite number > 0."""
-    return _number(text, 0.0, "a finite number > 0")
+    return _number(text, lambda number: 0 < number < math.inf, "a finite number > 0")
 
 
-def _number(text: str, above: float, expected: str) -> float:
+def cap(text: str) -> float:
+    """A cap of a size that a picture can show."""
+    return _number(text, lambda number: 1e-6 <= number <= 1e6, "a number from 1e-6 to 1e6")
+
+
+def _number(text: str, holds: Callable[[float], bool], expected: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not (math.isfinite(number) and number > above):
+    if not holds(number):
         raise argparse.ArgumentTypeError(f"expected {expected}, got {_short(text)}")
     return number
 

@@ -32,6 +32,7 @@ def places(tmp_path_factory) -> Path:
     (root / "BINARY").write_bytes(bytes(range(256)) * 8)
     (root / "TEXT.txt").write_text(TEXT)
     (root / "FOLDER").mkdir()
+    (root / "LOOP").symlink_to("LOOP")
     (root / "BLOCKED" / "loss.png").mkdir(parents=True)
     (root / "BLOCKED" / "inspect.json").mkdir()
     (root / "PHOTOS" / "model").mkdir(parents=True)
@@ -47,7 +48,11 @@ def places(tmp_path_factory) -> Path:
     (root / "BROKEN" / "model.safetensors").write_bytes(b"\xff" * 100)
     small = BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=30)
     BertForMaskedLM(small).save_pretrained(root / "BERT")
+    shutil.copytree(root / "MODEL", root / "LISTED")
+    (root / "LISTED" / "generation_config.json").write_text("[]")
     patch_model(model, "qk_norm").save_pretrained(root / "PATCHED")
+    shutil.copytree(root / "PATCHED", root / "NULL")
+    (root / "NULL" / "config.json").write_text("null")
     return root
 
 
@@ -70,6 +75,7 @@ ERRORS = [
     (["demo", "--data", "BINARY"], "BINARY is no text in UTF-8: it holds null bytes"),
     (["demo", "--data", "FOLDER"], "FOLDER: no text in it (looked for files ending in .txt"),
     (["demo", "--data", "FILE"], "need more than 257 tokens for sequences of 256, got"),
+    (["demo", "--data", "LOOP"], "no such file or folder: LOOP"),
     (["demo", "--data", "no such name"], "the text's source is 'no such name', expected a file, a folder, or"),
     (["demo", "--out", "FILE"], "FILE is a file or a link: give the name of a new folder"),
     (["demo", "--out", "FILE/x"], "FILE is a file: give a folder"),
@@ -112,6 +118,9 @@ ERRORS = [
     (["monitor", "./nowhere.jsonl", "--out", "FOLDER"], "FOLDER is a folder, and a file is to be written there"),
     (["monitor", "./nowhere.jsonl", "--out", "FILE/x.png"], "FILE is a file: give a folder"),
     *((["export", name, "out"], "") for name, _ in COMMON),
+    (["export", "NULL", "out"], "NULL/config.json is None, expected a mapping"),
+    (["inspect", "LISTED", "--texts", "TEXT.txt"], "LISTED/generation_config.json is [], expected a mapping"),
+    (["convert", "LISTED", "out"], "LISTED/generation_config.json is [], expected a mapping"),
     (["export", "MODEL", "out"], "MODEL is a plain llama, not a patched model"),
     (["export", "PATCHED", "FILE"], "FILE is a file or a link"),
     (["card", "./nowhere"], "nowhere/config.json is missing"),
@@ -142,8 +151,8 @@ USAGE = [
     (["demo", "--seed", "-1"], "argument --seed: expected a whole number from 0 to 4294967295, got '-1'"),
     *((["inspect", "x", "--tokens", text], f"argument --tokens: {WHOLE} {text!r}") for text in ("0", "abc", "10e3")),
     *(
-        (["inspect", "x", "--cap", text], f"argument --cap: expected a finite number > 0, got {text!r}")
-        for text in ("nan", "inf", "0", "-1", "")
+        (["inspect", "x", "--cap", text], f"argument --cap: expected a number from 1e-6 to 1e6, got {text!r}")
+        for text in ("nan", "inf", "0", "-1", "", "1e300", "1e-300")
     ),
     *(
         (["convert", "x", "y", f"--max-loss-increase={text}"], f"expected a finite number, got {text!r}")

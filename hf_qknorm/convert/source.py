@@ -28,6 +28,7 @@ LEFT_SUFFIXES = (
 )  # fmt: skip
 LEFT_NAMES = ("config.json", "trainer_state.json", INDEX, "pytorch_model.bin.index.json", REPORT)
 TOKENIZER_BYTES = 512 * 2**20  # the largest have some 30 MB
+MAPPINGS = ("generation_config.json", "tokenizer_config.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -101,7 +102,9 @@ def travelling_files(folder: Path) -> tuple[Path, ...]:
     for file in files:
         _check_place(folder, file)
         if file.suffix == ".json":
-            read_json(folder / file, TOKENIZER_BYTES)
+            data = read_json(folder / file, TOKENIZER_BYTES)
+            if file.name in MAPPINGS and not isinstance(data, dict):
+                raise ValueError(f"{folder / file} is {brief(data)}, expected a mapping: download it again")
     return tuple(files)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -49,7 +50,7 @@ def _paths(source: str | None) -> list[Path] | None:
         return [path]
     if path.is_dir():
         return sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
-    if is_path(source) or path.suffix in TEXT_SUFFIXES:
+    if is_path(source) or path.suffix in TEXT_SUFFIXES or os.path.lexists(path):
         raise FileNotFoundError(f"no such file or folder: {source}")
     return None
 
@@ -60,7 +61,7 @@ def _file_text(source: str | None, paths: list[Path], limit: int) -> str:
         if sum(map(len, parts)) >= limit:
             break
         with path.open(encoding="utf-8", errors="replace") as file:
-            parts.append(file.read(limit))
+            parts.append(file.read(min(limit, path.stat().st_size)))  # no more characters than bytes
         if "\0" in parts[-1]:
             raise ValueError(f"{path} is no text in UTF-8: it holds null bytes")
     text = "\n".join(parts)[:limit]

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.attention import PREFIX
@@ -17,7 +17,7 @@ from hf_qknorm.checkpoint_files import CARD
 from hf_qknorm.convert.native.draft import Draft
 from hf_qknorm.convert.native.targets import Target, find_target
 from hf_qknorm.convert.shards import Weights, copy_file
-from hf_qknorm.convert.source import travelling_files
+from hf_qknorm.convert.source import read_config, travelling_files
 from hf_qknorm.destinations import check_folder
 from hf_qknorm.files import new_folder, user_path
 from hf_qknorm.hub.derived import QKNormConfig
@@ -74,7 +74,7 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
 def _read_config(source: Path) -> Any:
     if not (source / "config.json").is_file():
         raise FileNotFoundError(f"{source} holds no config.json: give the folder of a patched checkpoint")
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    config = read_config(source)
     if not isinstance(config, QKNormConfig):
         raise ValueError(f"{source} is a plain {config.model_type}, not a patched model: there is nothing to export")
     if config.qk_norm_blend is not None:
