@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_qknorm import calibrate, convert_checkpoint, export_native
 from hf_qknorm.convert.inspect import inspect_checkpoint
+from hf_qknorm.demo import story
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub.card import write_card
 from hf_qknorm.testing import tiny_model
@@ -77,6 +78,8 @@ def test_an_unknown_model_type_with_code_is_refused(source, tmp_path):
         convert_checkpoint(source, tmp_path / "out")
     with pytest.raises((ValueError, OSError), match="custom code"):
         inspect_checkpoint(str(source))
+    with pytest.raises((ValueError, OSError), match="custom code"):
+        story.run(story.Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
     assert not (tmp_path / "sign").exists()
     assert not (tmp_path / "out").exists()
 
@@ -88,6 +91,8 @@ def test_pickled_weights_are_not_read(source, tmp_path):
         convert_checkpoint(source, tmp_path / "out")
     with pytest.raises(ValueError, match="only pickled weights are there"):
         inspect_checkpoint(str(source))
+    with pytest.raises(ValueError, match="only pickled weights are there"):
+        story.run(story.Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
     assert not (tmp_path / "sign").exists()
 
 

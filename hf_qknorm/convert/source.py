@@ -74,7 +74,7 @@ def open_source(name: str | Path, *, allow_pickle: bool = False) -> Iterator[Sou
     if pickled and not allow_pickle:
         raise ValueError(
             f"{folder / pickled[0]}: only pickled weights are there, and a pickle can run code when it is read. Look "
-            "for a safetensors version, or allow it with allow_pickle=True (--allow-pickle)"
+            "for a safetensors version, or trust it and convert it with allow_pickle=True (--allow-pickle)"
         )
     if not pickled:
         raise FileNotFoundError(f"{folder} holds no weights: expected {SINGLE} or {INDEX}")
