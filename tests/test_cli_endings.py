@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -99,6 +102,25 @@ def test_a_demo_that_is_stopped_leaves_nothing(places, capsys, monkeypatch):
     status, error = stopped(arguments, capsys)
     assert (status, error) == (130, "stopped by SIGINT: nothing was written\n")
     assert sorted(os.listdir(places)) == ["ours", "source", "text.txt"]
+
+
+class Interrupted(ModuleType):
+    """A module in whose import the user stops the process."""
+
+    def __getattr__(self, name: str) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_the_package_is_imported_is_a_line_too(capsys, monkeypatch):
+    root = Path(__file__).parents[1]
+    module = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]["hf-qknorm"].partition(":")[0]
+    command = runpy.run_path(str(root / f"{module}.py"))["main"]
+    monkeypatch.setattr(sys, "argv", ["hf-qknorm", "schemes"])
+    assert command() == 0
+    assert "qk_norm_cap" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "hf_qknorm.cli", Interrupted("hf_qknorm.cli"))
+    assert command() == 130
+    assert capsys.readouterr().err == "hf-qknorm: stopped by SIGINT: nothing was written\n"
 
 
 # Every command that prints, in one process, as a terminal of ASCII alone shows it.
