@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import shutil
-import signal
-import time
 
 import pytest
 import torch
@@ -23,7 +19,6 @@ from hf_qknorm.convert import source
 from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.shards import INDEX
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.testing import tiny_model
 
 STREAMED = [(t, name) for t, name in PAIRS if SCHEMES[name].pre_norm or FAMILIES[t].norm == "rms"]
 TEXTS = ["to be, or not to be: that is the question. " * 12]
@@ -157,33 +152,3 @@ def test_pickles_only_where_allowed(tmp_path):
     convert_checkpoint(folder, tmp_path / "out", allow_pickle=True)
     assert torch.equal(logits(loaded(tmp_path / "out")), logits(patch_model(model)))
     assert not list((tmp_path / "out").glob("*.bin"))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("replaces", [False, True])
-def test_killed_at_any_moment_it_leaves_nothing_or_a_whole_checkpoint(replaces, tmp_path):
-    folder = save(tiny_model("llama", vocab_size=60_000, hidden_size=256), tmp_path / "source", max_shard_size="4MB")
-    whole, old, out = (tmp_path / name for name in ("whole", "old", "out"))
-    convert_checkpoint(folder, old, "soft_cap")
-    start = time.perf_counter()
-    convert_checkpoint(folder, whole, "qk_norm")
-    duration = time.perf_counter() - start
-    moments, outcomes = random.Random(0), []
-    for i in range(16):
-        shutil.rmtree(out, ignore_errors=True)
-        if replaces:
-            shutil.copytree(old, out)
-        child = os.fork()
-        if child == 0:
-            convert_checkpoint(folder, out, "qk_norm", overwrite=True)
-            os._exit(0)
-        time.sleep(duration * 1.2 * (i + moments.random()) / 16)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        left = contents(out) if out.exists() else None
-        assert left in (contents(whole), contents(old) if replaces else None)
-        outcomes.append(left == contents(whole))
-    assert not outcomes[0], "killed at once"
-    convert_checkpoint(folder, out, "qk_norm", overwrite=True)
-    assert contents(out) == contents(whole)
-    assert sorted(os.listdir(tmp_path)) == ["old", "out", "source", "whole"]
