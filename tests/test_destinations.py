@@ -340,3 +340,19 @@ def test_a_push_only_reads(run, tmp_path, monkeypatch):
         assert KEPT_CARD not in files
     assert contents(tmp_path) == before
     assert AutoTokenizer.from_pretrained(run).decode([1])
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "message"),
+    [
+        ("access", False, r"can't be written to, so that .*out can't be made there"),
+        ("path.ismount", True, "mount point"),
+    ],
+)
+def test_places_that_can_not_be_written_are_refused_before_anything_is_read(
+    name, answer, message, tmp_path, monkeypatch
+):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(f"os.{name}", lambda *arguments: answer)
+    with pytest.raises(OSError, match=message):
+        convert_checkpoint("./no-such-source", tmp_path / "out", calibration=["text"])
