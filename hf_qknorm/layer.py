@@ -30,9 +30,7 @@ class PlainAttention(nn.Module):
     base_weights: tuple[tuple[nn.Parameter, Tensor], ...] = ()  # what parameters were before a fit moves them
 
     config: Any
-    layer_idx: int
     attn_logit_softcapping: float | None
-    sliding_window: int | None
 
     def forward(
         self,
@@ -126,15 +124,8 @@ class PlainAttention(nn.Module):
 
     @property
     def window(self) -> int | None:
-        """The layer's sliding window: its own attribute where it has one (it may be off), else the config's."""
-        if not getattr(self, "is_sliding", True):
-            return None
-        window: int | None = getattr(self.config, "sliding_window", None)
-        if hasattr(self, "sliding_window"):
-            return self.sliding_window
-        kinds = getattr(self.config, "layer_types", None)
-        slides = window is not None and (kinds is None or kinds[self.layer_idx] == "sliding_attention")
-        return window if slides else None
+        """The layer's sliding window; None for a layer that has none, whatever the config holds."""
+        return getattr(self.config, "sliding_window", None) if self.family.slides(self) else None
 
     def extra_repr(self) -> str:
         cap = "" if self.softcap is None else f", softcap={self.softcap:g}"

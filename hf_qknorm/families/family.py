@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_qknorm.families.style import Style
+from hf_qknorm.families.windows import nowhere
 from hf_qknorm.scheme import Scheme
 
 
@@ -21,6 +22,7 @@ class Family:
     `own_norms`: the model norms its queries and keys; a string is the switch in its config that says so. `own_cap`: it
     caps its logits, by `attn_logit_softcapping`. `latent`: keys and values are projected from a latent that is cached.
     `causal`: no token sees those behind it; a string is the switch in its config that says so.
+    `slides` says of a layer whether it attends through the config's sliding window (`hf_qknorm.families.windows`).
     `unsupported` tells, of a config, why it can't be patched, or None.
     """
 
@@ -34,6 +36,7 @@ class Family:
     own_cap: bool = False
     latent: bool = False
     causal: bool | str = True
+    slides: Callable[[Any], bool] = nowhere
     unsupported: Callable[[Any], str | None] | None = None
 
     def has_norms(self, config: Any) -> bool:
@@ -43,6 +46,11 @@ class Family:
     def is_causal(self, config: Any) -> bool:
         """Whether in a model with this config no token sees those behind it."""
         return bool(getattr(config, self.causal)) if isinstance(self.causal, str) else self.causal
+
+    @property
+    def has_window(self) -> bool:
+        """Whether any of its models attends through a sliding window."""
+        return self.slides is not nowhere
 
     def refusal(self, config: Any, scheme: Scheme) -> str | None:
         """Why `scheme` can't be put on a model with this config, or None."""

@@ -1,0 +1,113 @@
+"""Settings that some models obey and others ignore: a patched layer does what its model's own eager attention does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tables import causal_families, sharp_model
+from transformers import PreTrainedModel
+
+from hf_qknorm import FAMILIES, patch_model
+from hf_qknorm.families.windows import nowhere
+from hf_qknorm.testing import tiny_config
+
+BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")
+LENGTH = 12
+# Under these names alone their configs switch windows on.
+SWITCHES: dict[str, dict[str, Any]] = {
+    "minimax": {"sliding_window": 4},
+    "qwen3": {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {"use_sliding_window": True},
+    "recurrent_gemma": {"attention_window_size": 4},
+}
+BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
+IGNORED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", BOTH),
+    ("llama", {"use_sliding_window": True, "max_window_layers": 0}),
+    ("llama", {"attention_chunk_size": 4}),
+    ("llama", {"attn_logit_softcapping": 0.5}),
+    ("gemma3_text", {"attn_logit_softcapping": 0.5}),
+    ("qwen2", {"use_sliding_window": False}),
+    ("qwen2", {"max_window_layers": 2}),
+    ("mistral", {"attention_chunk_size": 4}),
+    ("olmoe", {}),
+]
+OBEYED: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", {"max_window_layers": 0}),
+    ("llama4_text", {"attention_chunk_size": 4, "sliding_window": 2}),
+    ("llama", {"is_causal": False}),
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "model_type" in metafunc.fixturenames and metafunc.function is test_a_window_in_the_config:
+        metafunc.parametrize("model_type", swept(metafunc.config))
+
+
+def swept(config: pytest.Config) -> list[str]:
+    """One family of each way to have a window and some without, or with `--all-families` all."""
+    if config.getoption("--all-families"):
+        return causal_families()
+    first = {FAMILIES[name].slides: name for name in reversed(causal_families()) if FAMILIES[name].slides != nowhere}
+    return [*first.values(), "bert", "gpt2", "gpt_neox", "llama", "phimoe", "qwen2_moe"]
+
+
+def assert_same(model_type: str, settings: dict[str, Any], other: dict[str, Any], differs: bool) -> None:
+    """Fail unless a model of these settings, patched with "none", computes what its own eager attention does.
+
+    That differs from what it computes with the `other` settings, or does not.
+    """
+    tokens = torch.arange(3, 3 + LENGTH)[None]
+    expected, without = (eager(model_type, x)(input_ids=tokens).logits for x in (settings, other))
+    assert torch.equal(expected, without) != differs
+    model = patch_model(eager(model_type, settings), "none")
+    for backend in BACKENDS:
+        model.set_attn_implementation(backend)
+        torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4, msg=backend)
+
+
+def eager(model_type: str, settings: dict[str, Any]) -> PreTrainedModel:
+    model = sharp_model(model_type, **settings)
+    model.set_attn_implementation("eager")
+    return model
+
+
+@torch.no_grad()
+def test_a_window_in_the_config(model_type):
+    """It is the family's to have one, whatever the config holds."""
+    settings = SWITCHES.get(model_type, {})
+    narrow, wide = ({**settings, **dict.fromkeys(window_names(settings), n)} for n in (4, 64))
+    assert_same(model_type, narrow, wide, differs=FAMILIES[model_type].has_window)
+
+
+def window_names(settings: dict[str, Any]) -> list[str]:
+    return [name for name in settings if "window_size" in name] or ["sliding_window"]
+
+
+@pytest.mark.parametrize(("model_type", "settings"), IGNORED, ids=str)
+@torch.no_grad()
+def test_a_setting_that_the_model_ignores(model_type, settings):
+    own = {"sliding_window": 4} if "sliding_window" not in vars(tiny_config(model_type)) else {}
+    plain = {**own, "use_sliding_window": False} if model_type == "qwen2" else {}
+    assert_same(model_type, {**own, **settings}, plain, differs=False)
+
+
+@pytest.mark.parametrize(("model_type", "settings"), OBEYED, ids=str)
+@torch.no_grad()
+def test_a_setting_that_the_model_obeys(model_type, settings):
+    assert_same(model_type, settings, {}, differs=True)
+
+
+@torch.no_grad()
+def test_a_window_that_changes_after_the_model_is_built():
+    """Masks are built by the config as it is, and so is the layers' window."""
+    tokens = torch.arange(3, 3 + LENGTH)[None]
+    model = eager("qwen2", {})
+    before = model(input_ids=tokens).logits
+    model.config.sliding_window = 4
+    expected = model(input_ids=tokens).logits
+    assert not torch.equal(before, expected)
+    patch_model(model, "none", attn_implementation="hf_qknorm")
+    torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4)
