@@ -20,6 +20,7 @@ from hf_qknorm import functions
 from hf_qknorm.caches import next_positions, static_layer
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.layer import PlainAttention
+from hf_qknorm.masks import is_padded_ranges
 from hf_qknorm.norms import HeadNorm, fresh_scalar, is_unhooked
 from hf_qknorm.ops import library
 from hf_qknorm.ops.heads import Norm, Rotary
@@ -48,7 +49,8 @@ class QKNormAttention(PlainAttention):
         (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
         q, k = q.to(v.dtype), k.to(v.dtype)  # a norm that is not ours may promote them under autocast
         rotary = _angles(positions, self.family.rope)
-        if cache is None and self.observer is None:
+        padded = attention_mask is not None and is_padded_ranges(attention_mask)  # its keys move: they turn before
+        if cache is None and self.observer is None and not padded:
             return functions.fused_attention(self, q, k, v, attention_mask, q_norm, k_norm, rotary, **options)
         slot = self.family.style.slot(self, **options)
         static = None if torch.is_grad_enabled() else static_layer(cache, slot, k)

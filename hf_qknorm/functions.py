@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_qknorm.masks import is_ranges, structure, structured_mask
+from hf_qknorm.masks import is_padded_ranges, is_ranges, structure, structured_mask
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.heads import Norm, Rotary
 
@@ -73,7 +73,7 @@ def kernels_take(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, m
 
 
 def _why_not_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
-    if mask is not None and not is_ranges(mask):
+    if mask is not None and not is_ranges(mask) and not is_padded_ranges(mask):
         return f"the mask {list(mask.shape)} is an arbitrary one, and not a range of keys for each query"
     return library.why_not_fused(query, key, value)
 

@@ -2,13 +2,15 @@
 
 Ranges are int32 `[B, 1, T, 2]`: query t sees the keys from ranges[b, 0, t, 0] on, before ranges[b, 0, t, 1]. Neither
 column decreases down the rows. A query that sees nothing has its stop at its start or before.
+
+A trace can't look whether padding stands between a row's tokens. It gets ranges and padding in one tensor, int32
+`[B, 1, 1, 2·T + S]`: the ranges, and behind them 1 for each key that is a token. `structure` moves the tokens of each
+row together, so that ranges alone say all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial, reduce
-from operator import and_
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +18,27 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.utils import is_tracing
 
-MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.spans import MaskFunction, Spans, known, read
 
 CHUNK = 1 << 22  # entries of a mask that are looked at together
-HOLES = (
-    "hf_qknorm under torch.compile expects each query to see keys without a gap, so no padding between a row's tokens. "
+# The code of transformers' functions by which each query sees keys without a gap, or that join such functions: what a
+# trace can tell functions by.
+WITHOUT_GAPS = (
+    masking_utils.causal_mask_function.__code__,
+    masking_utils.bidirectional_mask_function.__code__,
+    masking_utils.and_masks(masking_utils.causal_mask_function).__code__,
+)
+# Whether transformers' windows are those of the layers: what a trace goes by.
+WINDOWS_KNOWN = all(
+    known(window(2), torch.arange(4)) is not None
+    for window in (
+        masking_utils.sliding_window_causal_mask_function,
+        masking_utils.sliding_window_bidirectional_mask_function,
+    )
+)
+GAPS = (
+    "hf_qknorm under torch.compile expects mask functions by which each query sees keys without a gap, before padding. "
     "Pass other masks as a boolean attention_mask [B, 1, T, S]"
 )
 
@@ -39,39 +57,51 @@ def structured_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Ranges, or a boolean mask `[B, 1, T, S]`, or None where causality and the layer's own window say all.
+    """Ranges, or ranges and padding, or a boolean mask `[B, 1, T, S]`, or None where causality and window say all.
 
-    transformers passes a window as `local_size` so that a mask is built for it. The attention functions here get
-    the same window from the layer (`sliding_window`), so that a batch without padding needs no mask.
+    transformers passes a window as `local_size` so that a mask is built for it. Where the layers pass the same window
+    to their attention function, a batch without padding needs no mask.
     """
-    chunked = getattr(config, "attention_chunk_size", None) is not None
-    if not chunked and local_size is not None and local_size == getattr(config, "sliding_window", None):
+    own = torch.arange(q_length, device=device) + q_offset - kv_offset  # the key at each query's own place
+    traced = is_tracing(own)
+    if _layers_pass(local_size, config) and (WINDOWS_KNOWN if traced else known(mask_function, torch.arange(1))):
         local_size = None
     build = partial(masking_utils.sdpa_mask, batch_size, kv_length=kv_length, kv_offset=kv_offset, device=device)
     whole = {"q_length": q_length, "q_offset": q_offset, "attention_mask": attention_mask, "local_size": local_size}
     # Whether sdpa needs a mask does not depend on the function: with this one, the answer costs no T×S tensor.
     if build(**whole, **kwargs, mask_function=_everything) is None:
         return None
-    own = torch.arange(q_length, device=device) + q_offset - kv_offset  # the key at each query's own place
-    traced = is_tracing(own)
 
     def rows(first: int, number: int) -> Tensor:
         part = {"q_length": number, "q_offset": q_offset + first, "allow_is_causal_skip": False}
         return build(**part, mask_function=mask_function, use_vmap=use_vmap)
 
-    spans = None if traced or use_vmap else _known(mask_function, own)  # dynamo reads no closures
+    spans = None if traced or use_vmap else known(mask_function, own)  # dynamo reads no closures
     if spans is None and not traced:
         step = max(CHUNK // (batch_size * kv_length), 1)
-        spans = _read(rows(first, min(step, q_length - first)) for first in range(0, q_length, step))
-    elif spans is None and not use_vmap:
-        spans = _read([rows(0, q_length)])  # a compiler fuses these rows into what is read from them
+        spans = read(rows(first, min(step, q_length - first)) for first in range(0, q_length, step))
+    elif spans is None and not use_vmap and _has_no_gaps(mask_function):
+        spans = read([rows(0, q_length)])  # a compiler fuses these rows into what is read from them
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if spans is not None and padding is not None:
-        spans = spans & _read([padding[:, None, None, torch.arange(kv_length, device=device) + kv_offset]])
-    if spans is None or not _holds(spans, traced):  # a function of the user's own in a trace, or holes
+    if padding is not None:
+        padding = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
+    if spans is not None and padding is not None and not traced:
+        spans = spans & read([padding[:, None, None]])
+    if spans is None or not _holds(spans, traced):  # a function of the user's own in a trace, or gaps
         return build(**whole, **kwargs, mask_function=mask_function, use_vmap=use_vmap)
     ranges = torch.stack([x.clamp(0, kv_length).expand(batch_size, q_length) for x in spans[:2]], -1)
+    if traced and padding is not None:
+        ranges = torch.cat([ranges.flatten(1), padding.expand(batch_size, -1)], -1)[:, None]
     return ranges[:, None].to(torch.int32)
+
+
+def _layers_pass(window: int | None, config: Any) -> bool:
+    """Whether the layers of this config's model pass this window on: patched ones do, as their family says."""
+    family = FAMILIES.get(getattr(config, "base_model_type", None))
+    if window is None or family is None or not family.has_window:
+        return False
+    chunked = getattr(config, "attention_chunk_size", None) is not None  # then the size may be that of the chunks
+    return not chunked and window == getattr(config, "sliding_window", None)
 
 
 def is_ranges(mask: Tensor) -> bool:
@@ -79,64 +109,17 @@ def is_ranges(mask: Tensor) -> bool:
     return mask.dtype == torch.int32 and mask.shape[-1] == 2
 
 
-class Spans(NamedTuple):
-    """The keys of each query, from `start` on, before `stop`, broadcastable to `[B, T]`, if all `conditions` hold."""
+def is_padded_ranges(mask: Tensor) -> bool:
+    """Whether a mask of four dimensions is ranges and padding, as a trace gets them."""
+    return mask.dtype == torch.int32 and not is_ranges(mask)
 
-    start: Tensor
-    stop: Tensor
-    conditions: tuple[Tensor, ...] = ()
 
-    def __and__(self, other: Spans) -> Spans:
-        """What both see."""
-        start, stop = torch.maximum(self.start, other.start), torch.minimum(self.stop, other.stop)
-        return Spans(start, stop, self.conditions + other.conditions)
+def _has_no_gaps(function: Any) -> bool:
+    return any(function.__code__ is code for code in WITHOUT_GAPS)
 
 
 def _everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return key >= 0
-
-
-def _known(function: MaskFunction, own: Tensor) -> Spans | None:
-    """The spans of transformers' own functions of causality, windows and packing, in closed form; None for others."""
-    if getattr(function, "__module__", None) != masking_utils.__name__:
-        return None
-    made: Any = function  # most are closures: who made them and what they captured says all
-    captured = {
-        name: x.cell_contents for name, x in zip(made.__code__.co_freevars, made.__closure__ or (), strict=True)
-    }
-    everything = Spans(torch.zeros_like(own), torch.full_like(own, torch.iinfo(torch.int32).max))
-    match made.__qualname__.partition(".")[0], captured:
-        case "bidirectional_mask_function", _:
-            return everything
-        case "causal_mask_function", _:
-            return everything._replace(stop=own + 1)
-        case "sliding_window_overlay", {"sliding_window": window}:
-            return everything._replace(start=own - window + 1)
-        case "sliding_window_bidirectional_overlay", {"sliding_window": window}:
-            return Spans(own - window, own + window + 1)
-        case "and_masks", {"mask_functions": functions}:
-            parts = [_known(f, own) for f in functions]
-            known = [part for part in parts if part is not None]
-            return reduce(and_, known) if len(known) == len(parts) else None
-        case "packed_sequence_mask_function", {"packed_sequence_mask": ids} if ids.shape[-1] == len(own):
-            start, stop = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
-            return Spans(start, stop, ((ids.diff() >= 0).all(),))
-        case "remap_positions_for_packed_sequence", {"mask_function": inner}:
-            return _known(inner, own)  # within a sequence its positions count up as the keys do; the ids say which
-    return None
-
-
-def _read(pieces: Iterable[Tensor]) -> Spans:
-    """The spans of a boolean mask that comes as its rows, `[B, 1, n, S]` at a time."""
-    bounds = []
-    for seen in pieces:
-        key = torch.arange(seen.shape[-1], device=seen.device, dtype=torch.int32)
-        start, stop = torch.where(seen, key, seen.shape[-1]).amin(-1), torch.where(seen, key + 1, 0).amax(-1)
-        bounds.append((start[:, 0], stop[:, 0], seen.sum(-1)[:, 0]))
-    start, stop, count = (torch.cat(x, -1) for x in zip(*bounds, strict=True))
-    # Rows that see nothing get what keeps the columns from decreasing; where they decrease, the counts do not fit.
-    start, stop = start.flip(-1).cummin(-1).values.flip(-1), stop.cummax(-1).values
-    return Spans(start, stop, (torch.where(count > 0, stop - start == count, stop <= start).all(),))
 
 
 def _holds(spans: Spans, traced: bool) -> bool:
@@ -145,13 +128,16 @@ def _holds(spans: Spans, traced: bool) -> bool:
         return True
     holds = torch.stack(spans.conditions).all()
     if traced:
-        torch._assert_async(holds, HOLES)
+        torch._assert_async(holds, GAPS)
         return True
     return bool(holds)
 
 
 class Structure(NamedTuple):
-    """Which keys each query may see: a mask, or ranges `[B, T, 2]`, or else causality and window; keys cut to these."""
+    """Which keys each query may see: a mask, or ranges `[B, T, 2]`, or else causality and window; keys cut to these.
+
+    `order` `[B, S]` says where each key stood before; None: where it stands.
+    """
 
     key: Tensor
     value: Tensor
@@ -159,6 +145,7 @@ class Structure(NamedTuple):
     ranges: Tensor | None
     causal: bool
     window: int | None
+    order: Tensor | None = None
 
 
 def structure(
@@ -176,16 +163,42 @@ def structure(
     `boundaries` `[N + 1]` are the ends of packed sequences in the flattened batch (`cu_seq_lens_q`).
     """
     queries, keys = query.shape[2], key.shape[2]
+    tokens = None
+    if mask is not None and is_padded_ranges(mask):
+        mask, tokens = mask[:, 0, :, : 2 * queries].unflatten(-1, (queries, 2)), mask[:, 0, 0, 2 * queries :]
     if mask is not None and is_ranges(mask):  # they hold causality, window and padding, as a mask does
         seen = Structure(key, value, None, mask[:, 0].clamp_max(keys), False, None)
     elif mask is not None:
         seen = Structure(key, value, mask[..., :keys], None, False, None)
     else:
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        causal = _is_causal(module) if is_causal is None else bool(is_causal)
         if causal and 1 < queries < keys:  # a static cache's first call: what lies beyond the queries is still empty
             key, value = key[:, :, :queries], value[:, :, :queries]
         seen = Structure(key, value, None, None, causal, window)  # causal with one query too: a window looks back only
-    return seen if boundaries is None else _within_sequences(seen, query, boundaries)
+    seen = seen if boundaries is None else _within_sequences(seen, query, boundaries)
+    return seen if tokens is None else _without_gaps(seen, tokens[:, :keys])
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Whether a mask of None means causality to the module: not where its model asks for masks without, as config says.
+
+    transformers' sdpa goes by the module alone, and so is causal where its eager attention is not.
+    """
+    model_is = getattr(getattr(module, "config", None), "is_causal", True)
+    return bool(getattr(module, "is_causal", True) and model_is)
+
+
+def _without_gaps(seen: Structure, tokens: Tensor) -> Structure:
+    """The same with the keys of each row that are tokens (`tokens` `[B, S]`, 1 for these) in front of the others.
+
+    They keep their order, so that a query still sees a range of them.
+    """
+    assert seen.ranges is not None
+    order = (1 - tokens).argsort(dim=-1, stable=True)
+    before = nn.functional.pad(tokens.cumsum(-1), (1, 0))
+    ranges = before.gather(-1, seen.ranges.flatten(1).long()).view(seen.ranges.shape).to(torch.int32)
+    key, value = (x.take_along_dim(order[:, None, :, None], 2) for x in (seen.key, seen.value))
+    return seen._replace(key=key, value=value, ranges=ranges, order=order)
 
 
 def _within_sequences(seen: Structure, query: Tensor, boundaries: Tensor) -> Structure:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from mask_cases import HOLES, PADDING, POSITIONS, config, create, even, transformers_own
+from tables import assert_near
+from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from transformers import masking_utils
 
-from hf_qknorm.masks import is_ranges
+from hf_qknorm.masks import is_padded_ranges, structure, structured_mask
+from hf_qknorm.ops import reference
+from hf_qknorm.testing import make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
 
@@ -21,13 +27,36 @@ def fresh_compiler() -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("given", ["left", "both", "packed"])
 @pytest.mark.parametrize("kind", ["causal", "window"])
-def test_a_trace_reads_the_same_ranges(kind, given):
+def test_a_trace_reads_the_same_ranges(kind):
     settings = config(kind)
-    arguments = {"position_ids": POSITIONS} if given == "packed" else {"padding": torch.tensor(PADDING[given])}
     compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
+    arguments = {"position_ids": POSITIONS}
     assert torch.equal(compiled(kind, settings, 9, **arguments), create(kind, settings, 9, **arguments))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    seen = structure(SimpleNamespace(is_causal=True), q, k, v, mask, None)
+    masks = {"causal": seen.causal, "window": seen.window, "mask": seen.mask, "ranges": seen.ranges}
+    return reference.attention(q, seen.key, seen.value, **masks).out
+
+
+@pytest.mark.parametrize("queries", [9, 1])
+@pytest.mark.parametrize("given", [*(name for name, rows in PADDING.items() if rows), "holes"])
+@pytest.mark.parametrize("kind", ["causal", "window", "bidirectional"])
+def test_a_trace_gets_ranges_and_padding(kind, given, queries):
+    """Which keys each query sees is what it is without a trace, in memory linear in the length."""
+    settings = config(kind)
+    padding = HOLES if given == "holes" else torch.tensor(PADDING[given])
+    mask = torch.compile(create, fullgraph=True, backend="aot_eager")(kind, settings, 9, padding)[..., :]
+    assert is_padded_ranges(mask)
+    assert mask.shape == (2, 1, 1, 2 * 9 + 9)
+    q, k, v = make_qkv(2, 4, 2, 9, 9, 8)
+    expected = transformers_own(kind, settings, 9, padding)
+    if queries == 1:  # as a decode step has it: the last query alone
+        mask = torch.cat([mask[..., 2 * 8 : 2 * 9], mask[..., 2 * 9 :]], -1)
+        q, expected = q[:, :, -1:], expected[:, :, -1:]
+    assert_near(attend(q, k, v, mask), attend(q, k, v, expected), 1e-6)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
@@ -51,9 +80,20 @@ def test_a_trace_keeps_the_mask_of_a_users_own_function():
     assert torch.equal(compiled("causal", config("causal"), 9, and_mask_function=even), expected)
 
 
-def test_holes_in_a_trace_are_refused():
+@pytest.mark.parametrize("ids", [[-1, 0, 0, 0, -1, 1, 1, -1, -1], [0, 0, -1, -1, -1, 0, 0, -1, -1]])
+def test_blocks_in_a_trace_are_a_mask(ids):
+    """Tokens of a block see each other, which may leave a gap: a trace can't look whether it does."""
+    blocks = torch.tensor([ids] * 2)
     compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
-    settings = config("causal")
-    assert is_ranges(compiled("causal", settings, 9, torch.ones_like(HOLES)))
+    expected = transformers_own("causal", config("causal"), 9, block_sequence_ids=blocks)
+    assert torch.equal(compiled("causal", config("causal"), 9, block_sequence_ids=blocks), expected)
+
+
+def test_a_gap_that_a_trace_did_not_expect_is_refused():
+    function = masking_utils.and_masks(masking_utils.causal_mask_function, even)
+
+    def build() -> Tensor | None:
+        return structured_mask(1, 9, 9, mask_function=function, allow_is_causal_skip=False)
+
     with pytest.raises(RuntimeError, match=r"keys without a gap.*boolean attention_mask \[B, 1, T, S\]"):
-        compiled("causal", settings, 9, HOLES)
+        torch.compile(build, fullgraph=True, backend="aot_eager")()

@@ -1,0 +1,142 @@
+"""Spans of keys: for each query the first key that it sees and the one past the last, read off transformers' masks.
+
+transformers describes a mask by a function of (batch, head, query, key). Its own functions of causality, windows and
+packing have spans in closed form; they are closures, and go by name. A name alone proves nothing after an upgrade, so
+each function's code is held against what its name promises, once a process. Other functions are read key by key.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import cache, reduce
+from operator import and_
+from types import CellType, CodeType, FunctionType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+logger = logging.getLogger(__name__)
+
+MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
+
+
+class Spans(NamedTuple):
+    """The keys of each query, from `start` on, before `stop`, broadcastable to `[B, T]`, if all `conditions` hold."""
+
+    start: Tensor
+    stop: Tensor
+    conditions: tuple[Tensor, ...] = ()
+
+    def __and__(self, other: Spans) -> Spans:
+        """What both see."""
+        start, stop = torch.maximum(self.start, other.start), torch.minimum(self.stop, other.stop)
+        return Spans(start, stop, self.conditions + other.conditions)
+
+
+def known(function: MaskFunction, own: Tensor) -> Spans | None:
+    """The spans of transformers' own functions of causality, windows and packing, in closed form; None for others.
+
+    `own` `[T]` is the key at each query's own place.
+    """
+    if getattr(function, "__module__", None) != masking_utils.__name__:
+        return None
+    made: Any = function  # most are closures: who made them and what they captured says all
+    captured = {
+        name: x.cell_contents for name, x in zip(made.__code__.co_freevars, made.__closure__ or (), strict=True)
+    }
+    kind = made.__qualname__.partition(".")[0]
+    everything = Spans(torch.zeros_like(own), torch.full_like(own, torch.iinfo(torch.int32).max))
+    match kind if _keeps_promise(made.__code__, kind) else None, captured:
+        case "bidirectional_mask_function", _:
+            return everything
+        case "causal_mask_function", _:
+            return everything._replace(stop=own + 1)
+        case "sliding_window_overlay", {"sliding_window": window}:
+            return everything._replace(start=own - window + 1)
+        case "sliding_window_bidirectional_overlay", {"sliding_window": window}:
+            return Spans(own - window, own + window + 1)
+        case "and_masks", {"mask_functions": functions}:
+            parts = [known(f, own) for f in functions]
+            found = [part for part in parts if part is not None]
+            return reduce(and_, found) if len(found) == len(parts) else None
+        case "packed_sequence_mask_function", {"packed_sequence_mask": ids} if ids.shape[-1] == len(own):
+            start, stop = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
+            return Spans(start, stop, ((ids.diff() >= 0).all(),))
+        case "remap_positions_for_packed_sequence", {"mask_function": inner}:
+            return known(inner, own)  # within a sequence its positions count up as the keys do; the ids say which
+    return None
+
+
+def read(pieces: Iterable[Tensor]) -> Spans:
+    """The spans of a boolean mask that comes as its rows, `[B, 1, n, S]` at a time."""
+    bounds = []
+    for seen in pieces:
+        key = torch.arange(seen.shape[-1], device=seen.device, dtype=torch.int32)
+        start, stop = torch.where(seen, key, seen.shape[-1]).amin(-1), torch.where(seen, key + 1, 0).amax(-1)
+        bounds.append((start[:, 0], stop[:, 0], seen.sum(-1)[:, 0]))
+    start, stop, count = (torch.cat(x, -1) for x in zip(*bounds, strict=True))
+    # Rows that see nothing get what keeps the columns from decreasing; where they decrease, the counts do not fit.
+    start, stop = start.flip(-1).cummin(-1).values.flip(-1), stop.cummax(-1).values
+    return Spans(start, stop, (torch.where(count > 0, stop - start == count, stop <= start).all(),))
+
+
+_SEQUENCE, _POSITION = torch.tensor([0] * 5 + [1] * 7), torch.tensor([*range(5), *range(7)])
+
+
+def _from_second(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+    return key >= query - 2
+
+
+def _to_next(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query + 1
+
+
+# For each kind, what an example of it captures, and whether a query then sees a key.
+_PROMISED: Final[dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]]] = {
+    "bidirectional_mask_function": ({}, lambda query, key: (query - key).abs() >= 0),
+    "causal_mask_function": ({}, lambda query, key: key <= query),
+    "sliding_window_overlay": ({"sliding_window": 3}, lambda query, key: query - key < 3),
+    "sliding_window_bidirectional_overlay": ({"sliding_window": 3}, lambda query, key: (query - key).abs() <= 3),
+    "and_masks": (
+        {"mask_functions": (_from_second, _to_next)},
+        lambda query, key: (key >= query - 2) & (key <= query + 1),
+    ),
+    "packed_sequence_mask_function": (
+        {"packed_sequence_mask": _SEQUENCE[None]},
+        lambda query, key: _SEQUENCE[query] == _SEQUENCE[key],
+    ),
+    "remap_positions_for_packed_sequence": (
+        {"mask_function": _from_second, "position_ids": _POSITION[None]},
+        lambda query, key: _POSITION[key] >= _POSITION[query] - 2,
+    ),
+}
+
+
+@cache
+def _keeps_promise(code: CodeType, kind: str) -> bool:
+    """Whether a mask function of this code sees, pair by pair of a small example, what its name promises.
+
+    Says so once, as a warning, where one of a known name does not.
+    """
+    if kind not in _PROMISED:
+        return False
+    captured, promised = _PROMISED[kind]
+    query, key = torch.arange(len(_SEQUENCE))[:, None], torch.arange(len(_SEQUENCE))
+    try:
+        cells = tuple(CellType(captured[name]) for name in code.co_freevars)
+        example = FunctionType(code, vars(masking_utils), closure=cells)
+        zero = torch.zeros((), dtype=torch.int64)
+        seen = example(zero, zero, query, key)
+        kept = torch.equal(seen.expand(len(query), len(key)), promised(query, key))
+    except Exception:  # whatever another version's code raises here: it is not the one that is known
+        kept = False
+    if not kept:
+        logger.warning(
+            "transformers' mask function %s does not do what this version of hf_qknorm knows of it: the masks that "
+            "use it are read key by key, which is right and takes longer",
+            kind,
+        )
+    return kept
