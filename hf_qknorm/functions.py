@@ -220,7 +220,10 @@ def eager_attention(
         sinks=s_aux,
         dropout_mask=dropout_mask,
     )
-    return result.out[..., : value.shape[-1]].transpose(1, 2).contiguous(), result.weights.to(value.dtype)
+    weights = result.weights.to(value.dtype)
+    if seen.order is not None:
+        weights = torch.zeros_like(weights).scatter(-1, seen.order[:, None, None].expand_as(weights), weights)
+    return result.out[..., : value.shape[-1]].transpose(1, 2).contiguous(), weights
 
 
 def _refuse_unsupported(arguments: dict[str, Any]) -> None:

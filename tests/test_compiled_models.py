@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 import torch
-from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
+from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_qknorm import SCHEMES, patch_model
+from hf_qknorm import SCHEMES, Scheme, patch_model
 
 MODELS = [(t, "qk_norm_cap" if applies(t, SCHEMES["qk_norm_cap"]) else "soft_cap") for t in MODEL_TYPES]
 MODELS += [("llama", "none"), ("llama", "lp"), ("llama", "qkv_norm"), ("gpt2", "qkv_norm")]
@@ -41,13 +41,70 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(("model_type", "preset"), MODELS)
 def test_one_graph(model_type, preset):
-    model = randomise(patch_model(sharp_model(model_type), preset))
+    """In double precision: terms that cancel in a gradient are added up in another order."""
+    model = randomise(patch_model(sharp_model(model_type), preset)).double()
     if model_type == "mixtral":  # the default's backward has no trace on the CPU in older transformers
         model.set_experts_implementation("batched_mm")
     batch = make_batch("left", labels=False)
     expected = outcome(model, batch)
     model.compile(backend="aot_eager", fullgraph=True)
     assert_same(outcome(model, batch), expected)
+
+
+def padded(kind: str) -> dict[str, Tensor]:
+    """Padding at one side, or between a row's tokens, as where tokens are generated behind a right-padded prompt."""
+    batch = make_batch("right" if kind == "right" else "left", labels=False)
+    if kind == "gap":
+        batch["attention_mask"] = batch["attention_mask"].roll(4, dims=1)
+    return batch
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mistral"])
+@torch.no_grad()
+def test_padding_in_a_compiled_model(model_type):
+    """A trace can't look where padding stands, and is the same for all."""
+    model = randomise(patch_model(sharp_model(model_type), Scheme(softcap=2.0)))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for kind in ("left", "right", "gap"):
+        batch = padded(kind)
+        actual, expected = (f(**batch, use_cache=False).logits[real(batch)] for f in (compiled, model))
+        assert_near(actual, expected, TOLERANCE, kind)
+
+
+@torch.no_grad()
+def test_a_compiled_step_behind_a_right_padded_prompt():
+    model = randomise(patch_model(sharp_model("mistral"), Scheme(softcap=2.0)))
+    prompt = padded("right")
+    step = {
+        "input_ids": torch.full((2, 1), 5),
+        "attention_mask": torch.nn.functional.pad(prompt["attention_mask"], (0, 1), value=1),
+        "position_ids": prompt["attention_mask"].sum(1, keepdim=True),
+    }
+    caches = [model(**prompt).past_key_values for _ in range(2)]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    actual, expected = (f(**step, past_key_values=x).logits for f, x in zip((compiled, model), caches, strict=True))
+    assert_near(actual, expected, TOLERANCE)
+
+
+@torch.no_grad()
+def test_padding_in_an_exported_model():
+    model = randomise(patch_model(sharp_model("mistral"), Scheme(softcap=2.0)))
+    program = torch.export.export(model, (), {**padded("left"), "use_cache": False}, strict=False).module()
+    for kind in ("left", "right", "gap"):
+        batch = padded(kind)
+        actual, expected = (f(**batch, use_cache=False).logits[real(batch)] for f in (program, model))
+        assert_near(actual, expected, TOLERANCE, kind)
+
+
+@torch.no_grad()
+def test_weights_of_a_compiled_model_stand_where_their_keys_do():
+    model = randomise(patch_model(sharp_model("llama"), Scheme(softcap=2.0), attn_implementation="hf_qknorm_eager"))
+    batch = padded("gap")
+    expected = model(**batch, output_attentions=True).attentions
+    model.compile(backend="aot_eager")
+    for weights, others in zip(model(**batch, output_attentions=True).attentions, expected, strict=True):
+        rows = (x.transpose(1, 2)[real(batch)] for x in (weights, others))
+        assert_near(*rows, TOLERANCE)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
