@@ -12,13 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from hf_qknorm import functions
 from hf_qknorm.caches import next_positions, static_layer
 from hf_qknorm.families import FAMILIES, Family, known_families
+from hf_qknorm.hooks import execution_device, set_class
 from hf_qknorm.layer import PlainAttention
 from hf_qknorm.masks import is_padded_ranges
 from hf_qknorm.norms import HeadNorm, fresh_scalar, is_unhooked
@@ -44,7 +44,7 @@ class QKNormAttention(PlainAttention):
         cache: Any,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        if self.family.rope is None or not functions.kernels_take(self, q, k, v, attention_mask):
+        if self.family.rope is None or not functions.kernels_take(self, q, k, v, attention_mask, options):
             return super()._attend(q, k, v, attention_mask, positions, cache, options)
         (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
         q, k = q.to(v.dtype), k.to(v.dtype)  # a norm that is not ours may promote them under autocast
@@ -117,7 +117,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
     """Patch every attention module of `model`, in place, with fresh norms; what is patched already is left alone."""
     for name, module in own_layers(model, family).items():
         base: Any = type(module)
-        _set_class(module, attention_class(base, family))
+        set_class(module, attention_class(base, family))
         if family.own_cap and module.config.qk_norm_base is not None:  # a loaded config has the scheme's cap there
             module.attn_logit_softcapping = module.config.qk_norm_base["attn_logit_softcapping"]
         module.scheme = scheme
@@ -140,7 +140,7 @@ def uninstall(model: nn.Module) -> None:
             setattr(model.get_submodule(name.rpartition(".")[0]), module.family.pre_norm, _removed_norm(module))
             del module.removed_norm
         del module.scheme
-        _set_class(module, module.base_class)
+        set_class(module, module.base_class)
 
 
 def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
@@ -255,17 +255,6 @@ def _angles(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> Rotary
     return Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))
 
 
-def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Swap the module's class. accelerate's hook shadows `forward` on the instance: it comes off meanwhile."""
-    hook = getattr(module, "_hf_hook", None)
-    if hook is not None:
-        remove_hook_from_module(module)
-        vars(module).pop("forward", None)  # left behind: the old class's, on the instance
-    module.__class__ = cls
-    if hook is not None:
-        add_hook_to_module(module, hook)
-
-
 def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
     if not scheme.norms:
         return
@@ -291,8 +280,7 @@ def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
 
 def _place(module: QKNormAttention) -> tuple[torch.device, torch.dtype]:
     """Device and dtype for new parameters: the projections', or where a hook runs what it has offloaded."""
-    weight = next(module.get_submodule(module.family.style.weights[0]).parameters())
-    execution_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    if weight.device.type == "meta" and execution_device is not None:
-        return torch.device(execution_device), weight.dtype
-    return weight.device, weight.dtype
+    projection = module.get_submodule(module.family.style.weights[0])
+    weight = next(projection.parameters())
+    device = execution_device(projection, module) if weight.is_meta else None
+    return device or weight.device, weight.dtype

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
 
 from hf_qknorm.masks import is_padded_ranges, is_ranges, structure, structured_mask
 from hf_qknorm.ops import library, reference
@@ -39,12 +41,18 @@ SERVER_BACKENDS: Final = ("vllm", "sglang")
 
 
 def check_cap_backend(name: str, softcap: float) -> None:
-    """Raise ValueError unless the backend `name` can cap attention logits."""
-    if name not in CAP_BACKENDS and name not in SERVER_BACKENDS:
-        raise ValueError(
-            f"attn_implementation={name!r} can't cap attention logits (softcap={softcap:g}) and would drop the cap. "
-            f"Backends that can: {', '.join(CAP_BACKENDS)}"
-        )
+    """Raise ValueError unless the backend `name` is known, and can cap attention logits."""
+    if name in CAP_BACKENDS or name in SERVER_BACKENDS:
+        return
+    able = f"Backends that can cap attention logits (softcap={softcap:g}): {', '.join(CAP_BACKENDS)}"
+    known = {*CAP_BACKENDS, *SERVER_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    if name not in known and "/" not in name:  # a slash: a kernel's repository on the Hub
+        near = get_close_matches(name, CAP_BACKENDS, n=1)
+        meant = f": did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"attn_implementation={name!r} is unknown{meant} {able}")
+    raise ValueError(
+        f"attn_implementation={name!r} can't cap attention logits (softcap={softcap:g}) and would drop the cap. {able}"
+    )
 
 
 def attention_function(
@@ -61,15 +69,26 @@ def attention_function(
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
-def kernels_take(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether the module's backend is one that norms, rotates and attends in one kernel, and that takes these heads.
+def weights_wanted(options: dict[str, Any]) -> bool:
+    """Whether the caller asks for attention weights: in the options of this call, or of the model's, not all passed on.
+
+    transformers keeps the model's in a context variable, of which a trace can read the global part alone.
+    """
+    gathered = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
+    return bool(options.get("output_attentions")) or "attentions" in (gathered or ())
+
+
+def kernels_take(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> bool:
+    """Whether the module's backend is one that norms, rotates and attends in one kernel, and that takes this call.
 
     Heads `[B, H or Hk, T, D]`, raw. "hf_qknorm" does so on CUDA, "hf_qknorm_triton" in Triton's interpreter too.
     """
     name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
     if name not in ("hf_qknorm", "hf_qknorm_triton") or (name == "hf_qknorm" and not query.is_cuda):
         return False
-    return _why_not_kernels(query, key, value, mask) is None
+    return not weights_wanted(options) and _why_not_kernels(query, key, value, mask) is None
 
 
 def _why_not_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
@@ -80,12 +99,15 @@ def _why_not_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 def best_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The fused kernels on CUDA for whatever they take, else the tiled one; `attn_implementation="hf_qknorm"`.
 
-    Both need memory linear in length, and know cap, window, sinks and dropout. Raises ValueError for
-    `output_attentions=True`, which needs the weights that are never formed.
+    Both need memory linear in length, and know cap, window, sinks and dropout. Neither forms the attention weights:
+    with `output_attentions=True` the oracle does, with every logit in memory.
     """
+    if weights_wanted(kwargs):
+        _tell("forms every logit in memory, for output_attentions=True")
+        return eager_attention(module, query, key, value, attention_mask, **kwargs)
     reason = _why_not_kernels(query, key, value, attention_mask) if query.is_cuda else "the tensors are not on CUDA"
     if query.is_cuda:
         _tell("runs its Triton kernels" if reason is None else f"runs tiled in PyTorch: {reason}")
@@ -146,10 +168,11 @@ def _attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    if kwargs.get("output_attentions"):
+    if weights_wanted(kwargs):
+        name = module.config._attn_implementation  # type: ignore[union-attr]
         raise ValueError(
-            'this backend never forms the attention weights: call model.set_attn_implementation("eager") before '
-            "output_attentions=True"
+            f"attn_implementation={name!r} never forms the attention weights that output_attentions=True asks for: "
+            'call model.set_attn_implementation("hf_qknorm_eager") before, or "hf_qknorm", which forms them when asked'
         )
     _refuse_unsupported(kwargs)
     boundaries = kwargs.get("cu_seq_lens_q")

@@ -15,6 +15,7 @@ from hf_qknorm import functions
 from hf_qknorm.attention import PREFIX, install, own_layers, patched_layers, uninstall
 from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.fold import check_foldable, fold_pre_norms
+from hf_qknorm.hooks import check_room
 from hf_qknorm.hub.derived import QKNormModel, adopt, derived_config, set_class
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.parallel import plan_norms, unplan_norms
@@ -53,6 +54,8 @@ def patch_model(
     scheme = scheme.resolve(family.norm)
     check_scheme(model.config.model_type, model.config, scheme)
     _require_own_forward(model, family)
+    if scheme.norms:
+        check_room(model, own_layers(model, family))
     if not scheme.pre_norm:
         check_foldable(model, family)
     backend = attn_implementation or ("hf_qknorm" if scheme.softcap is not None else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ from tables import LENGTH, MODEL_TYPES, PAIRS, applies, assert_near, make_batch,
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2ForCausalLM, PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, functions, patch_model
 from hf_qknorm.attention import patched_layers
 from hf_qknorm.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.hub.derived import QKNormModel
@@ -71,8 +73,8 @@ def test_sdpa_with_a_cap_is_refused_at_once(model_type, scheme):
 
 def test_loading_with_a_backend_that_cannot_cap_is_refused(tmp_path):
     capped_model("llama").save_pretrained(tmp_path)
-    for name in ("sdpa", "no_such_backend"):
-        with pytest.raises(ValueError, match="can't cap attention logits") as refusal:
+    for name, why in (("sdpa", "can't cap attention logits"), ("no_such_backend", "is unknown")):
+        with pytest.raises(ValueError, match=why) as refusal:
             AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
         assert_lists_backends(str(refusal.value))
     for name in (None, "eager"):
@@ -117,7 +119,7 @@ def test_switching_back_and_forth_loses_neither_norm_nor_cap(model_type, scheme)
     assert model.config.scheme == CAPPED[scheme].resolve(FAMILIES[model_type].norm)
 
 
-@pytest.mark.parametrize("backend", ["eager", "hf_qknorm_eager"])
+@pytest.mark.parametrize("backend", ["eager", "hf_qknorm_eager", "hf_qknorm"])
 @pytest.mark.parametrize("scheme", [None, *CAPPED])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @torch.no_grad()
@@ -129,7 +131,7 @@ def test_output_attentions(model_type, scheme, backend):
     batch = make_batch("left")
     plain = model(**batch).logits
     result = model(**batch, output_attentions=True)
-    assert torch.equal(result.logits, plain)
+    assert_near(result.logits[real(batch)], plain[real(batch)], 0 if "eager" in backend else TOLERANCE)
     assert len(result.attentions) == 2
     for weights in result.attentions:
         assert weights.shape == (2, 4, LENGTH, LENGTH)
@@ -139,12 +141,43 @@ def test_output_attentions(model_type, scheme, backend):
         assert (weights[0, :, 6:, :6] == 0).all(), "padding gets no weight"
 
 
-@pytest.mark.parametrize("backend", ["hf_qknorm", "hf_qknorm_tiled"])
-def test_output_attentions_of_a_backend_without_weights_is_refused_with_advice(backend):
-    model = capped_model("llama")
+@pytest.mark.parametrize("backend", ["hf_qknorm_tiled", "hf_qknorm_triton"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_output_attentions_of_a_backend_without_weights_is_refused_with_advice(model_type, backend):
+    model = capped_model(model_type, "cap")
     model.set_attn_implementation(backend)
-    with pytest.raises(ValueError, match=r'set_attn_implementation\("eager"\)'):
+    with pytest.raises(
+        ValueError, match=rf"{backend}.*output_attentions.*set_attn_implementation\(.hf_qknorm_eager.\)"
+    ):
         model(**make_batch("plain"), output_attentions=True)
+
+
+@torch.no_grad()
+def test_weights_that_the_config_asks_for(caplog, monkeypatch):
+    """Of a BERT too, which its config may tell to return them whatever the backend is."""
+    monkeypatch.setattr(functions, "_told", set())
+    caplog.set_level(logging.INFO, "hf_qknorm")
+    for model_type in ("bert", "gpt2"):
+        model = sharp_model(model_type)
+        model.set_attn_implementation("eager")
+        model.config.output_attentions = True
+        expected = model(**make_batch("plain", labels=False)).attentions
+        model = patch_model(model, Scheme(softcap=1e4))
+        assert model.config._attn_implementation == "hf_qknorm"
+        for _ in range(2):
+            for weights, others in zip(model(**make_batch("plain", labels=False)).attentions, expected, strict=True):
+                assert_near(weights, others, TOLERANCE)
+    assert caplog.text.count("forms every logit in memory, for output_attentions=True") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("hf_qknrom", "is unknown: did you mean 'hf_qknorm'?"), ("foo", "'foo' is unknown."), ("a/kernel", "can't cap")],
+)
+def test_a_backend_that_is_not_known(name, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as refusal:
+        patch_model(sharp_model("llama"), CAPPED["cap"], attn_implementation=name)
+    assert_lists_backends(str(refusal.value))
 
 
 @pytest.mark.parametrize(("model_type", "scheme"), MODELS)

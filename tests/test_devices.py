@@ -138,3 +138,48 @@ def test_offloading_a_patched_model():
     accelerate.cpu_offload(model, execution_device="cpu")
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert torch.equal(model(**batch).logits, expected)
+
+
+def by_leaf(model: PreTrainedModel, folder: Path) -> nn.Module:
+    """Every second module on the disk, each with a hook of its own."""
+    leaves = [name for name, module in model.named_modules() if not list(module.children())]
+    places = {name: ("cpu", "disk")[i % 2] for i, name in enumerate(leaves)}
+    return accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=folder, force_hooks=True)
+
+
+OFFLOADS = {
+    "cpu": lambda model, folder: accelerate.cpu_offload(model, execution_device="cpu"),
+    "buffers": lambda model, folder: accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=True),
+    "disk": lambda model, folder: accelerate.disk_offload(model, folder, execution_device="cpu"),
+    "leaves": by_leaf,
+}
+
+
+@pytest.mark.parametrize("preset", ["soft_cap", "qk_norm_cap"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("offload", OFFLOADS)
+@torch.no_grad()
+def test_patching_a_model_whose_projections_have_hooks(offload, model_type, preset, tmp_path):
+    batch = make_batch("left")
+    plain = sharp_model(model_type)(**batch).logits
+    expected = randomise(patch_model(sharp_model(model_type), preset))(**batch).logits
+    model = OFFLOADS[offload](sharp_model(model_type), tmp_path)
+    with pytest.raises(ValueError, match=r"pre_norm=False .* not in memory"):
+        patch_model(model, "qkv_norm")
+    patch_model(model, preset)
+    assert all(p.device.type == "cpu" for m in model.modules() if isinstance(m, HeadNorm) for p in m.parameters())
+    assert torch.equal(randomise(model)(**batch).logits, expected)
+    assert torch.equal(unpatch_model(model)(**batch).logits, plain)
+
+
+@pytest.mark.parametrize("together", ["LlamaAttention", "LlamaDecoderLayer"])
+@torch.no_grad()
+def test_weights_that_a_hook_brings_in_together(together):
+    """A new norm's are not among them; a cap has none."""
+    expected = patch_model(sharp_model("llama"), "soft_cap")(**make_batch("left")).logits
+    model = accelerate.cpu_offload(sharp_model("llama"), execution_device="cpu", preload_module_classes=[together])
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"layers\.0.*preload_module_classes.*Patch the model first"):
+        patch_model(model, "qk_norm")
+    assert fingerprint(model) == before
+    assert torch.equal(patch_model(model, "soft_cap")(**make_batch("left")).logits, expected)

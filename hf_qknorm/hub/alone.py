@@ -63,6 +63,10 @@ def set_module_class(module: nn.Module, cls: type[nn.Module]) -> None:
     module.__class__ = cls
 
 
+def execution_device(*modules: nn.Module) -> None:
+    """Where accelerate's hooks run a module that is being built: there are none yet."""
+
+
 def carry_code(config: Any) -> None:
     """Name this file's classes in a config that came with it, without the Hub's name that loading put before them."""
     config.auto_map = {auto: name.rpartition("--")[2] for auto, name in (config.auto_map or {}).items()}

@@ -45,7 +45,8 @@ _ROOTS = (
 _REPLACED = {
     ("hf_qknorm.attention", "QKNormAttention"): ("hf_qknorm.layer", "PlainAttention"),
     ("hf_qknorm.functions", "CAP_BACKENDS"): ("hf_qknorm.hub.alone", "CAP_BACKENDS"),
-    ("hf_qknorm.attention", "_set_class"): ("hf_qknorm.hub.alone", "set_module_class"),
+    ("hf_qknorm.hooks", "execution_device"): ("hf_qknorm.hub.alone", "execution_device"),
+    ("hf_qknorm.hooks", "set_class"): ("hf_qknorm.hub.alone", "set_module_class"),
     ("hf_qknorm.hub.standalone", "carry_code"): ("hf_qknorm.hub.alone", "carry_code"),
     ("hf_qknorm.hub.standalone", "write_code"): ("hf_qknorm.hub.alone", "write_code"),
 }
