@@ -139,7 +139,7 @@ def uninstall(model: nn.Module) -> None:
         if module.removed_norm:
             setattr(model.get_submodule(name.rpartition(".")[0]), module.family.pre_norm, _removed_norm(module))
             del module.removed_norm
-        del module.scheme
+        vars(module).pop("scheme", None)  # an installation that failed may not have come to it
         set_class(module, module.base_class)
 
 

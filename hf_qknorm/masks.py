@@ -97,7 +97,7 @@ def structured_mask(
 
 def _layers_pass(window: int | None, config: Any) -> bool:
     """Whether the layers of this config's model pass this window on: patched ones do, as their family says."""
-    family = FAMILIES.get(getattr(config, "base_model_type", None))
+    family = FAMILIES.get(getattr(config, "base_model_type", ""))
     if window is None or family is None or not family.has_window:
         return False
     chunked = getattr(config, "attention_chunk_size", None) is not None  # then the size may be that of the chunks
@@ -165,7 +165,7 @@ def structure(
     queries, keys = query.shape[2], key.shape[2]
     tokens = None
     if mask is not None and is_padded_ranges(mask):
-        mask, tokens = mask[:, 0, :, : 2 * queries].unflatten(-1, (queries, 2)), mask[:, 0, 0, 2 * queries :]
+        mask, tokens = mask[..., : 2 * queries].reshape(-1, 1, queries, 2), mask[:, 0, 0, 2 * queries :]
     if mask is not None and is_ranges(mask):  # they hold causality, window and padding, as a mask does
         seen = Structure(key, value, None, mask[:, 0].clamp_max(keys), False, None)
     elif mask is not None:
