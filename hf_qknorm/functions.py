@@ -40,6 +40,11 @@ CAP_BACKENDS: Final = (
 SERVER_BACKENDS: Final = ("vllm", "sglang")
 
 
+def cap_backend(config: Any) -> str:
+    """The backend of a capped model by default; transformers saves a wish for attention weights with "eager" alone."""
+    return "eager" if config.output_attentions else "hf_qknorm"
+
+
 def check_cap_backend(name: str, softcap: float) -> None:
     """Raise ValueError unless the backend `name` is known, and can cap attention logits."""
     if name in CAP_BACKENDS or name in SERVER_BACKENDS:

@@ -36,7 +36,8 @@ def patch_model(
 
     Fresh gains are 1: a trained model loses part of what it knew until `calibrate` fits them. With `pre_norm=False` the
     norm in front of attention is folded into the projections, for good. The backend becomes "hf_qknorm" for a scheme
-    with a cap and stays what it was for one without; `attn_implementation` overrides. Of a multimodal model one tower
+    with a cap ("eager" where `config.output_attentions` asks for the weights) and stays what it was for one without;
+    `attn_implementation` overrides. Of a multimodal model one tower
     is patched: the text tower, or the one that `tower` names, as "vision_tower". Returns the model, which now saves,
     loads and trains as a patched one.
 
@@ -56,7 +57,7 @@ def patch_model(
         check_room(model, own_layers(model, family))
     if not scheme.pre_norm:
         check_foldable(model, family)
-    backend = attn_implementation or ("hf_qknorm" if scheme.softcap is not None else None)
+    backend = attn_implementation or (functions.cap_backend(model.config) if scheme.softcap is not None else None)
     if backend is not None:
         if scheme.softcap is not None:
             functions.check_cap_backend(backend, scheme.softcap)

@@ -152,21 +152,29 @@ def test_output_attentions_of_a_backend_without_weights_is_refused_with_advice(m
         model(**make_batch("plain"), output_attentions=True)
 
 
+@pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
 @torch.no_grad()
-def test_weights_that_the_config_asks_for(caplog, monkeypatch):
-    """Of a BERT too, which its config may tell to return them whatever the backend is."""
+def test_weights_that_the_config_asks_for(model_type, tmp_path):
+    """transformers takes and saves that wish with "eager" alone, which a cap's layers compute themselves."""
+    batch = make_batch("plain", labels=False)
+    model = sharp_model(model_type)
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    expected = model(**batch).attentions
+    patch_model(model, Scheme(softcap=1e4)).save_pretrained(tmp_path)
+    for patched in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert patched.config._attn_implementation == "eager"
+        for weights, others in zip(patched(**batch).attentions, expected, strict=True):
+            assert_near(weights, others, TOLERANCE)
+
+
+@torch.no_grad()
+def test_the_way_weights_are_formed_is_told_once(caplog, monkeypatch):
     monkeypatch.setattr(functions, "_told", set())
     caplog.set_level(logging.INFO, "hf_qknorm")
-    for model_type in ("bert", "gpt2"):
-        model = sharp_model(model_type)
-        model.set_attn_implementation("eager")
-        model.config.output_attentions = True
-        expected = model(**make_batch("plain", labels=False)).attentions
-        model = patch_model(model, Scheme(softcap=1e4))
-        assert model.config._attn_implementation == "hf_qknorm"
-        for _ in range(2):
-            for weights, others in zip(model(**make_batch("plain", labels=False)).attentions, expected, strict=True):
-                assert_near(weights, others, TOLERANCE)
+    model = capped_model("gpt2", "cap")
+    for _ in range(2):
+        assert len(model(**make_batch("plain"), output_attentions=True).attentions) == 2
     assert caplog.text.count("forms every logit in memory, for output_attentions=True") == 1
 
 

@@ -157,7 +157,7 @@ class QKNormModel(_Model):
         """transformers' check of a backend; a capped scheme also refuses those that can't cap."""
         softcap = self.config.scheme.softcap or (self.config.qk_norm_blend or {}).get("softcap")
         if softcap is not None:
-            requested_attention = requested_attention or "hf_qknorm"
+            requested_attention = requested_attention or functions.cap_backend(self.config)
             functions.check_cap_backend(requested_attention, softcap)
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
