@@ -60,16 +60,18 @@ def test_a_trace_gets_ranges_and_padding(kind, given, queries):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
+@pytest.mark.parametrize("given", ["positions", "padding"])
 @pytest.mark.parametrize("kind", ["causal", "window"])
-def test_a_compiled_mask_is_linear(kind):
+def test_a_compiled_mask_is_linear(kind, given):
     """Inductor fuses the T×S mask into what is read from it: no buffer is that large."""
     length, settings = 500, config(kind, 100)
+    arguments = {"position_ids": torch.arange(length).remainder(200)[None]}
+    if given == "padding":
+        arguments = {"padding": torch.arange(length).expand(2, -1) % 7 > 0}
     with torch._inductor.config.patch(fx_graph_cache=False):
-        positions = torch.arange(length).remainder(200)[None]
-        mask, code = run_and_get_code(
-            torch.compile(create, fullgraph=True), kind, settings, length, position_ids=positions
-        )
-    assert torch.equal(mask, create(kind, settings, length, position_ids=positions))
+        mask, code = run_and_get_code(torch.compile(create, fullgraph=True), kind, settings, length, **arguments)
+    traced = torch.compile(create, fullgraph=True, backend="aot_eager")(kind, settings, length, **arguments)
+    assert torch.equal(mask, traced)
     shapes = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", "".join(code))
     assert 0 < max(math.prod(int(n) for n in re.findall(r"\d+", shape)) for shape in shapes) <= 8 * length
 

@@ -47,6 +47,6 @@ def test_the_files_and_fields_that_it_names_are_there():
     text = PAGE.read_text(encoding="utf-8")
     for name in re.findall(r"`([\w/]+\.py)`", text):
         assert any((folder / name).is_file() for folder in (PAGE.parent, PAGE.parents[2])), name
-    for field in ("norm", "pre_norm", "own_norms", "rope"):
+    for field in ("norm", "pre_norm", "own_norms", "rope", "causal", "slides"):
         assert f"`{field}`" in text
         assert field in families.Family.__dataclass_fields__
