@@ -174,7 +174,8 @@ def structure(
         causal = _is_causal(module) if is_causal is None else bool(is_causal)
         if causal and 1 < queries < keys:  # a static cache's first call: what lies beyond the queries is still empty
             key, value = key[:, :, :queries], value[:, :, :queries]
-        seen = Structure(key, value, None, None, causal, window)  # causal with one query too: a window looks back only
+        # Causal with one query too: a window looks back only. An unpatched layer's is in its masks, where it has one.
+        seen = Structure(key, value, None, None, causal, window if hasattr(module, "scheme") else None)
     seen = seen if boundaries is None else _within_sequences(seen, query, boundaries)
     return seen if tokens is None else _without_gaps(seen, tokens[:, :keys])
 

@@ -275,7 +275,7 @@ def test_ends_of_packed_sequences_are_ranges(ends, given, causal, window):
         mask = create("causal", config("causal"), 9, torch.tensor(PADDING["both"]))
         padding, causal, window = dense(mask[:, 0], 9), False, None
     q = torch.zeros(2, 1, 9, 1)
-    module = SimpleNamespace(is_causal=causal)
+    module = SimpleNamespace(scheme="none", is_causal=causal)
     seen = structure(module, q, q, q, mask, window, boundaries=torch.tensor(ends, dtype=torch.int32))
     of = torch.tensor([sum(place >= end for end in ends) for place in range(18)]).view(2, 1, 9)
     expected = (of[..., :, None] == of[..., None, :]) & reference.visible(9, 9, causal, window)

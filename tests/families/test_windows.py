@@ -100,6 +100,19 @@ def test_a_setting_that_the_model_obeys(model_type, settings):
     assert_same(model_type, settings, {}, differs=True)
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "mistral", "olmoe", "phimoe", "qwen2_moe"])
+@torch.no_grad()
+def test_a_window_of_an_unpatched_model(model_type):
+    """Its masks hold the window; what its layers pass on may be more or less."""
+    tokens = torch.arange(3, 3 + LENGTH)[None]
+    model = sharp_model(model_type, sliding_window=4)
+    model.set_attn_implementation("eager")
+    expected = model(input_ids=tokens).logits
+    for backend in BACKENDS:
+        model.set_attn_implementation(backend)
+        torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4, msg=backend)
+
+
 @torch.no_grad()
 def test_a_window_that_changes_after_the_model_is_built():
     """Masks are built by the config as it is, and so is the layers' window."""
