@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops import reference
-from hf_qknorm.testing import error
+from hf_qknorm.testing import Verdict, verdict
 
 EPS = 1e-6
 SOFTCAP = 50.0
@@ -177,20 +177,6 @@ def exactly(x: Inputs) -> Inputs:
     return x._replace(**wide)
 
 
-class Verdict(NamedTuple):
-    """The relative error of one result, and what is allowed: twice eager's and one rounding; NaN never passes."""
-
-    error: float
-    budget: float
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.budget
-
-
 def judge(got: Results, exact: Results, eager: Results) -> dict[str, Verdict]:
-    """The verdict on each result; the rule of `hf_qknorm.testing.assert_within_budget`."""
-    return {
-        name: Verdict(error(y, exact[name]), 2 * error(eager[name], exact[name]) + torch.finfo(y.dtype).eps)
-        for name, y in got.items()
-    }
+    """The verdict on each result."""
+    return {name: verdict(y, exact[name], eager[name]) for name, y in got.items()}

@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_cases import Case, Inputs, Verdict, draw, exactly, judge, oracle, results
+from bench_cases import Case, Inputs, draw, exactly, judge, oracle, results
 from bench_contestants import Contestant
 from bench_model import Size
 from bench_model import check as check_model
 from bench_timing import reason
+
+from hf_qknorm.testing import Verdict
 
 MARK = "@verdict "
 SECONDS = 150  # for a job

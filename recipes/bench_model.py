@@ -7,11 +7,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from bench_cases import Verdict, judge
+from bench_cases import judge
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_qknorm as qk
+from hf_qknorm.testing import Verdict
 
 SCHEME = "qk_norm_cap"
 BACKEND = "hf_qknorm"

@@ -19,12 +19,21 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: the same kernels run on the CPU
 if find_spec("triton") is None:
     sys.modules["triton"] = None  # or `import triton` would find the folder tests/ops/triton
-torch.set_num_threads(1)  # tiny models are no faster with more, and waiting threads slow a busy machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="add this to every seed that torch gets: other numbers")
+    parser.addoption("--threads", type=int, default=1, help="threads that torch computes with")
     parser.addoption("--all-families", action="store_true", help="sweep over every family, not one of each style")
     parser.addoption("--all-trained", action="store_true", help="convert the trained checkpoints in every way")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["HF_QKNORM_TEST_SEED"] = str(config.getoption("--seed"))  # children inherit it
+    import seeds  # noqa: F401  # before any test is imported, as some draw numbers then
+
+    # One thread by default: tiny models are no faster with more, and waiting threads slow a busy machine.
+    torch.set_num_threads(config.getoption("--threads"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import seeds  # noqa: F401  # the ranks draw what the test draws
 from filelock import FileLock
 
 PATIENCE = 240  # seconds

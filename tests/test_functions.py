@@ -26,7 +26,8 @@ CAPPED = {name: replace(SCHEMES[name], softcap=2.0) for name in ("soft_cap", "qk
 MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in CAPPED.items() if applies(t, scheme)]
 
 needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="flex_attention on the CPU needs a C++ compiler"
+    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="flex_attention on the CPU needs a C++ compiler, and AVX2",
 )
 
 

@@ -93,8 +93,9 @@ def attention(
 
     q `[B, H, T, D]`; k, v `[B, Hk, S, D]`; `scale` defaults to 1/√D. `mask` is boolean (True: may attend) or
     additive, broadcastable to `[B, H, T, S]`, on top of `causal` and `window`, and so are `ranges` `[B or 1, T, 2]`:
-    query t sees the keys from ranges[b, t, 0] on, before ranges[b, t, 1]. `sinks` `[H]` are logits of one extra key
-    without a value. `dropout_mask` `[B, H, T, S]` multiplies the weights (0 or 1/(1 − rate)).
+    query t sees the keys from ranges[b, t, 0] on, before ranges[b, t, 1]. `sinks` are logits of one extra key without
+    a value, `[H]` (or `[B, H, T]`, one for each query). `dropout_mask` `[B, H, T, S]` multiplies the weights (0 or
+    1/(1 − rate)).
     The softmax runs in fp32 at least. A query that may attend to nothing gives 0, with zero gradients.
     """
     group = q.shape[1] // k.shape[1]
@@ -117,8 +118,8 @@ def attention(
     logits = logits.masked_fill(~seen, -math.inf)
     empty = ~seen.any(-1, keepdim=True)
     if sinks is not None:
-        sink = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        logits = torch.cat([logits, sink], dim=-1)
+        sink = (sinks[:, None] if sinks.dim() == 1 else sinks).to(logits.dtype).expand(logits.shape[:3])
+        logits = torch.cat([logits, sink[..., None]], dim=-1)
     weights = torch.softmax(logits.masked_fill(empty, 0.0), dim=-1)
     entropy = -torch.special.xlogy(weights, weights).sum(-1).detach()
     weights = weights[..., : k.shape[2]].masked_fill(empty, 0.0)

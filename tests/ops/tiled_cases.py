@@ -147,6 +147,17 @@ def tiled_results(case: Case, inputs: Inputs) -> dict[str, Tensor]:
 
 def oracle_results(case: Case, inputs: Inputs, dropout_mask: Tensor | None = None) -> dict[str, Tensor]:
     """Output and gradients of the oracle, in the dtype of the inputs."""
+    found = oracle_terms(case, inputs, dropout_mask)
+    return found if inputs.sinks is None else found | {"dsinks": found["dsinks"].sum((0, 1)).to(inputs.sinks.dtype)}
+
+
+def oracle_terms(case: Case, inputs: Inputs, dropout_mask: Tensor | None = None) -> dict[str, Tensor]:
+    """`oracle_results` with each query's share of the sinks' gradient, `[B, T, H]`, as error budgets take it."""
+    sinks = None
+    if inputs.sinks is not None:
+        precision = torch.promote_types(inputs.sinks.dtype, torch.float32)
+        shape = (case.batch, case.queries, case.heads)
+        sinks = inputs.sinks.detach().to(precision).expand(shape).requires_grad_()
     result = reference.attention(
         inputs.q,
         inputs.k,
@@ -156,10 +167,10 @@ def oracle_results(case: Case, inputs: Inputs, dropout_mask: Tensor | None = Non
         window=case.window,
         mask=inputs.mask,
         ranges=inputs.ranges,
-        sinks=inputs.sinks,
+        sinks=None if sinks is None else sinks.transpose(1, 2),
         dropout_mask=dropout_mask,
     )
-    wanted = [x for x in (inputs.q, inputs.k, inputs.v, inputs.sinks) if x is not None]
+    wanted = [x for x in (inputs.q, inputs.k, inputs.v, sinks) if x is not None]
     return named(result.out.detach(), *torch.autograd.grad(result.out, wanted, inputs.grad))
 
 

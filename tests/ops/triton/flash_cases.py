@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_norm_rope import DEVICE, Call, draw, lay_out, plain
+from test_norm_rope import DEVICE, Call, draw, lay_out, plain, spread
 from test_norm_rope import Case as Raw
 from tiled_cases import Case, draw_inputs
 from torch import Tensor
@@ -40,9 +40,10 @@ class Problem(NamedTuple):
         return {"out": result.out} | {name: x for name, x in grads._asdict().items() if x is not None}
 
     def expected(self, dtype: torch.dtype, dropout_mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Output and gradients of the oracle, computed in `dtype`."""
-        leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in self.leaves.items()}
-        out = self.attended(leaves, dropout_mask).out
+        """Output and gradients of the oracle, computed in `dtype`; of parameters the terms that `verdict` takes."""
+        leaves = spread(self.leaves, dtype)
+        sinks = {"sinks": leaves["sinks"].transpose(1, 2)} if "sinks" in leaves else {}
+        out = self.attended(leaves | sinks, dropout_mask).out
         grads = torch.autograd.grad(out, list(leaves.values()), self.grad.to(dtype))
         return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
 
@@ -75,7 +76,7 @@ class Problem(NamedTuple):
         got = self.results()
         assert got.keys() == exact.keys()
         for name, value in exact.items():
-            assert got[name].shape == value.shape
+            assert got[name].shape == (value if name == "out" else self.leaves[name]).shape
             assert got[name].dtype == dtype
             assert_within_budget(got[name], value, eager[name], name)
         return got

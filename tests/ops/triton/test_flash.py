@@ -16,7 +16,7 @@ from hf_qknorm.testing import assert_within_budget
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 ONE = {"batch": 1, "heads": 2, "heads_kv": 1}
 PAIR = {"heads": 2, "heads_kv": 1}
-MANY = {"batch": 1, "heads": 10, "heads_kv": 2}  # one number a head: an error norm over few of them is mostly luck
+GROUPS = {"batch": 1, "heads": 10, "heads_kv": 2}
 
 SHAPES = [
     (Case(), FULL),
@@ -26,7 +26,7 @@ SHAPES = [
     (Case(batch=1, heads=4, heads_kv=4, head_dim=80, softcap=5.0), BRAIN),
     (Case(batch=1, heads=4, heads_kv=1, head_dim=96, causal=True, softcap=100.0), FULL),
     (Case(batch=1, heads=7, heads_kv=1, head_dim=112, causal=True), HALF),
-    (Case(**MANY, queries=33, head_dim=16, softcap=5.0), HALF),
+    (Case(**GROUPS, queries=33, head_dim=16, softcap=5.0), HALF),
     (Case(**ONE, queries=128, head_dim=128, softcap=100.0), BRAIN),
     (Case(**ONE, causal=True, head_dim=256, softcap=5.0), FULL),
     (Case(**ONE, queries=40, head_dim=256), BRAIN),
@@ -63,11 +63,11 @@ RANGES = [
     (Case(**PAIR, ranges="shared", queries=40, softcap=5.0), HALF),
 ]
 SINKS = [
-    (Case(**MANY, sinks=True, queries=40, causal=True, window=20), BRAIN),
-    (Case(**MANY, sinks=True, queries=40, softcap=50.0), HALF),
-    (Case(**MANY, sinks=True, queries=40, keys=33, causal=True, softcap=5.0), FULL),
-    (Case(**MANY, sinks=True, queries=40, ranges="packed"), FULL),
-    (Case(**MANY, sinks=True, queries=40, ranges="left_padding", softcap=100.0), BRAIN),
+    (Case(**GROUPS, sinks=True, queries=40, causal=True, window=20), BRAIN),
+    (Case(**GROUPS, sinks=True, queries=40, softcap=50.0), HALF),
+    (Case(**GROUPS, sinks=True, queries=40, keys=33, causal=True, softcap=5.0), FULL),
+    (Case(**GROUPS, sinks=True, queries=40, ranges="packed"), FULL),
+    (Case(**GROUPS, sinks=True, queries=40, ranges="left_padding", softcap=100.0), BRAIN),
 ]
 
 
@@ -97,7 +97,7 @@ def test_the_tiles_of_the_tables(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        (Case(**MANY, queries=3, keys=300, causal=True, softcap=50.0, sinks=True), BRAIN),
+        (Case(**GROUPS, queries=3, keys=300, causal=True, softcap=50.0, sinks=True), BRAIN),
         (Case(heads=10, queries=2, keys=260, causal=True, window=250, ranges="left_padding"), HALF),
     ],
     ids=name,
@@ -186,7 +186,7 @@ def test_the_gradient_of_a_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [Case(**MANY, queries=20, sinks=True, dropout=0.2), Case(**ONE, ranges="packed")], ids=str
+    "case", [Case(**GROUPS, queries=20, sinks=True, dropout=0.2), Case(**ONE, ranges="packed")], ids=str
 )
 def test_a_rerun_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink_tiles(monkeypatch)

@@ -148,9 +148,22 @@ def plain(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
     return torch.cat([turned, x[..., width:]], -1)
 
 
+def spread(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Leaves in `dtype`, each parameter with a number of its own for all that it meets: its gradient is then terms."""
+    made = {}
+    for name, x in leaves.items():
+        if name in ("q", "k", "v"):
+            made[name] = x.detach().to(dtype).requires_grad_()
+        else:
+            batch, heads, length, head_dim = leaves["k" if name.startswith("k_") else "q"].shape
+            shape = (batch, length, heads) if name == "sinks" else (batch, length, heads, head_dim)
+            made[name] = x.detach().to(torch.promote_types(dtype, torch.float32)).expand(shape).requires_grad_()
+    return made
+
+
 def expected(call: Call, dq: Tensor, dk: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """q̂, k̂ and every gradient by autograd, computed in `dtype`."""
-    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in call.leaves.items()}
+    """q̂, k̂ and every gradient by autograd, computed in `dtype`; of gains and biases the terms that `verdict` takes."""
+    leaves = spread(call.leaves, dtype)
     q_norm, k_norm = (
         norm._replace(gain=leaves.get(f"{name}_gain"), bias=leaves.get(f"{name}_bias"))
         for name, norm in (("q", call.q_norm), ("k", call.k_norm))
@@ -182,7 +195,7 @@ def test_results_and_gradients(case: Case) -> None:
     got = norm_rope.backward(dq, dk, *call)._asdict()
     assert {name for name, value in got.items() if value is not None} == set(exact)
     for name, value in exact.items():
-        assert got[name].shape == value.shape
+        assert got[name].shape == call.leaves[name].shape
         assert got[name].dtype == case.dtype
         assert_within_budget(got[name], value, eager[name], f"gradient of {name}")
     assert got["q"].transpose(1, 2).is_contiguous()

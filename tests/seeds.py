@@ -1,0 +1,27 @@
+"""Other random numbers for the whole suite: `pytest --seed N` adds N to every seed that torch gets.
+
+The option reaches child processes through the environment: a script that must draw its test's numbers imports this.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+
+def _shift(offset: int) -> None:
+    seed_all, plain = torch.manual_seed, torch.Generator
+
+    class Generator(plain):  # type: ignore[misc, valid-type]
+        def manual_seed(self, seed: int) -> Any:
+            return super().manual_seed(seed + offset)
+
+    torch.manual_seed = lambda seed: seed_all(int(seed) + offset)
+    torch.Generator = Generator  # type: ignore[misc]
+
+
+_OFFSET = int(os.environ.get("HF_QKNORM_TEST_SEED", "0"))
+if _OFFSET:
+    _shift(_OFFSET)

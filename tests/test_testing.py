@@ -1,0 +1,85 @@
+"""The error budget: what it lets pass, and that it lets no fault pass, in results of many numbers and of few."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_qknorm.testing import assert_within_budget, verdict
+
+EPS = torch.finfo(torch.float32).eps
+ROWS = (2, 50, 3, 16)  # the terms of a gain's gradient
+SHAPES = [(1,), (16,), (3, 16)]
+DRAWS = range(30)
+
+
+def noisy(x: Tensor, generator: torch.Generator) -> Tensor:
+    """x with errors as of some roundings in fp32."""
+    return x * (1 + 3 * EPS * torch.randn(x.shape, generator=generator, dtype=torch.float64))
+
+
+def draw(seed: int, mean: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
+    """The terms of a sum, and two computations of them whose errors have nothing to do with each other."""
+    generator = torch.Generator().manual_seed(seed)
+    terms = torch.randn(ROWS, generator=generator, dtype=torch.float64) + mean
+    return terms, noisy(terms, generator), noisy(terms, generator)
+
+
+def summed(terms: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return terms.sum_to_size(shape).float()
+
+
+@pytest.mark.parametrize("share", [0.98, 1.02])
+def test_many_numbers_may_have_twice_eagers_error_and_one_rounding(share: float) -> None:
+    exact, eager, _ = draw(0)
+    missed = (eager - exact) / exact.norm()
+    actual = exact + share * missed * (2 + EPS / missed.norm()) * exact.norm()
+    found = verdict(actual.float(), exact, eager)
+    assert found.passed == (share < 1)
+    assert found.budget == pytest.approx(2 * float(missed.norm()) + EPS)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mean", [0.3, 0.0])
+def test_sums_pass_whatever_cancels_by_chance(shape: tuple[int, ...], mean: float) -> None:
+    for seed in DRAWS:
+        exact, eager, other = draw(seed, mean)
+        assert_within_budget(summed(other, shape), exact, eager)
+
+
+def test_a_sum_passes_where_eager_is_exact_in_the_one_term_that_counts() -> None:
+    for seed in DRAWS:
+        exact, eager, other = draw(seed)
+        exact[0, 0, 0, 0], eager[0, 0, 0, 0], other[0, 0, 0, 0] = 1e3, 1e3, 1e3 * (1 + 6 * EPS)
+        assert_within_budget(summed(other, (1,)), exact, eager)
+
+
+def test_a_sum_of_nothing_but_zeros_is_zero() -> None:
+    zeros = torch.zeros(ROWS)
+    assert verdict(torch.zeros(1), zeros, zeros).passed
+    assert not verdict(torch.full((1,), 1e-9), zeros, zeros).passed
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mean", [0.3, 0.0])
+def test_a_lost_tile_is_over_the_budget_of_a_sum(shape: tuple[int, ...], mean: float) -> None:
+    for seed in DRAWS:
+        exact, eager, other = draw(seed, mean)
+        other[:, 32:48] = 0.0
+        with pytest.raises(AssertionError, match=r"gain: relative error .* is over the budget"):
+            assert_within_budget(summed(other, shape), exact, eager, "gain")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_factor_of_a_thousandth_is_over_the_budget_of_a_sum(shape: tuple[int, ...]) -> None:
+    for seed in DRAWS:
+        exact, eager, other = draw(seed)
+        assert not verdict(summed(1.001 * other, shape), exact, eager).passed
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_over_every_budget(bad: float) -> None:
+    exact, eager, _ = draw(0)
+    with pytest.raises(AssertionError, match="out: not finite"):
+        assert_within_budget(torch.full(ROWS, bad), exact, eager, "out")
