@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.checks import check_call
+from hf_qknorm.ops.checks import check_call, check_rules, refuse_forward_mode
 from hf_qknorm.ops.fused_ops import OPERATORS, flatten
 from hf_qknorm.ops.heads import Norm, Rotary
 
@@ -86,6 +86,7 @@ def _attend(
     """Check the call, and make it: output, log-sum-exp and, if wanted, `LogitStatistics`' two; else these are empty."""
     (q, k, v), (scale, softcap, causal, window, dropout) = heads, options
     check_call(q, k, v, None, ranges, sinks, dropout)
+    check_rules(scale, softcap, causal, window)
     _require(q, k, v, *ends)
     seed = torch.randint(torch.iinfo(torch.int64).max, (1,), device=q.device) if dropout > 0 else None
     parts, settings = flatten(*ends)
@@ -172,6 +173,7 @@ _why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _require(q: Tensor, k: Tensor, v: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> None:
+    refuse_forward_mode(*q_norm[1:4], *k_norm[1:4])
     reason = why_not_fused(q, k, v)
     if reason is not None:
         raise ValueError(f"fused attention can't run: {reason}. Use library.attention, or hf_qknorm_tiled")

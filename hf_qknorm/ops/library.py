@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops import tiled
-from hf_qknorm.ops.checks import check_call
+from hf_qknorm.ops.checks import check_call, check_rules
 from hf_qknorm.ops.fused import fused_attention, fused_statistics, norm_rope, norm_rope_into, why_not_fused
 
 __all__ = ["attention", "fused_attention", "fused_statistics", "norm_rope", "norm_rope_into", "why_not_fused"]
@@ -35,9 +35,11 @@ def attention(
     that `dropout` is a rate: its seed is drawn from torch's default generator, and backward repeats the mask.
     `ranges` must not decrease down the rows, neither the starts nor the stops, which is not checked.
 
-    Raises ValueError for shapes that do not fit, and for a mask that needs a gradient (none is computed).
+    Raises ValueError for arguments that do not fit, and for a mask that needs a gradient (none is computed);
+    NotImplementedError in forward mode (`torch.func.jvp`), and in backward for a second derivative.
     """
     check_call(q, k, v, mask, ranges, sinks, dropout)
+    check_rules(scale, softcap, causal, window)
     seed = torch.randint(torch.iinfo(torch.int64).max, (1,)) if dropout > 0 else None
     out, _ = _attention(
         q,

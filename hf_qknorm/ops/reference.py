@@ -129,6 +129,6 @@ def attention(
     return Attended(
         out=out,
         weights=weights,
-        max_logit=raw.masked_fill(~seen, 0.0).amax((0, 2, 3)),
+        max_logit=raw.masked_fill(~seen, 0.0).amax((0, 2, 3)) if raw.numel() else raw.new_zeros(raw.shape[1]),
         entropy=entropy.masked_fill(empty.squeeze(-1), 0.0).sum((0, 2)) / rows,
     )

@@ -42,11 +42,14 @@ def forward(
     for block in problem.blocks:
         logits = problem.logits(block, buffer, spare)
         sink = problem.sink_rows(block)
-        shift = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
-        shift = shift if sink is None else torch.maximum(shift, sink)
+        largest = logits.amax(-1, keepdim=True)
+        empty = problem.empty(block, largest)
+        shift = largest.clamp_min(torch.finfo(logits.dtype).min)
+        if sink is not None:
+            sink = sink.masked_fill(empty, -math.inf)  # an empty row stays empty, even where the sink is NaN
+            shift = torch.maximum(shift, sink)
         weights = _exp_(logits.sub_(shift))
         total = weights.sum(-1, keepdim=True)
-        empty = total == 0
         total = total if sink is None else total + torch.exp(sink - shift)
         if seed is not None:
             weights.mul_(problem.keep(block, seed))
@@ -103,6 +106,7 @@ def backward(
         sink = problem.sink_rows(block)
         if sink is not None and dsinks is not None:
             flow = torch.exp(sink - (largest + rest)[..., None]).mul_(delta).neg_()
+            flow.masked_fill_(rest[..., None] == math.inf, 0.0)
             dsinks += flow.view(-1, problem.heads_kv, problem.group, block.shape[1], 1).sum((0, 3), keepdim=True)[0]
     return (
         dq.mul_(scale).view(q.shape).to(q.dtype),
@@ -157,7 +161,7 @@ def statistics(
         b, n, w = block.shape
         raw = problem.scores(block, options.scale, buffer).abs()
         logits = problem.logits(block, buffer, spare)
-        seen = logits > -math.inf
+        seen = problem.seen(block).reshape(logits.shape)
         heads = raw.masked_fill_(~seen, 0.0).view(b, *shape, n * w)
         top = heads.amax((0, 3))
         largest = torch.maximum(largest, top)

@@ -65,18 +65,19 @@ class Problem:
         self.heads_kv, self.keys = k.shape[1], k.shape[2]
         self.group = heads // self.heads_kv
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.mask, self.ranges, self.options, self.device = mask, ranges, options, q.device
+        self.mask, self.options, self.device = mask, options, q.device
+        self.ranges = None if ranges is None else ranges.clamp(0, self.keys)  # differences of int32 must not overflow
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads_kv, self.group, 1, 1)
         self.q, self.k, self.v = self.grouped(q), self.flat(k), self.flat(v)
         self.blocks = list(self._blocks())
 
     def flat(self, x: Tensor) -> Tensor:
         """`[B, Hk, S, D]` to `[B·Hk, S, D]`, in the dtype of the computation."""
-        return x.to(self.dtype).reshape(-1, x.shape[2], x.shape[3])
+        return x.to(self.dtype).flatten(0, 1)
 
     def grouped(self, x: Tensor) -> Tensor:
         """`[B, H, T, *]` to `[B·Hk, G, T, *]`, in the dtype of the computation."""
-        return x.to(self.dtype).reshape(-1, self.group, *x.shape[2:])
+        return x.to(self.dtype).unflatten(1, (self.heads_kv, self.group)).flatten(0, 1)
 
     def buffer(self) -> Tensor:
         """Room for the logits of the largest block."""
@@ -86,7 +87,7 @@ class Problem:
     def _blocks(self) -> Iterator[Block]:
         """The blocks in order; the same for forward, backward and the dropout mask."""
         rows = max(BLOCK_ROWS // self.group, 16)
-        batches = max(BLOCK_LOGITS // (self.heads_kv * self.group * rows * self.keys), 1)
+        batches = max(BLOCK_LOGITS // (self.heads_kv * self.group * rows * max(self.keys, 1)), 1)
         number = 0
         for first in range(0, self.batch, batches):
             batch = slice(first, min(first + batches, self.batch))
@@ -160,7 +161,7 @@ class Problem:
         Where all of it is small, as after norms, a polynomial takes a third of the time of torch.tanh on a CPU.
         """
         x = self.scores(block, self.options.scale, out).div_(cap)  # scale / cap would round once for all logits
-        if self.device.type != "cpu" or x.dtype == torch.float64 or max(map(abs, map(float, x.aminmax()))) > SMALL:
+        if self.device.type != "cpu" or x.dtype == torch.float64 or not _is_small(x):
             return x.tanh_()
         square = torch.mul(x, x, out=spare[: x.numel()].view(x.shape))
         leading, *others, last = TANH_SMALL
@@ -182,7 +183,27 @@ class Problem:
     def hide(self, logits: Tensor, block: Block) -> None:
         """Apply mask, ranges, causality and window to the block's logits, in place."""
         b, n, w = block.shape
-        view = logits.view(b, self.heads_kv, self.group, n, w)
+        self._hide_in(logits.view(b, self.heads_kv, self.group, n, w), block)
+
+    def seen(self, block: Block) -> Tensor:
+        """Which of the block's keys each query may attend to, `[b, Hk, G, n, w]`, whatever their logits."""
+        b, n, w = block.shape
+        alike = self.mask is None or self.mask.shape[1] == 1  # for all heads
+        view = self.q.new_zeros((b, *((1, 1) if alike else (self.heads_kv, self.group)), n, w))
+        self._hide_in(view, block)
+        return (view != -math.inf).expand(b, self.heads_kv, self.group, n, w)
+
+    def empty(self, block: Block, largest: Tensor) -> Tensor:
+        """Which rows may attend to nothing, given their largest logits; both `[b·Hk, G·n, 1]`.
+
+        Logits of keys that a row does see can be -inf too, by overflow: that row is NaN, and not empty.
+        """
+        empty = largest == -math.inf
+        if self.device.type == "cpu" and not bool(empty.any()):
+            return empty
+        return ~self.seen(block).any(-1).view(largest.shape)
+
+    def _hide_in(self, view: Tensor, block: Block) -> None:
         if self.mask is not None:
             part = self._masks(block.batch, block.rows, block.cols)
             if part.dtype == torch.bool:
@@ -193,6 +214,7 @@ class Problem:
         if self.ranges is not None:
             self._hide_outside(view, block, self._spans(self.ranges, block.batch, block.rows))
         causal, window = self.options.causal, self.options.window
+        n, w = view.shape[3:]
         first = block.rows.start + self.keys - self.queries - block.cols.start  # the column of row 0's own key
         if causal and first + 1 < w:  # keys after the first query's own: a triangle
             self._hide(view, max(first + 1, 0), w, first, lambda distance: distance < 0)
@@ -232,3 +254,9 @@ class Problem:
         b, n, _ = block.shape
         rows = self.sinks.expand(-1, -1, n, 1).flatten(1, 2)
         return rows.repeat(b, 1, 1)
+
+
+def _is_small(x: Tensor) -> bool:
+    """Whether all of x is within SMALL; NaN is not."""
+    least, most = map(float, x.aminmax())
+    return least >= -SMALL and most <= SMALL

@@ -1,6 +1,7 @@
 """`library.attention`: what torch expects of an operator, and what callers are told when they get it wrong."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -185,6 +186,35 @@ def test_a_second_derivative_is_refused() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "sinks"])
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: torch.compile(f, backend="eager")], ids=["plain", "compiled"])
+def test_forward_mode_is_refused(wrap: Any, wanted: str) -> None:
+    """It would give a tangent of zero."""
+    torch.compiler.reset()
+    tensors = dict(zip("qkv", (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8)), strict=True)) | {"sinks": SINKS}
+
+    def tangent(x: Tensor) -> Tensor:
+        attend = lambda y: library.attention(**tensors | {wanted: y})  # noqa: E731
+        return torch.func.jvp(attend, (x,), (torch.ones_like(x),))[1]
+
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative.*hf_qknorm_eager"):
+        wrap(tangent)(tensors[wanted])
+
+
+def test_forward_mode_of_something_else_is_no_matter() -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
+    expected = library.attention(q, k, v)
+    out, tangent = torch.func.jvp(lambda x: library.attention(q, k, v) * x, (torch.ones(1),), (torch.ones(1),))
+    assert torch.equal(out, expected)
+    assert torch.equal(tangent, expected)
+
+
+def test_vmap_is_one_call_after_the_other() -> None:
+    q, k, v = (torch.stack([x.detach(), 2 * x.detach()]) for x in make_qkv(2, 4, 2, 9, 9, 16))
+    attend = lambda *x: library.attention(*x, softcap=5.0, causal=True)  # noqa: E731
+    torch.testing.assert_close(torch.vmap(attend)(q, k, v), torch.stack([attend(q[i], k[i], v[i]) for i in range(2)]))
+
+
 def q_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
@@ -213,6 +243,18 @@ WRONG = [
     ({"dropout": -0.1}, r"dropout must be in \[0, 1\), got -0.1"),
     ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
     ({"dropout": math.nan}, r"dropout must be in \[0, 1\), got nan"),
+    ({"q": q_of(2, 0, 5, 8)}, r"at least one head and one column, got q \[2, 0, 5, 8\]"),
+    ({"k": q_of(2, 0, 7, 8), "v": q_of(2, 0, 7, 8)}, r"at least one head and one column, .* k \[2, 0, 7, 8\]"),
+    ({x: q_of(2, 2, 5, 0) for x in "qkv"}, r"at least one head and one column, got q \[2, 2, 5, 0\]"),
+    ({"mask": q_of(1, 1, 5, 7, dtype=torch.int64)}, r"the mask must be boolean .* got torch.int64"),
+    ({"scale": math.nan}, r"scale must be finite, got nan"),
+    ({"scale": math.inf}, r"scale must be finite, got inf"),
+    *(
+        ({"softcap": x}, rf"softcap must be finite and greater than 0, got {x}")
+        for x in (0.0, -5.0, math.inf, math.nan)
+    ),
+    ({"window": 0, "causal": True}, r"window must be at least 1 with causal .* got 0: pass None"),
+    ({"window": -1}, r"window must be at least 0 .* got -1: pass None"),
 ]
 
 

@@ -70,7 +70,7 @@ class Inputs:
 
 def draw_inputs(case: Case, dtype: torch.dtype) -> Inputs:
     """The case's tensors, rounded to `dtype`."""
-    keys = case.keys or case.queries
+    keys = case.queries if case.keys is None else case.keys
     q, k, v = make_qkv(
         case.batch, case.heads, case.heads_kv, case.queries, keys, case.head_dim, dtype=dtype, spread=case.spread
     )

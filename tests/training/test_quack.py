@@ -16,11 +16,12 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from hf_qknorm import QuacK, patch_model
 from hf_qknorm.testing import tiny_model
 
+ADAMW = {"lr": 0.2, "weight_decay": 0.1, "eps": 1e-5}  # a smaller eps makes steps of the noise in gradients of zero
 OPTIMISERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=3.0, momentum=0.9, weight_decay=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.2, weight_decay=0.1, foreach=False),
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.2, weight_decay=0.1, foreach=True),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.2, weight_decay=0.1, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, **ADAMW, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, **ADAMW, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, **ADAMW, fused=True),
 }
 CASES = [*((model_type, "adamw") for model_type in ROWS), *(("gpt2", kind) for kind in OPTIMISERS if kind != "adamw")]
 STEPS = 4

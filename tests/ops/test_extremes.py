@@ -1,0 +1,184 @@
+"""Attention where numbers or shapes run out: NaN, infinity, nothing to attend, caps and sinks of any size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiled_cases import Case, Inputs, draw_inputs, oracle_results, tiled_results
+from torch import Tensor
+
+from hf_qknorm.ops import library, reference, tiled
+from hf_qknorm.testing import assert_within_budget, make_qkv
+
+CAPS = (None, 5.0, 50.0)
+NAMES = ("out", "dq", "dk", "dv", "dsinks")
+
+
+def assert_is_the_oracle(case: Case, inputs: Inputs, names: tuple[str, ...] = NAMES) -> None:
+    """Equal to rounding in fp64, NaN where it has NaN."""
+    expected = oracle_results(case, inputs)
+    for name, result in tiled_results(case, inputs).items():
+        if name in names:
+            torch.testing.assert_close(
+                result, expected[name], rtol=1e-10, atol=1e-11, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("softcap", CAPS)
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_a_broken_query_leaves_the_other_rows(spread: float, softcap: float | None, bad: float) -> None:
+    """Logits of all sizes share a block with it, small ones and those of the cap's size."""
+    case = Case(queries=40, head_dim=64, causal=True, softcap=softcap, spread=spread)
+    inputs = draw_inputs(case, torch.float32)
+    with torch.no_grad():
+        inputs.q[:, :, 17, 3] = bad
+    exact, eager = oracle_results(case, inputs.to(torch.float64)), oracle_results(case, inputs)
+    got = tiled_results(case, inputs)
+    rows = torch.arange(40) != 17
+    for name in ("out", "dq"):
+        assert_within_budget(*(x[name][:, :, rows] for x in (got, exact, eager)), name)
+        assert got[name][:, :, 17].isnan().any() == exact[name][:, :, 17].isnan().any()
+
+
+@pytest.mark.parametrize("softcap", CAPS)
+def test_statistics_show_what_is_not_finite(softcap: float | None) -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 3, 3, 9, 9, 16))
+    q[:, 0, 4, 0], q[:, 1] = torch.nan, 1e20
+    k[:, 1] = -1e20  # logits of -inf
+    found = tiled.statistics(q, k, None, None, None, tiled.Options(1.0, softcap, causal=True))
+    exact = reference.attention(q, k, v, scale=1.0, softcap=softcap, causal=True).max_logit
+    torch.testing.assert_close(found.max_logit, exact, equal_nan=True)
+    assert math.isnan(exact[0])
+    assert exact[1] == math.inf
+    assert found.seen.tolist() == [45] * 3
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("softcap", CAPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_that_overflow(dtype: torch.dtype, softcap: float | None, sign: float) -> None:
+    """A cap bounds them. Without one their softmax is NaN, and not that of a row that sees nothing."""
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 9, 9, 16, dtype=dtype))
+    q, k = torch.full_like(q, 1e30), torch.full_like(k, sign * 1e30)
+    out = library.attention(q, k, v, softcap=softcap, causal=True)
+    exact = reference.attention(q, k, v, softcap=softcap, causal=True).out
+    torch.testing.assert_close(out, exact, equal_nan=True)
+    assert bool(out.isnan().all()) == (softcap is None)
+
+
+NOTHING = [
+    Case(queries=0, keys=7),
+    Case(queries=5, keys=0),
+    Case(queries=0, keys=0),
+    Case(batch=0, queries=5, keys=7),
+    Case(batch=0, queries=0, keys=0),
+]
+RULES = [
+    {},
+    {"softcap": 5.0},
+    {"causal": True, "window": 3},
+    {"sinks": True, "softcap": 5.0},
+    {"mask": "bool:BHTS"},
+    {"mask": "add:B1TS"},
+    {"ranges": "left_padding"},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("case", NOTHING, ids=str)
+def test_nothing_to_attend_is_no_fault(case: Case, rules: dict) -> None:
+    case = replace(case, **rules)
+    inputs = draw_inputs(case, torch.float64)
+    arguments = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    arguments |= {"mask": inputs.mask, "ranges": inputs.ranges, "sinks": inputs.sinks}
+    leaves = [x for x in (inputs.q, inputs.k, inputs.v, inputs.sinks) if x is not None]
+    exact = reference.attention(inputs.q, inputs.k, inputs.v, **arguments)
+    for out in (exact.out, library.attention(inputs.q, inputs.k, inputs.v, **arguments)):
+        assert out.shape == inputs.q.shape
+        assert not out.any()
+        for leaf, grad in zip(leaves, torch.autograd.grad(out, leaves, torch.ones_like(out)), strict=True):
+            assert grad.shape == leaf.shape
+            assert not grad.any()
+    assert not exact.max_logit.any()
+    assert not exact.entropy.any()
+    sinks = None if inputs.sinks is None else inputs.sinks.detach()
+    found = tiled.statistics(inputs.q.detach(), inputs.k.detach(), inputs.mask, inputs.ranges, sinks, case.options)
+    assert not any(x.any() for x in found)
+
+
+@pytest.mark.parametrize("case", NOTHING, ids=str)
+def test_nothing_to_attend_has_the_same_shape_where_nothing_is_computed(case: Case) -> None:
+    q, k, v = (x.detach().to("meta").requires_grad_() for x in make_qkv(case.batch, 4, 2, case.queries, case.keys, 16))
+    out = library.attention(q, k, v, causal=True)
+    assert out.shape == q.shape
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
+
+
+def test_nothing_to_attend_drops_nothing() -> None:
+    q, k, v = make_qkv(2, 4, 2, 5, 0, 16)
+    assert not library.attention(q, k, v, dropout=0.5).any()
+
+
+@pytest.mark.parametrize("softcap", [1e-30, 1e-3, 1e30])
+def test_caps_of_any_size(softcap: float) -> None:
+    case = Case(queries=40, head_dim=64, causal=True, softcap=softcap)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = draw_inputs(case, dtype)
+        exact, eager = oracle_results(case, inputs.to(torch.float64)), oracle_results(case, inputs)
+        for name, result in tiled_results(case, inputs).items():
+            if float(exact[name].norm()) > 0:
+                assert_within_budget(result, exact[name], eager[name], name)
+            else:
+                assert not result.any()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7, 30.0])
+def test_scales_of_any_sign(scale: float) -> None:
+    q, k, v = make_qkv(2, 4, 2, 9, 9, 16, dtype=torch.float64)
+    out, exact = (library.attention(q, k, v, scale=scale), reference.attention(q, k, v, scale=scale).out)
+    torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -1e30, -300.0, 300.0, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("case", [Case(causal=True), Case(softcap=5.0, mask="left_padding")], ids=str)
+def test_sinks_of_any_size(case: Case, sink: float) -> None:
+    inputs = draw_inputs(replace(case, sinks=True, queries=30), torch.float64)
+    with torch.no_grad():
+        inputs.sinks[1] = sink
+    case = replace(case, queries=30)
+    broken = not sink < math.inf  # NaN is in all keys of the head then, where which are seen no longer matters
+    assert_is_the_oracle(case, inputs, ("out", "dq", "dsinks") if broken else NAMES)
+    if sink == -math.inf:  # as if it were not there
+        without = oracle_results(case, replace(inputs, sinks=None))
+        for name, result in tiled_results(case, inputs).items():
+            if name in ("out", "dq"):
+                torch.testing.assert_close(result[:, 1], without[name][:, 1], rtol=1e-10, atol=1e-11)
+
+
+def wild_ranges(queries: int) -> Tensor:
+    """Far out of bounds, empty, the wrong way round."""
+    least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    rows = [(least, 3), (least, most), (-5, 10), (4, 4), (9, 2), (0, most), (25, 29), (29, most)]
+    return torch.tensor([rows[i % len(rows)] for i in range(queries)], dtype=torch.int32)[None]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_ranges_out_of_bounds_end_at_the_last_key(sinks: bool, window: int | None) -> None:
+    case = Case(batch=1, queries=100, causal=window is not None, window=window, sinks=sinks)
+    assert_is_the_oracle(case, replace(draw_inputs(case, torch.float64), ranges=wild_ranges(100)))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("hidden", [-math.inf, torch.finfo(torch.float64).min])
+def test_rows_hidden_by_an_additive_mask_are_empty(hidden: float, sinks: bool) -> None:
+    case = Case(queries=30, sinks=sinks)
+    mask = torch.zeros(2, 1, 30, 30, dtype=torch.float64)
+    mask[:, :, 3:9], mask[:, :, :, 20:] = hidden, hidden
+    inputs = replace(draw_inputs(case, torch.float64), mask=mask)
+    assert_is_the_oracle(case, inputs)
+    assert not tiled_results(case, inputs)["out"][:, :, 3:9].any()
