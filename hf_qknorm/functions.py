@@ -232,7 +232,7 @@ def eager_attention(
     seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal, boundaries)
     key = seen.key
     dropout_mask = None
-    if dropout > 0:
+    if dropout != 0:  # torch refuses what is no rate
         kept = query.new_ones((*query.shape[:3], key.shape[2]))
         dropout_mask = nn.functional.dropout(kept, dropout)
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's switch: logits in fp32

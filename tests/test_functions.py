@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, functions, patch_model
+from hf_qknorm.attention import patched_layers
 from hf_qknorm.functions import CAP_BACKENDS, REGISTERED
-from hf_qknorm.testing import error
+from hf_qknorm.testing import error, make_qkv
 
 OWN = tuple(name for name in REGISTERED if name != "hf_qknorm_triton")  # test_kernels_in_models.py has that one
 CAPPING = (*OWN, "eager")
@@ -241,3 +243,23 @@ def test_a_traced_graph_tells_nothing(on_cuda, monkeypatch, caplog):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     functions.fused_attention(None, on_cuda, None, None, None, None, None, None)
     assert "norm and RoPE included" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 7), (2, 5, 0), (0, 5, 7), (2, 0, 0)], ids=str)
+@pytest.mark.parametrize("backend", OWN)
+def test_nothing_to_attend_is_no_fault(backend, shape):
+    layer = next(iter(patched_layers(patch_model(sharp_model("llama"), Scheme(softcap=2.0))).values()))
+    batch, queries, keys = shape
+    leaves = make_qkv(batch, 4, 2, queries, keys, 16)
+    out, _ = REGISTERED[backend](layer, *leaves, None, scaling=0.25, softcap=2.0)
+    assert out.shape == (batch, queries, 4, 16)
+    assert not out.any()
+    assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), leaves))
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5, math.nan])
+@pytest.mark.parametrize("backend", OWN)
+def test_a_dropout_that_is_no_rate_is_refused(backend, rate):
+    layer = next(iter(patched_layers(patch_model(sharp_model("llama"), Scheme(softcap=2.0))).values()))
+    with pytest.raises((ValueError, RuntimeError), match="dropout|probability|expects p"):
+        REGISTERED[backend](layer, *make_qkv(1, 4, 2, 5, 5, 16), None, scaling=0.25, dropout=rate)

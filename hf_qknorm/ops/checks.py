@@ -66,9 +66,10 @@ def check_rules(scale: float | None, softcap: float | None, causal: bool, window
 
 def refuse_forward_mode(*tensors: Tensor | None) -> None:
     """Raise NotImplementedError if a tensor carries a tangent, which an operator without a forward mode would lose."""
-    if forward_ad._current_level < 0:  # type: ignore[attr-defined]  # outside any, there are no tangents
+    if forward_ad._current_level < 0:  # not in forward mode: a graph that is compiled has nothing of this
         return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    unpack = forward_ad.unpack_dual
+    if any(x is not None and unpack(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
         raise NotImplementedError(
             "hf_qknorm attention has no forward-mode derivative (torch.func.jvp, torch.func.jacfwd): use "
             'attn_implementation="hf_qknorm_eager", or hf_qknorm.ops.reference.attention'

@@ -77,7 +77,7 @@ class Problem:
 
     def grouped(self, x: Tensor) -> Tensor:
         """`[B, H, T, *]` to `[B·Hk, G, T, *]`, in the dtype of the computation."""
-        return x.to(self.dtype).unflatten(1, (self.heads_kv, self.group)).flatten(0, 1)
+        return x.to(self.dtype).reshape(self.batch * self.heads_kv, self.group, *x.shape[2:])
 
     def buffer(self) -> Tensor:
         """Room for the logits of the largest block."""
