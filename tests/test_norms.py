@@ -129,12 +129,13 @@ def test_the_shortest_model_has_a_positive_scalar(length: int) -> None:
 @pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 4.0])
 def test_p_does_not_change_the_size_of_fresh_logits(p: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1000, 1, 64, generator=generator, dtype=torch.float64) for _ in range(2))
+    head_dim = 512  # the size is that of Gaussians of many numbers: with 64 it is 3 % off for p = 4
+    q, k = (torch.randn(400, 1, head_dim, generator=generator, dtype=torch.float64) for _ in range(2))
 
     def deviation(norm: str, scheme: Scheme) -> float:
-        g = fresh_scalar(scheme, norm, 1024, 64, scale=1.0)
+        g = fresh_scalar(scheme, norm, 1024, head_dim, scale=1.0)
         normed = [head_norm(x, norm, p=scheme.p).squeeze(1) for x in (q, k)]
         return float((g * normed[0] @ normed[1].T).std())
 
     scheme = Scheme(q="lp", k="lp", p=p, gain="scalar", scale=1.0)
-    assert deviation("lp", scheme) == pytest.approx(deviation("l2", SCHEMES["henry"]), rel=0.03)
+    assert deviation("lp", scheme) == pytest.approx(deviation("l2", SCHEMES["henry"]), rel=0.02)
