@@ -115,6 +115,7 @@ def convert_checkpoint(
             if report is not None:
                 report.save(folder / REPORT)
             Weights(folder)  # what was written is whole
+            source.check_unchanged()
         return report
 
 
@@ -138,6 +139,7 @@ def _opened(src: str | Path, scheme: Any, method: str | None, allow_pickle: bool
         family = family_of(source.config)
         scheme = scheme.resolve(family.norm)
         check_scheme(model_type, source.config, scheme)
+        source.check_complete()
         if not scheme.pre_norm and method is None:
             check_exact_fold(source, scheme)
         yield source, scheme

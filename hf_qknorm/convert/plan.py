@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX, QKNormAttention, head_norms, patched_layers
 from hf_qknorm.checkpoint_files import CONFIG, INDEX
+from hf_qknorm.convert.complete import check_complete
 from hf_qknorm.convert.shards import New, Weights
 from hf_qknorm.convert.source import Source
 from hf_qknorm.fold import fold_weight
@@ -38,6 +39,8 @@ class Plan:
     files: tuple[str, ...]
     left: tuple[str, ...]
     size: int  # bytes to be written
+    unread: tuple[str, ...] = ()  # of `left`, the files with weights that transformers does not read either
+    unused: tuple[str, ...] = ()  # tensors that the model does not read, copied as they are
 
     def __str__(self) -> str:
         """A few lines for people."""
@@ -55,15 +58,26 @@ class Plan:
             "copies": ", ".join(self.files) or "no other files",
             "leaves out": ", ".join(self.left) or "nothing",
         }
+        if self.unread:
+            lines["not read"] = f"{', '.join(self.unread)}: transformers reads other files of this folder"
+        if self.unused:
+            lines["not used"] = f"{listed(self.unused)}: copied, and not read by the model"
         return "\n".join(f"{what:12}{text}" for what, text in lines.items())
 
 
 def make_plan(source: Source, dst: Path, scheme: Scheme, new: Mapping[str, New], removed: set[str]) -> Plan:
-    """The plan of a conversion that writes and removes these tensors."""
+    """The plan of a conversion that writes and removes these tensors.
+
+    Raises ValueError, naming file and tensor, unless the converted model finds all that it asks for.
+    """
     weights = source.weights
+    tensors = weights.tensors(new, removed)
+    model_class = derived_model(source.model_class)
+    unused = check_complete(model_class, converted_config(source, scheme), tensors, weights.folder)
     added = tuple(name for name in new if name not in weights)
-    taken = {CONFIG, INDEX, *weights.files, *map(str, source.files)}
-    gone = sum(weights.stored[name].end - weights.stored[name].begin for name in removed)
+    taken = {CONFIG, *weights.files, *map(str, source.files)}
+    if weights.index is not None:
+        taken.add(INDEX)
     files = sum((source.folder / file).stat().st_size for file in source.files)
     return Plan(
         source=source.name,
@@ -77,7 +91,9 @@ def make_plan(source: Source, dst: Path, scheme: Scheme, new: Mapping[str, New],
         removed=tuple(sorted(removed)),
         files=tuple(map(str, source.files)),
         left=tuple(sorted(p.name for p in source.folder.iterdir() if p.is_file() and p.name not in taken)),
-        size=weights.size - gone + sum(new[name].size for name in added) + files,
+        size=sum(tensor.size for tensor in tensors.values()) + files,
+        unread=source.unread,
+        unused=unused,
     )
 
 
@@ -143,11 +159,10 @@ def stored_name(weights: Weights, base_prefix: str, name: str, layer: QKNormAtte
     for candidate in (name, name.removeprefix(start), start + name):
         if all(f"{candidate}.{part}.weight" in weights for part in layer.family.style.weights):
             return candidate
-    missing = f"{name}.{layer.family.style.weights[0]}.weight"
-    where = weights.folder / (INDEX if weights.index is not None else weights.files[0])
+    projection = f"{name}.{layer.family.style.weights[0]}.weight"
     raise ValueError(
-        f"{where}: no entry for {missing}, which the config asks for. Is the download complete? If it is, its weights "
-        "have older names: load it, and call patch_model and save_pretrained"
+        f"{weights.folder}: {projection} is stored under an older name, which transformers knows and a conversion does "
+        "not: load the model, and call patch_model and save_pretrained"
     )
 
 

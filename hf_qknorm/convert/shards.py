@@ -44,6 +44,16 @@ class Stored:
     begin: int
     end: int
 
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.end - self.begin
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether it is of 16 bits or more, and no integer: what is not are the codes of a quantiser."""
+        return self.dtype in DTYPES and DTYPES[self.dtype].is_floating_point
+
 
 @dataclass(frozen=True)
 class New:
@@ -59,9 +69,16 @@ class New:
         """Its bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    @property
+    def is_floating_point(self) -> bool:
+        """As for `Stored`."""
+        return self.dtype.is_floating_point
+
 
 class Weights:
     """The tensors of a checkpoint folder by name; opening it reads the headers and checks that files are whole.
+
+    Where a folder holds both a single file and an index of shards, the single file is read, as transformers does.
 
     Raises FileNotFoundError for weights or shards that are not there, ValueError, naming the file, for one that is
     truncated or corrupted, or that does not hold what the index says.
@@ -85,6 +102,10 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self.stored
 
+    def tensors(self, new: Mapping[str, New], removed: Collection[str] = ()) -> dict[str, Stored | New]:
+        """The tensors that `rewrite` gives, by name."""
+        return {name: stored for name, stored in self.stored.items() if name not in removed} | dict(new)
+
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor. Raises ValueError for one that is quantised (a dtype we can't compute with)."""
         stored = self.stored[name]
@@ -105,18 +126,18 @@ class Weights:
     @property
     def size(self) -> int:
         """The bytes of all tensors."""
-        return sum(stored.end - stored.begin for stored in self.stored.values())
+        return sum(stored.size for stored in self.stored.values())
 
     def rewrite(self, folder: Path, new: Mapping[str, New], removed: Collection[str] = ()) -> None:
         """Write these weights into `folder`, file by file, without `removed` and with `new` (which may replace).
 
         In memory at a time: one new tensor, or a chunk. Raises OSError, naming the file, if it can't be written.
         """
-        kept = {name: stored for name, stored in self.stored.items() if name not in removed and name not in new}
-        size = sum(s.end - s.begin for s in kept.values()) + sum(tensor.size for tensor in new.values())
+        tensors = self.tensors(new, removed)
+        size = sum(tensor.size for tensor in tensors.values())
         with tqdm(total=size, desc="weights", unit="B", unit_scale=True, leave=False) as bar:
             for file in self.files:
-                plan: dict[str, Stored | New] = {n: s for n, s in (kept | dict(new)).items() if s.file == file}
+                plan = {name: tensor for name, tensor in tensors.items() if tensor.file == file}
                 try:
                     self._write(folder / file, file, plan, bar)
                 except OSError as error:
@@ -125,7 +146,7 @@ class Weights:
             index = json.loads(json.dumps(self.index))
             index.setdefault("metadata", {})["total_size"] = size
             index["metadata"].pop("total_parameters", None)
-            index["weight_map"] = {name: tensor.file for name, tensor in sorted((kept | dict(new)).items())}
+            index["weight_map"] = {name: tensor.file for name, tensor in sorted(tensors.items())}
             text = json.dumps(index, indent=2) + "\n"
             (folder / INDEX).write_text(text, encoding="utf-8")
 
@@ -136,10 +157,9 @@ class Weights:
         place = 0
         for name in order:
             tensor = plan[name]
-            size = tensor.size if isinstance(tensor, New) else tensor.end - tensor.begin
             dtype = _NAMES[tensor.dtype] if isinstance(tensor, New) else tensor.dtype
-            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [place, place + size]}
-            place += size
+            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [place, place + tensor.size]}
+            place += tensor.size
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         with (self.folder / file).open("rb") as source, path.open("wb") as out:
@@ -186,12 +206,12 @@ class Weights:
 
 
 def _read_index(folder: Path) -> dict[str, Any] | None:
-    """The index of a sharded checkpoint; None where there is one file."""
+    """The index of a sharded checkpoint; None where there is one file, which transformers prefers to an index."""
+    if (folder / SINGLE).is_file():
+        return None
     path = folder / INDEX
     if not path.is_file():
-        if not (folder / SINGLE).is_file():
-            raise FileNotFoundError(f"{folder} holds no {SINGLE} and no {INDEX}")
-        return None
+        raise FileNotFoundError(f"{folder} holds no {SINGLE} and no {INDEX}")
     index = read_json(path, INDEX_BYTES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -210,7 +230,7 @@ def _itemsize(tensor: Stored | New) -> int:
     if isinstance(tensor, New):
         return tensor.dtype.itemsize
     count = torch.Size(tensor.shape).numel()
-    return (tensor.end - tensor.begin) // count if count else 0
+    return tensor.size // count if count else 0
 
 
 def _begin(tensor: Stored | New) -> int:
@@ -222,6 +242,12 @@ def _bytes(name: str, new: New) -> memoryview:
     tensor = new.make().detach().to(device="cpu", dtype=new.dtype)
     if tuple(tensor.shape) != new.shape:
         raise ValueError(f"{name} was made with shape {list(tensor.shape)}, expected {list(new.shape)}")
+    if not tensor.isfinite().all():
+        dtype = str(new.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} would hold NaN or infinity in {dtype}: nothing was written. Look for NaN in the weights; a "
+            "checkpoint in float32 has room for larger numbers"
+        )
     data: memoryview = tensor.contiguous().flatten().view(torch.uint8).numpy().data
     return data
 

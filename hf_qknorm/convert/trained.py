@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_qknorm.convert.complete import check_complete
 from hf_qknorm.convert.source import Source
 
 
@@ -21,18 +22,12 @@ def load_tokenizer(name: str | Path) -> Any:
 
 
 def load_causal(source: Source, dtype: torch.dtype | str) -> Any:
-    """The causal language model of a checkpoint, whose weights must all be there."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        source.weights.folder,
-        dtype=dtype,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
+    """The causal language model of a checkpoint. Raises ValueError unless all its weights are there, and stay as is."""
+    model_class = AutoModelForCausalLM._model_mapping[type(source.config)]
+    check_complete(model_class, source.config, source.weights.stored, source.weights.folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.weights.folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(
-            f"{source.name} has no weights for {missing[0]}, of {len(missing)} that a causal language model needs: "
-            "give the checkpoint of one"
-        )
+    source.check_unchanged()
     model.name_or_path = source.name
     return model

@@ -11,12 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import torch
-import transformers
-
-from hf_qknorm.attention import NORM_NAMES, PREFIX, TYPE_PREFIX, patched_layers
+from hf_qknorm.attention import TYPE_PREFIX
 from hf_qknorm.checkpoint_files import (
     CARD,
     CONFIGS,
@@ -28,12 +24,10 @@ from hf_qknorm.checkpoint_files import (
     TEMPLATES,
     TOKENIZER_FILES,
 )
-from hf_qknorm.convert.plan import stored_name
 from hf_qknorm.convert.shards import copy_file
 from hf_qknorm.convert.source import Source, open_source
 from hf_qknorm.files import user_path
 from hf_qknorm.hub.card import PLACEHOLDER, has_card, write_card
-from hf_qknorm.hub.derived import derived_model
 from hf_qknorm.hub.private import check_private, forget_places
 from hf_qknorm.hub.standalone import add_standalone
 
@@ -45,7 +39,8 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Iterator[Source]:
     """Open a folder with a patched checkpoint and check that it is whole: config, weights, tokenizer, links.
 
     Raises FileNotFoundError for no folder or a file that is not there; ValueError, naming the file, for one that is
-    corrupted or a link to elsewhere, for a model that is not patched, and for norms that the weights do not hold.
+    corrupted or a link to elsewhere, for a model that is not patched, for tensors that it asks for and that are missing
+    or do not fit, and for gains that are not finite.
     """
     path = user_path(folder, "the checkpoint")
     if not path.is_dir():
@@ -57,7 +52,8 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Iterator[Source]:
                 f"{path} holds a plain {source.config.model_type}: convert it first (hf-qknorm convert), or patch the "
                 "model and save it"
             )
-        _check_norms(source)
+        source.check_complete()
+        source.check_gains()
         yield source
 
 
@@ -78,6 +74,8 @@ def packed(source: Source, repo_id: str, token: str | None) -> Iterator[dict[str
     with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
         staged = Path(temporary)
         for file in companions(source.folder):
+            if str(file) in source.unread:
+                continue
             (staged / file).parent.mkdir(exist_ok=True)
             copy_file(source.folder / file, staged / file)
         for config in CONFIGS:
@@ -97,34 +95,6 @@ def _add_card(staged: Path, repo_id: str) -> None:
     (staged / KEPT_CARD).unlink(missing_ok=True)  # it stays with the user
     if words is not None:
         card.write_text(words.replace(PLACEHOLDER, repo_id), encoding="utf-8")
-
-
-def _check_norms(source: Source) -> None:
-    """Raise ValueError unless the weights hold the norms of the config's scheme, in their shapes, and no others."""
-    weights, config = source.weights, source.config
-    architecture = (config.architectures or [""])[0]
-    base = getattr(transformers, architecture.removeprefix(PREFIX), None)
-    if base is None:
-        raise ValueError(f'{weights.folder}: config.json has no "architectures" that are known, but {architecture!r}')
-    with torch.device("meta"):
-        model: Any = derived_model(base)(config)
-    starts = tuple(f"{norm}." for norm in NORM_NAMES.values())
-    for name, layer in patched_layers(model).items():
-        prefix = stored_name(weights, model.base_model_prefix, name, layer)
-        expected = {
-            f"{prefix}.{key}": tuple(value.shape) for key, value in layer.state_dict().items() if key.startswith(starts)
-        }
-        found = {
-            key: stored.shape
-            for key, stored in weights.stored.items()
-            if key.startswith(tuple(f"{prefix}.{start}" for start in starts))
-        }
-        if expected != found:
-            key = min(expected.items() ^ found.items())[0]
-            raise ValueError(
-                f"{weights.folder}: config.json says qk_norm = {config.scheme}, and the weights do not fit that: {key} "
-                f"is {found.get(key, 'not there')}, expected {expected.get(key, 'none')}. Save the model again"
-            )
 
 
 def _check_links(folder: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hf_qknorm.checkpoint_files import CARD, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
 from hf_qknorm.convert.shards import copy_file
+from hf_qknorm.convert.source import Source
 from hf_qknorm.files import is_path, user_path
 from hf_qknorm.hub.derived import QKNormModel
 from hf_qknorm.hub.parcel import companions, open_checkpoint, packed
@@ -58,7 +59,7 @@ def push_to_hub(
         repository = check_repository(api, repo_id, source.config, private=private, revision=revision)
         with packed(source, repository.repo_id, token) as files:
             message = commit_message or f"Upload {source.config.architectures[0]} ({source.config.scheme})"
-            return _upload(api, repository, files, private, message)
+            return _upload(api, repository, source, files, private=private, message=message)
 
 
 def check_push(source: str | os.PathLike[str], repo_id: str, *, private: bool | None = None) -> None:
@@ -119,17 +120,19 @@ def _origin(model: Any, token: str | None) -> Path | None:
         return Path(snapshot_download(name, revision=commit, allow_patterns=wanted, token=token))
 
 
-def _upload(api: HfApi, repository: Repository, files: dict[str, Path], private: bool | None, message: str) -> str:
+def _upload(
+    api: HfApi, repository: Repository, source: Source, files: dict[str, Path], *, private: bool | None, message: str
+) -> str:
     def commit() -> Any:
         """Idempotent: where an answer was lost, the next try finds everything there, and commits nothing."""
+        added = [CommitOperationAdd(name, path) for name, path in files.items()]
+        api.preupload_lfs_files(repository.repo_id, added, revision=repository.revision)
+        source.check_unchanged()
         there = api.model_info(repository.repo_id, revision=repository.revision).siblings or []
         stale = [file.rfilename for file in there if _is_ours(file.rfilename) and file.rfilename not in files]
         return api.create_commit(
             repository.repo_id,
-            [
-                *(CommitOperationAdd(name, path) for name, path in files.items()),
-                *(CommitOperationDelete(name) for name in stale),
-            ],
+            [*added, *(CommitOperationDelete(name) for name in stale)],
             commit_message=message,
             revision=repository.revision,
         )

@@ -131,7 +131,7 @@ REFUSALS: list[tuple[Any, type[Exception], str]] = [
     ),
     (plain, ValueError, "holds a plain llama: convert it first"),
     (truncated, ValueError, "model.safetensors is truncated"),
-    (no_gain, ValueError, "model.layers.1.self_attn.q_norm.weight is not there, expected (16,)"),
+    (no_gain, ValueError, "model.layers.1.self_attn.q_norm.weight is not there, expected [16]"),
     (linked_out, ValueError, "tokenizer.json is a link to"),
     (token_in_card, ValueError, "LICENSE, line 2, holds a token of the Hub: take it out"),
     (anothers_token, ValueError, "LICENSE, line 1, holds a token of the Hub"),

@@ -9,15 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.attention import PREFIX
 from hf_qknorm.checkpoint_files import CARD
+from hf_qknorm.convert.complete import check_complete
 from hf_qknorm.convert.native.draft import Draft
 from hf_qknorm.convert.native.targets import Target, find_target
-from hf_qknorm.convert.shards import Weights, copy_file
-from hf_qknorm.convert.source import read_config, travelling_files
+from hf_qknorm.convert.shards import copy_file
+from hf_qknorm.convert.source import Source, open_source
 from hf_qknorm.destinations import check_folder
 from hf_qknorm.files import new_folder, user_path
 from hf_qknorm.hub.derived import QKNormConfig
@@ -48,42 +50,60 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
     FileExistsError where `dst` is there (with `overwrite`: holds anything but a checkpoint) or holds `src`,
     FileNotFoundError and ValueError for a `src` that is no whole patched checkpoint. Then nothing is written.
     """
-    source, destination = user_path(src, "src"), user_path(dst, "dst")
-    check = partial(check_folder, destination, overwrite=overwrite, sources=[source])
+    folder, destination = user_path(src, "src"), user_path(dst, "dst")
+    check = partial(check_folder, destination, overwrite=overwrite, sources=[folder])
     check()
-    config = _read_config(source)
-    try:
-        # the card and the stand-alone code tell of a model that this one no longer is
-        files = [file for file in travelling_files(source) if file.name != CARD and file.suffix != ".py"]
-        target = find_target(config)
-        draft = Draft(Weights(source))
-        for step in target.steps:
-            step(draft, config, config.scheme)
-        plain = _plain_config(config, target)
-    except ValueError as error:
-        raise ValueError(f"{source} ({config.base_model_type}, {config.scheme}) is not exported: {error}") from error
-    with new_folder(destination, check) as folder:
-        draft.write(folder)
-        (folder / "config.json").write_text(_json(plain), encoding="utf-8")
-        for file in files:
-            (folder / file).parent.mkdir(exist_ok=True)
-            copy_file(source / file, folder / file)
-    return NativeExport(source, destination, target.model_type, plain.architectures[0])
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json: give the folder of a patched checkpoint")
+    with open_source(folder) as source:
+        _check_config(folder, source.config)
+        unused = source.check_complete()
+        source.check_gains()
+        try:
+            target = find_target(source.config)
+            draft, plain = _planned(source, target)
+            _check_planned(draft, plain, unused)
+        except ValueError as error:
+            what = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
+            raise ValueError(f"{what} is not exported: {error}") from error
+        with new_folder(destination, check) as out:
+            draft.write(out)
+            (out / "config.json").write_text(_json(plain), encoding="utf-8")
+            for file in source.files:
+                # the card and the stand-alone code tell of a model that this one no longer is
+                if file.name != CARD and file.suffix != ".py":
+                    (out / file).parent.mkdir(exist_ok=True)
+                    copy_file(folder / file, out / file)
+            source.check_unchanged()
+    return NativeExport(folder, destination, target.model_type, plain.architectures[0])
 
 
-def _read_config(source: Path) -> Any:
-    if not (source / "config.json").is_file():
-        raise FileNotFoundError(f"{source} holds no config.json: give the folder of a patched checkpoint")
-    config = read_config(source)
+def _check_config(folder: Path, config: Any) -> None:
     if not isinstance(config, QKNormConfig):
-        raise ValueError(f"{source} is a plain {config.model_type}, not a patched model: there is nothing to export")
+        raise ValueError(f"{folder} is a plain {config.model_type}, not a patched model: there is nothing to export")
     if config.qk_norm_blend is not None:
-        raise ValueError(f"{source} was saved while its scheme was on its way in (a blend): train to the end of that")
+        raise ValueError(f"{folder} was saved while its scheme was on its way in (a blend): train to the end of that")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
-            f"{source} is quantised: export the checkpoint in full precision, then quantise what comes out"
+            f"{folder} is quantised: export the checkpoint in full precision, then quantise what comes out"
         )
-    return config
+
+
+def _planned(source: Source, target: Target) -> tuple[Draft, PretrainedConfig]:
+    """The tensors as they will be, and the config."""
+    draft = Draft(source.weights)
+    for step in target.steps:
+        step(draft, source.config, source.config.scheme)
+    return draft, _plain_config(source.config, target)
+
+
+def _check_planned(draft: Draft, plain: Any, unused: tuple[str, ...]) -> None:
+    """Raise ValueError unless the target finds all that it asks for, and reads all that the patched model reads."""
+    tensors = draft.tensors()
+    model_class = getattr(transformers, plain.architectures[0])
+    lost = [name for name in check_complete(model_class, plain, tensors, draft.weights.folder) if name not in unused]
+    if lost:
+        raise ValueError(f"{', '.join(lost)} would be lost: a {model_class.__name__} does not read it")
 
 
 def _plain_config(config: Any, target: Target) -> PretrainedConfig:

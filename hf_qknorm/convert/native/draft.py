@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_qknorm.convert.shards import New, Weights
+from hf_qknorm.convert.shards import New, Stored, Weights
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,19 @@ class Draft:
                 "first (model.float().save_pretrained(...)) and export that"
             )
 
+    def tensors(self) -> dict[str, Stored | New]:
+        """The planned tensors by name."""
+        return self.weights.tensors(*self._changes())
+
     def write(self, folder: Path) -> None:
         """Write the planned tensors into `folder`, sharded as they were."""
+        self.weights.rewrite(folder, *self._changes())
+
+    def _changes(self) -> tuple[dict[str, New], list[str]]:
+        """The tensors that are made anew, and the names of those that go."""
         new = {
             name: New(stored.file, part.shape, self.weights.dtype(part.beside), part.make)
             for name, part in self.parts.items()
             if part.make is not None and (stored := self.weights.stored[part.beside])
         }
-        self.weights.rewrite(folder, new, [name for name in self.weights.stored if name not in self.parts])
+        return new, [name for name in self.weights.stored if name not in self.parts]
