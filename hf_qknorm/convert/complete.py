@@ -6,8 +6,10 @@ ties weights, and knows which ones may be absent. No value of a tensor is read.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,9 +44,10 @@ def check_complete(
     config.json, if no model can be built from it.
     """
     fit = _Fit(model_class, config, tensors, folder)
-    fit.check_norms()
     if not fit.quantised:
         fit.check_missing()
+    fit.check_norms()
+    if not fit.quantised:
         fit.check_shapes()
         fit.check_twice()
     fit.check_dtypes()
@@ -60,44 +63,55 @@ class _Fit:
         self.tensors, self.folder, self.config = tensors, folder, config
         self.quantised = getattr(config, "quantization_config", None) is not None
         self.kind = model_class.__name__
-        model, info = self._load(model_class)
+        plain = copy.deepcopy(config)
+        if self.quantised:
+            del plain.quantization_config
+        model = self._built(model_class, plain)
         self.asked = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
         self.modules = {name for name, _ in model.named_modules()}
         self.read_as, self.joined = _renamed(model, tensors)
+        info = self._loaded(model_class, plain)
         self.missing = [name for name in self.asked if name in info["missing_keys"]]
-        self.other_shape = {name: tuple(got) for name, got, _ in info["mismatched_keys"]}
+        found = {name: tuple(got) for name, got, _ in info["mismatched_keys"]}
+        self.other_shape = {name: found[name] for name in self.asked if name in found}
         unexpected = info["unexpected_keys"]
         self.unused = tuple(name for name, key in self.read_as.items() if key in unexpected)
 
-    def _load(self, model_class: Any) -> tuple[nn.Module, dict[str, Any]]:
-        config = type(self.config).from_dict(self.config.to_dict()) if self.quantised else self.config
-        if self.quantised:
-            del config.quantization_config
-        shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self.tensors.items()}
-        with _quiet() as reports, checked_afterwards():
-            try:
-                # not a patched class's own, which says less of what is wrong
-                return PreTrainedModel.from_pretrained.__func__(  # type: ignore[attr-defined, no-any-return]
-                    model_class,
-                    None,
-                    config=config,
-                    state_dict=shapes,
-                    device_map="meta",
-                    dtype=torch.float32,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                )
-            except Exception as error:  # a config's fields can be wrong in any way
-                rows = [row.split("|")[0].strip() for report in reports for row in report.splitlines() if "CONV" in row]
-                if rows:
-                    raise ValueError(
-                        f"{self._where}: the tensors that transformers joins as {rows[0]} do not fit together: some "
-                        "are missing, or of another shape. Download the checkpoint again, or save the model again"
-                    ) from error
-                raise ValueError(
-                    f"{self._config_file}: no {self.kind} can be built from it "
-                    f"({type(error).__name__}: {brief(str(error))})"
-                ) from error
+    def _built(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> nn.Module:
+        try:
+            with torch.device("meta"):
+                return model_class(copy.deepcopy(config))  # to which it writes
+        except Exception as error:  # a config's fields can be wrong in any way
+            raise ValueError(
+                f"{self._config_file}: no {self.kind} can be built from it "
+                f"({type(error).__name__}: {brief(str(error))})"
+            ) from error
+
+    def _loaded(self, model_class: Any, config: PretrainedConfig) -> dict[str, Any]:
+        """transformers' account of a loading: the names that are missing, unexpected, or of another shape."""
+        try:
+            return _load(model_class, config, self.tensors)
+        except RuntimeError as error:
+            keys = sorted({self.read_as[name] for name in self.joined})
+            while len(keys) > 1:  # transformers does not say which ones it can't join: halve them
+                half = keys[: len(keys) // 2]
+                keys = half if self._fails(model_class, config, half) else keys[len(half) :]
+            names = [name for name, key in self.read_as.items() if key in keys] or [*self.tensors]
+            shapes = Counter(tuple(self.tensors[name].shape) for name in names)
+            odd = min(names, key=lambda name: shapes[tuple(self.tensors[name].shape)])
+            listed = ", ".join(f"{count} of {list(shape)}" for shape, count in shapes.most_common(4))
+            raise ValueError(
+                f"{self.folder / self.tensors[odd].file}: {odd} does not fit with the others that are joined as "
+                f"{', '.join(keys)}, of which some are missing, or have another shape: there are {listed}. Is the "
+                "download complete?"
+            ) from error
+
+    def _fails(self, model_class: Any, config: PretrainedConfig, keys: list[str]) -> bool:
+        try:
+            _load(model_class, config, {name: self.tensors[name] for name in self.joined if self.read_as[name] in keys})
+        except RuntimeError:
+            return True
+        return False
 
     @property
     def _where(self) -> Path:
@@ -141,13 +155,14 @@ class _Fit:
         return f" (qk_norm = {scheme})" if scheme is not None else ""
 
     def check_missing(self) -> None:
-        if not self.missing:
+        missing = [name for name in self.missing if not NORM.search(name)]
+        if not missing:
             return
-        first = self.missing[0]
+        first = missing[0]
         layer = re.match(r".*?\.\d+\.", first)
         beyond = layer and not any(name.startswith(layer.group()) for name in self.read_as.values())
         reason = f"num_hidden_layers={getattr(self.config, 'num_hidden_layers', None)}, {self.kind}"
-        more = f" and {len(self.missing) - 1} more" if len(self.missing) > 1 else ""
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
             f"{self._where}: no entry for {first} {list(self.asked[first][0])}{more}, which {self._config_file} asks "
             f"for ({reason if beyond else self.kind}). transformers would make up its values. Is the download "
@@ -182,8 +197,17 @@ class _Fit:
                 )
 
 
+def _load(model_class: Any, config: PretrainedConfig, tensors: Tensors) -> dict[str, Any]:
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    load: Any = PreTrainedModel.from_pretrained.__func__  # not a patched class's own, which says less of what is wrong
+    options = {"device_map": "meta", "dtype": torch.float32, "ignore_mismatched_sizes": True}
+    with _quiet(), checked_afterwards():
+        _, info = load(model_class, None, config=config, state_dict=shapes, output_loading_info=True, **options)
+    return dict(info)
+
+
 def _renamed(model: Any, tensors: Tensors) -> tuple[dict[str, str], set[str]]:
-    """What the model reads each stored tensor as, and the names of those that go into a joined or a split one."""
+    """What the model reads each stored tensor as, and the names of those that it joins or splits."""
     conversions = get_model_conversion_mapping(model)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
@@ -200,20 +224,18 @@ def _renamed(model: Any, tensors: Tensors) -> tuple[dict[str, str], set[str]]:
 
 
 @contextmanager
-def _quiet() -> Iterator[list[str]]:
-    """transformers' report of a loading goes into a list, and its progress bar nowhere."""
-    reports: list[str] = []
-
-    def keep(record: logging.LogRecord) -> bool:
-        reports.append(record.getMessage())
-        return False
-
+def _quiet() -> Iterator[None]:
+    """Without transformers' report of a loading and its progress bar."""
     bars = transformers_logging.is_progress_bar_enabled()
-    REPORTER.addFilter(keep)
+    REPORTER.addFilter(_never)
     transformers_logging.disable_progress_bar()
     try:
-        yield reports
+        yield
     finally:
-        REPORTER.removeFilter(keep)
+        REPORTER.removeFilter(_never)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def _never(record: logging.LogRecord) -> bool:
+    return False

@@ -161,8 +161,9 @@ def stored_name(weights: Weights, base_prefix: str, name: str, layer: QKNormAtte
             return candidate
     projection = f"{name}.{layer.family.style.weights[0]}.weight"
     raise ValueError(
-        f"{weights.folder}: {projection} is stored under an older name, which transformers knows and a conversion does "
-        "not: load the model, and call patch_model and save_pretrained"
+        f"{weights.folder}: {projection} is not stored under that name: transformers renames, splits or shares tensors "
+        "when it loads this model, and a conversion of files does not. Load the model, and call patch_model and "
+        "save_pretrained"
     )
 
 

@@ -87,16 +87,14 @@ class Source:
 def model_class_of(config: Any, folder: Path) -> Any:
     """The class that a checkpoint's config names: of transformers, or for a patched checkpoint derived from that.
 
-    Raises ValueError, naming config.json, for one that transformers does not have, or that has another kind of config.
+    Raises ValueError, naming config.json, for one that transformers does not have.
     """
     architectures = getattr(config, "architectures", None) or []
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     patched = config.model_type.startswith(TYPE_PREFIX)
-    cls: Any = getattr(transformers, named.removeprefix(PREFIX), None) if isinstance(named, str) else None
+    cls = getattr(transformers, named.removeprefix(PREFIX), None) if isinstance(named, str) else None
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.config_class is not None:
-        cls = derived_model(cls) if patched else cls
-        if isinstance(config, cls.config_class):
-            return cls
+        return derived_model(cls) if patched else cls
     example = f"{PREFIX if patched else ''}LlamaForCausalLM"
     raise ValueError(
         f'{folder / "config.json"}: "architectures" is {brief(architectures or "missing")}, expected the name of a '
