@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tables import make_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,3 +30,16 @@ def loaded(folder: Path) -> PreTrainedModel:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint's single file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def configure(folder: Path, **settings: Any) -> None:
+    """Change the config of a checkpoint; None removes a field."""
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from folders import contents, loaded, save
 from test_fold import trained_like
 
@@ -110,6 +111,20 @@ def test_other_refusals(llama, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["adapter", "biased", "out", "photos", "source"]
     convert_checkpoint(llama, out, "soft_cap", overwrite=True)
     assert loaded(out).config.scheme == SCHEMES["soft_cap"]
+
+
+def test_gains_that_are_not_finite_are_not_written(llama, tmp_path, monkeypatch):
+    """A calibration on a model that overflows gives NaN."""
+    calibrated = checkpoint._calibrated
+
+    def broken(*arguments: Any) -> Any:
+        report, values = calibrated(*arguments)
+        return report, values | {name: value * torch.nan for name, value in list(values.items())[:1]}
+
+    monkeypatch.setattr(checkpoint, "_calibrated", broken)
+    with pytest.raises(ValueError, match=r"self_attn.q_norm.weight would hold NaN or infinity in float32: nothing was"):
+        convert_checkpoint(llama, tmp_path / "out", calibration=["to be or not to be " * 20], method="ones")
+    assert sorted(os.listdir(tmp_path)) == ["source"]
 
 
 def test_a_full_disk(llama, tmp_path, monkeypatch):

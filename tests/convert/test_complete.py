@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from folders import loaded, logits, save
-from safetensors.torch import load_file, save_file
+from folders import configure, edit, loaded, logits, save
+from safetensors.torch import load_file
 from tables import sharp_model, swept
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
@@ -31,19 +30,6 @@ ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "model_type" in metafunc.fixturenames:
         metafunc.parametrize("model_type", swept(metafunc.config))
-
-
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change the tensors of a checkpoint's single file."""
-    tensors = load_file(folder / FILE)
-    change(tensors)
-    save_file(tensors, folder / FILE, {"format": "pt"})
-
-
-def configure(folder: Path, **settings: Any) -> None:
-    """Change the config of a checkpoint; None removes a field."""
-    config = json.loads((folder / "config.json").read_text()) | settings
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
 def like(tensors: dict[str, Tensor], name: str, **options: Any) -> Tensor:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from folders import configure, edit
 from tables import MODEL_TYPES, fingerprint, sharp_model
 
 from hf_qknorm import SCHEMES, Inspection, Scheme, inspect_model, patch_model, unpatch_model
@@ -200,6 +203,43 @@ def test_what_is_missing_is_told_in_a_line(checkpoint):
         inspect_checkpoint(str(checkpoint), texts=text)
     assert "\n" not in str(error.value)
     assert "tokenizer" in str(error.value)
+
+
+def _truncate(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+
+
+# How a checkpoint is harmed, and what the one line says.
+HARMED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (_truncate, r"model.safetensors is truncated or corrupted"),
+    "too many layers": (
+        lambda f: configure(f, num_hidden_layers=3),
+        r"model.safetensors: no entry for model.layers.2.self_attn.q_proj.weight .* \(num_hidden_layers=3",
+    ),
+    "no MLP": (
+        lambda f: edit(f, lambda t: [t.pop(name) for name in list(t) if ".mlp." in name]),
+        r"model.safetensors: no entry for model.layers.0.mlp.gate_proj.weight",
+    ),
+    "another shape": (
+        lambda f: configure(f, intermediate_size=80),
+        r"model.safetensors: model.layers.0.mlp.gate_proj.weight has shape \[96, 64\], expected \[80, 64\]",
+    ),
+    "wrong type": (lambda f: configure(f, hidden_size="many"), r"config.json can't be read .*hidden_size"),
+    "impossible": (lambda f: configure(f, num_attention_heads=0), r"config.json"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMED)
+@pytest.mark.parametrize("patched", [False, True])
+def test_damaged_checkpoints_are_told_in_a_line(checkpoint, harm, patched):
+    if patched:
+        patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "none").save_pretrained(checkpoint)
+    change, message = HARMED[harm]
+    change(checkpoint)
+    with pytest.raises(ValueError, match=message) as error:
+        inspect_checkpoint(str(checkpoint), texts=str(checkpoint.parent / "text.txt"), tokens=600)
+    assert "\n" not in str(error.value)
 
 
 def test_trained_models_are_told_what_suits_them(shared):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from folders import configure, edit
 from safetensors.torch import load_file
-from test_complete import configure, edit
 from test_native import EPS, LAYER, RMS, save_patched
 from torch import Tensor
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import contents, loaded, logits, save
+from folders import configure, contents, loaded, logits, save
 from tables import sharp_model
-from test_complete import configure
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model, plan_conversion
