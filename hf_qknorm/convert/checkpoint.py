@@ -163,10 +163,10 @@ def _calibrated(source: Source, scheme: Scheme, calibration: Any, method: str) -
     report = calibrate(model, calibration, method=method)
     values: dict[str, Tensor] = {}
     for name, layer in patched_layers(model).items():
-        prefix = stored_name(source.weights, model.base_model_prefix, name, layer)
         parts = [*head_norms(layer)]
         if method == "fit_qk" or not scheme.pre_norm:
             parts += layer.family.style.weights
+        prefix = stored_name(source.weights, model.base_model_prefix, name, layer) if parts else ""
         for part in parts:
             for kind, parameter in layer.get_submodule(part).named_parameters():
                 values[f"{prefix}.{part}.{kind}"] = parameter.detach()

@@ -120,7 +120,10 @@ def new_tensors(source: Source, scheme: Scheme, method: str | None) -> tuple[dic
     new: dict[str, New] = {}
     removed: set[str] = set()
     model: Any = _skeleton(source, scheme)
+    moves = method == "fit_qk" or (method is not None and not scheme.pre_norm)
     for name, layer in patched_layers(model).items():
+        if not (head_norms(layer) or moves or not scheme.pre_norm):
+            continue  # a cap has no tensors
         prefix = stored_name(source.weights, model.base_model_prefix, name, layer)
         projection = f"{prefix}.{layer.family.style.weights[0]}.weight"
         file, dtype = source.weights.stored[projection].file, source.weights.dtype(projection)
@@ -130,7 +133,7 @@ def new_tensors(source: Source, scheme: Scheme, method: str | None) -> tuple[dic
                 shape = tuple(parameter.shape)
                 new[f"{prefix}.{norm_name}.{kind}"] = New(file, shape, dtype, partial(torch.full, shape, start))
         parts = layer.family.style.weights
-        if method == "fit_qk" or (method is not None and not scheme.pre_norm):
+        if moves:
             moved = (f"{prefix}.{part}.{kind}" for part in parts for kind in ("weight", "bias"))
             new |= {key: _as_stored(source.weights, key) for key in moved if key in source.weights}
         if not scheme.pre_norm:

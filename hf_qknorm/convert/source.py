@@ -92,9 +92,10 @@ def model_class_of(config: Any, folder: Path) -> Any:
     architectures = getattr(config, "architectures", None) or []
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     patched = config.model_type.startswith(TYPE_PREFIX)
-    cls = getattr(transformers, named.removeprefix(PREFIX), None) if isinstance(named, str) else None
-    if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.config_class is not None:
-        return derived_model(cls) if patched else cls
+    found: Any = getattr(transformers, named.removeprefix(PREFIX), None) if isinstance(named, str) else None
+    is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
+    if is_model and found.config_class is not None:
+        return derived_model(found) if patched else found
     example = f"{PREFIX if patched else ''}LlamaForCausalLM"
     raise ValueError(
         f'{folder / "config.json"}: "architectures" is {brief(architectures or "missing")}, expected the name of a '
