@@ -18,6 +18,10 @@ GAINS: Final = ("shared", "per_head", "scalar", "none")
 # Gains with one entry per channel; only beside them does a bias make sense.
 CHANNEL_GAINS: Final = ("shared", "per_head")
 
+# What every checkpoint's config.json holds of its scheme: the fields of version 0.1.0. A field that is added later may
+# be absent from an older checkpoint, and has then its default, under which nothing changes.
+STORED: Final = ("q", "k", "v", "gain", "bias", "p", "scale", "softcap", "pre_norm", "eps")
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -105,6 +109,27 @@ class Scheme:
                 f"{', '.join(known)}. A checkpoint from a newer hf_qknorm needs that version to load."
             )
         return cls(**data)
+
+    @classmethod
+    def stored(cls, data: Any) -> Scheme:
+        """The scheme as a checkpoint's config.json holds it: every field of `STORED`, and perhaps later ones.
+
+        Raises ValueError for a preset's name, and for a field that is absent: a default in its place would change what
+        is computed.
+        """
+        if isinstance(data, str):
+            known = f", for {data!r} {SCHEMES[data].to_dict()}" if data in SCHEMES else ""
+            raise ValueError(
+                f'config.json: "qk_norm" is {brief(data)}, expected a scheme\'s fields{known}: a preset may change '
+                "between versions"
+            )
+        scheme = cls.from_dict(data)
+        if missing := [name for name in STORED if name not in data]:
+            raise ValueError(
+                f'config.json: "qk_norm" has no {", ".join(map(repr, missing))}, expected all of {", ".join(STORED)}. '
+                "Restore the config.json that was saved with the weights"
+            )
+        return scheme
 
     @classmethod
     def of(cls, scheme: Scheme | str | Mapping[str, Any]) -> Scheme:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from hf_qknorm.families import encoder, gpt2, learned, scaled
+from hf_qknorm.families import gpt2
 from hf_qknorm.families.encoder import ENCODER
 from hf_qknorm.families.family import Family
 from hf_qknorm.families.fused import DBRX, NEOX, PHI3
@@ -27,7 +27,7 @@ from hf_qknorm.families.normed import (
 )
 from hf_qknorm.families.partial import PERSIMMON, PHI, STABLELM
 from hf_qknorm.families.refused import REFUSED
-from hf_qknorm.families.scaled import LLAMA4, MINISTRAL3, RECURRENT_GEMMA, ZAMBA, ZAMBA2
+from hf_qknorm.families.scaled import LLAMA4, MINISTRAL3, RECURRENT_GEMMA, ZAMBA, ZAMBA2, unsupported_zamba2
 from hf_qknorm.families.separate import (
     CLIPPED,
     COHERE2,
@@ -57,15 +57,11 @@ FAMILIES: Final[dict[str, Family]] = {
     "bailing_hybrid": Family("BailingHybridAttention", BAILING, latent=True, rope=None),
     "bamba": Family("BambaAttention", SEPARATE),
     "beam": Family("BeamAttention", BEAM, rope=None, own_norms=True, slides=by_layer),
-    "bert": Family("BertSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported),
-    "bert-generation": Family(
-        "BertGenerationSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
-    ),
+    "bert": Family("BertSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
+    "bert-generation": Family("BertGenerationSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
     "biogpt": Family("BioGptAttention", BIOGPT, "layer", "self_attn_layer_norm"),
     "bitnet": Family("BitNetAttention", SUB_NORMED),
-    "camembert": Family(
-        "CamembertSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
-    ),
+    "camembert": Family("CamembertSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
     "clip_text_model": Family("CLIPAttention", TOWER, "layer", "layer_norm1"),
     "clip_vision_model": Family("CLIPAttention", TOWER, "layer", "layer_norm1", causal=False),
     "cohere": Family("CohereAttention", NORMED_WHERE_TOLD, "layer", "", "pairs", own_norms="use_qk_norm"),
@@ -73,18 +69,14 @@ FAMILIES: Final[dict[str, Family]] = {
     "cohere2_moe": Family("Cohere2MoeAttention", COHERE2_MOE, "layer", "", "pairs", slides=by_layer),
     "cohere_compass_text": Family("CohereCompassAttention", SEPARATE, "layer", "", slides=by_layer),
     "cwm": Family("CwmAttention", SEPARATE, slides=by_layer),
-    "data2vec-text": Family(
-        "Data2VecTextSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
-    ),
+    "data2vec-text": Family("Data2VecTextSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
     "dbrx": Family("DbrxAttention", DBRX, "layer", ""),
     "deepseek_v2": Family("DeepseekV2Attention", LATENT_COMPLEX, latent=True, rope=None),
     "deepseek_v3": Family("DeepseekV3Attention", LATENT_AS_TOLD, latent=True, rope=None),
     "deit": Family("DeiTAttention", VIT, "layer", "layernorm_before", causal=False),
     "dots1": Family("Dots1Attention", NORMED, own_norms=True, slides=by_layer),
-    "electra": Family(
-        "ElectraSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
-    ),
-    "ernie": Family("ErnieSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported),
+    "electra": Family("ElectraSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
+    "ernie": Family("ErnieSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
     "ernie4_5": Family("Ernie4_5Attention", SEPARATE, rope="pairs_by_halves"),
     "ernie4_5_moe": Family("Ernie4_5_MoeAttention", SEPARATE, rope="pairs_by_halves"),
     "exaone4": Family("Exaone4Attention", EXAONE4, own_norms=True, slides=by_kind),
@@ -102,8 +94,8 @@ FAMILIES: Final[dict[str, Family]] = {
     "glm4": Family("Glm4Attention", SEPARATE, rope="pairs_by_halves"),
     "glm4_moe": Family("Glm4MoeAttention", NORMED_WHERE_TOLD, own_norms="use_qk_norm"),
     "glm4_moe_lite": Family("Glm4MoeLiteAttention", LATENT_AS_TOLD, latent=True, rope=None),
-    "gpt2": Family("GPT2Attention", gpt2.GPT2, "layer", "ln_1", unsupported=gpt2.unsupported),
-    "gpt_bigcode": Family("GPTBigCodeAttention", BIGCODE, "layer", "ln_1", unsupported=learned.unsupported),
+    "gpt2": Family("GPT2Attention", gpt2.GPT2, "layer", "ln_1"),
+    "gpt_bigcode": Family("GPTBigCodeAttention", BIGCODE, "layer", "ln_1"),
     "gpt_neox": Family("GPTNeoXAttention", NEOX, "layer"),
     "gpt_oss": Family("GptOssAttention", SEPARATE, rope="once", slides=by_layer),
     "granite": Family("GraniteAttention", SEPARATE),
@@ -170,15 +162,9 @@ FAMILIES: Final[dict[str, Family]] = {
         pre_norm="temporal_pre_norm",
         slides=by_layer,
     ),
-    "roberta": Family(
-        "RobertaSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
-    ),
-    "roberta-prelayernorm": Family(
-        "RobertaPreLayerNormSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
-    ),
-    "roc_bert": Family(
-        "RoCBertSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
-    ),
+    "roberta": Family("RobertaSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
+    "roberta-prelayernorm": Family("RobertaPreLayerNormSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
+    "roc_bert": Family("RoCBertSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
     "seed_oss": Family("SeedOssAttention", DROPPED),
     "siglip_text_model": Family("SiglipAttention", TOWER, "layer", "layer_norm1", causal=False),
     "siglip_vision_model": Family("SiglipAttention", TOWER, "layer", "layer_norm1", causal=False),
@@ -189,16 +175,12 @@ FAMILIES: Final[dict[str, Family]] = {
     "vaultgemma": Family("VaultGemmaAttention", SEPARATE, gain_plus_one=True, own_cap=True, slides=by_layer),
     "vit": Family("ViTAttention", VIT, "layer", "layernorm_before", causal=False),
     "vit_msn": Family("ViTMSNAttention", VIT, "layer", "layernorm_before", causal=False),
-    "xlm-roberta": Family(
-        "XLMRobertaSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
-    ),
-    "xlm-roberta-xl": Family(
-        "XLMRobertaXLSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported
-    ),
-    "xmod": Family("XmodSelfAttention", ENCODER, "layer", "", causal="is_decoder", unsupported=encoder.unsupported),
+    "xlm-roberta": Family("XLMRobertaSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
+    "xlm-roberta-xl": Family("XLMRobertaXLSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
+    "xmod": Family("XmodSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
     "youtu": Family("YoutuAttention", LATENT_AS_TOLD, latent=True, rope=None),
     "zamba": Family("ZambaAttention", ZAMBA, pre_norm=""),
-    "zamba2": Family("Zamba2Attention", ZAMBA2, pre_norm="", unsupported=scaled.unsupported_zamba2),
+    "zamba2": Family("Zamba2Attention", ZAMBA2, pre_norm="", unsupported=unsupported_zamba2),
 }
 
 
@@ -216,9 +198,9 @@ def family_of(config: Any) -> Family:
             f"{', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[config.model_type]
-    reason = family.unsupported(config) if family.unsupported else None
+    reason = family.unsupported_by(config)
     if reason:
-        raise ValueError(f"this {config.model_type} is not supported: {reason}")
+        raise ValueError(f"{config.model_type} {reason}")
     return family
 
 

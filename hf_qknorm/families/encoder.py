@@ -30,9 +30,4 @@ def heads(module: Any) -> tuple[int, int, int]:
     return module.num_attention_heads, module.num_attention_heads, module.attention_head_size
 
 
-def unsupported(config: Any) -> str | None:
-    """Why a model with this config can't be patched, if it can't."""
-    return "add_cross_attention=True: its layers attend to an encoder too" if config.add_cross_attention else None
-
-
 ENCODER = Style(project, output, weights=("query", "key", "value"), dropout=dropout, heads=heads)

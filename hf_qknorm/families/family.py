@@ -23,7 +23,7 @@ class Family:
     caps its logits, by `attn_logit_softcapping`. `latent`: keys and values are projected from a latent that is cached.
     `causal`: no token sees those behind it; a string is the switch in its config that says so.
     `slides` says of a layer whether it attends through the config's sliding window (`hf_qknorm.families.windows`).
-    `unsupported` tells, of a config, why it can't be patched, or None.
+    `unsupported` says, of a config, why it can't be patched, or None; cross-attention is refused for every family.
     """
 
     attention: str
@@ -52,8 +52,17 @@ class Family:
         """Whether any of its models attends through a sliding window."""
         return self.slides is not nowhere
 
+    def unsupported_by(self, config: Any) -> str | None:
+        """Why no scheme can be put on a model with this config, or None."""
+        if getattr(config, "add_cross_attention", False):
+            return "is not supported with add_cross_attention=True: its layers attend to an encoder too"
+        reason = self.unsupported(config) if self.unsupported else None
+        return reason and f"is not supported with {reason}"
+
     def refusal(self, config: Any, scheme: Scheme) -> str | None:
         """Why `scheme` can't be put on a model with this config, or None."""
+        if reason := self.unsupported_by(config):
+            return reason
         if scheme.norms and self.has_norms(config):
             return (
                 "already normalises its queries and keys, and norms are not stacked: got the scheme "

@@ -35,9 +35,4 @@ def upcast_attention(
     return module._upcast_and_reordered_attn(query, key, value, attention_mask)
 
 
-def unsupported(config: Any) -> str | None:
-    """Why this GPT-2 can't be patched, if it can't."""
-    return "add_cross_attention=True: its layers attend to an encoder too" if config.add_cross_attention else None
-
-
 GPT2 = Style(project, output, weights=("c_attn",), dropout=dropout, eager=eager)

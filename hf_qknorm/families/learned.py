@@ -36,11 +36,6 @@ def heads_bigcode(module: Any) -> tuple[int, int, int]:
     return module.num_heads, 1 if module.multi_query else module.num_heads, module.head_dim
 
 
-def unsupported(config: Any) -> str | None:
-    """Why a model with this config can't be patched, if it can't."""
-    return "add_cross_attention=True: its layers attend to an encoder too" if config.add_cross_attention else None
-
-
 OPT = Style(project, output_out_proj, QKV, dropout=dropout, prescaled=True)
 BIOGPT = Style(project, output_out_proj, QKV, dropout=dropout)
 BIGCODE = Style(project_bigcode, output_bigcode, ("c_attn",), dropout=dropout_bigcode, heads=heads_bigcode)
