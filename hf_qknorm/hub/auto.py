@@ -17,7 +17,7 @@ from transformers.models.auto.tokenization_auto import (
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX
 from hf_qknorm.families import known_families
 from hf_qknorm.hub import derived
-from hf_qknorm.hub.standalone import AUTO_CLASSES
+from hf_qknorm.hub.auto_classes import AUTO_CLASSES
 
 
 def register() -> None:

@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from hf_qknorm.attention import PREFIX
 from hf_qknorm.convert.report import Calibration
-from hf_qknorm.hub.standalone import AUTO_CLASSES
+from hf_qknorm.hub.auto_classes import AUTO_CLASSES
 from hf_qknorm.strangers import brief, read_text, repo_id
 
 TAG = "hf_qknorm"  # by which a card of ours is known
@@ -118,7 +118,7 @@ def metadata(path: Path, config: Any, report: Calibration | None, name: str) -> 
         base_model_relation="finetune" if base else None,
         datasets=list(datasets) or None,
         library_name="transformers",
-        pipeline_tag=TASKS[loader(config)],
+        pipeline_tag=TASKS.get(loader(config)),
         tags=[*tags, config.base_model_type],
         model_name=name if report and report.chosen else None,
         eval_results=_results(report) or None,
@@ -132,8 +132,8 @@ def _one(values: list[str]) -> Any:
 def loader(config: Any) -> str:
     """The Auto class that loads the model with all that it has; `AutoModel` where none is known."""
     architecture = str((config.architectures or [""])[0]).removeprefix(PREFIX)
-    found = (auto for auto, names in AUTO_CLASSES.items() if names.get(config.base_model_type) == architecture)
-    return next((auto for auto in found if auto in TASKS), "AutoModel")
+    found = [auto for auto, names in AUTO_CLASSES.items() if names.get(config.base_model_type) == architecture]
+    return next((auto for auto in found if auto in TASKS), next(iter(found), "AutoModel"))
 
 
 def _results(report: Calibration | None) -> list[EvalResult]:
