@@ -3,7 +3,8 @@
     import hf_qknorm as qk
     qk.patch_model(model, scheme="qk_norm_cap")
 
-Importing the package registers its attention functions, masks and Auto classes with transformers.
+Importing the package registers its attention functions, masks and Auto classes with transformers, whose own classes
+then refuse patched checkpoints.
 """
 
 __version__ = "0.1.0"  # first: modules below take it from here
@@ -21,7 +22,7 @@ from hf_qknorm.convert import (
     plan_conversion,
 )
 from hf_qknorm.families import FAMILIES
-from hf_qknorm.hub import auto
+from hf_qknorm.hub import auto, plain
 from hf_qknorm.hub.push import push_to_hub
 from hf_qknorm.hub.standalone import add_standalone
 from hf_qknorm.patch import patch_model, unpatch_model
@@ -65,4 +66,5 @@ __all__ = [
 
 functions.register()
 auto.register()
+plain.register()
 adapters.register()

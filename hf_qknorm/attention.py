@@ -25,6 +25,7 @@ from hf_qknorm.norms import HeadNorm, fresh_scalar, is_unhooked
 from hf_qknorm.ops import library
 from hf_qknorm.ops.heads import Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.settings import no_attention
 
 NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
 PREFIX = "QKNorm"  # of derived classes
@@ -114,7 +115,10 @@ def patched_layers(model: nn.Module) -> dict[str, QKNormAttention]:
 
 
 def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
-    """Patch every attention module of `model`, in place, with fresh norms; what is patched already is left alone."""
+    """Patch every attention module of `model`, in place, with fresh norms; what is patched already is left alone.
+
+    Raises ValueError for a model that then has no patched module: it would be saved as one with the scheme.
+    """
     for name, module in own_layers(model, family).items():
         base: Any = type(module)
         set_class(module, attention_class(base, family))
@@ -128,6 +132,8 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
             parent = model.get_submodule(name.rpartition(".")[0])
             module.removed_norm = (getattr(parent, family.pre_norm),)
             setattr(parent, family.pre_norm, nn.Identity())
+    if not patched_layers(model):
+        raise no_attention(model, family.attention)
 
 
 def uninstall(model: nn.Module) -> None:

@@ -15,11 +15,13 @@ from hf_qknorm.attention import PREFIX, install, own_layers, patched_layers, uni
 from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.fold import check_foldable, fold_pre_norms
 from hf_qknorm.hooks import check_room
+from hf_qknorm.hub.configs import check_names, derived_architectures
 from hf_qknorm.hub.derived import QKNormModel, adopt, derived_config, set_class
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.parallel import plan_norms, unplan_norms
 from hf_qknorm.probe import can_probe, is_causal
 from hf_qknorm.scheme import Scheme
+from hf_qknorm.settings import no_attention
 from hf_qknorm.towers import check_travels, pick_tower, towers_of, with_config
 
 logger = logging.getLogger("hf_qknorm")
@@ -138,6 +140,7 @@ def _undo(model: PreTrainedModel) -> PreTrainedModel:
 
 def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig:
     """A copy of a family's config as its derived type, with the scheme; other models may share the original."""
+    check_names(vars(config))
     patched = copy.deepcopy(config)
     patched.__class__ = derived_config(config.model_type)
     for name in ("model_type", "auto_map"):  # a loaded config holds its type beside its class; the code is another's
@@ -145,6 +148,7 @@ def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig
     patched.qk_norm = patched.qk_norm_base = patched.qk_norm_blend = None
     patched.attn_logit_softcapping = getattr(config, "attn_logit_softcapping", None)
     patched.set_scheme(scheme)
+    patched.architectures = derived_architectures(patched)
     return patched
 
 
@@ -206,7 +210,7 @@ def _require_own_forward(model: PreTrainedModel, family: Family) -> None:
     """Refuse a model without the family's attention, or whose attention forward another tool has replaced."""
     layers = own_layers(model, family)
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no {family.attention} module to patch")
+        raise no_attention(model, family.attention)
     for name, layer in layers.items():
         hooked = getattr(layer, "_hf_hook", None) is not None
         replaced = "forward" in vars(layer) and not hooked

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_qknorm.attention import TYPE_PREFIX, own_layers, patched_layers
 from hf_qknorm.families import FAMILIES, Family
 from hf_qknorm.families.refused import REFUSED
+from hf_qknorm.hub.plain import PlainClassError
 
 
 def towers_of(model: PreTrainedModel) -> dict[str, str]:
@@ -55,9 +56,12 @@ def check_travels(model: PreTrainedModel, path: str, key: str, config: Pretraine
     """
     saved = with_config(model.config, key, config)
     expected = {f"{path}.{name}" for name in own_layers(model.get_submodule(path), family)}
-    again = type(saved).from_dict(copy.deepcopy(saved.to_dict()))
     there: set[str] = set()
-    if type(getattr(again, key)) is type(config):
+    try:
+        again = type(saved).from_dict(copy.deepcopy(saved.to_dict()))
+    except PlainClassError:
+        again = None
+    if again is not None and type(getattr(again, key)) is type(config):
         with torch.device("meta"):
             there = {name for name in patched_layers(type(model)(again)) if name.startswith(f"{path}.")}
     if there != expected:

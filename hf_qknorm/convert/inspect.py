@@ -37,7 +37,8 @@ from hf_qknorm.convert.source import open_source
 from hf_qknorm.convert.text import CHARACTERS, as_batches, check_batches, check_text, load_text, tokenize
 from hf_qknorm.convert.trained import load_causal, load_tokenizer
 from hf_qknorm.families import family_of
-from hf_qknorm.hub.derived import QKNormConfig, QKNormModel
+from hf_qknorm.hub.configs import QKNormConfig
+from hf_qknorm.hub.derived import QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.training.monitor import CAP

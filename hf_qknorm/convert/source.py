@@ -24,6 +24,7 @@ from hf_qknorm.convert.shards import Weights
 from hf_qknorm.convert.unchanged import Stamp, check_unchanged, stamps
 from hf_qknorm.files import is_path, user_path
 from hf_qknorm.hub.derived import derived_model
+from hf_qknorm.settings import check_settings, describe
 from hf_qknorm.strangers import brief, hub_token, read_json
 
 logger = logging.getLogger(__name__)
@@ -263,11 +264,13 @@ def read_config(folder: Path) -> Any:
     if not isinstance(data, dict):
         raise ValueError(f"{path} is {brief(data)}, expected a mapping: download it again")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        check_settings(config)
+        return config
     except (OSError, ValueError):
         raise
     except Exception as error:  # transformers has its own for a field of the wrong type
-        raise ValueError(f"{path} can't be read ({type(error).__name__}: {brief(str(error))})") from error
+        raise ValueError(f"{path} can't be read ({describe(error)})") from error
 
 
 def _config(folder: Path) -> Any:

@@ -25,7 +25,7 @@ from hf_qknorm.families import FAMILIES
 from hf_qknorm.files import replace_file, replace_text, user_path
 from hf_qknorm.functions import CAP_BACKENDS
 from hf_qknorm.hub import papers
-from hf_qknorm.hub.derived import QKNormConfig
+from hf_qknorm.hub.configs import QKNormConfig
 from hf_qknorm.hub.metadata import is_ours, loader, metadata
 from hf_qknorm.strangers import fixed
 

@@ -7,9 +7,7 @@ everything that saves or loads a model records what it is.
 from __future__ import annotations
 
 import importlib
-import os
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
@@ -25,104 +23,17 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from hf_qknorm import functions
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX, install, patched_layers
 from hf_qknorm.families import FAMILIES, Family, check_scheme, known_families
-from hf_qknorm.hub.loaded import check_loaded, check_none_missing, checked_afterwards
-from hf_qknorm.hub.standalone import carry_code, write_code
+from hf_qknorm.hub.configs import QKNormConfig, check_architectures
+from hf_qknorm.hub.loaded import check_dtypes, check_loaded, check_none_missing, check_shapes, checked_afterwards
+from hf_qknorm.hub.standalone import carry_code
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.parallel import plan_norms
-from hf_qknorm.scheme import Scheme
-from hf_qknorm.strangers import brief
+from hf_qknorm.settings import config_errors, config_file
 
-if TYPE_CHECKING:  # the mixins stand in front of a model's own classes and lean on their methods
-    from transformers import PretrainedConfig as _Config
+if TYPE_CHECKING:  # the mixin stands in front of a model's own class and leans on its methods
     from transformers import PreTrainedModel as _Model
 else:
-    _Config = _Model = object
-
-
-class QKNormConfig(_Config):
-    """Mixed into a config class: the scheme as `qk_norm`, its cap as `attn_logit_softcapping` for servers.
-
-    `qk_norm` may be given as a `Scheme`, a preset's name or JSON; it is kept as JSON, with "auto" resolved.
-    `qk_norm_base` holds what the scheme overwrote in a family with a cap of its own, so that it can be undone.
-    `qk_norm_blend` says what is on its way in (`hf_qknorm.training.blend`): None, or whether the norms hold a blend,
-    and the cap at the end, while `qk_norm` has the one in force.
-    Raises ValueError if it is malformed, or contradicts `attn_logit_softcapping`.
-    """
-
-    qk_norm: Any
-    qk_norm_base: Any
-    qk_norm_blend: Any
-    attn_logit_softcapping: float | None
-    base_model_type: ClassVar[str]
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        _check_base(self.qk_norm_base)
-        _check_blend(self.qk_norm_blend)
-        if self.qk_norm is not None:
-            self.set_scheme(Scheme.of(self.qk_norm), stated_cap=self.attn_logit_softcapping)
-
-    @property
-    def scheme(self) -> Scheme:
-        """What is done to attention. Raises ValueError if `qk_norm` is not there."""
-        if self.qk_norm is None:
-            raise ValueError(
-                f'a config of model_type "{TYPE_PREFIX}{self.base_model_type}" needs "qk_norm", the scheme: for '
-                f'example {type(self).__name__}(qk_norm="qk_norm_cap")'
-            )
-        return Scheme.from_dict(self.qk_norm)
-
-    def set_scheme(self, scheme: Scheme, stated_cap: float | None = None) -> None:
-        """Record the scheme and its cap; `stated_cap` is what the config says that the cap is, if it does."""
-        family = FAMILIES[self.base_model_type]
-        scheme = scheme.resolve(family.norm)
-        check_scheme(self.base_model_type, self, scheme)
-        if hasattr(type(self).__mro__[2], "attn_logit_softcapping") and self.qk_norm_base is None:  # the base's own
-            self.qk_norm_base = {"attn_logit_softcapping": self.attn_logit_softcapping}
-            _check_base(self.qk_norm_base)
-            stated_cap = None
-        cap = scheme.softcap
-        if cap is None and self.qk_norm_base is not None:
-            cap = self.qk_norm_base["attn_logit_softcapping"]
-        if stated_cap is not None and stated_cap != cap:
-            raise ValueError(
-                f"attn_logit_softcapping={brief(stated_cap)} contradicts qk_norm, whose softcap is {cap}: servers read "
-                "the first, hf_qknorm the second. Make them equal, or leave attn_logit_softcapping out"
-            )
-        self.qk_norm = scheme.to_dict()
-        self.attn_logit_softcapping = cap
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """transformers' own; the stand-alone code goes along where `auto_map` says that the checkpoint carries it."""
-        if getattr(self, "auto_map", None):
-            write_code(self, Path(save_directory))
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """No: the base's own code reads its layers' kinds, which keep the names that it gave them."""
-        return False
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: transformers would save this class's file alone, and `auto_map` says what is to be saved."""
-
-
-def _check_base(base: Any) -> None:
-    if base is None:
-        return
-    if not isinstance(base, dict) or set(base) != {"attn_logit_softcapping"}:
-        raise ValueError(f'qk_norm_base is {brief(base)}, expected None or {{"attn_logit_softcapping": a cap}}')
-    Scheme(softcap=base["attn_logit_softcapping"])  # raises for what is no cap
-
-
-def _check_blend(blend: Any) -> None:
-    if blend is None:
-        return
-    if not isinstance(blend, dict) or set(blend) != {"norms", "softcap"} or not isinstance(blend["norms"], bool):
-        expected = 'None or {"norms": true or false, "softcap": a cap}'
-        raise ValueError(f"qk_norm_blend is {brief(blend)}, expected {expected}")
-    Scheme(softcap=blend["softcap"])  # raises for what is no cap
+    _Model = object
 
 
 class QKNormModel(_Model):
@@ -133,10 +44,18 @@ class QKNormModel(_Model):
     _supports_attention_backend = True  # each call goes through the interface, so that a server can put its own there
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        model_type = getattr(type(config), "base_model_type", None)
+        if model_type is None:
+            raise TypeError(
+                f"{type(self).__name__} takes a {self.config_class.__name__}, got a {type(config).__name__}: make one "
+                f"with qk_norm=SCHEME, or patch a {self.base_class.__name__} with patch_model"
+            )
         scheme = config.scheme
-        super().__init__(config, *args, **kwargs)
+        check_scheme(model_type, config, scheme)
+        with config_errors(config_file(config), config.model_type, config.architectures):
+            super().__init__(config, *args, **kwargs)
         adopt(self)
-        install(self, FAMILIES[config.base_model_type], scheme)
+        install(self, FAMILIES[model_type], scheme)
         plan_norms(self)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -190,9 +109,18 @@ class QKNormModel(_Model):
         with checked_afterwards():
             model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         check_loaded(model, info)
+        check_architectures(model.config)
         for layer in patched_layers(model).values():
             layer.removed_norm = ()  # no checkpoint keeps it
         return (model, info) if output_loading_info else model
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own; here dtypes can still be seen, and shapes be refused before transformers does."""
+        check_dtypes(model, state_dict, checkpoint_files)
+        info, offloaded = super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
+        check_shapes(model, info.mismatched_keys)
+        return info, offloaded
 
 
 def adopt(model: PreTrainedModel) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
+import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
+from transformers.modeling_utils import load_state_dict
 
-from hf_qknorm.attention import NORM_NAMES, patched_layers
+from hf_qknorm.attention import NORM_NAMES, head_norms, patched_layers
 
+PARAMETERS: Final = ("weight", "bias", "blend")  # of a norm
+DTYPES_OF_TORCH: Final = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES: Final = frozenset(DTYPES_OF_TORCH.values())
 _AFTERWARDS = ContextVar("the model that is being loaded is checked afterwards", default=False)
 
 
@@ -24,29 +30,80 @@ def checked_afterwards() -> Iterator[None]:
         _AFTERWARDS.reset(token)
 
 
+def check_dtypes(model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None) -> None:
+    """Raise ValueError for gains, biases and blends that are not of a floating-point dtype of 16 bits or more.
+
+    It looks before the weights are loaded: the model casts them, and a rounded or cut gain changes what it computes.
+    """
+    norms = {name for layer in patched_layers(model).values() for name in head_norms(layer)}
+    if not norms:
+        return
+    for where, name, dtype in _dtypes(state_dict, files or []):
+        *_, norm, parameter = ["", *name.split(".")]
+        if norm in norms and parameter in PARAMETERS and dtype not in DTYPES:
+            raise ValueError(
+                f"{where}: {name!r} has dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}: gains are never "
+                "quantised. Restore the weights"
+            )
+
+
+def _dtypes(state_dict: dict[str, Any] | None, files: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Where each tensor is, its name, and its dtype as safetensors calls it."""
+    if state_dict is not None:
+        yield from (("state_dict", name, _called(value)) for name, value in state_dict.items())
+        return
+    for file in files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, "pt") as weights:
+                names = weights.keys()
+                yield from ((file, name, weights.get_slice(name).get_dtype()) for name in names)
+        else:
+            pickled = load_state_dict(file, map_location="meta")
+            yield from ((file, name, _called(value)) for name, value in pickled.items())
+
+
+def _called(tensor: Any) -> str:
+    return DTYPES_OF_TORCH.get(tensor.dtype, str(tensor.dtype))
+
+
+def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """Raise ValueError for norms of another shape in the weights, given as name, shape there, and shape in the model.
+
+    Also with `ignore_mismatched_sizes=True`: a fresh gain in the place of a trained one is another model.
+    """
+    own = _norm_parameters(model)
+    wrong = sorted((name, list(got), list(expected)) for name, got, expected in mismatched if name in own)
+    if wrong:
+        name, got, expected = wrong[0]
+        what = f"of another shape in the weights ({name!r} is {got}, expected {expected})"
+        raise _disagreement(model, what, [name for name, _, _ in wrong])
+
+
 def check_loaded(model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Raise ValueError for norms that `from_pretrained` found missing, of another shape, or without a scheme."""
-    layers = patched_layers(model)
-    own = {
-        f"{name}.{norm}.{parameter}"
-        for name in layers
-        for norm in NORM_NAMES.values()
-        for parameter in ("weight", "bias", "blend")
-    }
+    """Raise ValueError for norms that `from_pretrained` found missing, or without a place in the scheme."""
+    own = _norm_parameters(model)
     prefix = f"{model.base_model_prefix}."
 
     def ours(keys: Any) -> list[str]:
         return sorted(key for key in keys if key in own or f"{prefix}{key}" in own or key.removeprefix(prefix) in own)
 
-    mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
     problems = {
         "missing from the weights": ours(info["missing_keys"]),
-        "of another shape in the weights": ours(mismatched),
         "in the weights but not in the scheme": ours(info["unexpected_keys"]),
     }
     for what, keys in problems.items():
         if keys:
             raise _disagreement(model, what, keys)
+
+
+def _norm_parameters(model: PreTrainedModel) -> set[str]:
+    """What the norms' parameters may be called, those of any scheme."""
+    return {
+        f"{layer}.{norm}.{parameter}"
+        for layer in patched_layers(model)
+        for norm in NORM_NAMES.values()
+        for parameter in PARAMETERS
+    }
 
 
 def check_none_missing(model: PreTrainedModel) -> None:
@@ -68,8 +125,9 @@ def check_none_missing(model: PreTrainedModel) -> None:
 
 
 def _disagreement(model: PreTrainedModel, what: str, keys: list[str]) -> ValueError:
+    scheme = {str(layer.scheme): None for layer in patched_layers(model).values()}
     return ValueError(
         f"{model.config._name_or_path or 'the checkpoint'}: {len(keys)} norm parameters are {what}, first "
-        f"{keys[0]!r}. config.json says qk_norm = {model.config.scheme}; loading would silently change the "
+        f"{keys[0]!r}. config.json says qk_norm = {' and '.join(scheme)}; loading would silently change the "
         "model. Restore the matching config.json or weights"
     )

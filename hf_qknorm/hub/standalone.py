@@ -13,27 +13,15 @@ from typing import Any
 
 import transformers
 from transformers import PreTrainedModel
-from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX
 from hf_qknorm.checkpoint_files import CODE_FILE
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.files import replace_text, user_path
+from hf_qknorm.hub.auto_classes import AUTO_CLASSES
 from hf_qknorm.hub.bundle import Bundle
-
-# The Auto classes that a derived model goes by, where its base does, and transformers' name table of each.
-AUTO_CLASSES = {
-    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
-    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    "AutoModelForMultipleChoice": modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
-    "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    "AutoModelForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForMaskedImageModeling": modeling_auto.MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES,
-}
+from hf_qknorm.hub.notice import NOTICES
 
 _FAMILIES = ("hf_qknorm.families", "FAMILIES")
 _ROOTS = (
@@ -88,7 +76,7 @@ def auto_map(model_type: str) -> dict[str, str]:
 @cache
 def standalone_code(model_type: str) -> str:
     """The stand-alone file for a patched `model_type`."""
-    config, *models = (name.rpartition(".")[2] for name in auto_map(model_type).values())
+    config, *models = dict.fromkeys(name.rpartition(".")[2] for name in auto_map(model_type).values())
     bases = {name: getattr(transformers, name.removeprefix(PREFIX)) for name in models}
     types = {name: base.config_class.model_type for name, base in bases.items()}
     bundle = Bundle(_ROOTS, _REPLACED, {_FAMILIES: tuple(sorted({model_type, *types.values()}))})
@@ -138,7 +126,7 @@ def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None
     config = json.loads(path.read_text(encoding="utf-8"))
     model_type = _base_type(config.get("model_type") if isinstance(config, dict) else None, str(path))
     code = standalone_code(model_type)
-    config["auto_map"] = auto_map(model_type)
+    config |= {"auto_map": auto_map(model_type), **NOTICES}
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     replace_text(folder / CODE_FILE, code)
     replace_text(path, text)

@@ -13,9 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tables import MODEL_TYPES, applies, randomise, sharp_model
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+)
 
 from hf_qknorm import FAMILIES, Scheme, patch_model
+from hf_qknorm.hub.derived import derived_model
+from hf_qknorm.training.blend import set_blend
 
 NORMED = [t for t in MODEL_TYPES if not FAMILIES[t].own_norms]
 SCHEME = Scheme(q="rms", k="rms", gain="per_head", softcap=30.0)
@@ -64,14 +72,53 @@ def test_a_missing_gain(checkpoint, auto, ignore):
     assert str(SCHEME) in message
 
 
+@pytest.mark.parametrize("ignore", [False, True])
 @pytest.mark.parametrize("checkpoint", NORMED, indirect=True)
-def test_a_gain_of_another_shape(checkpoint):
+def test_a_gain_of_another_shape(checkpoint, ignore):
     name = edit_weights(checkpoint, lambda weights, name: weights.update({name: torch.ones(7)}))
-    message = refusal(checkpoint, ignore_mismatched_sizes=True)
-    assert "of another shape" in message
-    assert name in message
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # transformers' own error comes first
-        AutoModelForCausalLM.from_pretrained(checkpoint)
+    message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
+    assert f"of another shape in the weights ('{name}' is [7], expected [4, 16])" in message
+    assert str(SCHEME) in message
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64], ids=str)
+@pytest.mark.parametrize("auto", AUTO_CLASSES, ids=lambda auto: auto.__name__)
+def test_a_gain_that_is_no_floating_point_number(checkpoint, auto, dtype):
+    name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(dtype)}))
+    message = refusal(checkpoint, auto)
+    assert "model.safetensors" in message
+    assert f"{name!r} has dtype" in message
+
+
+@pytest.mark.parametrize("part", ["k_norm.bias", "v_norm.blend"])
+def test_a_bias_or_blend_that_is_none(part, tmp_path):
+    model = randomise(patch_model(sharp_model("llama"), Scheme(q="rms", k="rms", v="rms", bias=True)))
+    set_blend(model, 0.5)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.0.self_attn.{part}"
+    save_file(weights | {name: weights[name].to(torch.int8)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert f"{name!r} has dtype I8" in refusal(tmp_path)
+
+
+def test_a_gain_that_is_no_floating_point_number_in_memory_or_pickled(checkpoint):
+    name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(torch.int8)}))
+    weights = load_file(checkpoint / "model.safetensors")
+    config = AutoConfig.from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    torch.save(weights, checkpoint / "pytorch_model.bin")
+    assert f"pytorch_model.bin: {name!r} has dtype torch.int8" in refusal(checkpoint)
+    with pytest.raises(ValueError, match="state_dict: .* has dtype torch.int8"):
+        derived_model(LlamaForCausalLM).from_pretrained(None, config=config, state_dict=weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_a_gain_of_another_floating_dtype_is_cast(checkpoint, dtype):
+    name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(dtype)}))
+    expected = load_file(checkpoint / "model.safetensors")[name].float()
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()[name], expected
+    )
 
 
 @pytest.mark.parametrize("ignore", [False, True])

@@ -22,7 +22,8 @@ from hf_qknorm.convert.shards import copy_file
 from hf_qknorm.convert.source import Source, open_source
 from hf_qknorm.destinations import check_folder
 from hf_qknorm.files import new_folder, user_path
-from hf_qknorm.hub.derived import QKNormConfig
+from hf_qknorm.hub.configs import QKNormConfig
+from hf_qknorm.hub.notice import NOTICES
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _check_planned(draft: Draft, plain: Any, unused: tuple[str, ...]) -> None:
 def _plain_config(config: Any, target: Target) -> PretrainedConfig:
     """The target's config: what it has in common with the source's, and its own settings."""
     said = json.loads(config.to_json_string(use_diff=False))
-    for key in ("qk_norm", "qk_norm_base", "qk_norm_blend", "auto_map", "model_type", "architectures"):
+    for key in ("qk_norm", "qk_norm_base", "qk_norm_blend", "auto_map", "model_type", "architectures", *NOTICES):
         said.pop(key, None)
     target_class = CONFIG_MAPPING[target.model_type]
     base = config.base_model_type

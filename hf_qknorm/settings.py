@@ -1,0 +1,89 @@
+"""Checks of a config's settings that transformers makes too late, or with an error that does not name config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_qknorm.strangers import brief
+
+SIZES: Final = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
+ACTIVATIONS: Final = ("hidden_act", "hidden_activation", "activation_function")
+
+
+def check_settings(config: Any) -> None:
+    """Raise ValueError, naming config.json and the setting, for a size below 1, an unknown activation or RoPE type."""
+    for name in SIZES:
+        value = _setting(config, name)
+        if isinstance(value, int) and value < 1:
+            raise _impossible(config, name, value, "a whole number ≥ 1")
+    for name in ACTIVATIONS:
+        value = _setting(config, name)
+        if isinstance(value, str) and value not in ACT2FN:
+            raise _impossible(config, name, value, f"one of {', '.join(sorted(ACT2FN))}")
+    kinds = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+    for name, rope in _ropes(config):
+        value = rope.get("rope_type", "default")
+        if value not in kinds:
+            raise _impossible(config, f"{name}.rope_type", value, f"one of {', '.join(kinds)}")
+
+
+@contextmanager
+def config_errors(file: str, model_type: Any, architectures: Any) -> Iterator[None]:
+    """Turn the errors that a setting of config.json causes, while a config or a model is made, into ValueError."""
+    try:
+        yield
+    except (AttributeError, KeyError, RuntimeError, StrictDataclassError, ZeroDivisionError) as error:
+        if isinstance(error, RuntimeError) and "negative dimension" not in str(error):
+            raise  # no memory, for example
+        raise ValueError(
+            f"{file} can't be used, with model_type {brief(model_type)} and architectures {brief(architectures)}: "
+            f"{describe(error)}. Restore the config.json that was saved with the weights"
+        ) from error
+
+
+def no_attention(model: Any, attention: str) -> ValueError:
+    """The error for a model without the attention class that its config's model type has."""
+    config = model.config
+    return ValueError(
+        f"{config_file(config)}: {type(model).__name__} has no {attention} to patch. Either model_type "
+        f"{config.model_type!r} does not fit architectures {brief(config.architectures)}, or no layer has attention"
+    )
+
+
+def describe(error: Exception) -> str:
+    """An error of transformers in one line: the last one, which names the cause."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1].strip()[:400]}"
+
+
+def config_file(config: Any) -> str:
+    """Where a config was read from, for error messages."""
+    name = getattr(config, "_name_or_path", None)
+    return str(Path(name) / "config.json") if name else "config.json"
+
+
+def _setting(config: Any, name: str) -> Any:
+    """A setting under the name that most families use. Gemma 4's own attributes raise where layers differ."""
+    return vars(config).get(config.attribute_map.get(name, name))
+
+
+def _ropes(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The settings of RoPE by name: one mapping, or one for each kind of layers."""
+    name, found = "rope_parameters", _setting(config, "rope_parameters")
+    if isinstance(found, dict):
+        kinds = {f"{name}.{kind}": value for kind, value in found.items() if isinstance(value, dict)}
+        yield from (kinds or {name: found}).items()
+
+
+def _impossible(config: Any, name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{config_file(config)}: {name} is {brief(value)}, expected {expected}")
