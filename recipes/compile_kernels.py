@@ -138,7 +138,7 @@ class Case:
         options = Options(d**-0.5, self.softcap, True, self.window, self.dropout)
         out = flash.forward(heads, visible, options, self.statistics)
         if not self.statistics and not self.gluon:
-            flash.backward(torch.empty_like(out.out), heads, visible, options, out.out, out.lse)
+            flash.backward(torch.empty_like(out.out), heads, visible, options, out.out, out.normaliser)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 It keeps bf16 as uint16, and so `tl.dot` multiplies bit patterns, arithmetic adds them, and a cast from fp32 cuts off
 what it should round: all without an error. After `install` dots are of the values and casts round to nearest, ties to
-even; arithmetic, which our kernels do in fp32, is refused. Triton 3.6 also reads loop bounds as numpy ≥ 2.4 forbids.
+even; arithmetic, which our kernels do in fp32, is refused. Dots of fp32 are summed in an order of their own: k·q is q·k
+then to the last bit, as it is where kernels are compiled, and backward makes the weights that forward made. Triton 3.6
+also reads loop bounds as numpy ≥ 2.4 forbids.
 
 It is also slow for nothing: at each call of a function within a kernel it looks through the whole language for what to
 patch, and it looks for integers that overflow, of which it says nothing. The one is remembered, the other left out.
@@ -58,8 +60,11 @@ def _cast(self: Any, x: TensorHandle, dtype: Any) -> TensorHandle:
     return _cast_else(self, x, dtype)
 
 
-def _dot(self: Any, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
-    return _dot_else(self, _widen(a), _widen(b), *rest)
+def _dot(self: Any, a: TensorHandle, b: TensorHandle, acc: TensorHandle, *rest: Any) -> TensorHandle:
+    if a.dtype.scalar != tl.float32:
+        return _dot_else(self, _widen(a), _widen(b), acc, *rest)
+    products = a.data[:, None, :] * b.data.T[None]
+    return TensorHandle(products.sum(-1) + acc.data, acc.dtype.scalar)
 
 
 def _binary(self: Any, a: TensorHandle, b: TensorHandle, op: Any) -> TensorHandle:

@@ -27,8 +27,8 @@ torch.library.define(
 )
 torch.library.define(
     "hf_qknorm::fused_attention_backward",
-    f"(Tensor grad, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {PARTS}, {VISIBLE}, {SETTINGS}, {OPTIONS}) "
-    "-> Tensor[]",
+    f"(Tensor grad, Tensor out, Tensor normaliser, Tensor q, Tensor k, Tensor v, {PARTS}, {VISIBLE}, {SETTINGS}, "
+    f"{OPTIONS}) -> Tensor[]",
 )
 torch.library.define("hf_qknorm::norm_rope", f"(Tensor q, Tensor k, {PARTS}, {SETTINGS}) -> (Tensor, Tensor)")
 torch.library.define(
@@ -84,31 +84,31 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     call, statistics = _Call.of(rest[:-1]), rest[-1]
     heads = flash.Heads(q, k, v, *_structured(call.parts, call.settings))
     result = flash.forward(heads, flash.Visible(*call.visible), Options(*call.options), statistics)
-    largest, entropy = (result.lse.new_empty(0) if x is None else x for x in (result.largest, result.entropy))
-    return result.out, result.lse, largest, entropy
+    largest, entropy = (result.normaliser.new_empty(0) if x is None else x for x in (result.largest, result.entropy))
+    return result.out, result.normaliser, largest, entropy
 
 
 @torch.library.register_fake("hf_qknorm::fused_attention")
 def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    largest, entropy = (torch.empty_like(lse) if rest[-1] else lse.new_empty(0) for _ in range(2))
-    return laid_out(q), lse, largest, entropy
+    normaliser = q.new_empty((*q.shape[:3], 2), dtype=torch.float32)
+    largest, entropy = (normaliser.new_empty(q.shape[:3] if rest[-1] else 0) for _ in range(2))
+    return laid_out(q), normaliser, largest, entropy
 
 
 @torch.library.impl("hf_qknorm::fused_attention_backward", "default")
 def _attend_backward(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    grad: Tensor, out: Tensor, normaliser: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> list[Tensor]:
     from hf_qknorm.ops.triton import flash
 
     call = _Call.of(rest)
     heads = flash.Heads(q, k, v, *_structured(call.parts, call.settings))
-    found = flash.backward(grad, heads, flash.Visible(*call.visible), Options(*call.options), out, lse)
+    found = flash.backward(grad, heads, flash.Visible(*call.visible), Options(*call.options), out, normaliser)
     return [q.new_empty(0) if x is None else x for x in found]
 
 
 @torch.library.register_fake("hf_qknorm::fused_attention_backward")
-def _(grad, out, lse, q, k, v, *rest):  # type: ignore[no-untyped-def]
+def _(grad, out, normaliser, q, k, v, *rest):  # type: ignore[no-untyped-def]
     call = _Call.of(rest)
     sinks = call.visible[1]
     found = [*_parameters(q, call.parts, call.settings), q.new_empty(0) if sinks is None else torch.empty_like(sinks)]
@@ -134,8 +134,10 @@ def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, grad, *unused):  # type: ignore[no-untyped-def]
-    q, k, v, *tensors, out, lse = ctx.saved_tensors
-    found = OPERATORS.fused_attention_backward(grad, out, lse, q, k, v, *tensors, *ctx.call.settings, *ctx.call.options)
+    q, k, v, *tensors, out, normaliser = ctx.saved_tensors
+    found = OPERATORS.fused_attention_backward(
+        grad, out, normaliser, q, k, v, *tensors, *ctx.call.settings, *ctx.call.options
+    )
     dq, dk, dv, q_gain, q_bias, k_gain, k_bias, sinks = (x if x.numel() else None for x in found)
     numbers = [None] * (len(ctx.call.settings) + len(ctx.call.options) + 1)
     return dq, dk, dv, q_gain, q_bias, None, k_gain, k_bias, None, None, None, None, sinks, None, *numbers

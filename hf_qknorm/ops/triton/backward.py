@@ -1,6 +1,7 @@
 """Attention, backward, without atomics: a kernel for dk and dv, one for dq; both undo RoPE and norm before they store.
 
-The weights are recomputed from the log-sum-exp. A score is q·k (times `unit` if SCALED); its logit in units of log2 is
+The weights are recomputed from their normaliser. In fp32 both its parts are kept (EXACT): one number, the log-sum-exp,
+would round away what large logits need. A score is q·k (times `unit` if SCALED); its logit in units of log2 is
 `cap`·tanh(score), or `cap`·score without a cap; what is left of the chain rule is one factor, `outer`, at the end.
 """
 
@@ -16,8 +17,13 @@ ALIGNED: tl.constexpr = tl.constexpr(128)  # rows of a head in `sums` are padded
 
 
 @triton.jit
-def sums_kernel(OUT, GRAD, lse, sums, heads, queries, BLOCK_M: tl.constexpr, PADDED: tl.constexpr):
-    """Two numbers a row, `[B, H, 2, T′]`: its log-sum-exp and Σ out·grad, which the softmax's gradient subtracts."""
+def sums_kernel(
+    OUT, GRAD, normaliser, sums, heads, queries, BLOCK_M: tl.constexpr, PADDED: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """Numbers of each row, `[B, H, 3, T′]`: log-sum-exp, Σ out·grad, which the softmax's gradient subtracts, nothing.
+
+    If EXACT, the first is the peak, and the last 1/total. For a row without keys the first is +∞.
+    """
     stride = tl.cdiv(queries, ALIGNED) * ALIGNED
     blocks = stride // BLOCK_M
     number = tl.program_id(0) // blocks
@@ -26,17 +32,27 @@ def sums_kernel(OUT, GRAD, lse, sums, heads, queries, BLOCK_M: tl.constexpr, PAD
     out = OUT.load(at).reshape(BLOCK_M, PADDED).to(tl.float32)
     grad = GRAD.load(at).reshape(BLOCK_M, PADDED).to(tl.float32)
     rows = start + tl.arange(0, BLOCK_M)
-    sums += 2 * number.to(tl.int64) * stride + rows
-    own = tl.load(lse + number.to(tl.int64) * queries + rows, mask=rows < queries, other=float("inf"))
-    tl.store(sums, own)
+    sums += 3 * number.to(tl.int64) * stride + rows
+    own = normaliser + 2 * (number.to(tl.int64) * queries + rows)
+    peak = tl.load(own, mask=rows < queries, other=0.0)
+    total = tl.load(own + 1, mask=rows < queries, other=0.0)
+    empty = total == 0  # not so for NaN, which goes on
+    if EXACT:
+        tl.store(sums, tl.where(empty, float("inf"), peak))
+        tl.store(sums + 2 * stride, tl.where(empty, 0.0, 1.0 / total))
+    else:
+        tl.store(sums, tl.where(empty, float("inf"), peak + tl.log2(total)))
     tl.store(sums + stride, tl.sum(out * grad, 1))
 
 
 @triton.jit
 def weights(
-    x, lse, seen, unit, cap, MASKED: tl.constexpr, TANH: tl.constexpr, SCALED: tl.constexpr
+    x, lse, share, seen, unit, cap, MASKED: tl.constexpr, TANH: tl.constexpr, SCALED: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
-    """The weights of a tile of scores x, and those weights times the slope of the cap."""
+    """The weights of a tile of scores x, and those weights times the slope of the cap.
+
+    If EXACT, `lse` is the rows' peak and `share` 1/total; else it is their log-sum-exp.
+    """
     if SCALED:
         x = x * unit
     slope = 1.0
@@ -47,6 +63,8 @@ def weights(
     if MASKED:
         x = tl.where(seen, x, float("-inf"))
     p = tl.exp2(x)
+    if EXACT:
+        p = p * share
     return p, p * slope
 
 
@@ -98,9 +116,9 @@ def finish(
 
 @triton.jit
 def _into_queries(
-    dq, q, grad, K, V, batch, head_kv, number, rows, first, last, lse, delta, start, stop, unit, cap, seed, rate,
+    dq, q, grad, K, V, batch, head_kv, number, rows, first, last, lse, share, delta, start, stop, unit, cap, seed, rate,
     BLOCK_N: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr, TANH: tl.constexpr,
-    SCALED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys from `start` to `stop` give to dq `[M, P]`."""
     cols = tl.arange(0, BLOCK_N)
@@ -110,7 +128,7 @@ def _into_queries(
         v = V.load([batch, head_kv, n, 0]).reshape(BLOCK_N, PADDED)
         x = tl.dot(q, k.T, input_precision=PRECISION)  # [M, N]
         seen = (cols[None, :] >= (first - n)[:, None]) & (cols[None, :] < (last - n)[:, None])
-        _, p = weights(x, lse[:, None], seen, unit, cap, MASKED, TANH, SCALED)
+        _, p = weights(x, lse[:, None], share[:, None], seen, unit, cap, MASKED, TANH, SCALED, EXACT)
         dp = tl.dot(grad, v.T, input_precision=PRECISION)
         if DROPOUT:
             keep = kept(seed, number, rows[:, None], (n + cols)[None, :], rate)
@@ -126,7 +144,7 @@ def query_kernel(
     unit, cap, outer, rate, limit, heads, heads_kv, queries, keys, window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr,
-    TANH: tl.constexpr, WHEN: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
+    TANH: tl.constexpr, WHEN: tl.constexpr, SCALED: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
     NORM: tl.constexpr, ROTATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the raw queries, one program a block of queries and a head."""
@@ -144,25 +162,28 @@ def query_kernel(
     if DROPOUT:
         seed = tl.load(seeds)
     stride = tl.cdiv(queries, ALIGNED) * ALIGNED
-    sums += 2 * number.to(tl.int64) * stride + rows
+    sums += 3 * number.to(tl.int64) * stride + rows
     lse = tl.load(sums)
+    share = lse
+    if EXACT:
+        share = tl.load(sums + 2 * stride)
     delta = tl.load(sums + stride)
     q = Q.load([batch, head, block * BLOCK_M, 0]).reshape(BLOCK_M, PADDED)
     grad = GRAD.load([batch, head, block * BLOCK_M, 0]).reshape(BLOCK_M, PADDED)
     dq = tl.zeros([BLOCK_M, PADDED], tl.float32)
     if WINDOW or RANGES:
         dq = _into_queries(
-            dq, q, grad, K, V, batch, head_kv, number, rows, first, last, lse, delta, start,
+            dq, q, grad, K, V, batch, head_kv, number, rows, first, last, lse, share, delta, start,
             tl.minimum(full_start, stop), unit, cap, seed, rate,
-            BLOCK_N, PADDED, True, TANH, SCALED, DROPOUT, PRECISION,
+            BLOCK_N, PADDED, True, TANH, SCALED, EXACT, DROPOUT, PRECISION,
         )  # fmt: skip
     dq = _into_queries(
-        dq, q, grad, K, V, batch, head_kv, number, rows, first, last, lse, delta, full_start, full_stop, unit, cap,
-        seed, rate, BLOCK_N, PADDED, False, TANH, SCALED, DROPOUT, PRECISION,
+        dq, q, grad, K, V, batch, head_kv, number, rows, first, last, lse, share, delta, full_start, full_stop, unit,
+        cap, seed, rate, BLOCK_N, PADDED, False, TANH, SCALED, EXACT, DROPOUT, PRECISION,
     )  # fmt: skip
     dq = _into_queries(
-        dq, q, grad, K, V, batch, head_kv, number, rows, first, last, lse, delta, full_stop, stop, unit, cap,
-        seed, rate, BLOCK_N, PADDED, True, TANH, SCALED, DROPOUT, PRECISION,
+        dq, q, grad, K, V, batch, head_kv, number, rows, first, last, lse, share, delta, full_stop, stop, unit, cap,
+        seed, rate, BLOCK_N, PADDED, True, TANH, SCALED, EXACT, DROPOUT, PRECISION,
     )  # fmt: skip
     finish(
         dq * outer, X, DX, batch, head, block * BLOCK_M, queries, norm, rotary,
@@ -175,7 +196,7 @@ def _into_keys(
     dk, dv, k, v, Q, GRAD, sums, batch, head, number, group, stride, cols, first, last, start, count,
     unit, cap, seed, rate,
     BLOCK_M: tl.constexpr, PADDED: tl.constexpr, FROM: tl.constexpr, UNTIL: tl.constexpr, TANH: tl.constexpr,
-    SCALED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv `[N, P]` what `count` blocks of queries from `start` on give, of each head of the group.
 
@@ -189,15 +210,18 @@ def _into_keys(
         m = tl.multiple_of(start + block * BLOCK_M, BLOCK_M)
         q = Q.load([batch, head + member, m, 0]).reshape(BLOCK_M, PADDED)
         grad = GRAD.load([batch, head + member, m, 0]).reshape(BLOCK_M, PADDED)
-        at = 2 * member * stride + m
+        at = 3 * member * stride + m
         lse = tl.load(sums + at + rows)
+        share = lse
+        if EXACT:
+            share = tl.load(sums + at + 2 * stride + rows)
         x = tl.dot(k, q.T, input_precision=PRECISION)
         seen = True
         if UNTIL:  # both ends in one comparison: below its first, a row is a huge number
             seen = (rows[None, :] + (m - first)[:, None]).to(tl.uint32, bitcast=True) < span[:, None]
         elif FROM:
             seen = rows[None, :] >= (first - m)[:, None]
-        p, sloped = weights(x, lse[None, :], seen, unit, cap, FROM or UNTIL, TANH, SCALED)
+        p, sloped = weights(x, lse[None, :], share[None, :], seen, unit, cap, FROM or UNTIL, TANH, SCALED, EXACT)
         if DROPOUT:
             keep = kept(seed, number + member, (m + rows)[None, :], cols[:, None], rate)
             p = tl.where(keep, p / (1.0 - rate), 0.0)
@@ -220,7 +244,7 @@ def key_kernel(
     unit, cap, outer, rate, limit, heads, heads_kv, queries, keys, window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr,
-    TANH: tl.constexpr, WHEN: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
+    TANH: tl.constexpr, WHEN: tl.constexpr, SCALED: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
     NORM: tl.constexpr, ROTATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the raw keys and of the values, one program a block of keys, over the heads of its group."""
@@ -249,11 +273,11 @@ def key_kernel(
     head = head_kv * group
     stride = tl.cdiv(queries, ALIGNED) * ALIGNED
     first_head = batch * heads + head
-    sums += 2 * first_head.to(tl.int64) * stride
+    sums += 3 * first_head.to(tl.int64) * stride
     dk, dv = _into_keys(
         dk, dv, k, v, Q, GRAD, sums, batch, head, first_head, group, stride, cols, first, last,
         start, tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M), unit, cap, seed, rate,
-        BLOCK_M, PADDED, CAUSAL or WINDOW or RANGES, WINDOW or RANGES, TANH, SCALED, DROPOUT, PRECISION,
+        BLOCK_M, PADDED, CAUSAL or WINDOW or RANGES, WINDOW or RANGES, TANH, SCALED, EXACT, DROPOUT, PRECISION,
     )  # fmt: skip
     DV.store([batch, head_kv, block * BLOCK_N, 0], dv.to(DV.dtype).reshape(1, 1, BLOCK_N, PADDED))
     finish(

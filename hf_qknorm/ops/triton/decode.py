@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_qknorm.ops.heads import laid_out
 from hf_qknorm.ops.tiling import Options
-from hf_qknorm.ops.triton.forward import NEVER, attend
+from hf_qknorm.ops.triton.forward import NEVER, attend, from_sink
 from hf_qknorm.ops.triton.launch import Tile, dense, descriptor, launch, loops, padded, precision, reach, tile, units
 from hf_qknorm.ops.triton.scores import keys_seen
 
@@ -93,10 +93,10 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["queries", "splits"])
 def combine_kernel(
-    partial, sums, sinks, out, lse, heads, queries, splits,
+    partial, sums, sinks, out, normaliser, heads, queries, splits,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Output `[B, T, H, D]` and log2-sum-exp2 `[B, H, T]` of the splits' sums; the sinks are added here, once."""
+    """Output `[B, T, H, D]` and normaliser `[B, H, T, 2]` of the splits' sums; the sinks are added here, once."""
     count = tl.num_programs(0).to(tl.int64)
     number = tl.program_id(0)
     head = number // queries % heads
@@ -105,8 +105,7 @@ def combine_kernel(
     total = 0.0
     peak = NEVER
     if SINKS:
-        total = 1.0
-        peak = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        peak, total = from_sink(sinks, head)
     for s in tl.range(0, splits, BLOCK):
         split = s + tl.arange(0, BLOCK)
         at = split * count + number
@@ -120,7 +119,8 @@ def combine_kernel(
         total = total * shrink + tl.sum(totals * weights, 0)
         peak = higher
     empty = total == 0  # not so for NaN, which goes on
-    tl.store(lse + number, tl.where(empty, float("inf"), peak + tl.log2(total)))
+    tl.store(normaliser + 2 * number.to(tl.int64), peak)
+    tl.store(normaliser + 2 * number.to(tl.int64) + 1, total)
     row = (number // (heads * queries) * queries + number % queries).to(tl.int64) * heads + head
     value = acc * tl.where(empty, 0.0, 1.0 / total)
     tl.store(out + row * HEAD_DIM + cols, value.to(out.dtype.element_ty), cols < HEAD_DIM)
@@ -132,7 +132,7 @@ def suits(q: Tensor, k: Tensor) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
-    """Output and log2-sum-exp2 as `flash.forward` has them, of heads that nothing is to be done to; no dropout."""
+    """Output and normaliser as `flash.forward` has them, of heads that nothing is to be done to; no dropout."""
     return _combine(*_split(q, dense(k), dense(v), visible, options), q, visible.sinks)
 
 
@@ -181,10 +181,10 @@ def _split(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) 
 
 
 def _combine(partial: Tensor, sums: Tensor, q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and log2-sum-exp2, of all splits' sums."""
+    """Output and normaliser, of all splits' sums."""
     b, h, t, d = q.shape
     out = laid_out(q)
-    lse = torch.empty(b, h, t, dtype=torch.float32, device=q.device)
+    normaliser = torch.empty(b, h, t, 2, dtype=torch.float32, device=q.device)
     launch(
         combine_kernel,
         (b * h * t,),
@@ -193,7 +193,7 @@ def _combine(partial: Tensor, sums: Tensor, q: Tensor, sinks: Tensor | None) -> 
         sums,
         sinks,
         out,
-        lse,
+        normaliser,
         h,
         t,
         len(partial),
@@ -203,7 +203,7 @@ def _combine(partial: Tensor, sums: Tensor, q: Tensor, sinks: Tensor | None) -> 
         SINKS=sinks is not None,
         num_warps=4,
     )
-    return out, lse
+    return out, normaliser
 
 
 def splits(q: Tensor, k: Tensor) -> int:

@@ -57,12 +57,14 @@ class Visible(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Output `[B, H, T, D]` laid out as `[B, T, H, D]`, log2-sum-exp2 `[B, H, T]`; of each query's logits, if wanted,
-    the largest |scale·q·k| before the cap and the entropy of the weights, in nats.
+    """Output `[B, H, T, D]` laid out as `[B, T, H, D]`, and its normaliser `[B, H, T, 2]`: peak and total.
+
+    A weight is 2^(logit − peak) / total, of logits in units of log2; the peak is the largest one, or 0 where logits are
+    bounded. Of each query's logits, if wanted: the largest |scale·q·k| before the cap and the entropy, in nats.
     """
 
     out: Tensor
-    lse: Tensor
+    normaliser: Tensor
     largest: Tensor | None
     entropy: Tensor | None
 
@@ -97,13 +99,13 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     ready = Ready.of(heads, options)
     (b, h, t, _), device = heads.q.shape, heads.q.device
     out = laid_out(heads.q)
-    lse = heads.q.new_empty(b, h, t, dtype=torch.float32)
-    largest, entropy = (torch.empty_like(lse), torch.empty_like(lse)) if statistics else (None, None)
+    normaliser = heads.q.new_empty(b, h, t, 2, dtype=torch.float32)
+    largest, entropy = (normaliser.new_empty(b, h, t) for _ in range(2)) if statistics else (None, None)
     shape = tile(FORWARD, heads.q)
     warped = gluon.serves(heads.q, visible, options, statistics)
     for loop in loops(heads.q.dtype, options.softcap, ready.bound is not None, visible.sinks is not None):
         if warped:
-            gluon.attend(ready, out, lse, options.causal, loop)
+            gluon.attend(ready, out, normaliser, options.causal, loop)
             continue
         launch(
             forward_kernel,
@@ -113,7 +115,7 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
             descriptor(ready.k, shape.keys),
             descriptor(ready.v, shape.keys),
             descriptor(out, shape.queries),
-            lse,
+            normaliser,
             ready.bound,
             visible.ranges,
             visible.sinks,
@@ -139,10 +141,10 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     if largest is not None and entropy is not None:
         largest *= ready.cap / LOG2E if options.softcap is None else options.softcap
         entropy /= LOG2E
-    return Result(out, lse, largest, entropy)
+    return Result(out, normaliser, largest, entropy)
 
 
-def _constants(heads: Heads, visible: Visible, options: Options, ready: Ready, shape: Tile) -> dict[str, object]:
+def _constants(heads: Heads, visible: Visible, options: Options, ready: Ready, shape: Tile) -> dict[str, Any]:
     """What all attention kernels are compiled for."""
     return {
         "BLOCK_M": shape.queries,
@@ -172,11 +174,13 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
-def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, lse: Tensor) -> Gradients:
-    """Gradients for `grad` `[B, H, T, D]`, from raw heads, output and log-sum-exp alone; the same bits on each run."""
+def backward(
+    grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, normaliser: Tensor
+) -> Gradients:
+    """Gradients for `grad` `[B, H, T, D]`, from raw heads, output and normaliser alone; the same bits on each run."""
     ready = Ready.of(heads, options)
     grad = dense(grad)
-    sums = _sums(grad, dense(out), lse)
+    sums = _sums(grad, dense(out), normaliser)
     # what is left of the chain rule: in q·unit·k, of q and of k
     softcap, scale = options.softcap, options.scale
     outer_k = scale if not heads.raw else (softcap or 1 / LOG2E)
@@ -191,7 +195,9 @@ def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out
     (q_gain, q_bias), (k_gain, k_bias) = q_side.fill(*given), k_side.fill(*given)
     dsinks = None
     if visible.sinks is not None:
-        flow = torch.exp2(visible.sinks.float()[:, None] * LOG2E - lse) * sums[:, :, 1, : lse.shape[2]]
+        peak, total = normaliser.unbind(-1)
+        weight = torch.exp2(visible.sinks.float()[:, None] * LOG2E - peak) / total
+        flow = (weight * sums[:, :, 1, : total.shape[2]]).masked_fill(total == 0, 0.0)
         dsinks = -flow.sum((0, 2)).to(visible.sinks.dtype)
     if ends is not heads:
         undone = norm_rope.backward(dq, dk, heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary)
@@ -200,23 +206,24 @@ def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out
     return Gradients(dq, dk, dv, q_gain, q_bias, k_gain, k_bias, dsinks)
 
 
-def _sums(grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+def _sums(grad: Tensor, out: Tensor, normaliser: Tensor) -> Tensor:
     """What backward needs of each row, as `sums_kernel` leaves it."""
     (b, h, t, d), rows = out.shape, 64
     stride = -(-t // ALIGNED.value) * ALIGNED.value
-    sums = lse.new_empty(b, h, 2, stride)
+    sums = normaliser.new_empty(b, h, 3, stride)
     launch(
         sums_kernel,
         (stride // rows * b * h,),
         grad.device,
         descriptor(out, rows),
         descriptor(grad, rows),
-        lse,
+        normaliser,
         sums,
         h,
         t,
         BLOCK_M=rows,
         PADDED=padded(d),
+        EXACT=out.dtype == torch.float32,
         num_warps=4,
     )
     return sums
@@ -282,6 +289,7 @@ class _Side(NamedTuple):
                 reach(options.window, t, s),
                 TANH=loop.tanh,
                 WHEN=loop.when,
+                EXACT=heads.q.dtype == torch.float32,
                 NORM=norm.kind,
                 ROTATED=heads.rotary is not None,
                 **_constants(heads, visible, options, ready, shape),

@@ -8,9 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_qknorm.ops.triton.scores import kept, keys_seen, not_mine, query_block, segments, tanh
+from hf_qknorm.ops.triton.scores import LOG2E, kept, keys_seen, not_mine, query_block, segments, tanh
 
 NEVER = tl.constexpr(-1.0e30)  # a maximum over no keys; finite, so that differences are never NaN
+
+
+@triton.jit
+def from_sink(sinks, head):
+    """Peak and total of a head's sink alone, in units of log2; a sink of −∞ is none."""
+    logit = tl.load(sinks + head).to(tl.float32) * LOG2E
+    none = logit == float("-inf")
+    return tl.where(none, NEVER, logit), tl.where(none, 0.0, 1.0)
 
 
 @triton.jit
@@ -20,7 +28,11 @@ def attend(
     BLOCK_N: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr, TANH: tl.constexpr, ONLINE: tl.constexpr,
     SCALED: tl.constexpr, DROPOUT: tl.constexpr, STATISTICS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys from `start` to `stop` into the sums: acc `[M, P]`, total, peak, heat, largest `[M]`."""
+    """Take the keys from `start` to `stop` into the sums: acc `[M, P]`, total, peak, heat, largest `[M]`.
+
+    Weights are 2^(logit − peak) if ONLINE, else 2^logit. `peak` is the largest logit so far, kept if ONLINE or
+    STATISTICS; `heat` is Σ weight·(logit − peak): it is exact however large the logits are.
+    """
     cols = tl.arange(0, BLOCK_N)
     for n in tl.range(start, stop, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
@@ -41,19 +53,21 @@ def attend(
             x = x * cap - higher[:, None]
             shrink = tl.exp2(peak - higher)
             acc = acc * shrink[:, None]
+            if STATISTICS:
+                heat = (heat + total * (peak - higher)) * shrink
             total = total * shrink
-            heat = heat * shrink
+            peak = higher
         elif TANH != "none":
             x = x * cap
         p = tl.exp2(x)
-        total += tl.sum(p, 1)
         if STATISTICS:
-            logit = x
-            if ONLINE:
-                logit = x + higher[:, None]
-            heat += tl.sum(tl.where(p > 0, p * logit, 0.0), 1)
-        if ONLINE:
-            peak = higher
+            if not ONLINE:
+                higher = tl.maximum(peak, tl.max(x, 1))
+                heat += total * (peak - higher)
+                x = x - higher[:, None]
+                peak = higher
+            heat += tl.sum(tl.where(p > 0, p * x, 0.0), 1)
+        total += tl.sum(p, 1)
         if DROPOUT:
             p = tl.where(kept(seed, head, rows[:, None], (n + cols)[None, :], rate), p, 0.0)
         v = V.load([batch, head_kv, n, 0]).reshape(BLOCK_N, PADDED)
@@ -63,7 +77,7 @@ def attend(
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, OUT, lse, bound, ranges, sinks, seeds, largest_out, entropy_out,
+    Q, K, V, OUT, normaliser, bound, ranges, sinks, seeds, largest_out, entropy_out,
     unit, cap, rate, limit, heads, heads_kv, queries, keys, window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr,
@@ -71,7 +85,7 @@ def forward_kernel(
     SCALED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr, STATISTICS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output `[B, H, T, D]` and log2-sum-exp2 `[B, H, T]`, +inf for a query without keys.
+    """Output `[B, H, T, D]` and normaliser `[B, H, T, 2]`; both are 0 for a query without keys, but for its peak.
 
     Q, K, V, OUT are descriptors `[B, H or Hk, T or S, D]`; a score is q·k (times `unit` if SCALED), its logit in units
     of log2 is `cap`·tanh(score), or `cap`·score without a cap.
@@ -95,12 +109,12 @@ def forward_kernel(
     heat = total
     largest = total
     peak = total
-    if ONLINE:
+    if ONLINE or STATISTICS:
         peak = total + NEVER
     if SINKS:
-        peak = total + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        total = total + 1.0
-        heat = peak
+        sink, weight = from_sink(sinks, head)
+        peak = tl.zeros([BLOCK_M], tl.float32) + sink
+        total = total + weight
     if WINDOW or RANGES:
         acc, total, peak, heat, largest = attend(
             acc, total, peak, heat, largest,
@@ -119,12 +133,16 @@ def forward_kernel(
     )  # fmt: skip
     empty = total == 0  # not so for NaN, which goes on
     share = tl.where(empty, 0.0, 1.0 / total)
-    logsum = tl.where(empty, float("inf"), peak + tl.log2(total))
     at = number.to(tl.int64) * queries + rows
-    tl.store(lse + at, logsum, mask=rows < queries)
     if STATISTICS:
         tl.store(largest_out + at, largest, mask=rows < queries)
-        tl.store(entropy_out + at, tl.where(empty, 0.0, logsum - heat * share), mask=rows < queries)
+        spread = total  # of the weights that have their largest at 1
+        if not ONLINE:
+            spread = total * tl.exp2(-peak)
+            peak = tl.zeros([BLOCK_M], tl.float32)
+        tl.store(entropy_out + at, tl.where(empty, 0.0, tl.log2(spread) - heat * share), mask=rows < queries)
+    tl.store(normaliser + 2 * at, peak, mask=rows < queries)
+    tl.store(normaliser + 2 * at + 1, total, mask=rows < queries)
     if DROPOUT:
         share = share / (1.0 - rate)
     out = (acc * share[:, None]).to(OUT.dtype)

@@ -69,8 +69,8 @@ def _module() -> Any:
     return gluon_forward
 
 
-def attend(ready: Ready, out: Tensor, lse: Tensor, causal: bool, loop: Loop) -> None:
-    """Write out `[B, H, T, D]` and lse `[B, H, T]` of the heads that this loop is for, as `forward_kernel` does."""
+def attend(ready: Ready, out: Tensor, normaliser: Tensor, causal: bool, loop: Loop) -> None:
+    """Write out `[B, H, T, D]` and normaliser `[B, H, T, 2]` of the heads that this loop is for."""
     b, h, t, head_dim = ready.q.shape
     keys, stages = TILES[padded(head_dim)]
     launch(
@@ -81,7 +81,7 @@ def attend(ready: Ready, out: Tensor, lse: Tensor, causal: bool, loop: Loop) -> 
         _tiles(ready.k, keys),
         _tiles(ready.v, keys),
         _tiles(out, QUERIES // 2),
-        lse,
+        normaliser,
         ready.bound,
         ready.unit,
         ready.cap,

@@ -102,7 +102,7 @@ def attend(
 
 @gluon.jit
 def consume(
-    q_tile, q_there, ring, OUT, lse, batch, head, number, start, tiles, unit, cap, queries, keys,
+    q_tile, q_there, ring, OUT, normaliser, batch, head, number, start, tiles, unit, cap, queries, keys,
     BLOCK_N: gl.constexpr, PADDED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TANH: gl.constexpr,
     ONLINE: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
@@ -146,8 +146,9 @@ def consume(
     acc = warpgroup_mma_wait(0, deps=(sums,))
     empty = total == 0  # not so for NaN, which goes on
     share = gl.where(empty, 0.0, 1.0 / total)
-    logsum = gl.where(empty, float("inf"), peak + gl.log2(total))
-    gl.store(lse + number.to(gl.int64) * queries + rows, logsum, mask=rows < queries)
+    at = normaliser + 2 * (number.to(gl.int64) * queries + rows)
+    gl.store(at, peak, mask=rows < queries)
+    gl.store(at + 1, total, mask=rows < queries)
     out = acc * gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
     q.store(out.to(q.dtype))  # the queries have been read
     fence_async_shared()
@@ -177,7 +178,7 @@ def produce(
 
 @gluon.jit
 def gluon_forward_kernel(
-    Q, K, V, OUT, lse, bound, unit, cap, limit, heads, heads_kv, queries, keys,
+    Q, K, V, OUT, normaliser, bound, unit, cap, limit, heads, heads_kv, queries, keys,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PADDED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     TANH: gl.constexpr, ONLINE: gl.constexpr, WHEN: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
@@ -207,12 +208,12 @@ def gluon_forward_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                q_tiles.index(0), q_there, ring, OUT, lse, batch, head, number, start, tiles, unit, cap, queries, keys,
-                BLOCK_N, PADDED, STAGES, CAUSAL, TANH, ONLINE, SCALED,
+                q_tiles.index(0), q_there, ring, OUT, normaliser, batch, head, number, start, tiles, unit, cap, queries,
+                keys, BLOCK_N, PADDED, STAGES, CAUSAL, TANH, ONLINE, SCALED,
             )),
             (consume, (
-                q_tiles.index(1), q_there, ring, OUT, lse, batch, head, number, start + 64, tiles, unit, cap, queries,
-                keys, BLOCK_N, PADDED, STAGES, CAUSAL, TANH, ONLINE, SCALED,
+                q_tiles.index(1), q_there, ring, OUT, normaliser, batch, head, number, start + 64, tiles, unit, cap,
+                queries, keys, BLOCK_N, PADDED, STAGES, CAUSAL, TANH, ONLINE, SCALED,
             )),
             (produce, (Q, K, V, q_tiles, q_there, ring, batch, head, head_kv, start, tiles, BLOCK_N, STAGES)),
         ],

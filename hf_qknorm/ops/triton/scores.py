@@ -108,7 +108,7 @@ def tanh(x, HOW: tl.constexpr):
         y = ((-0.00585216801 * u + 0.0207536283) * u - 0.0537687045) * u + 0.13331689
         y = ((y * u - 0.333332833) * u + 0.999999998) * x
         e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-        far = (1.0 - e) / (1.0 + e)
+        far = 1.0 - 2.0 * e / (1.0 + e)  # not (1 − e)/(1 + e): near the cap the last bit of 1 counts
         return tl.where(tl.abs(x) < 0.6, y, tl.where(x < 0, -far, far))
 
 

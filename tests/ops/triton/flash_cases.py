@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,7 +37,7 @@ class Problem(NamedTuple):
     def results(self) -> dict[str, Tensor]:
         """Output and gradients of the kernels."""
         result = flash.forward(self.heads, self.visible, self.options)
-        grads = flash.backward(self.grad, self.heads, self.visible, self.options, result.out, result.lse)
+        grads = flash.backward(self.grad, self.heads, self.visible, self.options, result.out, result.normaliser)
         return {"out": result.out} | {name: x for name, x in grads._asdict().items() if x is not None}
 
     def expected(self, dtype: torch.dtype, dropout_mask: Tensor | None = None) -> dict[str, Tensor]:
@@ -109,6 +110,27 @@ def raw_problem(raw: Raw, case: Case, scale: float | None = None) -> Problem:
     heads = heads._replace(q=call.q, k=call.k, q_norm=call.q_norm, k_norm=call.k_norm, rotary=call.rotary)
     options = dataclasses.replace(options, scale=scale or options.scale)
     return Problem(heads._replace(v=lay_out(heads.v, raw.layout)), visible, options, grad)
+
+
+def log_sum_exp(normaliser: Tensor) -> Tensor:
+    """Of the logits in nats, `[B, H, T]`, of peak and total `[B, H, T, 2]`; −∞ for a query without keys."""
+    peak, total = normaliser.double().unbind(-1)
+    return (peak + total.log2()) * math.log(2)
+
+
+def drawn(problem: Problem) -> Tensor:
+    """The mask `[B, H, T, S]` that multiplies the weights: of an identity for values they are the output."""
+    q, k = problem.heads[:2]
+    length, size = k.shape[2:]
+    parts = []
+    for start in range(0, length, size):
+        v = torch.zeros_like(k, dtype=torch.float32)
+        v[:, :, start : start + size] = torch.eye(size, device=DEVICE)[: length - start]
+        heads = flash.Heads(torch.zeros_like(q, dtype=torch.float32), torch.zeros_like(k, dtype=torch.float32), v)
+        options = dataclasses.replace(problem.options, causal=False, window=None, softcap=None)
+        parts.append(flash.forward(heads, flash.Visible(seed=problem.visible.seed), options).out)
+    kept = torch.cat(parts, -1)[..., :length] > 0
+    return kept / (1 - problem.options.dropout)
 
 
 SMALL = {

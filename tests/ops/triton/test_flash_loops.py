@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from flash_cases import DEVICE, Problem, Raw, plain_problem, raw_problem, shrink_tiles
+from flash_cases import DEVICE, Problem, Raw, drawn, log_sum_exp, plain_problem, raw_problem, shrink_tiles
 from tiled_cases import Case
 
 from hf_qknorm.ops.triton import flash, scores
@@ -88,7 +88,9 @@ def test_each_group_of_heads_takes_the_loop_for_its_bound(
         assert result.out[:, 2 - 2 * left : 4 - 2 * left].isnan().all()
         if softcap is None:  # backward has one loop for all
             continue
-        grads = flash.backward(problem.grad, problem.heads, problem.visible, problem.options, result.out, result.lse)
+        grads = flash.backward(
+            problem.grad, problem.heads, problem.visible, problem.options, result.out, result.normaliser
+        )
         for got, expected, part in (
             (grads.q, whole["q"], heads),
             (grads.k, whole["k"], slice(left, left + 1)),
@@ -123,10 +125,49 @@ def test_heads_without_a_bound_or_a_choice_take_one_loop(
 @pytest.mark.parametrize("dtype", [FULL, BRAIN, HALF], ids=str)
 @pytest.mark.parametrize("softcap", CAPS)
 def test_logits_driven_to_the_cap(softcap: float | None, dtype: torch.dtype) -> None:
-    """In fp32 the log-sum-exp of such logits is itself less exact than the budget of the weights made from it."""
-    problem = plain_problem(Case(batch=1, queries=40, causal=True, softcap=softcap, spread=12.0), dtype)
-    got = problem.results() if dtype == FULL else problem.check()
-    assert all(x.isfinite().all() for x in got.values())
+    plain_problem(Case(heads=8, heads_kv=8, queries=40, causal=True, softcap=softcap, spread=12.0), dtype).check()
+
+
+LARGE = [
+    (Case(heads=8, queries=40, causal=True, spread=5.0), None),
+    (Case(heads=8, queries=40, spread=5.0, sinks=True, window=9), None),
+    (Case(heads=8, queries=3, keys=300, spread=5.0, causal=True), None),
+    (Case(heads=8, ranges="left_padding", spread=5.0, dropout=0.3), None),
+    (Case(causal=True), Raw(heads=(8, 2), spread=5.0, norms=("none", "none"))),
+]
+
+
+@pytest.mark.parametrize(("case", "raw"), LARGE, ids=str)
+def test_fp32_is_exact_for_large_logits_without_a_cap(case: Case, raw: Raw | None) -> None:
+    """One number for the log-sum-exp of such logits would be less exact than the budget of the weights made from it."""
+    problem = plain_problem(case, FULL) if raw is None else raw_problem(raw, case)
+    mask = drawn(problem) if case.dropout else None
+    problem.check(mask)
+
+
+SINKLESS = [
+    Case(queries=40, causal=True, window=20, sinks=True),
+    Case(queries=40, ranges="left_padding", softcap=5.0, sinks=True),
+    Case(queries=40, ranges="packed", sinks=True),
+    Case(queries=20, ranges="nothing", sinks=True),
+    Case(queries=2, keys=300, ranges="window", sinks=True),
+]
+
+
+@pytest.mark.parametrize("dtype", [FULL, BRAIN], ids=str)
+@pytest.mark.parametrize("case", SINKLESS, ids=str)
+def test_a_sink_of_minus_infinity_is_none(case: Case, dtype: torch.dtype) -> None:
+    """Nor is it one for rows whose first tile is hidden from them."""
+    problem = plain_problem(case, dtype)
+    sinks = problem.visible.sinks
+    assert sinks is not None
+    sinks.data[:2] = -torch.inf
+    if case.ranges == "nothing":
+        got = problem.results()
+        assert not any(x.any() for x in got.values())
+        return
+    got = problem.check()
+    assert not got["sinks"][:2].any()
 
 
 @pytest.mark.parametrize("dtype", [FULL, BRAIN, HALF], ids=str)
@@ -144,7 +185,8 @@ def test_rows_with_all_logits_at_the_cap_are_averages(sign: float, softcap: floa
         result.out, v.double().cumsum(-2) / counts[:, None], (v.float().cumsum(-2) / counts[:, None]).to(dtype)
     )
     nats = sign * softcap + counts.log()
-    torch.testing.assert_close(result.lse * 0.6931471805599453, nats.expand(result.lse.shape), rtol=1e-5, atol=1e-5)
+    got = log_sum_exp(result.normaliser)
+    torch.testing.assert_close(got, nats.expand(got.shape).double(), rtol=1e-6, atol=1e-6)
 
 
 NAN = [
@@ -164,7 +206,7 @@ def test_nan_comes_out_where_it_goes_in(case: Case, raw: Raw | None, where: str)
     exact, eager = problem.expected(torch.float64)["out"], problem.expected(BRAIN)["out"]
     getattr(problem.heads, where)[:, 1, 50, 3] = torch.nan
     result = flash.forward(problem.heads, problem.visible, problem.options, statistics=True)
-    got = flash.backward(problem.grad, problem.heads, problem.visible, problem.options, result.out, result.lse)
+    got = flash.backward(problem.grad, problem.heads, problem.visible, problem.options, result.out, result.normaliser)
     assert_within_budget(result.out[:, :, :32], exact[:, :, :32], eager[:, :, :32])  # of no tile with NaN in it
     if where == "q":
         queries, keys = (slice(None), 1, 50), (slice(None), 0, slice(51))

@@ -63,7 +63,7 @@ CASES = [
         None,
     ),
     (
-        Raw(norms=("l2", "lp"), head_dim=64, rotary=NOTHING, gains=("scalar", "scalar"), biases=("scalar", "none")),
+        Raw(norms=("l2", "lp"), head_dim=64, rotary=NOTHING, gains=("scalar", "shared"), biases=("scalar", "none")),
         Case(ranges="packed"),
         1.0,
     ),

@@ -106,7 +106,7 @@ def test_norm_rope_and_attention_are_what_both_in_one_are() -> None:
 
 
 def test_what_backward_keeps_is_linear_in_length() -> None:
-    """Raw q, k, v, which are views of what projections gave, the output and a number a row: no second q or k."""
+    """Raw q, k, v, which are views of what projections gave, the output and two numbers a row: no second q or k."""
     tensors, fused = heads(100), parts(100)
     kept: list[Tensor] = []
     given = {x.data_ptr() for x in (*wanted(fused, *tensors), *fused["rotary"][:2])}
@@ -118,7 +118,7 @@ def test_what_backward_keeps_is_linear_in_length() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = library.fused_attention(*tensors, causal=True, **fused)
     own = [list(x.shape) for x in kept if x.data_ptr() not in given]
-    assert sorted(own) == [[B, H, 100], [B, H, 100, D]]
+    assert sorted(own) == [[B, H, 100, 2], [B, H, 100, D]]
     assert out.shape == (B, H, 100, D)
 
 
