@@ -151,7 +151,10 @@ def fused_attention(
     rotary: Rotary | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over raw heads: what `kernels_take` promised, norm and RoPE included, with a backward of its own."""
+    """Attention over raw heads: what `kernels_take` promised, norm and RoPE included, with a backward of its own.
+
+    Values may be narrower than queries and keys, but not wider: a norm would see the padding.
+    """
     if query.is_cuda:
         _tell("runs its Triton kernels, norm and RoPE included")
     attend = partial(library.fused_attention, q_norm=q_norm, k_norm=k_norm, rotary=rotary)
@@ -185,7 +188,7 @@ def _attend(
     masks = {"ranges": seen.ranges} if seen.mask is None else {"ranges": seen.ranges, "mask": seen.mask}
     out = attend(
         *_even(query, seen.key, seen.value),
-        scale=scaling,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
         causal=seen.causal,
         window=seen.window,
@@ -238,7 +241,9 @@ def eager_attention(
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's switch: logits in fp32
         query, key = query.float(), key.float()
     result = reference.attention(
-        *_even(query, key, seen.value),
+        query,
+        key,
+        seen.value,
         scale=scaling,
         softcap=softcap,
         causal=seen.causal,
@@ -251,7 +256,7 @@ def eager_attention(
     weights = result.weights.to(value.dtype)
     if seen.order is not None:
         weights = torch.zeros_like(weights).scatter(-1, seen.order[:, None, None].expand_as(weights), weights)
-    return result.out[..., : value.shape[-1]].transpose(1, 2).contiguous(), weights
+    return result.out.transpose(1, 2).contiguous(), weights
 
 
 def _refuse_unsupported(arguments: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """The oracle: head norms and attention in plain PyTorch. It is the specification; kernels never import it.
 
 Any device, any dtype up to fp64, autograd throughout. Shapes: B batch, H query heads, Hk key/value heads (H is a
-multiple of Hk), T query length, S key length, D head_dim. Query i stands at key position i + S - T.
+multiple of Hk), T query length, S key length, D head_dim; values may have another. Query i stands at key position
+i + S - T.
 """
 
 from __future__ import annotations
