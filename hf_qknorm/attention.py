@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from hf_qknorm import functions
-from hf_qknorm.caches import next_positions, static_layer
+from hf_qknorm.caches import count_written, is_empty, next_positions, static_layer
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.hooks import execution_device, set_class
 from hf_qknorm.layer import PlainAttention
@@ -51,13 +51,18 @@ class QKNormAttention(PlainAttention):
         q, k = q.to(v.dtype), k.to(v.dtype)  # a norm that is not ours may promote them under autocast
         rotary = _angles(positions, self.family.rope)
         padded = attention_mask is not None and is_padded_ranges(attention_mask)  # its keys move: they turn before
-        if cache is None and self.observer is None and not padded:
+        slot: Any = None if cache is None else self.family.style.slot(self, **options)
+        alone = cache is None or is_empty(cache, slot)  # no keys but these
+        fits = v.shape[-1] <= k.shape[-1]  # no norm may see padding
+        if alone and fits and not padded and self.observer is None:
+            if cache is not None:
+                cache.update(library.norm_rope_one(k, k_norm, rotary), v, slot)
             return functions.fused_attention(self, q, k, v, attention_mask, q_norm, k_norm, rotary, **options)
-        slot = self.family.style.slot(self, **options)
-        static = None if torch.is_grad_enabled() else static_layer(cache, slot, k)
+        static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, k)
         if static is not None:
             places = next_positions(static, k.shape[2])
             q = library.norm_rope_into(q, k, v, static.keys, static.values, places, q_norm, k_norm, rotary)
+            count_written(static, k.shape[2])
             return self._attend_heads(q, static.keys, static.values, attention_mask, options)
         q, k = library.norm_rope(q, k, q_norm, k_norm, rotary)
         if cache is not None:

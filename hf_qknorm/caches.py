@@ -1,4 +1,4 @@
-"""transformers' static caches, which a kernel can write to by itself."""
+"""transformers' caches: static ones, which a kernel can write to by itself, and empty ones, which change nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+FAITHFUL = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
 def static_layer(cache: Any, index: int, keys: Tensor) -> StaticLayer | None:
@@ -21,8 +28,26 @@ def static_layer(cache: Any, index: int, keys: Tensor) -> StaticLayer | None:
 
 
 def next_positions(layer: StaticLayer, count: int) -> Tensor:
-    """Where the next `count` keys go, `[T]`; the layer counts them as there, as its own `update` does."""
+    """Where the next `count` keys go, `[T]`."""
     filled: Tensor = layer.cumulative_length
-    positions = torch.arange(count, device=filled.device) + filled
-    filled.add_(count)  # in place: compiled graphs know its address
-    return positions
+    return torch.arange(count, device=filled.device) + filled
+
+
+def count_written(layer: StaticLayer, count: int) -> None:
+    """Let the layer count so many more keys as there, as its own `update` does."""
+    layer.cumulative_length.add_(count)  # in place: compiled graphs know its address
+
+
+def is_empty(cache: Any, index: int) -> bool:
+    """Whether a layer of the cache is known to hold no keys yet, so that new ones are all that its queries see.
+
+    Only of transformers' own layers that give back what they are given, and without waiting for a GPU: a static layer
+    is empty until its first keys make it.
+    """
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return False
+    if index >= len(layers):
+        return cache.layer_class_to_replicate in FAITHFUL
+    layer = layers[index]
+    return type(layer) in FAITHFUL and (not layer.is_initialized or not layer.keys.numel())

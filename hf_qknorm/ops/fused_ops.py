@@ -7,6 +7,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_qknorm.ops.fused_checks import (
+    Ends,
+    check_attention,
+    check_cache,
+    check_gradients,
+    check_norm_rope,
+    check_positions,
+)
 from hf_qknorm.ops.heads import Norm, Rotary, laid_out
 from hf_qknorm.ops.tiling import Options
 
@@ -30,7 +38,7 @@ torch.library.define(
     f"(Tensor grad, Tensor out, Tensor normaliser, Tensor q, Tensor k, Tensor v, {PARTS}, {VISIBLE}, {SETTINGS}, "
     f"{OPTIONS}) -> Tensor[]",
 )
-torch.library.define("hf_qknorm::norm_rope", f"(Tensor q, Tensor k, {PARTS}, {SETTINGS}) -> (Tensor, Tensor)")
+torch.library.define("hf_qknorm::norm_rope", f"(Tensor q, Tensor? k, {PARTS}, {SETTINGS}) -> (Tensor, Tensor)")
 torch.library.define(
     "hf_qknorm::norm_rope_into",
     f"(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor positions, {PARTS}, {SETTINGS}) "
@@ -38,7 +46,7 @@ torch.library.define(
 )
 torch.library.define(
     "hf_qknorm::norm_rope_backward",
-    f"(Tensor dq, Tensor dk, Tensor q, Tensor k, {PARTS}, {SETTINGS}) -> Tensor[]",
+    f"(Tensor dq, Tensor? dk, Tensor q, Tensor? k, {PARTS}, {SETTINGS}) -> Tensor[]",
 )
 
 N_PARTS, N_VISIBLE, N_SETTINGS = 8, 3, 5
@@ -51,7 +59,7 @@ def flatten(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> tuple[tuple[Te
     return parts, (q_norm.kind, k_norm.kind, [q_norm.eps, k_norm.eps], [q_norm.p, k_norm.p], interleaved)
 
 
-def _structured(parts: Any, settings: Any) -> tuple[Norm, Norm, Rotary | None]:
+def _structured(parts: Any, settings: Any) -> Ends:
     """What `flatten` flattened."""
     q_kind, k_kind, eps, p, interleaved = settings
     q_gain, q_bias, q_blend, k_gain, k_bias, k_blend, cos, sin = parts
@@ -70,11 +78,19 @@ class _Call(NamedTuple):
     settings: Any
     options: Any
 
+    @property
+    def ends(self) -> Ends:
+        return _structured(self.parts, self.settings)
+
     @classmethod
     def of(cls, arguments: Any) -> _Call:
         visible, settings = N_PARTS, N_PARTS + N_VISIBLE
         options = settings + N_SETTINGS
         return cls(arguments[:visible], arguments[visible:settings], arguments[settings:options], arguments[options:])
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise ValueError unless the arguments fit."""
+        check_attention(q, k, v, self.ends, self.visible, Options(*self.options))
 
 
 @torch.library.impl("hf_qknorm::fused_attention", "default")
@@ -82,14 +98,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     from hf_qknorm.ops.triton import flash
 
     call, statistics = _Call.of(rest[:-1]), rest[-1]
-    heads = flash.Heads(q, k, v, *_structured(call.parts, call.settings))
-    result = flash.forward(heads, flash.Visible(*call.visible), Options(*call.options), statistics)
+    call.check(q, k, v)
+    heads = flash.Heads(q, k, v, *call.ends)
+    result = flash.forward(heads, flash.Visible.of(q, *call.visible), Options(*call.options), statistics)
     largest, entropy = (result.normaliser.new_empty(0) if x is None else x for x in (result.largest, result.entropy))
     return result.out, result.normaliser, largest, entropy
 
 
 @torch.library.register_fake("hf_qknorm::fused_attention")
 def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+    _Call.of(rest[:-1]).check(q, k, v)
     normaliser = q.new_empty((*q.shape[:3], 2), dtype=torch.float32)
     largest, entropy = (normaliser.new_empty(q.shape[:3] if rest[-1] else 0) for _ in range(2))
     return laid_out(q), normaliser, largest, entropy
@@ -102,14 +120,18 @@ def _attend_backward(
     from hf_qknorm.ops.triton import flash
 
     call = _Call.of(rest)
-    heads = flash.Heads(q, k, v, *_structured(call.parts, call.settings))
-    found = flash.backward(grad, heads, flash.Visible(*call.visible), Options(*call.options), out, normaliser)
+    call.check(q, k, v)
+    check_gradients(q, grad, out, normaliser)
+    heads, visible = flash.Heads(q, k, v, *call.ends), flash.Visible.of(q, *call.visible)
+    found = flash.backward(grad, heads, visible, Options(*call.options), out, normaliser.contiguous())
     return [q.new_empty(0) if x is None else x for x in found]
 
 
 @torch.library.register_fake("hf_qknorm::fused_attention_backward")
 def _(grad, out, normaliser, q, k, v, *rest):  # type: ignore[no-untyped-def]
     call = _Call.of(rest)
+    call.check(q, k, v)
+    check_gradients(q, grad, out, normaliser)
     sinks = call.visible[1]
     found = [*_parameters(q, call.parts, call.settings), q.new_empty(0) if sinks is None else torch.empty_like(sinks)]
     return [laid_out(q), laid_out(k), laid_out(v), *found]
@@ -150,17 +172,19 @@ def _refuse_second(ctx, *grads):  # type: ignore[no-untyped-def]
 
 
 @torch.library.impl("hf_qknorm::norm_rope", "default")
-def _norm_rope(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _norm_rope(q: Tensor, k: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     from hf_qknorm.ops.triton import norm_rope
 
-    made = norm_rope.forward(q, k, *_structured(rest[:N_PARTS], rest[N_PARTS:]))
-    assert made.k is not None
-    return made.q, made.k
+    ends = _structured(rest[:N_PARTS], rest[N_PARTS:])
+    check_norm_rope(q, k, ends)
+    made = norm_rope.forward(q, k, *ends)
+    return made.q, q.new_empty(0) if made.k is None else made.k
 
 
 @torch.library.register_fake("hf_qknorm::norm_rope")
 def _(q, k, *rest):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+    check_norm_rope(q, k, _structured(rest[:N_PARTS], rest[N_PARTS:]))
+    return q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)
 
 
 @torch.library.impl("hf_qknorm::norm_rope_into", "default")
@@ -169,26 +193,34 @@ def _norm_rope_into(
 ) -> Tensor:
     from hf_qknorm.ops.triton import norm_rope
 
-    cache = norm_rope.Cache(keys, values, v, positions)
-    return norm_rope.forward(q, k, *_structured(rest[:N_PARTS], rest[N_PARTS:]), cache=cache).q
+    ends = _structured(rest[:N_PARTS], rest[N_PARTS:])
+    check_norm_rope(q, k, ends)
+    check_cache(k, v, keys, values, positions)
+    check_positions(positions, keys.shape[2])
+    return norm_rope.forward(q, k, *ends, cache=norm_rope.Cache(keys, values, v, positions.contiguous())).q
 
 
 @torch.library.register_fake("hf_qknorm::norm_rope_into")
-def _(q, *rest):  # type: ignore[no-untyped-def]
+def _(q, k, v, keys, values, positions, *rest):  # type: ignore[no-untyped-def]
+    check_norm_rope(q, k, _structured(rest[:N_PARTS], rest[N_PARTS:]))
+    check_cache(k, v, keys, values, positions)
     return q.new_empty(q.shape)
 
 
 @torch.library.impl("hf_qknorm::norm_rope_backward", "default")
-def _norm_rope_backward(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
+def _norm_rope_backward(dq: Tensor, dk: Tensor | None, q: Tensor, k: Tensor | None, *rest: Any) -> list[Tensor]:
     from hf_qknorm.ops.triton import norm_rope
 
-    found = norm_rope.backward(dq, dk, q, k, *_structured(rest[:N_PARTS], rest[N_PARTS:]))
+    ends = _structured(rest[:N_PARTS], rest[N_PARTS:])
+    check_norm_rope(q, k, ends, *(x for x in (dq, dk) if x is not None))
+    found = norm_rope.backward(dq, dk, q, k, *ends)
     return [q.new_empty(0) if x is None else x for x in found]
 
 
 @torch.library.register_fake("hf_qknorm::norm_rope_backward")
 def _(dq, dk, q, k, *rest):  # type: ignore[no-untyped-def]
-    return [laid_out(q), laid_out(k), *_parameters(q, rest[:N_PARTS], rest[N_PARTS:])]
+    check_norm_rope(q, k, _structured(rest[:N_PARTS], rest[N_PARTS:]), *(x for x in (dq, dk) if x is not None))
+    return [laid_out(q), q.new_empty(0) if k is None else laid_out(k), *_parameters(q, rest[:N_PARTS], rest[N_PARTS:])]
 
 
 def _keep_heads(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -197,6 +229,7 @@ def _keep_heads(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate_heads(ctx, dq, dk):  # type: ignore[no-untyped-def]
+    dk = None if ctx.saved_tensors[1] is None else dk
     found = OPERATORS.norm_rope_backward(dq, dk, *ctx.saved_tensors, *ctx.settings)
     dq, dk, q_gain, q_bias, k_gain, k_bias = (x if x.numel() else None for x in found)
     return dq, dk, q_gain, q_bias, None, k_gain, k_bias, None, None, None, *([None] * N_SETTINGS)

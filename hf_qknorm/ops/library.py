@@ -10,9 +10,24 @@ from torch import Tensor
 
 from hf_qknorm.ops import tiled
 from hf_qknorm.ops.checks import check_call, check_rules
-from hf_qknorm.ops.fused import fused_attention, fused_statistics, norm_rope, norm_rope_into, why_not_fused
+from hf_qknorm.ops.fused import (
+    fused_attention,
+    fused_statistics,
+    norm_rope,
+    norm_rope_into,
+    norm_rope_one,
+    why_not_fused,
+)
 
-__all__ = ["attention", "fused_attention", "fused_statistics", "norm_rope", "norm_rope_into", "why_not_fused"]
+__all__ = [
+    "attention",
+    "fused_attention",
+    "fused_statistics",
+    "norm_rope",
+    "norm_rope_into",
+    "norm_rope_one",
+    "why_not_fused",
+]
 
 
 def attention(

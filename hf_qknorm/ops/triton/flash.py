@@ -55,6 +55,12 @@ class Visible(NamedTuple):
     sinks: Tensor | None = None
     seed: Tensor | None = None
 
+    @classmethod
+    def of(cls, q: Tensor, ranges: Tensor | None, sinks: Tensor | None, seed: Tensor | None) -> Visible:
+        """As kernels read them: ranges of every row of the batch, and no gaps."""
+        ranges = None if ranges is None else ranges.expand(len(q), -1, -1).contiguous()
+        return cls(ranges, None if sinks is None else sinks.contiguous(), seed)
+
 
 class Result(NamedTuple):
     """Output `[B, H, T, D]` laid out as `[B, T, H, D]`, and its normaliser `[B, H, T, 2]`: peak and total.

@@ -78,8 +78,20 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **options: Any) -> None:
-    """Start `kernel` on `device`, which need not be the current one; `options` are its constants, warps and stages."""
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: torch.device,
+    *arguments: Any,
+    asserts: bool = False,
+    **options: Any,
+) -> None:
+    """Start `kernel` on `device`, which need not be the current one; `options` are its constants, warps and stages.
+
+    `asserts` keeps its assertions, and adds none of Triton's own about integers; the interpreter knows none.
+    """
+    if asserts and not INTERPRETED:
+        options |= {"debug": True, "sanitize_overflow": False}
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **options, enable_fp_fusion=True)
 

@@ -29,7 +29,10 @@ class Prologue(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A static cache, keys and values `[B, Hk, S, D]` in dense rows; v `[B, Hk, T, D]`, to go to positions `[T]`."""
+    """A static cache, keys and values `[B, Hk, S, D]` in dense rows; v `[B, Hk, T, D]`, to go to positions `[T]`.
+
+    Nothing is written for a position outside of S; on a GPU it fails an assertion of the kernel's.
+    """
 
     keys: Tensor
     values: Tensor
@@ -89,12 +92,14 @@ def forward(
         norm_arguments(k_norm),
         rotary_arguments(rotary),
         None if cache is None else cache.positions,
+        0 if cache is None else cache.keys.shape[2],
         None if bound is None else bound.view(torch.int32),
         factor,
         heads,
         heads_kv,
         total,
         length,
+        asserts=cache is not None,
         **constants,
     )
     return Prologue(q_out, k_out, bound)

@@ -60,11 +60,14 @@ def _rotation(rotary, batch, rows, angle, mask):
 
 @triton.jit
 def _prepare(
-    heads, norm, rotary, positions, bound, group, factor, batch, head, block, length,
+    heads, norm, rotary, positions, room, bound, group, factor, batch, head, block, length,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and multiply one tile; store it where `positions` say, and raise the group's bound to its rows."""
+    """Norm, rotate and multiply one tile; store it where `positions` say, and raise the group's bound to its rows.
+
+    Positions outside of `room` are written nowhere; on a GPU they end the program with an assertion.
+    """
     source, source_batch, source_head, source_row, result, result_batch, result_head, result_row = heads
     strides, result_strides = (source_batch, source_head, source_row), (result_batch, result_head, result_row)
     columns = tl.arange(0, PADDED)
@@ -88,6 +91,9 @@ def _prepare(
         tl.atomic_max(bound + group, longest.to(tl.int32, bitcast=True), sem="relaxed")  # ≥ 0: ordered as integers are
     if positions is not None:
         rows = tl.load(positions + rows, mask=rows < length, other=0)
+        inside = (rows >= 0) & (rows < room)
+        tl.device_assert(inside, "a position is outside of the static cache: it is full, or too short")
+        live = live & inside[:, None]
     tl.store(result + _entries(result_strides, batch, head, rows, columns), y, mask=live)
 
 
@@ -101,7 +107,7 @@ def _place(count, length, ROWS: tl.constexpr):
 
 @triton.jit
 def prologue_kernel(
-    q, k, v, q_norm, k_norm, rotary, positions, bound, factor, count, count_kv, total, length,
+    q, k, v, q_norm, k_norm, rotary, positions, room, bound, factor, count, count_kv, total, length,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -110,19 +116,19 @@ def prologue_kernel(
     if head < count:
         group = (batch * count_kv + head * count_kv // count) * 2
         _prepare(
-            q, q_norm, rotary, None, bound, group, factor, batch, head, block, length,
+            q, q_norm, rotary, None, 0, bound, group, factor, batch, head, block, length,
             BLOCK, PADDED, HEAD_DIM, Q_NORM, ROTARY, INTERLEAVED,
         )  # fmt: skip
     elif head < count + count_kv:
         if K_NORM is not None:
             group = (batch * count_kv + head - count) * 2 + 1
             _prepare(
-                k, k_norm, rotary, positions, bound, group, 1.0, batch, head - count, block, length,
+                k, k_norm, rotary, positions, room, bound, group, 1.0, batch, head - count, block, length,
                 BLOCK, PADDED, HEAD_DIM, K_NORM, ROTARY, INTERLEAVED,
             )  # fmt: skip
     elif positions is not None:
         _prepare(
-            v, (None, 0, 0, None, 0, 0, None, 0.0, 2.0), None, positions, None, 0, 1.0,
+            v, (None, 0, 0, None, 0, 0, None, 0.0, 2.0), None, positions, room, None, 0, 1.0,
             batch, head - count - count_kv, block, length,
             BLOCK, PADDED, HEAD_DIM, "none", 0, False,
         )  # fmt: skip

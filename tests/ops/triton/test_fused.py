@@ -149,7 +149,7 @@ WRONG = [
     ({"q_norm": Norm("rsm")}, "q_norm.kind must be one of none, rms, layer, l2, lp, got 'rsm'"),
     ({"k_norm": Norm("rms", zeros(4))}, r"k_norm.gain must be [1], [D] or [H, D], here [1], [16] or [2, 16], got [4]"),
     ({"q_norm": Norm("rms", None, zeros(3, 16))}, r"q_norm.bias must be .* got [3, 16]"),
-    ({"rotary": Rotary(zeros(1, 4, 8), zeros(1, 4, 8))}, r"[B or 1, T, R/2] with T = 5, got [1, 4, 8]"),
+    ({"rotary": Rotary(zeros(1, 4, 8), zeros(1, 4, 8))}, r"[B or 1, T, R/2] with B = 1 and T = 5, got [1, 4, 8]"),
     ({"rotary": Rotary(zeros(1, 5, 9), zeros(1, 5, 9))}, "a rotation of 18 columns does not fit"),
     ({"ranges": zeros(1, 5, 2)}, "int32"),
     ({"scale": 0.0}, "scale must be positive, got 0.0"),

@@ -61,6 +61,18 @@ def test_tables_have_tiles_for_all_heads(head_dim: int, columns: int) -> None:
             assert tile(table, torch.empty(1, 1, 1, head_dim, dtype=dtype)) == table[dtype.itemsize, columns]
 
 
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_assertions_are_compiled_where_they_are_asked_for(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", interpreted)
+    started: list[dict[str, object]] = []
+    kernel = {(1,): lambda *arguments, **options: started.append(options)}
+    for asserts in (False, True):
+        launch.launch(kernel, (1,), torch.device("cpu"), 1, asserts=asserts, BLOCK=16)
+    plain = {"BLOCK": 16, "enable_fp_fusion": True}
+    asserting = {} if interpreted else {"debug": True, "sanitize_overflow": False}
+    assert started == [plain, plain | asserting]
+
+
 def heads(head_dim: int = 40, dtype: torch.dtype = BRAIN) -> torch.Tensor:
     return torch.randn(2, 3, 5, head_dim, device=DEVICE).to(dtype)
 

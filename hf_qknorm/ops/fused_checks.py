@@ -1,0 +1,193 @@
+"""The checks of the fused operators' arguments: kernels read and write memory without any of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.ops.checks import check_call, check_rules
+from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.tiling import Options
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NORMS = ("none", "rms", "layer", "l2", "lp")
+
+Ends = tuple[Norm, Norm, Rotary | None]  # what is done to q and to k
+
+
+def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the kernels can't take these heads `[B, H or Hk, T or S, D]`, or None if they can.
+
+    Values may be wider or narrower than q and k: they are all padded to the widest.
+    """
+    head_dim, size = max(q.shape[-1], v.shape[-1]), q.element_size()
+    if q.dtype not in DTYPES:
+        return f"the kernels compute in {', '.join(map(str, DTYPES))}, got {q.dtype}"
+    if head_dim > 256:
+        return f"head_dim is {head_dim}, and the kernels' registers hold 256 at most"
+    if head_dim * size % 16:
+        return (
+            f"head_dim is {head_dim}: rows of {q.dtype} must be multiples of 16 bytes, that is of {16 // size} numbers"
+        )
+    if 0 in (*q.shape, *k.shape):
+        return f"there is nothing to attend: q {list(q.shape)}, k {list(k.shape)}"
+    return _why_not_here(str(q.device))
+
+
+def _why_not_here(device: str) -> str | None:
+    """Why kernels can't run on a device; the CPU can where Triton interprets."""
+    kind = torch.device(device).type
+    interpreted = kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if interpreted:
+        return None
+    if kind != "cuda" or torch.version.hip is not None:
+        return f"the kernels are for NVIDIA GPUs, and the tensors are on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] not in (9, 10):
+        return f"the kernels' tiles need the shared memory of compute capability 9 or 10, and {device} has {capability}"
+    return None
+
+
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
+_why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Ends,
+    visible: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: Options,
+) -> None:
+    """Raise ValueError unless these are the arguments of one fused attention; `visible` are ranges, sinks and seed."""
+    ranges, sinks, seed = visible
+    check_call(q, k, v, None, ranges, sinks, options.dropout)
+    check_rules(options.scale, options.softcap, options.causal, options.window)
+    _check_heads(q, k, v, *ends)
+    if options.scale <= 0:  # the kernels take a maximum before they multiply by it
+        raise ValueError(f"scale must be positive, got {options.scale}")
+    if options.dropout > 0 and (seed is None or seed.shape != (1,) or seed.dtype != torch.int64):
+        got = None if seed is None else f"{list(seed.shape)} in {seed.dtype}"
+        raise ValueError(f"dropout needs a seed, [1] in torch.int64, got {got}")
+    _check_floating(sinks=sinks)
+    _check_devices(q, ranges=ranges, sinks=sinks, seed=seed)
+
+
+def check_gradients(q: Tensor, grad: Tensor, out: Tensor, normaliser: Tensor) -> None:
+    """Raise ValueError unless these are the gradient and the results of a fused attention with queries q."""
+    shape = (*q.shape[:3], 2)
+    if grad.shape != q.shape or out.shape != q.shape or normaliser.shape != shape:
+        got = f"{list(grad.shape)}, {list(out.shape)} and {list(normaliser.shape)}"
+        raise ValueError(f"expected grad and out {list(q.shape)} and normaliser {list(shape)}, got {got}")
+    if not grad.dtype == out.dtype == q.dtype or normaliser.dtype != torch.float32:
+        got = f"{grad.dtype}, {out.dtype} and {normaliser.dtype}"
+        raise ValueError(f"expected grad and out in {q.dtype} and normaliser in torch.float32, got {got}")
+    _check_devices(q, grad=grad, out=out, normaliser=normaliser)
+
+
+def check_norm_rope(q: Tensor, k: Tensor | None, ends: Ends, *gradients: Tensor) -> None:
+    """Raise ValueError unless these are the arguments of `norm_rope`, and of its backward where gradients are given."""
+    given = [q] if k is None else [q, k]
+    k = q if k is None else k
+    check_call(q, k, k, None, None, None, 0.0)
+    _check_heads(q, k, k, *ends)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must be of one length")
+    for x, gradient in zip(given, gradients, strict=False):
+        if gradient.shape != x.shape or gradient.device != x.device:
+            raise ValueError(f"expected the gradient of heads {list(x.shape)}, got {list(gradient.shape)}")
+
+
+def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    """Raise ValueError unless new keys and values can be written to a cache, IndexError for positions outside of it.
+
+    On a GPU, which is not waited for, positions are the kernel's to check.
+    """
+    room = keys.shape[2] if keys.dim() == 4 else 0
+    wanted = (*k.shape[:2], room, k.shape[3])
+    if v.shape != k.shape or keys.shape != wanted or values.shape != wanted:
+        raise ValueError(
+            f"keys {list(k.shape)} and values {list(v.shape)} do not fit a cache of {list(keys.shape)} and "
+            f"{list(values.shape)}: batch, heads and head_dim must be the same"
+        )
+    if keys.dtype != k.dtype or values.dtype != v.dtype or positions.shape != k.shape[2:3]:
+        raise ValueError(
+            f"expected a cache in {k.dtype} and positions [{k.shape[2]}], got {keys.dtype}, {values.dtype} and "
+            f"{list(positions.shape)}"
+        )
+    for name, cache in (("keys", keys), ("values", values)):
+        shared = any(size > 1 and not stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
+        if cache.stride(-1) != 1 or shared:
+            raise ValueError(f"the cache's {name} must lie in dense rows of their own, got strides {cache.stride()}")
+    if positions.dtype != torch.int64:
+        raise ValueError(f"positions must be int64, got {positions.dtype}")
+    _check_devices(k, keys=keys, values=values, positions=positions)
+
+
+def check_positions(positions: Tensor, room: int) -> None:
+    """Raise IndexError for positions on the CPU outside of a cache with `room` for so many keys."""
+    if positions.device.type == "cpu" and not bool(((positions >= 0) & (positions < room)).all()):
+        raise IndexError(f"positions {positions.tolist()} are outside of a cache with room for {room} keys")
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> None:
+    reason = why_not_fused(q, k, v)
+    if reason is not None:
+        raise ValueError(f"fused attention can't run: {reason}. Use library.attention, or hf_qknorm_tiled")
+    _check_devices(q, k=k, v=v)
+    for name, norm, x in (("q_norm", q_norm, q), ("k_norm", k_norm, k)):
+        _check_norm(name, norm, x)
+    if (q_norm.kind, k_norm.kind, rotary) != ("none", "none", None) and q.shape[2] != k.shape[2]:
+        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must be of one length to be normed or rotated")
+    if rotary is not None:
+        _check_rotary(rotary, q)
+
+
+def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
+    if norm.kind not in NORMS:
+        raise ValueError(f"{name}.kind must be one of {', '.join(NORMS)}, got {norm.kind!r}")
+    if norm.eps < 0 or norm.p < 1:
+        raise ValueError(f"{name}.eps must not be negative and {name}.p at least 1, got {norm.eps} and {norm.p}")
+    parts = {f"{name}.gain": norm.gain, f"{name}.bias": norm.bias}
+    shapes = ([1], [x.shape[3]], [x.shape[1], x.shape[3]])
+    for part, value in parts.items():
+        if value is not None and list(value.shape) not in shapes:
+            here = f"{shapes[0]}, {shapes[1]} or {shapes[2]}"
+            raise ValueError(f"{part} must be [1], [D] or [H, D], here {here}, got {list(value.shape)}")
+    if norm.blend is not None and norm.blend.numel() != 1:
+        raise ValueError(f"{name}.blend must be one number, got {list(norm.blend.shape)}")
+    parts[f"{name}.blend"] = norm.blend
+    _check_floating(**parts)
+    _check_devices(x, **parts)
+
+
+def _check_rotary(rotary: Rotary, q: Tensor) -> None:
+    cos, sin, _ = rotary
+    fits = cos.shape == sin.shape and cos.dim() == 3 and len(cos) in (1, len(q)) and cos.shape[1] == q.shape[2]
+    if not fits:
+        raise ValueError(
+            f"cos and sin must be [B or 1, T, R/2] with B = {len(q)} and T = {q.shape[2]}, got {list(cos.shape)} and "
+            f"{list(sin.shape)}"
+        )
+    if 2 * cos.shape[-1] > q.shape[3]:
+        raise ValueError(f"a rotation of {2 * cos.shape[-1]} columns does not fit q {list(q.shape)}")
+    _check_floating(cos=cos, sin=sin)
+    _check_devices(q, cos=cos, sin=sin)
+
+
+def _check_floating(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and not x.is_floating_point():
+            raise ValueError(f"{name} must be of floating point numbers, got {x.dtype}")
+
+
+def _check_devices(q: Tensor, **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")

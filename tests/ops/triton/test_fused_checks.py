@@ -1,0 +1,194 @@
+"""The fused operators refuse arguments that their kernels would read or write beyond, however they are called."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from hf_qknorm.ops import library
+from hf_qknorm.ops.fused_ops import OPERATORS, flatten
+from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.triton import norm_rope
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+B, H, HK, T, S, D = 2, 4, 2, 3, 8, 16
+RMS = Norm("rms")
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def heads(length: int = T, keys: int | None = None) -> list[Tensor]:
+    """q, k and v."""
+    keys = keys or length
+    return [normal(B, n, x, D, seed=i) for i, (n, x) in enumerate(((H, length), (HK, keys), (HK, keys)))]
+
+
+def assert_refused(error: type[Exception], message: str, function: Any, *arguments: Any) -> None:
+    pattern = ".*".join(re.escape(piece) for piece in message.split(".*"))
+    with pytest.raises(error, match=pattern):
+        function(*arguments)
+
+
+ATTENTION: list[tuple[dict[str, Any], str]] = [
+    ({"ranges": torch.zeros(B, T + 1, 2, dtype=torch.int32)}, "ranges must be"),
+    ({"ranges": torch.zeros(3, T, 2, dtype=torch.int32)}, "[B or 1, T, 2] with B = 2"),
+    ({"ranges": torch.zeros(B, T, 2, dtype=torch.int64)}, "ranges must be int32, got torch.int64"),
+    ({"sinks": torch.zeros(H - 1)}, "sinks must be one logit a query head, [4], got [3]"),
+    ({"sinks": torch.zeros(H, dtype=torch.int64)}, "sinks must be of floating point numbers, got torch.int64"),
+    ({"sinks": torch.zeros(H, device="meta")}, "sinks must be on the device of q"),
+    ({"dropout": 0.1}, "dropout needs a seed, [1] in torch.int64, got None"),
+    ({"dropout": 0.1, "seed": torch.zeros(1)}, "got [1] in torch.float32"),
+    ({"scale": -1.0}, "scale must be positive, got -1.0"),
+    ({"softcap": 0.0}, "softcap must be positive, got 0.0"),
+    ({"q_norm": RMS, "heads": heads(T, S)}, "q [2, 4, 3, 16] and k [2, 2, 8, 16] must be of one length"),
+    ({"q_norm": Norm("rms", eps=-1.0)}, "q_norm.eps must not be negative"),
+    ({"k_norm": Norm("lp", p=0.5)}, "k_norm.p at least 1, got 1e-06 and 0.5"),
+    ({"q_norm": Norm("rms", torch.ones(D, dtype=torch.int32))}, "q_norm.gain must be of floating point numbers"),
+    ({"k_norm": Norm("rms", torch.ones(D, device="meta"))}, "k_norm.gain must be on the device of q"),
+    ({"k_norm": Norm("layer", None, torch.ones(H, D))}, "k_norm.bias must be [1], [D] or [H, D], here .*, got [4, 16]"),
+    ({"q_norm": Norm("rms", blend=torch.ones(2))}, "q_norm.blend must be one number, got [2]"),
+    ({"rotary": Rotary(*[torch.ones(3, T, 8)] * 2)}, "[B or 1, T, R/2] with B = 2 and T = 3, got [3, 3, 8]"),
+    ({"rotary": Rotary(torch.ones(1, T, 8), torch.ones(1, T, 4))}, "got [1, 3, 8] and [1, 3, 4]"),
+    ({"rotary": Rotary(*[torch.ones(1, T, 8, dtype=torch.int32)] * 2)}, "cos must be of floating point numbers"),
+    ({"rotary": Rotary(*[torch.ones(1, T, 8, device="meta")] * 2)}, "cos must be on the device of q"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), ATTENTION, ids=[message for _, message in ATTENTION])
+def test_attention(wrong: dict[str, Any], message: str) -> None:
+    given = {"q_norm": Norm(), "k_norm": Norm(), "rotary": None, "scale": 0.25, "heads": heads(), **wrong}
+    tensors, settings = flatten(given["q_norm"], given["k_norm"], given["rotary"])
+    visible = [given.get(name) for name in ("ranges", "sinks", "seed")]
+    options = [given["scale"], given.get("softcap"), False, None, given.get("dropout", 0.0)]
+    on_device = [x.to(DEVICE) if isinstance(x, Tensor) and not x.is_meta else x for x in (*tensors, *visible)]
+    arguments = (*given["heads"], *on_device, *settings, *options)
+    assert_refused(ValueError, message, OPERATORS.fused_attention, *arguments, False)
+    out = torch.zeros_like(given["heads"][0])
+    sums = torch.ones(B, H, T, 2, device=DEVICE)
+    assert_refused(ValueError, message, OPERATORS.fused_attention_backward, out, out, sums, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("grad", "out", "normaliser", "message"),
+    [
+        ((B, H, T - 1, D), (B, H, T, D), (B, H, T, 2), "expected grad and out [2, 4, 3, 16]"),
+        ((B, H, T, D), (B, HK, T, D), (B, H, T, 2), "got [2, 4, 3, 16], [2, 2, 3, 16]"),
+        ((B, H, T, D), (B, H, T, D), (B, H, T), "normaliser [2, 4, 3, 2], got"),
+    ],
+)
+def test_gradients(grad: tuple[int, ...], out: tuple[int, ...], normaliser: tuple[int, ...], message: str) -> None:
+    tensors, settings = flatten(Norm(), Norm(), None)
+    given = [torch.ones(x, device=DEVICE) for x in (grad, out, normaliser)]
+    arguments = (*given, *heads(), *tensors, None, None, None, *settings, 0.25, None, False, None, 0.0)
+    assert_refused(ValueError, message, OPERATORS.fused_attention_backward, *arguments)
+
+
+def test_sinks_and_ranges_with_gaps_are_read_as_they_are() -> None:
+    q, k, v = heads()
+    sinks, ranges = normal(H), torch.tensor([[0, 2], [0, 3], [1, 3]], dtype=torch.int32, device=DEVICE)[None]
+    expected = library.fused_attention(q, k, v, sinks=sinks, ranges=ranges)
+    gaps, columns = torch.full((H, 3), torch.nan, device=DEVICE), ranges.mT.contiguous().mT
+    gaps[:, 1] = sinks
+    assert torch.equal(library.fused_attention(q, k, v, sinks=gaps[:, 1], ranges=columns), expected)
+
+
+def test_norm_rope() -> None:
+    q, k, _ = heads()
+    tensors, settings = flatten(RMS, RMS, None)
+    message = "q [2, 4, 3, 16] and k [2, 2, 2, 16] must be of one length"
+    assert_refused(ValueError, message, OPERATORS.norm_rope, q, k[:, :, :2], *tensors, *settings)
+    tensors, settings = flatten(Norm(), Norm(), None)
+    assert_refused(ValueError, message, OPERATORS.norm_rope, q, k[:, :, :2], *tensors, *settings)
+    given = (q[:, :, :2], k, q, k, *tensors, *settings)
+    assert_refused(ValueError, "the gradient of heads [2, 4, 3, 16]", OPERATORS.norm_rope_backward, *given)
+
+
+def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+PLACES = torch.arange(T)
+CACHE: list[tuple[dict[str, Tensor], type[Exception], str]] = [
+    ({"keys": room(1, HK, S, D), "values": room(1, HK, S, D)}, ValueError, "do not fit a cache of [1, 2, 8, 16]"),
+    ({"keys": room(B, 1, S, D), "values": room(B, 1, S, D)}, ValueError, "batch, heads and head_dim must be the same"),
+    ({"keys": room(B, HK, S, 8), "values": room(B, HK, S, 8)}, ValueError, "[2, 2, 8, 8]"),
+    ({"values": room(B, HK, S - 1, D)}, ValueError, "a cache of [2, 2, 8, 16] and [2, 2, 7, 16]"),
+    ({"keys": room(B, HK, D)}, ValueError, "a cache of [2, 2, 16]"),
+    ({"keys": room(B, HK, S, D, dtype=torch.float16)}, ValueError, "expected a cache in torch.float32"),
+    ({"keys": room(B, HK, D, S).mT}, ValueError, "keys must lie in dense rows of their own"),
+    ({"values": room(1, HK, S, D).expand(B, -1, -1, -1)}, ValueError, "values must lie in dense rows of their own"),
+    ({"values": torch.zeros(B, HK, S, D, device="meta")}, ValueError, "values must be on the device of q"),
+    ({"positions": PLACES[:2]}, ValueError, "positions [3], got .*[2]"),
+    ({"positions": PLACES.int()}, ValueError, "positions must be int64, got torch.int32"),
+    ({"v": room(B, HK, T, 8)}, ValueError, "values [2, 2, 3, 8] do not fit"),
+]
+OUTSIDE = [S - T + 1, -1, S, 2**40]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), CACHE, ids=[message for *_, message in CACHE])
+def test_a_cache_that_does_not_fit(wrong: dict[str, Tensor], error: type[Exception], message: str) -> None:
+    q, k, v = heads()
+    cache = {"v": v, "keys": room(B, HK, S, D), "values": room(B, HK, S, D), "positions": PLACES, **wrong}
+    arguments = (x if x.is_meta else x.to(DEVICE) for x in cache.values())
+    tensors, settings = flatten(RMS, RMS, None)
+    assert_refused(error, message, OPERATORS.norm_rope_into, q, k, *arguments, *tensors, *settings)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there the kernel asserts it, which ends the process")
+@pytest.mark.parametrize("first", OUTSIDE)
+def test_positions_outside_of_the_cache(first: int) -> None:
+    keys, values = room(B, HK, S, D), room(B, HK, S, D)
+    places = PLACES + first
+    with pytest.raises(IndexError, match="outside of a cache with room for 8 keys"):
+        library.norm_rope_into(*heads(), keys, values, places, RMS, RMS, None)
+    assert not keys.any()
+    assert not values.any()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there the kernel asserts it, which ends the process")
+@pytest.mark.parametrize("first", OUTSIDE)
+def test_the_kernel_itself_writes_nothing_outside_of_the_cache(first: int) -> None:
+    q, k, v = heads()
+    around = [torch.full((B, HK, 3 * S, D), 7.0) for _ in range(2)]
+    keys, values = (x[:, :, S : 2 * S] for x in around)
+    places = PLACES + first
+    norm_rope.forward(q, k, RMS, RMS, None, cache=norm_rope.Cache(keys, values, v, places))
+    inside = (places >= 0) & (places < S)
+    plainly = norm_rope.forward(q, k, RMS, RMS, None)
+    for whole, new in zip(around, (plainly.k, v), strict=True):
+        expected = torch.full_like(whole, 7.0)
+        expected[:, :, S + places[inside]] = new[:, :, inside]
+        assert torch.equal(whole, expected)
+
+
+def test_forward_mode_is_refused() -> None:
+    """torch would take the tangent of the result for zero."""
+    q, k, v = heads()
+
+    def attend(q: Tensor) -> Tensor:
+        return library.fused_attention(q, k, v, q_norm=RMS)
+
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*hf_qknorm_eager"):
+        torch.func.jvp(attend, (q,), (q,))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: library.norm_rope(q, x, RMS, RMS, None)[1], (k,), (k,))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: library.norm_rope_one(k, Norm("rms", x), None), (normal(D),), (normal(D),))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        library.fused_attention(q, k, v, sinks=forward_ad.make_dual(normal(H), normal(H)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_is_one_call_after_the_other() -> None:
+    q, k, v = heads()
+    batches = torch.stack([q, 2 * q])
+    expected = torch.stack([library.fused_attention(x, k, v, q_norm=RMS, softcap=5.0) for x in batches])
+    got = torch.func.vmap(lambda x: library.fused_attention(x, k, v, q_norm=RMS, softcap=5.0))(batches)
+    assert torch.equal(got, expected)
