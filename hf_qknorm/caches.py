@@ -48,6 +48,6 @@ def is_empty(cache: Any, index: int) -> bool:
     if layers is None:
         return False
     if index >= len(layers):
-        return cache.layer_class_to_replicate in FAITHFUL
+        return getattr(cache, "layer_class_to_replicate", None) in FAITHFUL
     layer = layers[index]
     return type(layer) in FAITHFUL and (not layer.is_initialized or not layer.keys.numel())

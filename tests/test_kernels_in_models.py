@@ -34,7 +34,7 @@ def outputs(  # type: ignore[no-untyped-def]
     """Logits, loss and every gradient."""
     model.set_attn_implementation(backend)
     model.zero_grad()
-    result = model(**batch(kind), use_cache=use_cache)
+    result = model(**{**batch(kind), "use_cache": use_cache})
     result.loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": result.logits.detach(), "loss": result.loss.detach(), **grads}

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton.rows import backward, partners, statistics
-from hf_qknorm.ops.triton.scores import kept, keys_seen, not_mine, queries_seeing, query_block, segments, tanh
+from hf_qknorm.ops.triton.scores import kept, keys_seen, not_mine, queries_seeing, query_block, segments, tanh_and_slope
 
 ALIGNED: tl.constexpr = tl.constexpr(128)  # rows of a head in `sums` are padded to this, so that tiles need no mask
 
@@ -57,8 +57,7 @@ def weights(
         x = x * unit
     slope = 1.0
     if TANH != "none":
-        x = tanh(x, TANH)
-        slope = 1.0 - x * x
+        x, slope = tanh_and_slope(x, TANH)
     x = x * cap - lse
     if MASKED:
         x = tl.where(seen, x, float("-inf"))

@@ -97,19 +97,32 @@ def not_mine(bound, group, limit, WHEN: tl.constexpr):
 @triton.jit
 def tanh(x, HOW: tl.constexpr):
     """tanh, as exactly as HOW says; "odd7" for |x| ≤ 0.75 alone (1.1e-5, relative), "approx" the unit's (4.9e-4)."""
+    y, _ = tanh_and_slope(x, HOW)
+    return y
+
+
+@triton.jit
+def tanh_and_slope(x, HOW: tl.constexpr):
+    """tanh, as above, and 1 − tanh², which if "exact" is so near the cap too, where the difference has few bits."""
     if HOW == "odd7":
         u = x * x
         y = ((-0.035452777 * u + 0.127426963) * u - 0.332696707) * u + 0.999988984
-        return y * x
+        y = y * x
+        slope = 1.0 - y * y
     elif HOW == "approx":
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        slope = 1.0 - y * y
     else:
         u = x * x
         y = ((-0.00585216801 * u + 0.0207536283) * u - 0.0537687045) * u + 0.13331689
         y = ((y * u - 0.333332833) * u + 0.999999998) * x
         e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-        far = 1.0 - 2.0 * e / (1.0 + e)  # not (1 − e)/(1 + e): near the cap the last bit of 1 counts
-        return tl.where(tl.abs(x) < 0.6, y, tl.where(x < 0, -far, far))
+        rest = 2.0 * e / (1.0 + e)  # of 1, in full: (1 − e)/(1 + e) would lose its last bits
+        far = 1.0 - rest
+        near = tl.abs(x) < 0.6
+        slope = tl.where(near, 1.0 - y * y, rest * (2.0 - rest))
+        y = tl.where(near, y, tl.where(x < 0, -far, far))
+    return y, slope
 
 
 @triton.jit

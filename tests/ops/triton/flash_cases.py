@@ -118,21 +118,6 @@ def log_sum_exp(normaliser: Tensor) -> Tensor:
     return (peak + total.log2()) * math.log(2)
 
 
-def drawn(problem: Problem) -> Tensor:
-    """The mask `[B, H, T, S]` that multiplies the weights: of an identity for values they are the output."""
-    q, k = problem.heads[:2]
-    length, size = k.shape[2:]
-    parts = []
-    for start in range(0, length, size):
-        v = torch.zeros_like(k, dtype=torch.float32)
-        v[:, :, start : start + size] = torch.eye(size, device=DEVICE)[: length - start]
-        heads = flash.Heads(torch.zeros_like(q, dtype=torch.float32), torch.zeros_like(k, dtype=torch.float32), v)
-        options = dataclasses.replace(problem.options, causal=False, window=None, softcap=None)
-        parts.append(flash.forward(heads, flash.Visible(seed=problem.visible.seed), options).out)
-    kept = torch.cat(parts, -1)[..., :length] > 0
-    return kept / (1 - problem.options.dropout)
-
-
 SMALL = {
     "FORWARD": launch.Tile(16, 32, 4, 1),
     "QUERY_GRADIENT": launch.Tile(32, 16, 4, 1),
