@@ -1,0 +1,291 @@
+"""A case under every command, and the verdict on each: the oracle."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from broken.bases import BASES, twin, whole
+from broken.cases import Case, break_copy
+from broken.edits import read_config
+from broken.verdicts import FAULTS, OWN, REFUSED, RIGHT, SILENT, WRONG, Verdict, close, failed
+
+COMMANDS = ("load", "convert", "export", "inspect")
+SCHEME = "qk_norm_cap"  # what `worker.convert` puts on
+ALREADY = ("converted already", "not a patched model", "is not exported")
+Answer = dict[str, Any]
+Facts = dict[str, dict[str, Answer]]
+
+
+class Worker:
+    """A process that answers requests (`broken.worker`)."""
+
+    def __init__(self, kind: str, limit: int) -> None:
+        self.limit = limit
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__).with_name("worker.py")), kind]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        )
+
+    def __call__(self, command: str, **arguments: Any) -> Answer:
+        request = {"command": command, "limit": self.limit, **arguments}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker ended at {command} {arguments}")
+        answer: Answer = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class Workers:
+    """Two of them: one that knows transformers alone, one that has the package imported."""
+
+    def __init__(self, limit: int) -> None:
+        self.plain, self.package = Worker("plain", limit), Worker("package", limit)
+
+    def close(self) -> None:
+        self.plain.close()
+        self.package.close()
+
+
+def build(root: Path, workers: Workers) -> Facts:
+    """Make the whole checkpoints, and note what each command gives on them. Raises RuntimeError where one fails."""
+    workers.package.limit, limit = 600, workers.package.limit
+    needed(workers.package("build", root=str(root)))
+    workers.package.limit = limit
+    (root / "text.txt").write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
+    facts: Facts = {}
+    for base in BASES.values():
+        folder, unpatched = whole(root, base, "single"), twin(root, base, "single")
+        facts[base.name] = {
+            "load": needed(workers.package("load", folder=str(folder), auto=base.auto)),
+            "twin": needed(workers.plain("load", folder=str(unpatched), auto=base.auto)),
+            "convert": needed(workers.package("reference", folder=str(unpatched), auto=base.auto, scheme=SCHEME)),
+            "inspect": workers.package("inspect", folder=str(folder), texts=str(root / "text.txt")),
+        }
+    return facts
+
+
+def needed(answer: Answer) -> Answer:
+    if answer["kind"] != "done":
+        raise RuntimeError(f"a whole checkpoint fails: {answer}")
+    return answer
+
+
+class Trial:
+    """A case, broken in a folder of its own, and what the commands make of it."""
+
+    def __init__(self, case: Case, root: Path, facts: Facts, workers: Workers) -> None:
+        self.case, self.root, self.workers, self.base = case, root, workers, case.base
+        self.facts = facts[case.base.name]
+        self.place = root / f"case-{case.number}"
+        (self.place / "out").mkdir(parents=True)
+        (self.place / "out").chmod(0o777)
+        self.folder = break_copy(case, root, self.place / "src")
+        self.fields = frozenset(key for key in read_config(whole(root, self.base, case.layout)) if "_" in key)
+
+    def run(self, commands: tuple[str, ...] = COMMANDS) -> dict[str, Verdict]:
+        """The verdict on each command."""
+        try:
+            return {command: getattr(self, f"judge_{command}")() for command in commands}
+        finally:
+            for path in (self.place, self.folder):
+                path.chmod(0o700)
+            shutil.rmtree(self.place)
+
+    def ask(self, command: str, folder: Path | None = None, worker: Worker | None = None, **more: Any) -> Answer:
+        if command in ("load", "reference"):
+            more["auto"] = self.base.auto
+        answer = (worker or self.workers.package)(
+            command, folder=str(folder or self.folder), unprivileged=self.case.unprivileged, **more
+        )
+        for key in ("text", "place"):  # a folder's name is no file's
+            answer[key] = str(answer.get(key, "")).replace(str(self.place), "").replace(str(self.root), "")
+        return answer
+
+    @cached_property
+    def plain(self) -> Answer:
+        """What transformers alone makes of the folder."""
+        return self.ask("load", worker=self.workers.plain)
+
+    @cached_property
+    def twin_folder(self) -> Path:
+        """The unpatched twin, broken alike; for what is not patched, the folder itself."""
+        if self.base.scheme is None:
+            return self.folder
+        return break_copy(self.case, self.root, self.place / "twin", twin)
+
+    @cached_property
+    def plain_twin(self) -> Answer:
+        """What transformers alone makes of the twin."""
+        return self.plain if self.base.scheme is None else self.ask("load", self.twin_folder, self.workers.plain)
+
+    @cached_property
+    def loaded(self) -> Answer:
+        return self.ask("load")
+
+    @cached_property
+    def meant(self) -> Answer:
+        """What the broken checkpoint is by its own config, where that is whole: from its twin, patched as it says."""
+        scheme, blend = self.base.scheme, self.base.blend
+        try:
+            config, before = read_config(self.folder), read_config(whole(self.root, self.base, self.case.layout))
+        except (OSError, ValueError):
+            return {"kind": "error"}
+        said, old = config.get("qk_norm"), before["qk_norm"]
+        if json.dumps(said) != json.dumps(old):
+            whole_scheme = isinstance(said, str) or (isinstance(said, dict) and {*said} == {*old})
+            if blend is not None or not whole_scheme:
+                return {"kind": "error"}
+            scheme = said
+        norms = str(whole(self.root, self.base, self.case.layout))
+        answer = self.ask("reference", self.twin_folder, scheme=scheme, norms=norms, blend=blend)
+        cap = (scheme if isinstance(scheme, dict) else {}).get("softcap") if scheme is said else old["softcap"]
+        if isinstance(scheme, dict) and config.get("attn_logit_softcapping") not in (None, cap):
+            return {"kind": "error"}
+        return answer
+
+    def judge_load(self) -> Verdict:
+        ours = self.loaded
+        if ours["kind"] != "done":
+            return self.judge_failure(ours)
+        if close(ours, self.facts["load"]):
+            return Verdict(RIGHT)
+        if close(ours, self.plain) or (self.base.scheme is None and self.plain.get("made_up")):
+            return Verdict(SILENT, "as transformers loads it")
+        if self.base.scheme is not None:
+            if close(ours, self.meant) and not self.meant["made_up"]:
+                same = close(self.plain_twin, self.facts["twin"])
+                return Verdict(RIGHT if same else SILENT, "as its config says")
+            if self.plain_twin.get("made_up"):
+                return Verdict(SILENT, f"transformers makes up {self.plain_twin['made_up'][0]}")
+        return Verdict(WRONG, f"it loads, and computes something else; {self.said_by_plain()}")
+
+    def said_by_plain(self) -> str:
+        plain = self.plain_twin
+        if plain["kind"] == "done":
+            return "transformers alone loads the unpatched twin"
+        return f"transformers alone refuses the unpatched twin: {plain.get('type', plain['kind'])} {plain['text'][:80]}"
+
+    def judge_failure(self, answer: Answer) -> Verdict:
+        """A load that failed: as it should, or as that of transformers alone does."""
+        verdict = failed({**answer, "told": True}, self.case.names, self.fields)  # no command line is between
+        if verdict.outcome == REFUSED and not self.case.harmless:
+            return verdict
+        for plain in (self.plain, self.plain_twin):
+            alike = all(plain.get(key) == answer.get(key) for key in ("kind", "type"))
+            if plain["kind"] != "done" and alike and plain["text"][:40] == answer["text"][:40]:
+                return Verdict(OWN, verdict.why)
+        if self.case.harmless:
+            return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
+        return Verdict(verdict.outcome, f"{verdict.why}; {self.said_by_plain()}")
+
+    def judge_refusal(self, answer: Answer, expected: bool) -> Verdict:
+        """A conversion or an export that failed: nothing may be there; `expected` is whether it should fail."""
+        left = sorted(path.name for path in (self.place / "out").iterdir())
+        if left:
+            return Verdict(WRONG, f"it failed and left {left}: {answer['text'][:100]}")
+        verdict = failed(answer, self.case.names, self.fields)
+        if not expected and verdict.outcome not in FAULTS:
+            return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
+        known = any(words in answer["text"] for words in ALREADY)
+        if verdict.outcome in FAULTS and known and answer.get("told") and "is not exported" not in answer["text"]:
+            return Verdict(REFUSED, verdict.why)
+        if verdict.outcome in FAULTS and known and answer.get("told") and not self.base.exports:
+            return Verdict(REFUSED, verdict.why)
+        return verdict
+
+    def destination(self, name: str) -> str:
+        for path in (self.place / "out").iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return str(self.place / "out" / name)
+
+    def judge_convert(self) -> Verdict:
+        out = self.destination("converted")
+        answer = self.ask("convert", destination=out)
+        patched = self.base.scheme is not None
+        if answer["kind"] != "done":
+            return self.judge_refusal(answer, expected=patched or not self.case.harmless)
+        got = self.ask("load", Path(out))
+        if got["kind"] != "done":
+            return Verdict(WRONG, f"written, and does not load: {got.get('type')}: {got['text'][:120]}")
+        if tokens := self.judge_tokens(Path(out)):
+            return tokens
+        if not patched and close(got, self.facts["convert"]):
+            return Verdict(RIGHT)
+        meant = self.ask("reference", scheme=SCHEME)
+        if close(got, meant) and not meant["made_up"]:
+            return Verdict(SILENT, "as transformers loads its source")
+        made_up = f", of which transformers makes up {meant['made_up'][0]}" if meant.get("made_up") else ""
+        return Verdict(WRONG, f"written, and is something else than its source patched{made_up}")
+
+    def judge_export(self) -> Verdict:
+        out = self.destination("exported")
+        answer = self.ask("export", destination=out)
+        if answer["kind"] != "done":
+            return self.judge_refusal(answer, expected=not (self.base.exports and self.case.harmless))
+        if self.base.scheme is None:
+            return Verdict(WRONG, "written, and its source is not patched")
+        got = self.ask("load", Path(out), self.workers.plain)
+        if got["kind"] != "done":
+            return Verdict(WRONG, f"written, and does not load: {got.get('type')}: {got['text'][:120]}")
+        if got["made_up"]:
+            return Verdict(WRONG, f"written, and {got['made_up'][0]} is missing")
+        if tokens := self.judge_tokens(Path(out)):
+            return tokens
+        if close(got, self.facts["load"]):
+            return Verdict(RIGHT)
+        loaded = self.judge_load()
+        if close(got, self.loaded) and loaded.outcome in (RIGHT, SILENT):
+            return loaded
+        return Verdict(WRONG, f"written, and computes something else than its source, which is {loaded.outcome}")
+
+    def judge_tokens(self, out: Path) -> Verdict | None:
+        """A tokenizer that travelled must be the source's; None where it is."""
+        if not any("tokenizer" in edit.text for edit in self.case.edits):
+            return None
+        there, here = self.ask("tokens", out, self.workers.plain), self.ask("tokens", worker=self.workers.plain)
+        if here["kind"] != "done":
+            return Verdict(
+                WRONG, f"written with a tokenizer that can't be read: {here.get('type')}: {here['text'][:90]}"
+            )
+        return None if there == here else Verdict(WRONG, "written with another tokenizer than its source's")
+
+    def judge_inspect(self) -> Verdict:
+        answer, expected = self.ask("inspect", texts=str(self.root / "text.txt")), self.facts["inspect"]
+        if answer["kind"] != "done":
+            verdict = failed(answer, (*self.case.names, "text.txt"), self.fields)
+            if expected["kind"] != "done" and answer["text"] == expected["text"] and answer["told"]:
+                return Verdict(REFUSED, verdict.why)  # as the whole checkpoint is
+            if self.case.harmless:
+                return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
+            return verdict
+        if expected["kind"] != "done":
+            return Verdict(WRONG, f"inspected, where the whole checkpoint is refused: {expected['text'][:100]}")
+        if answer["loss"] is not None and math.isclose(answer["loss"], expected["loss"], rel_tol=1e-3):
+            return Verdict(RIGHT)
+        loaded = self.judge_load()
+        if loaded.outcome == SILENT or (loaded.outcome == RIGHT and loaded.why):
+            return loaded
+        if self.ask("tokens", worker=self.workers.plain).get("tokens") != self.whole_tokens():
+            return Verdict(SILENT, "its tokenizer is another")
+        return Verdict(WRONG, f"a loss of {answer['loss']}, not {expected['loss']}")
+
+    def whole_tokens(self) -> Any:
+        return self.ask("tokens", whole(self.root, self.base, self.case.layout), self.workers.plain).get("tokens")
