@@ -165,7 +165,9 @@ def kind(folder: Path, draw: Random) -> Edit:
             (*([name] for name in classes), None, [], [None], "LlamaForCausalLM", 3, {}, ["a", "b"])
         )
     text = ", ".join(f"{name} = {shortened(value)}" for name, value in values.items())
-    return Edit(text, on_config(lambda c: c.update(copy.deepcopy(values))), (*values, "attention", "qk_norm"))
+    return Edit(
+        text, on_config(lambda c: c.update(copy.deepcopy(values))), (*values, "model type", "attention", "qk_norm")
+    )
 
 
 def scheme(folder: Path, draw: Random) -> Edit | None:

@@ -15,7 +15,7 @@ from broken.weights import INDEX, files, read, write
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 OTHER = (*TOKENIZER, "generation_config.json")
-TOO_LARGE = 16 * 2**30  # of a file with a hole, which takes no space on the disk
+TOO_LARGE = 2**30  # of a file with a hole, which takes no space on the disk
 
 
 def tokenizer(folder: Path, draw: Random) -> Edit:
@@ -86,7 +86,7 @@ def place(folder: Path, draw: Random) -> Edit:
         "a link to a file elsewhere": lambda folder: outside(folder / name),
         "a folder": instead(Path.mkdir),
         "a folder with a file": instead(lambda path: (path.mkdir(), (path / name).touch())),
-        "a file of 16 GiB": lambda folder: too_large(folder / name) if (folder / name).is_file() else None,
+        "a file of a GiB": lambda folder: too_large(folder / name) if (folder / name).is_file() else None,
         "a file that may not be read": lambda folder: (folder / name).chmod(0) if (folder / name).is_file() else None,
         "the folder may not be listed": lambda folder: folder.chmod(0o100),
     }

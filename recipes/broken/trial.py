@@ -19,7 +19,15 @@ from broken.verdicts import FAULTS, OWN, REFUSED, RIGHT, SILENT, WRONG, Verdict,
 
 COMMANDS = ("load", "convert", "export", "inspect")
 SCHEME = "qk_norm_cap"  # what `worker.convert` puts on
-ALREADY = ("converted already", "not a patched model", "is not exported")
+STATES = (  # what a message may say of a whole checkpoint that a command is not for
+    "converted already",
+    "not a patched model",
+    "on its way in (a blend)",
+    "is quantised",
+    "would be lost",
+    "folded the norms in front of attention",
+    "sees both sides",
+)
 Answer = dict[str, Any]
 Facts = dict[str, dict[str, Answer]]
 
@@ -154,8 +162,7 @@ class Trial:
             if blend is not None or not whole_scheme:
                 return {"kind": "error"}
             scheme = said
-        norms = str(whole(self.root, self.base, self.case.layout))
-        answer = self.ask("reference", self.twin_folder, scheme=scheme, norms=norms, blend=blend)
+        answer = self.ask("reference", self.twin_folder, scheme=scheme, norms=str(self.folder), blend=blend)
         cap = (scheme if isinstance(scheme, dict) else {}).get("softcap") if scheme is said else old["softcap"]
         if isinstance(scheme, dict) and config.get("attn_logit_softcapping") not in (None, cap):
             return {"kind": "error"}
@@ -204,10 +211,7 @@ class Trial:
         verdict = failed(answer, self.case.names, self.fields)
         if not expected and verdict.outcome not in FAULTS:
             return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
-        known = any(words in answer["text"] for words in ALREADY)
-        if verdict.outcome in FAULTS and known and answer.get("told") and "is not exported" not in answer["text"]:
-            return Verdict(REFUSED, verdict.why)
-        if verdict.outcome in FAULTS and known and answer.get("told") and not self.base.exports:
+        if verdict.outcome in FAULTS and answer.get("told") and any(words in answer["text"] for words in STATES):
             return Verdict(REFUSED, verdict.why)
         return verdict
 
@@ -260,32 +264,34 @@ class Trial:
         """A tokenizer that travelled must be the source's; None where it is."""
         if not any("tokenizer" in edit.text for edit in self.case.edits):
             return None
-        there, here = self.ask("tokens", out, self.workers.plain), self.ask("tokens", worker=self.workers.plain)
+        there, here = self.ask("tokens", out), self.ask("tokens")
         if here["kind"] != "done":
             return Verdict(
                 WRONG, f"written with a tokenizer that can't be read: {here.get('type')}: {here['text'][:90]}"
             )
-        return None if there == here else Verdict(WRONG, "written with another tokenizer than its source's")
+        if there == here:
+            return None
+        if here["tokens"] != self.whole_tokens():
+            return Verdict(SILENT, "its tokenizer is another")
+        return Verdict(WRONG, "written with another tokenizer than its source's")
 
     def judge_inspect(self) -> Verdict:
         answer, expected = self.ask("inspect", texts=str(self.root / "text.txt")), self.facts["inspect"]
+        loaded = self.judge_load()
         if answer["kind"] != "done":
             verdict = failed(answer, (*self.case.names, "text.txt"), self.fields)
-            if expected["kind"] != "done" and answer["text"] == expected["text"] and answer["told"]:
-                return Verdict(REFUSED, verdict.why)  # as the whole checkpoint is
-            if self.case.harmless:
+            if verdict.outcome in FAULTS and answer.get("told") and any(words in answer["text"] for words in STATES):
+                verdict = Verdict(REFUSED, verdict.why)
+            if self.case.harmless and verdict.outcome == REFUSED and expected["kind"] == "done":
                 return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
             return verdict
-        if expected["kind"] != "done":
-            return Verdict(WRONG, f"inspected, where the whole checkpoint is refused: {expected['text'][:100]}")
-        if answer["loss"] is not None and math.isclose(answer["loss"], expected["loss"], rel_tol=1e-3):
+        if "loss" in expected and math.isclose(answer["loss"], expected["loss"], rel_tol=1e-3):
             return Verdict(RIGHT)
-        loaded = self.judge_load()
         if loaded.outcome == SILENT or (loaded.outcome == RIGHT and loaded.why):
             return loaded
-        if self.ask("tokens", worker=self.workers.plain).get("tokens") != self.whole_tokens():
+        if self.ask("tokens").get("tokens") != self.whole_tokens():
             return Verdict(SILENT, "its tokenizer is another")
-        return Verdict(WRONG, f"a loss of {answer['loss']}, not {expected['loss']}")
+        return Verdict(WRONG, f"a loss of {answer['loss']}, not {expected.get('loss')}")
 
     def whole_tokens(self) -> Any:
-        return self.ask("tokens", whole(self.root, self.base, self.case.layout), self.workers.plain).get("tokens")
+        return self.ask("tokens", whole(self.root, self.base, self.case.layout)).get("tokens")

@@ -12,6 +12,7 @@ WRONG, UNNAMED, HANG, CRASH = "WRONG", "unnamed error", "hang", "crash"
 OUTCOMES = (RIGHT, REFUSED, SILENT, OWN, WRONG, UNNAMED, HANG, CRASH)
 FAULTS = (WRONG, UNNAMED, HANG, CRASH)
 FILES = re.compile(r"config\.json|generation_config|\.safetensors|index\.json|tokenizer|\.bin\b|adapter_config")
+LAYER = re.compile(r"\w\.\d+\.\w")  # a part of a layer, as model.layers.1.self_attn
 FIELDS = re.compile(r"\b[a-z]+_[a-z_]+\b")  # a word that only a field or a tensor can be
 TOLERANCE = {"torch.float32": 1e-4, "torch.float64": 1e-4}
 
@@ -41,7 +42,7 @@ def close(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def named(answer: dict[str, Any], names: tuple[str, ...], fields: frozenset[str]) -> bool:
     """Whether an error names a file, the field or the tensor that was changed, or another field of the config."""
     text = answer["text"]
-    if FILES.search(text) or any(name and name in text for name in names):
+    if FILES.search(text) or LAYER.search(text) or any(name and name in text for name in names):
         return True
     return bool(fields & {*FIELDS.findall(text)})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -94,6 +95,15 @@ def parts(name: str) -> tuple[str, ...]:
     return (name, name.rpartition(".")[0], *(part for part in name.split(".") if "_" in part))
 
 
+def recast(data: bytes, dtype: str) -> bytes | None:
+    """F32 data in another floating dtype; None for what is none."""
+    values = struct.unpack(f"<{len(data) // 4}f", data)
+    if dtype == "BF16":
+        return b"".join(data[place + 2 : place + 4] for place in range(0, len(data), 4))
+    letter = {"F16": "e", "F64": "d"}.get(dtype)
+    return struct.pack(f"<{len(values)}{letter}", *values) if letter else None
+
+
 def changed_tensor(name: str, draw: Random, gains: bool) -> Edit:
     """A tensor dropped, of another shape or dtype, under another name, or with another beside it."""
     dtype = draw.choice(("I8", "BOOL", "F8_E4M3", "I32", "F16", "BF16", "F64", "U8", "I64"))
@@ -107,7 +117,7 @@ def changed_tensor(name: str, draw: Random, gains: bool) -> Edit:
             if way == "renamed":
                 content[f"{name}s"] = kept
         elif way == "dtype":
-            content[name] = dtype, shape, (data * 2)[: count * SIZE_OF[dtype]]
+            content[name] = dtype, shape, recast(data, dtype) or (data * 2)[: count * SIZE_OF[dtype]]
         elif way == "shape":
             content[name] = old, [*shape[:-1], shape[-1] + 1], (data * 2)[: len(data) // shape[-1] * (shape[-1] + 1)]
         elif way == "one":

@@ -51,7 +51,11 @@ def load(folder: str, auto: str) -> dict[str, Any]:
 def tokens(folder: str) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
-    return {"tokens": AutoTokenizer.from_pretrained(folder, trust_remote_code=False)("to be or not")["input_ids"]}
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return {"tokens": tokenizer("to be or not")["input_ids"]}
+    except Exception as error:  # it loads, and its vocabulary lacks what it needs
+        return {"tokens": str(error)}
 
 
 def build(root: str) -> dict[str, Any]:
@@ -86,8 +90,9 @@ def inspect(folder: str, texts: str) -> dict[str, Any]:
 def reference(folder: str, auto: str, scheme: Any, norms: str | None = None, blend: float | None = None) -> Any:
     """The unpatched checkpoint in `folder`, as transformers loads it, patched, with the norms of the folder `norms`.
 
-    Raises KeyError or RuntimeError where those are not the norms of `scheme`.
+    Raises an error where those are not the norms of `scheme`.
     """
+    import torch
     import transformers
     from safetensors.torch import load_file
 
@@ -106,11 +111,20 @@ def reference(folder: str, auto: str, scheme: Any, norms: str | None = None, ble
         names = {name for name in model.state_dict() if own & set(name.split("."))}
         if names != {name for name in stored if own & set(name.split("."))}:
             raise KeyError("other norms")
+        if not all(
+            stored[name].dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) for name in names
+        ):
+            raise TypeError("norms that are no floating point")
         model.load_state_dict({name: stored[name].to(model.dtype) for name in names}, strict=False)
     return {**outputs(model), "made_up": sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))[:3]}
 
 
-COMMANDS = {f.__name__: f for f in (load, tokens, build, convert, export, inspect, reference)}
+def wait(path: str) -> dict[str, Any]:
+    """Read a file: for ever, if it is a pipe."""
+    return {"text": Path(path).read_text()}
+
+
+COMMANDS = {f.__name__: f for f in (wait, load, tokens, build, convert, export, inspect, reference)}
 
 
 @contextmanager
