@@ -60,6 +60,7 @@ def twin(root: Path, base: Base, layout: str) -> Path:
 def build(root: Path) -> None:
     """Write every base, in every layout, under `root`."""
     import torch
+    from transformers import AutoModel
     from transformers.utils import logging
 
     from hf_qknorm import patch_model
@@ -79,7 +80,8 @@ def build(root: Path) -> None:
     for seed, base in enumerate(BASES.values()):
         model: Any = tiny_model(base.model_type, seed=seed, **SIZES)
         if base.auto == "AutoModel":
-            model = model.base_model
+            torch.manual_seed(seed)
+            model = AutoModel.from_config(model.config).eval()  # the language model's own has no pooler
         for layout, shard in LAYOUTS.items():
             save(model, twin(root, base, layout), shard)
         if base.scheme is None:

@@ -18,6 +18,7 @@ from broken.edits import read_config
 from broken.verdicts import FAULTS, OWN, REFUSED, RIGHT, SILENT, WRONG, Verdict, close, failed
 
 COMMANDS = ("load", "convert", "export", "inspect")
+LANGUAGE_MODEL = "AutoModelForCausalLM"  # what an inspection loads
 SCHEME = "qk_norm_cap"  # what `worker.convert` puts on
 STATES = (  # what a message may say of a whole checkpoint that a command is not for
     "converted already",
@@ -91,7 +92,7 @@ def build(root: Path, workers: Workers) -> Facts:
 
 
 def needed(answer: Answer) -> Answer:
-    if answer["kind"] != "done":
+    if answer["kind"] != "done" or answer.get("made_up"):
         raise RuntimeError(f"a whole checkpoint fails: {answer}")
     return answer
 
@@ -119,7 +120,7 @@ class Trial:
 
     def ask(self, command: str, folder: Path | None = None, worker: Worker | None = None, **more: Any) -> Answer:
         if command in ("load", "reference"):
-            more["auto"] = self.base.auto
+            more.setdefault("auto", self.base.auto)
         answer = (worker or self.workers.package)(
             command, folder=str(folder or self.folder), unprivileged=self.case.unprivileged, **more
         )
@@ -277,16 +278,20 @@ class Trial:
 
     def judge_inspect(self) -> Verdict:
         answer, expected = self.ask("inspect", texts=str(self.root / "text.txt")), self.facts["inspect"]
-        loaded = self.judge_load()
         if answer["kind"] != "done":
             verdict = failed(answer, (*self.case.names, "text.txt"), self.fields)
             if verdict.outcome in FAULTS and answer.get("told") and any(words in answer["text"] for words in STATES):
                 verdict = Verdict(REFUSED, verdict.why)
-            if self.case.harmless and verdict.outcome == REFUSED and expected["kind"] == "done":
+            whole_one = "loss" in expected and self.base.auto == LANGUAGE_MODEL
+            if self.case.harmless and verdict.outcome == REFUSED and whole_one:
                 return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
             return verdict
+        measured = self.ask("load", auto=LANGUAGE_MODEL)
+        if measured.get("made_up"):
+            return Verdict(WRONG, f"measured, where transformers makes up {measured['made_up'][0]}")
         if "loss" in expected and math.isclose(answer["loss"], expected["loss"], rel_tol=1e-3):
             return Verdict(RIGHT)
+        loaded = self.judge_load()
         if loaded.outcome == SILENT or (loaded.outcome == RIGHT and loaded.why):
             return loaded
         if self.ask("tokens").get("tokens") != self.whole_tokens():
