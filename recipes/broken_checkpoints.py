@@ -31,8 +31,9 @@ from queue import SimpleQueue
 from bench_tiled import commit, cpu_name
 from broken.bases import BASES
 from broken.cases import KINDS, Case, make_case
-from broken.trial import COMMANDS, Facts, Trial, Workers, build
+from broken.trial import COMMANDS, Trial
 from broken.verdicts import FAULTS, OUTCOMES, Verdict
+from broken.workers import Facts, Workers, build
 
 
 @dataclass(frozen=True)

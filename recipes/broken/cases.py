@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from broken import edits, places, weights
+from broken import edits, headers, layouts, places, weights
 from broken.bases import BASES, LAYOUTS, Base, whole
 from broken.edits import Draw, Edit
 from broken.worker import NOBODY
@@ -21,10 +21,10 @@ DRAWS: dict[str, Draw] = {
     "model_type, architectures": edits.kind,
     "config text": edits.text,
     "scheme": edits.scheme,
-    "header": weights.header,
+    "header": headers.header,
     "tensor": weights.tensor,
     "gain": weights.gain,
-    "index, layout": weights.index,
+    "index, layout": layouts.index,
     "tokenizer": places.tokenizer,
     "place of a file": places.place,
     "harmless": places.harmless,
@@ -81,9 +81,13 @@ def make_case(root: Path, seed: int, number: int) -> Case:
 def break_copy(case: Case, root: Path, place: Path, which: Callable[[Path, Base, str], Path] = whole) -> Path:
     """A copy of the case's checkpoint (or, with `which`, of its twin) at `place`, broken."""
     shutil.copytree(which(root, case.base, case.layout), place)
-    for edit in case.edits:
-        if os.access(place, os.R_OK):
+    for number, edit in enumerate(case.edits):
+        try:
             edit.apply(place)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            if number == 0 and which is whole:
+                raise
+            # else there is nothing left to break: the first of two edits took it, or the twin does not have it
     if case.unprivileged and os.geteuid() == 0:
         for path in (place.parent, place, *place.rglob("*")):
             os.chown(path, NOBODY, NOBODY, follow_symlinks=False)

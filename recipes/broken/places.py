@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from broken.edits import CONFIG, Edit, on_config, rewriting
-from broken.weights import INDEX, files, read, write
+from broken.stored import INDEX, files, read, write
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 OTHER = (*TOKENIZER, "generation_config.json")

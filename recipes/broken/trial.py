@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from broken.bases import BASES, twin, whole
+from broken.bases import twin, whole
 from broken.cases import Case, break_copy
 from broken.edits import read_config
 from broken.verdicts import FAULTS, OWN, REFUSED, RIGHT, SILENT, WRONG, Verdict, close, failed
+from broken.workers import SCHEME, Answer, Facts, Worker, Workers
 
 COMMANDS = ("load", "convert", "export", "inspect")
 LANGUAGE_MODEL = "AutoModelForCausalLM"  # what an inspection loads
-SCHEME = "qk_norm_cap"  # what `worker.convert` puts on
 STATES = (  # what a message may say of a whole checkpoint that a command is not for
     "converted already",
     "not a patched model",
@@ -29,72 +26,6 @@ STATES = (  # what a message may say of a whole checkpoint that a command is not
     "folded the norms in front of attention",
     "sees both sides",
 )
-Answer = dict[str, Any]
-Facts = dict[str, dict[str, Answer]]
-
-
-class Worker:
-    """A process that answers requests (`broken.worker`)."""
-
-    def __init__(self, kind: str, limit: int) -> None:
-        self.limit = limit
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(Path(__file__).with_name("worker.py")), kind]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-        )
-
-    def __call__(self, command: str, **arguments: Any) -> Answer:
-        request = {"command": command, "limit": self.limit, **arguments}
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the worker ended at {command} {arguments}")
-        answer: Answer = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
-class Workers:
-    """Two of them: one that knows transformers alone, one that has the package imported."""
-
-    def __init__(self, limit: int) -> None:
-        self.plain, self.package = Worker("plain", limit), Worker("package", limit)
-
-    def close(self) -> None:
-        self.plain.close()
-        self.package.close()
-
-
-def build(root: Path, workers: Workers) -> Facts:
-    """Make the whole checkpoints, and note what each command gives on them. Raises RuntimeError where one fails."""
-    workers.package.limit, limit = 600, workers.package.limit
-    needed(workers.package("build", root=str(root)))
-    workers.package.limit = limit
-    (root / "text.txt").write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
-    facts: Facts = {}
-    for base in BASES.values():
-        folder, unpatched = whole(root, base, "single"), twin(root, base, "single")
-        facts[base.name] = {
-            "load": needed(workers.package("load", folder=str(folder), auto=base.auto)),
-            "twin": needed(workers.plain("load", folder=str(unpatched), auto=base.auto)),
-            "convert": needed(workers.package("reference", folder=str(unpatched), auto=base.auto, scheme=SCHEME)),
-            "inspect": workers.package("inspect", folder=str(folder), texts=str(root / "text.txt")),
-        }
-    return facts
-
-
-def needed(answer: Answer) -> Answer:
-    if answer["kind"] != "done" or answer.get("made_up"):
-        raise RuntimeError(f"a whole checkpoint fails: {answer}")
-    return answer
 
 
 class Trial:

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 import broken_checkpoints as recipe
 import pytest
 from broken.cases import KINDS, make_case
-from broken.trial import Worker
 from broken.verdicts import CRASH, FAULTS, HANG, REFUSED, UNNAMED, Verdict, close, failed
+from broken.workers import Worker
 
 PARTS, CASES = 3, 35
 
