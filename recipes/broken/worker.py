@@ -84,7 +84,7 @@ def inspect(folder: str, texts: str) -> dict[str, Any]:
 
     found = inspect_checkpoint(folder, texts=texts, tokens=32)
     prediction = found.patched or found.base
-    return {"loss": prediction.loss if prediction else None}
+    return {"loss": prediction.loss if prediction else None, "length": found.length}
 
 
 def reference(folder: str, auto: str, scheme: Any, norms: str | None = None, blend: float | None = None) -> Any:
