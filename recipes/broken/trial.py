@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,11 @@ STATES = (  # what a message may say of a whole checkpoint that a command is not
     "folded the norms in front of attention",
     "sees both sides",
 )
+
+
+def gist(text: str) -> str:
+    """The start of a message, without numbers and without what tells a derived class from its base."""
+    return re.sub(r"\d+|QKNorm|qknorm_", "", text)[:40]
 
 
 class Trial:
@@ -129,7 +135,7 @@ class Trial:
             return verdict
         for plain in (self.plain, self.plain_twin):
             alike = all(plain.get(key) == answer.get(key) for key in ("kind", "type"))
-            if plain["kind"] != "done" and alike and plain["text"][:40] == answer["text"][:40]:
+            if plain["kind"] != "done" and alike and gist(plain["text"]) == gist(answer["text"]):
                 return Verdict(OWN, verdict.why)
         if self.case.harmless:
             return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
