@@ -22,7 +22,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import logging as transformers_logging
 
-from hf_qknorm.convert.shards import INDEX, SINGLE, New, Stored
+from hf_qknorm.checkpoint_files import INDEX, SINGLE
+from hf_qknorm.convert.shards import New, Stored
 from hf_qknorm.hub.loaded import checked_afterwards
 from hf_qknorm.strangers import brief
 

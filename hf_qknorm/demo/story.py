@@ -31,7 +31,7 @@ from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, sm
 from hf_qknorm.destinations import check_folder
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files import new_folder, user_path
-from hf_qknorm.hub.derived import QKNormConfig
+from hf_qknorm.hub.configs import QKNormConfig
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.training.monitor import logit_statistics
