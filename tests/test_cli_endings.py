@@ -59,7 +59,7 @@ def test_a_conversion_that_is_stopped_leaves_the_destination_as_it_was(places, c
     assert (status, error) == (128 + number, f"stopped by {number.name}: nothing was written\n")
     assert sorted(os.listdir(places)) == ["ours", "source", "text.txt"]
     monkeypatch.undo()
-    os.chdir(places)
+    monkeypatch.chdir(places)
     assert cli.main(["convert", "source", "out"]) == 0
     monkeypatch.setattr(checkpoint.Weights, "rewrite", stopping(number))
     before = (places / "out" / "config.json").stat()

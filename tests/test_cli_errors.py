@@ -212,7 +212,8 @@ def test_arguments_that_make_no_sense_are_one_line(capsys, arguments, message):
 
 
 @pytest.mark.parametrize("command", ["convert", "inspect"])
-def test_a_token_that_can_not_be_one_is_told_before_any_request(capsys, monkeypatch, command):
+def test_a_token_that_can_not_be_one_is_told_before_any_request(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_secret\u200b")
     status, error = refused([command, "me/tiny", *(["out"] if command == "convert" else [])], capsys)
     assert status == 1

@@ -345,7 +345,7 @@ def test_a_push_only_reads(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "answer", "message"),
     [
-        ("access", False, r"can't be written to, so that .*out can't be made there"),
+        ("access", False, r"may not be written to: give another folder"),
         ("path.ismount", True, "mount point"),
     ],
 )

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_qknorm.checkpoint_files import INDEX, SINGLE
 from hf_qknorm.convert.shards import New, Stored
-from hf_qknorm.hub.loaded import checked_afterwards
+from hf_qknorm.hub.loaded import checked_elsewhere
 from hf_qknorm.strangers import brief
 
 Tensors = Mapping[str, Stored | New]
@@ -202,7 +202,7 @@ def _load(model_class: Any, config: PretrainedConfig, tensors: Tensors) -> dict[
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     load: Any = PreTrainedModel.from_pretrained.__func__  # not a patched class's own, which says less of what is wrong
     options = {"device_map": "meta", "dtype": torch.float32, "ignore_mismatched_sizes": True}
-    with _quiet(), checked_afterwards():
+    with _quiet(), checked_elsewhere():
         _, info = load(model_class, None, config=config, state_dict=shapes, output_loading_info=True, **options)
     return dict(info)
 

@@ -225,7 +225,7 @@ HARMED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: configure(f, intermediate_size=80),
         r"model.safetensors: model.layers.0.mlp.gate_proj.weight has shape \[96, 64\], expected \[80, 64\]",
     ),
-    "wrong type": (lambda f: configure(f, hidden_size="many"), r"config.json can't be read .*hidden_size"),
+    "wrong type": (lambda f: configure(f, hidden_size="many"), r"config.json can't be (read|used).*hidden_size"),
     "impossible": (lambda f: configure(f, num_attention_heads=0), r"config.json"),
 }
 

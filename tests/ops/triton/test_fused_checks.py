@@ -46,7 +46,7 @@ ATTENTION: list[tuple[dict[str, Any], str]] = [
     ({"dropout": 0.1}, "dropout needs a seed, [1] in torch.int64, got None"),
     ({"dropout": 0.1, "seed": torch.zeros(1)}, "got [1] in torch.float32"),
     ({"scale": -1.0}, "scale must be positive, got -1.0"),
-    ({"softcap": 0.0}, "softcap must be positive, got 0.0"),
+    ({"softcap": 0.0}, "softcap must be finite and greater than 0, got 0.0"),
     ({"q_norm": RMS, "heads": heads(T, S)}, "q [2, 4, 3, 16] and k [2, 2, 8, 16] must be of one length"),
     ({"q_norm": Norm("rms", eps=-1.0)}, "q_norm.eps must not be negative"),
     ({"k_norm": Norm("lp", p=0.5)}, "k_norm.p at least 1, got 1e-06 and 0.5"),
