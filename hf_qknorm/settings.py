@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -17,15 +19,36 @@ SIZES: Final = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
+LARGEST: Final = 2**31 - 1  # of a size
+DEEPEST: Final = 10_000  # number of layers: a model is built layer by layer before anything else shows
 ACTIVATIONS: Final = ("hidden_act", "hidden_activation", "activation_function")
 
 
 def check_settings(config: Any) -> None:
-    """Raise ValueError, naming config.json and the setting, for a size below 1, an unknown activation or RoPE type."""
+    """Raise ValueError, naming config.json and the setting, for a value that no model can be built with.
+
+    Looked at are sizes, the sliding window, and the names of architectures, activations and RoPE types.
+    """
     for name in SIZES:
         value = _setting(config, name)
-        if isinstance(value, int) and value < 1:
-            raise _impossible(config, name, value, "a whole number ≥ 1")
+        most = DEEPEST if name == "num_hidden_layers" else LARGEST
+        if isinstance(value, int) and not 1 <= value <= most:
+            raise _impossible(config, name, value, f"a whole number from 1 to {most}")
+    queries, keys = (_setting(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(queries, int) and isinstance(keys, int) and queries % keys:
+        raise _impossible(config, "num_key_value_heads", keys, f"a divisor of num_attention_heads={queries}")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise _impossible(config, "sliding_window", window, "a whole number ≥ 1, or null")
+    dtype = getattr(config, "dtype", None)
+    if dtype is not None and not isinstance(dtype, str | dict | torch.dtype):
+        raise _impossible(config, "dtype", dtype, "the name of a dtype, or null")
+    text = getattr(config, "text_config", None)
+    if text is not None and not isinstance(text, PretrainedConfig):
+        raise _impossible(config, "text_config", text, f"nothing of that name for model_type {config.model_type!r}")
+    names = getattr(config, "architectures", None)
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise _impossible(config, "architectures", names, "a list of names of classes, or null")
     for name in ACTIVATIONS:
         value = _setting(config, name)
         if isinstance(value, str) and value not in ACT2FN:
@@ -37,12 +60,19 @@ def check_settings(config: Any) -> None:
             raise _impossible(config, f"{name}.rope_type", value, f"one of {', '.join(kinds)}")
 
 
+# What transformers raises for settings that it does not look at, beside ValueError.
+CAUSED: Final = (
+    AttributeError, KeyError, IndexError, TypeError, OverflowError, RuntimeError, StrictDataclassError,
+    ZeroDivisionError,
+)  # fmt: skip
+
+
 @contextmanager
 def config_errors(file: str, model_type: Any, architectures: Any) -> Iterator[None]:
     """Turn the errors that a setting of config.json causes, while a config or a model is made, into ValueError."""
     try:
         yield
-    except (AttributeError, KeyError, RuntimeError, StrictDataclassError, ZeroDivisionError) as error:
+    except CAUSED as error:
         if isinstance(error, RuntimeError) and "negative dimension" not in str(error):
             raise  # no memory, for example
         raise ValueError(
@@ -61,9 +91,10 @@ def no_attention(model: Any, attention: str) -> ValueError:
 
 
 def describe(error: Exception) -> str:
-    """An error of transformers in one line: the last one, which names the cause."""
+    """An error of transformers in one line: the first, or of its validators the last, which names the cause."""
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1].strip()[:400]}"
+    line = lines[-1 if isinstance(error, StrictDataclassError) else 0]
+    return f"{type(error).__name__}: {line.strip()[:400]}"
 
 
 def config_file(config: Any) -> str:

@@ -18,6 +18,7 @@ from hf_qknorm.hub.derived import QKNormModel
 from hf_qknorm.layer import PlainAttention
 from hf_qknorm.ops import reference
 from hf_qknorm.probe import can_probe, is_causal
+from hf_qknorm.testing import tiny_model
 
 
 @pytest.fixture
@@ -158,3 +159,9 @@ def test_what_is_not_probed():
     assert can_probe(sharp_model("llama"))
     assert not can_probe(sharp_model("llama").to("meta"))
     assert not can_probe(sharp_model("llama", vocab_size=1))
+
+
+def test_a_model_that_gives_nan_is_not_said_to_lose_causality():
+    model = tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 0})
+    patch_model(model, "qk_norm_cap")
+    assert model(torch.arange(8)[None]).logits.isnan().all()

@@ -25,7 +25,7 @@ from hf_qknorm.convert.calibrate import MAX_TOKENS, METHODS, calibrate
 from hf_qknorm.convert.plan import Plan, check_exact_fold, converted_config, make_plan, new_tensors, stored_name
 from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.shards import Weights, copy_file
-from hf_qknorm.convert.source import Source, open_source
+from hf_qknorm.convert.source import Source, check_readable, open_source
 from hf_qknorm.convert.text import CHARACTERS, check_batches, check_text, load_text, tokenize
 from hf_qknorm.convert.trained import load_tokenizer
 from hf_qknorm.destinations import check_folder, check_new
@@ -104,7 +104,6 @@ def convert_checkpoint(
             _check_loss(report, max_loss_increase)
             new |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
         with new_folder(destination, check) as folder:
-            source.weights.rewrite(folder, new, removed)
             for file in source.files:
                 (folder / file).parent.mkdir(exist_ok=True)
                 copy_file(source.folder / file, folder / file)
@@ -112,8 +111,10 @@ def convert_checkpoint(
             if standalone:
                 carry_code(config)
             config.save_pretrained(folder)
+            check_readable(folder, source.folder)
             if report is not None:
                 report.save(folder / REPORT)
+            source.weights.rewrite(folder, new, removed)
             Weights(folder)  # what was written is whole
             source.check_unchanged()
         return report
@@ -136,9 +137,11 @@ def _opened(src: str | Path, scheme: Any, method: str | None, allow_pickle: bool
             raise ValueError(
                 f"{source.name} is converted already ({source.config.scheme}): convert the original checkpoint instead"
             )
-        family = family_of(source.config)
-        scheme = scheme.resolve(family.norm)
-        check_scheme(model_type, source.config, scheme)
+        try:
+            scheme = scheme.resolve(family_of(source.config).norm)
+            check_scheme(model_type, source.config, scheme)
+        except ValueError as error:
+            raise ValueError(f"{source.folder / 'config.json'}: {error}") from error
         source.check_complete()
         if not scheme.pre_norm and method is None:
             check_exact_fold(source, scheme)

@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX
 from hf_qknorm.checkpoint_files import FOLDERS, INDEX, REPORT, SINGLE, TOKENIZER_FILES
@@ -267,10 +267,22 @@ def read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         check_settings(config)
         return config
-    except (OSError, ValueError):
-        raise
     except Exception as error:  # transformers has its own for a field of the wrong type
+        if isinstance(error, OSError) or (isinstance(error, ValueError) and "config.json" in str(error)):
+            raise
         raise ValueError(f"{path} can't be read ({describe(error)})") from error
+
+
+def check_readable(written: Path, source: Path) -> None:
+    """Raise ValueError, naming the file of `source` to mend, unless transformers reads the settings in `written`."""
+    for name, read in (("config.json", read_config), ("generation_config.json", GenerationConfig.from_pretrained)):
+        if not (written / name).is_file():
+            continue
+        try:
+            read(written)
+        except Exception as error:  # a setting can be wrong in any way
+            cause = describe(error).replace(str(written), "the result")
+            raise ValueError(f"{source / name}: a checkpoint with these settings does not load ({cause})") from error
 
 
 def _config(folder: Path) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.files import is_path
-from hf_qknorm.strangers import hub_token, repo_name
+from hf_qknorm.strangers import brief, hub_token, repo_name
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
 LEAST = 16  # tokens to predict: of fewer, nothing can be said
@@ -100,8 +100,17 @@ def _dataset_text(name: str, limit: int) -> str:
 
 
 def tokenize(tokenizer: Any, text: str) -> Tensor:
-    """The text's token ids, `[N]`."""
-    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
+    """The text's token ids, `[N]`. Raises ValueError for a tokenizer that fails, or gives none."""
+    where = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    try:
+        ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
+    except Exception as error:  # each tokenizer library has its own
+        raise ValueError(
+            f"{where}: the tokenizer can't read the text ({brief(str(error))}): restore its files"
+        ) from error
+    if text and not len(ids):
+        raise ValueError(f"{where}: the tokenizer gives no tokens for {len(text):,} characters: restore its files")
+    return ids
 
 
 def sample_batches(ids: Tensor, count: int, batch: int, length: int, seed: int) -> list[Tensor]:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_qknorm.checkpoint_files import INDEX
 from hf_qknorm.convert.complete import check_complete
-from hf_qknorm.convert.source import Source
+from hf_qknorm.convert.source import Source, check_readable
+from hf_qknorm.settings import CAUSED, describe
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -25,9 +27,19 @@ def load_causal(source: Source, dtype: torch.dtype | str) -> Any:
     """The causal language model of a checkpoint. Raises ValueError unless all its weights are there, and stay as is."""
     model_class = AutoModelForCausalLM._model_mapping[type(source.config)]
     check_complete(model_class, source.config, source.weights.stored, source.weights.folder)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.weights.folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
-    )
+    check_readable(source.folder, source.folder)
+    if source.weights.index is not None and "metadata" not in source.weights.index:
+        raise ValueError(
+            f'{source.weights.folder / INDEX} has no "metadata", without which transformers does not load it'
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.weights.folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+    except CAUSED as error:
+        if isinstance(error, RuntimeError):
+            raise  # no memory, for example
+        raise ValueError(f"{source.folder}: transformers can't load it ({describe(error)})") from error
     source.check_unchanged()
     model.name_or_path = source.name
     return model

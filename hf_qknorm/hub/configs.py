@@ -47,6 +47,7 @@ class QKNormConfig(_Config):
         check_names(kwargs)
         super().__post_init__(**{key: value for key, value in kwargs.items() if not is_notice(key, value)})
         check_settings(self)
+        self.validate()  # the base class's own validators, which a derived dataclass does not inherit
         _check_base(self.qk_norm_base)
         _check_blend(self.qk_norm_blend)
         self.architectures = derived_architectures(self)

@@ -54,8 +54,8 @@ class QKNormModel(_Model):
         check_scheme(model_type, config, scheme)
         with config_errors(config_file(config), config.model_type, config.architectures):
             super().__init__(config, *args, **kwargs)
-        adopt(self)
-        install(self, FAMILIES[model_type], scheme)
+            adopt(self)
+            install(self, FAMILIES[model_type], scheme)
         plan_norms(self)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -115,11 +115,14 @@ class QKNormModel(_Model):
         return (model, info) if output_loading_info else model
 
     @staticmethod
-    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """transformers' own; here dtypes can still be seen, and shapes be refused before transformers does."""
         check_dtypes(model, state_dict, checkpoint_files)
-        info, offloaded = super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
-        check_shapes(model, info.mismatched_keys)
+        load = super()._load_pretrained_model
+        info, offloaded = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        check_shapes(model, info.mismatched_keys, others=not load_config.ignore_mismatched_sizes)
         return info, offloaded
 
 

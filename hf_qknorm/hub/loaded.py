@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
 from hf_qknorm.attention import NORM_NAMES, head_norms, patched_layers
+from hf_qknorm.settings import config_file
 
 PARAMETERS: Final = ("weight", "bias", "blend")  # of a norm
 DTYPES_OF_TORCH: Final = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -78,19 +79,26 @@ def _called(tensor: Any) -> str:
     return DTYPES_OF_TORCH.get(tensor.dtype, str(tensor.dtype))
 
 
-def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, Any]], *, others: bool = False) -> None:
     """Raise ValueError for norms of another shape in the weights, given as name, shape there, and shape in the model.
 
-    Also with `ignore_mismatched_sizes=True`: a fresh gain in the place of a trained one is another model.
+    Also with `ignore_mismatched_sizes=True`: a fresh gain in the place of a trained one is another model. `others`:
+    for all other tensors too.
     """
     if _ELSEWHERE.get():
         return
     own = _norm_parameters(model)
-    wrong = sorted((name, list(got), list(expected)) for name, got, expected in mismatched if name in own)
+    mismatched = sorted((name, list(got), list(expected)) for name, got, expected in mismatched)
+    wrong = [found for found in mismatched if found[0] in own]
     if wrong:
         name, got, expected = wrong[0]
         what = f"of another shape in the weights ({name!r} is {got}, expected {expected})"
         raise _disagreement(model, what, [name for name, _, _ in wrong])
+    for name, got, expected in mismatched if others else ():
+        raise ValueError(
+            f"{config_file(model.config)} asks for {name} in shape {expected}, and the weights have it in {got} "
+            f"({len(mismatched)} tensors in all). Restore the config.json or the weights that belong together"
+        )
 
 
 def check_loaded(model: PreTrainedModel, info: dict[str, Any]) -> None:

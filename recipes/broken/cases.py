@@ -84,7 +84,7 @@ def break_copy(case: Case, root: Path, place: Path, which: Callable[[Path, Base,
     for number, edit in enumerate(case.edits):
         try:
             edit.apply(place)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             if number == 0 and which is whole:
                 raise
             # else there is nothing left to break: the first of two edits took it, or the twin does not have it

@@ -97,9 +97,13 @@ class Trial:
         said, old = config.get("qk_norm"), before["qk_norm"]
         if json.dumps(said) != json.dumps(old):
             whole_scheme = isinstance(said, str) or (isinstance(said, dict) and {*said} == {*old})
-            if blend is not None or not whole_scheme:
+            if not whole_scheme or (blend is not None and not isinstance(said, dict)):
                 return {"kind": "error"}
             scheme = said
+            if blend is not None:  # what is stored is the cap in force, and at the end another
+                if said["softcap"] != old["softcap"] or config.get("qk_norm_blend") != before["qk_norm_blend"]:
+                    return {"kind": "error"}
+                scheme = said | {"softcap": before["qk_norm_blend"]["softcap"]}
         answer = self.ask("reference", self.twin_folder, scheme=scheme, norms=str(self.folder), blend=blend)
         cap = (scheme if isinstance(scheme, dict) else {}).get("softcap") if scheme is said else old["softcap"]
         if isinstance(scheme, dict) and config.get("attn_logit_softcapping") not in (None, cap):

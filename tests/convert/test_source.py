@@ -89,6 +89,20 @@ def test_variants_and_pickles_are_left(tmp_path):
     assert not {*others, *indices} & set(os.listdir(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("settings", [{"max_new_tokens": "x"}, {"cache_implementation": 3}], ids=str)
+def test_settings_with_which_nothing_loads_are_refused(settings, tmp_path):
+    save(sharp_model("llama"), tmp_path / "source")
+    (tmp_path / "source" / "generation_config.json").write_text(json.dumps(settings))
+    with pytest.raises(Exception) as loading:  # noqa: PT011  # whatever transformers raises
+        AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    assert loading
+    with pytest.raises(
+        ValueError, match=r"source.generation_config.json: a checkpoint with these settings does not load"
+    ):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", "soft_cap")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_warning_is_for_two_saves_alone(tmp_path, caplog):
     source = save(sharp_model("llama"), tmp_path / "source", max_shard_size="60KB")
     plan = plan_conversion(source, tmp_path / "out")

@@ -132,3 +132,22 @@ def test_a_stream_is_read_no_further_than_needed():
 def test_data_that_is_none(data, message):
     with pytest.raises(ValueError, match=message):
         batches_of(data)
+
+
+def test_a_tokenizer_that_fails_is_named():
+    class Failing:
+        name_or_path = "there"
+
+        def __call__(self, text, verbose):
+            raise KeyError("no such piece")
+
+    with pytest.raises(ValueError, match="there: the tokenizer can't read the text .*no such piece"):
+        tokenize(Failing(), "text")
+
+
+def test_a_tokenizer_that_gives_nothing_is_named():
+    def nothing(text, verbose):
+        return {"input_ids": []}
+
+    with pytest.raises(ValueError, match="function: the tokenizer gives no tokens for 4 characters"):
+        tokenize(nothing, "text")

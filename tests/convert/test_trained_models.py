@@ -35,3 +35,11 @@ def test_a_tokenizer_of_strange_code_is_refused_in_a_line(tmp_path):
     with pytest.raises((ValueError, OSError), match="no tokenizer can be loaded") as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_an_index_without_metadata_is_named(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="60KB")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+    with open_source(tmp_path) as source, pytest.raises(ValueError, match='index.json has no "metadata"'):
+        load_causal(source, "auto")

@@ -37,6 +37,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hidden_size": ({"hidden_size": -64}, "config.json: hidden_size is -64"),
     "no layers": ({"num_hidden_layers": 0}, "config.json: num_hidden_layers is 0"),
     "no heads": ({"num_key_value_heads": 0}, "config.json: num_key_value_heads is 0"),
+    "too many layers": ({"num_hidden_layers": 10**30}, "num_hidden_layers is 10+, expected a whole number from 1 to"),
+    "too many heads": ({"num_attention_heads": 2**62}, "config.json.*(num_attention_heads|attention heads)"),
+    "heads in no groups": ({"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor of"),
+    "a window of text": ({"sliding_window": "4"}, "config.json: sliding_window is '4', expected a whole number"),
+    "a negative window": ({"sliding_window": -1}, "config.json: sliding_window is -1, expected a whole number"),
+    "architectures": ({"architectures": 3}, "config.json: architectures is 3, expected a list of names"),
+    "no architecture": ({"architectures": [None]}, "config.json: architectures is .None., expected a list of names"),
+    "a part without a type": (
+        {"text_config": {"x": 1}},
+        "config.json: text_config is .* expected nothing of that name",
+    ),
+    "a dtype of no name": ({"dtype": 3}, "config.json.*dtype"),
+    "kinds of layers": ({"layer_types": ["full_attention"]}, "config.json can't be used.*num_hidden_layers"),
+    "another size": ({"intermediate_size": 32}, "asks for model.layers.0.mlp.down_proj.weight in shape .64, 32."),
     "a size of another type": ({"hidden_size": "64"}, "config.json can't be used.*hidden_size' expected int, got str"),
     "hidden_act": ({"hidden_act": "bogus"}, "config.json: hidden_act is 'bogus', expected one of .*silu"),
     "rope_type": (
@@ -64,7 +78,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_what_is_refused(case, checkpoint):
     changes, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        AutoModelForCausalLM.from_pretrained(edit(checkpoint, changes), ignore_mismatched_sizes=True)
+        AutoModelForCausalLM.from_pretrained(edit(checkpoint, changes))
 
 
 @pytest.mark.parametrize("field", STORED)
@@ -167,7 +181,7 @@ def test_patching_a_model_whose_config_is_of_another_family():
         patch_model(model, "soft_cap")
 
 
-@pytest.mark.parametrize("case", ["hidden_act", "rope_type", "no layers", "size"])
+@pytest.mark.parametrize("case", ["hidden_act", "rope_type", "no layers", "a window of text", "architectures", "size"])
 def test_a_plain_checkpoint_with_impossible_settings(case, tmp_path):
     sharp_model("llama").save_pretrained(tmp_path / "source")
     changes, message = ({"hidden_size": -1}, "hidden size .-1") if case == "size" else REFUSED[case]

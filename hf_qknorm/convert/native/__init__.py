@@ -19,7 +19,7 @@ from hf_qknorm.convert.complete import check_complete
 from hf_qknorm.convert.native.draft import Draft
 from hf_qknorm.convert.native.targets import Target, find_target
 from hf_qknorm.convert.shards import copy_file
-from hf_qknorm.convert.source import Source, open_source
+from hf_qknorm.convert.source import Source, check_readable, open_source
 from hf_qknorm.destinations import check_folder
 from hf_qknorm.files import new_folder, user_path
 from hf_qknorm.hub.configs import QKNormConfig
@@ -68,13 +68,14 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
             what = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
             raise ValueError(f"{what} is not exported: {error}") from error
         with new_folder(destination, check) as out:
-            draft.write(out)
             (out / "config.json").write_text(_json(plain), encoding="utf-8")
             for file in source.files:
                 # the card and the stand-alone code tell of a model that this one no longer is
                 if file.name != CARD and file.suffix != ".py":
                     (out / file).parent.mkdir(exist_ok=True)
                     copy_file(folder / file, out / file)
+            check_readable(out, folder)
+            draft.write(out)
             source.check_unchanged()
     return NativeExport(folder, destination, target.model_type, plain.architectures[0])
 

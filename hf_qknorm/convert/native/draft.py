@@ -63,7 +63,9 @@ class Draft:
         self.parts[name] = Part(part.beside, shape or part.shape, lambda: change(read().double()))
 
     def scale(self, name: str, factor: float, why: str) -> None:
-        """The tensor times `factor`. Raises ValueError, with `why`, if that would round one of 16 bits."""
+        """The tensor times `factor`. Raises ValueError, with `why`, if that would round one of 16 bits, or overflow."""
+        if not (math.isfinite(factor) and factor > 0):
+            raise ValueError(f"{name} would be multiplied by {factor}: {why}")
         exponent = round(math.log2(factor))
         if math.isclose(factor, 2.0**exponent, rel_tol=1e-12):
             factor = 2.0**exponent  # only moves exponents: exact in any dtype
