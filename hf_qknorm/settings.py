@@ -19,6 +19,7 @@ SIZES: Final = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
+EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 LARGEST: Final = 2**31 - 1  # of a size
 DEEPEST: Final = 10_000  # number of layers: a model is built layer by layer before anything else shows
 ACTIVATIONS: Final = ("hidden_act", "hidden_activation", "activation_function")
@@ -37,12 +38,17 @@ def check_settings(config: Any) -> None:
     queries, keys = (_setting(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(queries, int) and isinstance(keys, int) and queries % keys:
         raise _impossible(config, "num_key_value_heads", keys, f"a divisor of num_attention_heads={queries}")
+    for experts in EXPERTS:
+        number, used = (_setting(config, name) for name in (experts, "num_experts_per_tok"))
+        if isinstance(number, int) and isinstance(used, int) and used > number:
+            raise _impossible(config, "num_experts_per_tok", used, f"at most {experts}={number}")
     window = getattr(config, "sliding_window", None)
     if window is not None and (not isinstance(window, int) or window < 1):
         raise _impossible(config, "sliding_window", window, "a whole number ≥ 1, or null")
     dtype = getattr(config, "dtype", None)
-    if dtype is not None and not isinstance(dtype, str | dict | torch.dtype):
-        raise _impossible(config, "dtype", dtype, "the name of a dtype, or null")
+    computed = dtype.is_floating_point if isinstance(dtype, torch.dtype) else isinstance(dtype, str | dict)
+    if dtype is not None and not computed:
+        raise _impossible(config, "dtype", dtype, "the name of a floating-point dtype, or null")
     text = getattr(config, "text_config", None)
     if text is not None and not isinstance(text, PretrainedConfig):
         raise _impossible(config, "text_config", text, f"nothing of that name for model_type {config.model_type!r}")

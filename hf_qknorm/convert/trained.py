@@ -33,13 +33,21 @@ def load_causal(source: Source, dtype: torch.dtype | str) -> Any:
             f'{source.weights.folder / INDEX} has no "metadata", without which transformers does not load it'
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source.weights.folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.weights.folder,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except CAUSED as error:
         if isinstance(error, RuntimeError):
             raise  # no memory, for example
         raise ValueError(f"{source.folder}: transformers can't load it ({describe(error)})") from error
+    if missing := sorted(info["missing_keys"]):  # of a quantised model, whose tensors the check above can't compare
+        raise ValueError(
+            f"{source.folder}: no weights for {missing[0]}, of {len(missing)} that the model of its config.json needs"
+        )
     source.check_unchanged()
     model.name_or_path = source.name
     return model

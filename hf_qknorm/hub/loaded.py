@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -65,7 +66,7 @@ def _dtypes(state_dict: dict[str, Any] | None, files: list[str]) -> Iterator[tup
     if state_dict is not None:
         yield from (("state_dict", name, _called(value)) for name, value in state_dict.items())
         return
-    for file in files:
+    for file in filter(os.path.isfile, files):  # of others transformers says what is wrong
         if file.endswith(".safetensors"):
             with safe_open(file, "pt") as weights:
                 names = weights.keys()

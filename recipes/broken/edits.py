@@ -74,6 +74,7 @@ ADDED: dict[str, tuple[Any, ...]] = {
     "qk_norm_blend": ({}, {"norms": True, "softcap": None}, {"norms": False, "softcap": 5.0}, 3),
     "qk_norm_scheme": ("qk_norm",),
 }
+LARGEST = 2**24  # bytes of a file that an edit changes
 SCHEME: dict[str, tuple[Any, ...]] = {
     "q": ("rms", "layer", "l2", "lp", "auto", None, "bogus", "RMS", 3, [], True),
     "k": ("rms", "layer", "l2", "lp", "auto", None, "bogus", 3, {}),
@@ -88,8 +89,16 @@ SCHEME: dict[str, tuple[Any, ...]] = {
 }
 
 
+def can_be_read(path: Path) -> bool:
+    """Whether there is a plain file of a few bytes: an earlier edit may have put a GiB, a device or a pipe there."""
+    return path.is_file() and path.stat().st_size <= LARGEST
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    path = folder / CONFIG
+    if not can_be_read(path):
+        raise ValueError(f"{path} is what an earlier edit put there: it is not read")
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return data
 
 
@@ -247,7 +256,7 @@ def rewriting(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], N
 
     def apply(folder: Path) -> None:
         path = folder / name
-        if path.is_file():
+        if can_be_read(path):
             path.write_bytes(change(path.read_bytes()))
 
     return apply

@@ -30,8 +30,8 @@ STATES = (  # what a message may say of a whole checkpoint that a command is not
 
 
 def gist(text: str) -> str:
-    """The start of a message, without numbers and without what tells a derived class from its base."""
-    return re.sub(r"\d+|QKNorm|qknorm_", "", text)[:40]
+    """The start of a message, without numbers, its folder, and what tells a derived class from its base."""
+    return re.sub(r"\d+|QKNorm|qknorm_|/src|/twin", "", text)[:40]
 
 
 class Trial:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from folders import configure, edit
 from safetensors.torch import load_file
+from tables import sharp_model
 from test_native import EPS, LAYER, RMS, save_patched
 from torch import Tensor
 
-from hf_qknorm import export_native
+from hf_qknorm import export_native, patch_model
 
 SECOND = "model.layers.1"
 GAIN = f"{SECOND}.self_attn.q_norm.weight"
@@ -85,3 +86,10 @@ def test_what_the_patched_model_does_not_read_goes_along(tmp_path):
     edit(tmp_path / "ours", lambda t: t.update({"notes": torch.ones(2)}))
     export_native(tmp_path / "ours", tmp_path / "theirs")
     assert "notes" in load_file(tmp_path / "theirs" / "model.safetensors")
+
+
+def test_a_factor_that_no_dtype_can_hold_is_refused(tmp_path):
+    patch_model(sharp_model("llama", rms_norm_eps=1e-300), "qk_norm").save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="q_proj.weight would be multiplied by 1e-147: the scheme's eps=1e-06 is not"):
+        export_native(tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

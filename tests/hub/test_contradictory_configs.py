@@ -48,6 +48,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"text_config": {"x": 1}},
         "config.json: text_config is .* expected nothing of that name",
     ),
+    "a dtype of whole numbers": (
+        {"dtype": "int8"},
+        "config.json: dtype is torch.int8, expected the name of a",
+    ),
     "a dtype of no name": ({"dtype": 3}, "config.json.*dtype"),
     "kinds of layers": ({"layer_types": ["full_attention"]}, "config.json can't be used.*num_hidden_layers"),
     "another size": ({"intermediate_size": 32}, "asks for model.layers.0.mlp.down_proj.weight in shape .64, 32."),

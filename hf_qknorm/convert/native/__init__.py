@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.attention import PREFIX
-from hf_qknorm.checkpoint_files import CARD
+from hf_qknorm.checkpoint_files import CARD, CONFIG
 from hf_qknorm.convert.complete import check_complete
 from hf_qknorm.convert.native.draft import Draft
 from hf_qknorm.convert.native.targets import Target, find_target
@@ -24,6 +24,7 @@ from hf_qknorm.destinations import check_folder
 from hf_qknorm.files import new_folder, user_path
 from hf_qknorm.hub.configs import QKNormConfig
 from hf_qknorm.hub.notice import NOTICES
+from hf_qknorm.settings import config_errors
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
         source.check_gains()
         try:
             target = find_target(source.config)
-            draft, plain = _planned(source, target)
+            with config_errors(str(folder / CONFIG), source.config.model_type, source.config.architectures):
+                draft, plain = _planned(source, target)
             _check_planned(draft, plain, unused)
         except ValueError as error:
             what = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from hf_qknorm.convert.shards import New, Stored, Weights
 
+LARGEST = 2.0**32  # factor of a tensor, which then neither overflows nor vanishes in 32 bits
+
 
 @dataclass(frozen=True)
 class Part:
@@ -64,7 +66,7 @@ class Draft:
 
     def scale(self, name: str, factor: float, why: str) -> None:
         """The tensor times `factor`. Raises ValueError, with `why`, if that would round one of 16 bits, or overflow."""
-        if not (math.isfinite(factor) and factor > 0):
+        if not 1 / LARGEST <= factor <= LARGEST:  # false for NaN too
             raise ValueError(f"{name} would be multiplied by {factor}: {why}")
         exponent = round(math.log2(factor))
         if math.isclose(factor, 2.0**exponent, rel_tol=1e-12):
