@@ -23,7 +23,8 @@ STYLES = {"shared": "replicated_with_grad_allreduce", "per_head": "colwise", "sc
 
 
 def made(gain: str) -> PreTrainedModel:
-    return randomise(patch_model(sharp_model("llama"), SCHEMES[gain]))
+    """In double precision: the gradient of one number for a whole layer is a sum of terms that cancel."""
+    return randomise(patch_model(sharp_model("llama"), SCHEMES[gain])).double()
 
 
 @pytest.fixture(scope="module")

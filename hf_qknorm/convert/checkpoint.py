@@ -104,20 +104,25 @@ def convert_checkpoint(
             _check_loss(report, max_loss_increase)
             new |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
         with new_folder(destination, check) as folder:
-            for file in source.files:
-                (folder / file).parent.mkdir(exist_ok=True)
-                copy_file(source.folder / file, folder / file)
-            config = converted_config(source, resolved)
-            if standalone:
-                carry_code(config)
-            config.save_pretrained(folder)
-            check_readable(folder, source.folder)
+            _write_settings(folder, source, resolved, standalone=standalone)
             if report is not None:
                 report.save(folder / REPORT)
             source.weights.rewrite(folder, new, removed)
             Weights(folder)  # what was written is whole
             source.check_unchanged()
         return report
+
+
+def _write_settings(folder: Path, source: Source, scheme: Scheme, *, standalone: bool) -> None:
+    """Write all but the weights. Raises ValueError where transformers could not read it."""
+    for file in source.files:
+        (folder / file).parent.mkdir(exist_ok=True)
+        copy_file(source.folder / file, folder / file)
+    config = converted_config(source, scheme)
+    if standalone:
+        carry_code(config)
+    config.save_pretrained(folder)
+    check_readable(folder, source.folder)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, An
     """Raise ValueError for norms of another shape in the weights, given as name, shape there, and shape in the model.
 
     Also with `ignore_mismatched_sizes=True`: a fresh gain in the place of a trained one is another model. `others`:
-    for all other tensors too.
+    raise RuntimeError, as transformers does, for other tensors.
     """
     if _ELSEWHERE.get():
         return
@@ -96,7 +96,7 @@ def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, An
         what = f"of another shape in the weights ({name!r} is {got}, expected {expected})"
         raise _disagreement(model, what, [name for name, _, _ in wrong])
     for name, got, expected in mismatched if others else ():
-        raise ValueError(
+        raise RuntimeError(
             f"{config_file(model.config)} asks for {name} in shape {expected}, and the weights have it in {got} "
             f"({len(mismatched)} tensors in all). Restore the config.json or the weights that belong together"
         )

@@ -54,7 +54,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a dtype of no name": ({"dtype": 3}, "config.json.*dtype"),
     "kinds of layers": ({"layer_types": ["full_attention"]}, "config.json can't be used.*num_hidden_layers"),
-    "another size": ({"intermediate_size": 32}, "asks for model.layers.0.mlp.down_proj.weight in shape .64, 32."),
     "a size of another type": ({"hidden_size": "64"}, "config.json can't be used.*hidden_size' expected int, got str"),
     "hidden_act": ({"hidden_act": "bogus"}, "config.json: hidden_act is 'bogus', expected one of .*silu"),
     "rope_type": (
@@ -202,3 +201,12 @@ def test_a_plain_config_with_a_name_of_ours_is_not_patched(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(edit(tmp_path, {"base_model_type": "mistral"}))
     with pytest.raises(ValueError, match="'base_model_type' is no setting"):
         patch_model(model, "soft_cap")
+
+
+def test_a_tensor_of_another_size_is_named(checkpoint):
+    edit(checkpoint, {"intermediate_size": 32})
+    with pytest.raises(
+        RuntimeError, match="config.json asks for model.layers.0.mlp.down_proj.weight in shape .64, 32."
+    ):
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+    AutoModelForCausalLM.from_pretrained(checkpoint, ignore_mismatched_sizes=True)
