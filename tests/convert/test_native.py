@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tables import MODEL_TYPES, make_batch, randomise, real, sharp_model
+from tables import MODEL_TYPES, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -100,7 +100,7 @@ def test_an_export_computes_the_same(tmp_path, case):
     assert report.architecture == type(native).__name__ == native.config.architectures[0]
     assert "qk_norm" not in (tmp_path / "theirs/config.json").read_text()
     for kind in ("plain", "left"):
-        assert (logits(native, kind) - logits(patched, kind)).abs().max() <= TOLERANCE
+        assert_near(logits(native, kind), logits(patched, kind), TOLERANCE)
     batch = make_batch("left", labels=False)
     generate = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
     assert torch.equal(native.generate(**batch, **generate), patched.generate(**batch, **generate))
@@ -130,7 +130,7 @@ def test_plain_transformers_loads_it(tmp_path):
     folders = [str(tmp_path / case) for case in expected]
     subprocess.run([sys.executable, "-c", LOAD, json.dumps(tokens.tolist()), *folders], check=True)
     for case, ours in expected.items():
-        assert (torch.load(tmp_path / case / "logits.pt") - ours).abs().max() <= TOLERANCE, case
+        assert_near(torch.load(tmp_path / case / "logits.pt"), ours, TOLERANCE, case)
 
 
 def test_every_target_is_tested():
@@ -146,7 +146,7 @@ def test_shards_stay_shards(tmp_path, case):
     assert names == {path.name for path in (tmp_path / "ours").glob("*.safetensors")}
     assert len(names) > 1
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
-    assert (logits(native, "plain") - logits(patched, "plain")).abs().max() <= TOLERANCE
+    assert_near(logits(native, "plain"), logits(patched, "plain"), TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-henry", "llama-scalar-gain", "qwen2", "phi3", "mixtral"])
@@ -160,7 +160,7 @@ def test_bfloat16_stays_as_it_is(tmp_path, case):
     patched, native = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("ours", "theirs")
     )
-    assert (logits(native, "plain") - logits(patched, "plain")).abs().max() <= TOLERANCE
+    assert_near(logits(native, "plain"), logits(patched, "plain"), TOLERANCE)
 
 
 # What is patched, its settings, the scheme, and what the refusal says.
@@ -274,7 +274,7 @@ def test_a_destination_that_is_there_is_kept(tmp_path):
     assert [path.name for path in target.iterdir()] == ["config.json"]
     export_native(tmp_path / "ours", target, overwrite=True)
     native = AutoModelForCausalLM.from_pretrained(target)
-    assert (logits(native, "plain") - logits(patched, "plain")).abs().max() <= TOLERANCE
+    assert_near(logits(native, "plain"), logits(patched, "plain"), TOLERANCE)
 
 
 def test_a_trained_model_with_its_tokenizer(tmp_path, shared):

@@ -21,6 +21,7 @@ def inspection(layers: int, heads: int, size: float = 10.0, cap: float = 50.0) -
     generator = torch.Generator().manual_seed(0)
     logits = size * torch.exp(torch.randn(layers, heads, generator=generator))
     entropy = torch.rand(layers, heads, generator=generator) * 4
+    entropy[0, 0] = 0.01  # a head that attends to one key
     found = {
         f"layers.{i}": LayerStatistics(
             tuple(logits[i].tolist()), tuple(entropy[i].tolist()), *((0.0,) * heads,) * 2, *((1.0,) * heads,) * 2
