@@ -45,6 +45,9 @@ def check_settings(config: Any) -> None:
     window = getattr(config, "sliding_window", None)
     if window is not None and (not isinstance(window, int) or window < 1):
         raise _impossible(config, "sliding_window", window, "a whole number ≥ 1, or null")
+    causal = getattr(config, "is_causal", None)
+    if causal is not None and not isinstance(causal, bool):
+        raise _impossible(config, "is_causal", causal, "true or false")
     dtype = getattr(config, "dtype", None)
     computed = dtype.is_floating_point if isinstance(dtype, torch.dtype) else isinstance(dtype, str | dict)
     if dtype is not None and not computed:

@@ -162,7 +162,10 @@ def check_batches(batches: Sequence[Mapping[str, Tensor]], config: Any) -> None:
         real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
         predicted += int((real[:, 1:] & real[:, :-1]).sum())
     if predicted < LEAST:
-        raise ValueError(f"the text gives {predicted} tokens to predict, expected at least {LEAST}: give more text")
+        raise ValueError(
+            f"the text gives {predicted} tokens to predict, expected at least {LEAST}: give more text. (Or the model's "
+            "max_position_embeddings leaves no room for them)"
+        )
     size = getattr(config.get_text_config(), "vocab_size", None)
     largest = max(int(batch["input_ids"].max()) for batch in batches if batch["input_ids"].numel())
     if size is not None and largest >= size:

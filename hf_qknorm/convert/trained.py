@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm.checkpoint_files import INDEX
+from hf_qknorm.checkpoint_files import CONFIG, INDEX
 from hf_qknorm.convert.complete import check_complete
 from hf_qknorm.convert.source import Source, check_readable
 from hf_qknorm.settings import CAUSED, describe
@@ -40,10 +40,10 @@ def load_causal(source: Source, dtype: torch.dtype | str) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except CAUSED as error:
-        if isinstance(error, RuntimeError):
-            raise  # no memory, for example
-        raise ValueError(f"{source.folder}: transformers can't load it ({describe(error)})") from error
+    except (*CAUSED, ValueError) as error:
+        if isinstance(error, RuntimeError) or "config.json" in str(error):
+            raise  # no memory, for example, or named already
+        raise ValueError(f"{source.folder / CONFIG}: transformers can't load it ({describe(error)})") from error
     if missing := sorted(info["missing_keys"]):  # of a quantised model, whose tensors the check above can't compare
         raise ValueError(
             f"{source.folder}: no weights for {missing[0]}, of {len(missing)} that the model of its config.json needs"

@@ -105,7 +105,8 @@ def reference(folder: str, auto: str, scheme: Any, norms: str | None = None, ble
         set_blend(model, blend)
     if norms is not None:
         stored: dict[str, Any] = {}
-        for path in Path(norms).glob("*.safetensors"):
+        single = Path(norms, "model.safetensors")  # transformers reads this one, whatever lies beside it
+        for path in [single] if single.is_file() else Path(norms).glob("*.safetensors"):
             stored |= load_file(path)
         own = {"q_norm", "k_norm", "v_norm"}
         names = {name for name in model.state_dict() if own & set(name.split("."))}

@@ -52,6 +52,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"dtype": "int8"},
         "config.json: dtype is torch.int8, expected the name of a",
     ),
+    "is_causal": ({"is_causal": "no"}, "config.json: is_causal is 'no', expected true or false"),
     "a dtype of no name": ({"dtype": 3}, "config.json.*dtype"),
     "kinds of layers": ({"layer_types": ["full_attention"]}, "config.json can't be used.*num_hidden_layers"),
     "a size of another type": ({"hidden_size": "64"}, "config.json can't be used.*hidden_size' expected int, got str"),
