@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +17,11 @@ import torch.distributed as dist
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, which this file does not do
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# What inductor compiled for other instructions is wrong for these, and its cache does not tell them apart.
+instructions = os.environ.get("ATEN_CPU_CAPABILITY", "native")
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{getpass.getuser()}-{instructions}"
+)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: the same kernels run on the CPU
 if find_spec("triton") is None:

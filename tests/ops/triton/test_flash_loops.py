@@ -134,7 +134,7 @@ def test_logits_driven_to_the_cap(softcap: float | None, dtype: torch.dtype) -> 
 LARGE = [
     (Case(batch=1, heads=8, queries=40, causal=True, spread=5.0), None),
     (Case(batch=1, heads=8, queries=40, spread=5.0, sinks=True, window=9), None),
-    (Case(batch=1, heads=8, queries=3, keys=260, spread=5.0, causal=True), None),
+    (Case(batch=8, heads=8, queries=3, keys=260, spread=5.0, causal=True), None),
     (Case(heads=6, queries=40, ranges="left_padding", spread=5.0), None),
     (Case(causal=True), Raw(heads=(8, 2), length=40, spread=5.0, norms=("none", "none"))),
 ]
