@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -44,6 +45,15 @@ def places(tmp_path: Path, monkeypatch) -> Path:
     patch_model(model, "qk_norm").save_pretrained("ours")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _no_signal_is_ignored() -> Iterator[None]:
+    """Whoever started the tests may have had them ignore a hang-up, as nohup does."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in {*STOPS.values()} - {signal.SIGINT}}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def stopped(arguments: list[str], capsys) -> tuple[int, str]:
@@ -126,6 +136,7 @@ def test_an_interrupt_while_the_package_is_imported_is_a_line_too(capsys, monkey
 # Every command that prints, in one process, as a terminal of ASCII alone shows it.
 ALL = """
 import sys
+from collections.abc import Iterator
 from hf_qknorm import cli
 for command in sys.argv[1].split("; "):
     try:
