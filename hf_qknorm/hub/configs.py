@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX
 from hf_qknorm.families import FAMILIES, check_scheme
-from hf_qknorm.hub.auto_classes import types_of
+from hf_qknorm.hub.auto_classes import AUTO_CLASSES, types_of
 from hf_qknorm.hub.notice import NOTICES, is_notice
 from hf_qknorm.hub.standalone import write_code
 from hf_qknorm.scheme import Scheme
@@ -161,8 +161,14 @@ def has_own_cap(cls: Any) -> bool:
 
 
 def _check_type(cls: Any, stored: Any) -> None:
-    """Raise ValueError for settings of another model type; the plain one's may be given a scheme."""
-    if stored not in (None, cls.model_type, cls.base_model_type):
+    """Raise ValueError for settings of another model type; the plain one's may be given a scheme.
+
+    A type without classes of its own, as InternLM 3, is that of the classes that serve it, as Llama's.
+    """
+    if stored in (None, cls.model_type, cls.base_model_type):
+        return
+    base = stored.removeprefix(TYPE_PREFIX) if isinstance(stored, str) else None
+    if not any(base in names and names[base] == names.get(cls.base_model_type) for names in AUTO_CLASSES.values()):
         raise ValueError(
             f"config.json: model_type is {brief(stored)}, and {cls.__name__} reads {cls.model_type!r}. Load it by an "
             "Auto class, or restore the config.json that was saved with the weights"
