@@ -190,7 +190,7 @@ def start_blend(layer: QKNormAttention) -> None:
         carrier.rescale = factor
     if not carriers and factor != 1:
         raise ValueError(f"a blend can't bring in scale={layer.scheme.scale:g} without a norm on queries or keys")
-    device, _ = _place(layer)
+    device, _ = place(layer)
     for norm in chain(*norms.values()):
         norm.blend = torch.zeros((), device=device)
     layer.blending = True
@@ -270,7 +270,7 @@ def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
     if not scheme.norms:
         return
     heads, heads_kv, head_dim = module.family.style.heads(module)
-    device, dtype = _place(module)
+    device, dtype = place(module)
     for field, name in NORM_NAMES.items():
         norm = getattr(scheme, field)
         if norm is None:
@@ -289,7 +289,7 @@ def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
         )
 
 
-def _place(module: QKNormAttention) -> tuple[torch.device, torch.dtype]:
+def place(module: QKNormAttention) -> tuple[torch.device, torch.dtype]:
     """Device and dtype for new parameters: the projections', or where a hook runs what it has offloaded."""
     projection = module.get_submodule(module.family.style.weights[0])
     weight = next(projection.parameters())

@@ -17,6 +17,9 @@ class HeadNorm(nn.Module):
     """Normalise each head of `[B, T, H, D]` over D, then apply the scheme's gain and bias.
 
     The gain is `weight`: `[D]` (shared), `[H, D]` (per head), `[1]` (scalar) or None; `bias` has its shape.
+    `eps` is the scheme's, a float. With a knee it is a buffer instead, a number in fp32 whatever the model's dtype:
+    eps^(p/2) = scheme.eps^(p/2) + knee·`power`, where `power` is the mean |x|ᵖ of what arrives in calibration text, and
+    p is 2 but for "lp" (`set_knee`).
     `blend` is a buffer while the norm is on its way in: with b, x becomes x + b·(y − x), where y is `rescale` times the
     normed x (`rescale` stands for a scale of the logits that the attention does not apply before the blend is over).
     While `bypass` is set the module returns its input: the model then computes what it did before it was patched.
@@ -25,6 +28,7 @@ class HeadNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     blend: Tensor | None
+    eps: float | Tensor
 
     def __init__(
         self,
@@ -39,14 +43,55 @@ class HeadNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.norm, self.p, self.eps, self.fresh = norm, scheme.p, scheme.eps, fresh
+        self.norm, self.p, self.fresh = norm, scheme.p, fresh
+        self.eps = self.floor = scheme.eps
+        self.knee = 0.0
         self.bypass, self.rescale = False, 1.0
         shape = {"shared": (head_dim,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
         for name, wanted in (("weight", gain), ("bias", scheme.has_bias(norm))):
             value = torch.empty(shape, device=device, dtype=dtype) if shape and wanted else None
             self.register_parameter(name, None if value is None else nn.Parameter(value))
         self.register_buffer("blend", None)
+        self.set_knee(scheme.knee, 1.0, device)
         self.reset_parameters()
+
+    @property
+    def order(self) -> float:
+        """p: the order of the mean |x|ᵖ that the norm divides by."""
+        return self.p if self.norm == "lp" else 2.0
+
+    @property
+    def power(self) -> float:
+        """The mean |x|ᵖ in calibration text, as `set_knee` was given it. Raises ValueError without a knee."""
+        if not self.knee:
+            raise ValueError("a norm without a knee keeps no mean of what arrives there: calibrate(model, data) again")
+        half = self.order / 2
+        return (float(self.eps) ** half - self.floor**half) / self.knee
+
+    @torch.no_grad()
+    def set_knee(self, knee: float, power: float, device: torch.device | None = None) -> None:
+        """Put a knee in place, for a mean |x|ᵖ of `power`; with 0 the norm is the scheme's plain one again.
+
+        A buffer that is there is changed in place. A new one is put on `device`, by default the gain's.
+        """
+        half = self.order / 2
+        self.knee, eps = knee, (self.floor**half + knee * power) ** (1 / half)
+        if knee and isinstance(self.eps, Tensor):
+            self.eps.fill_(eps)
+            return
+        del self.eps
+        if knee:
+            device = device or (None if self.weight is None else self.weight.device)
+            self.register_buffer("eps", torch.full((), eps, dtype=torch.float32, device=device))
+        else:
+            self.eps = self.floor
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = self.eps
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if isinstance(before, Tensor) and isinstance(self.eps, Tensor) and self.eps.dtype != before.dtype:
+            self.eps = before.to(self.eps.device)  # a model may be cast, its knees are not
+        return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -60,18 +105,19 @@ class HeadNorm(nn.Module):
         if self.bypass:
             return x
         norm = self.as_norm()
-        return head_norm(x, norm.kind, norm.gain, norm.bias, norm.eps, norm.p, norm.blend)
+        return head_norm(x, norm.kind, norm.gain, norm.bias, self.eps, norm.p, norm.blend)
 
     def as_norm(self) -> Norm:
         """What the module does, as the operators take it."""
         if self.bypass:
             return Norm()
         weight, bias = _of_this_rank(self.weight), _of_this_rank(self.bias)
+        knee = self.eps if isinstance(self.eps, Tensor) else None
         if self.blend is None:
-            return Norm(self.norm, weight, bias, None, self.eps, self.p)
+            return Norm(self.norm, weight, bias, None, knee, self.floor, self.p)
         gain = self.blend.new_ones(1) if weight is None else weight
         bias = None if bias is None else bias * self.rescale
-        return Norm(self.norm, gain * self.rescale, bias, self.blend, self.eps, self.p)
+        return Norm(self.norm, gain * self.rescale, bias, self.blend, knee, self.floor, self.p)
 
     @property
     def bare(self) -> bool:
@@ -84,7 +130,9 @@ class HeadNorm(nn.Module):
         blend = ""
         if self.blend is not None:
             blend = ", blend" if self.blend.is_meta else f", blend={float(self.blend):.3g}"
-        return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={self.eps:g}{blend}"
+        eps = "buffer" if isinstance(self.eps, Tensor) and self.eps.is_meta else f"{float(self.eps):.3g}"
+        knee = f", knee={self.knee:g}" if self.knee else ""
+        return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={eps}{knee}{blend}"
 
 
 def is_unhooked(module: nn.Module) -> bool:

@@ -36,6 +36,9 @@ class Scheme:
     `p` is the order of the "lp" norm. `scale` multiplies q·k; None keeps the model's own (1/√D for most).
     `softcap` c > 0 replaces each logit by c·tanh(logit/c), before mask and softmax; None means no cap.
     `pre_norm=False` removes the norm in front of attention. `eps` is added to the mean square, inside the root.
+    `knee` > 0 adds to it `knee` times the mean square of what arrives at the norm in calibration text (for "lp": of the
+    mean |x|ᵖ): vectors much shorter than that keep their length, longer ones are bounded. A norm that has not seen text
+    takes 1 for this mean.
 
     Raises ValueError, naming the field, for any value or combination that makes no sense.
     """
@@ -50,6 +53,7 @@ class Scheme:
     softcap: float | None = None
     pre_norm: bool = True
     eps: float = 1e-6
+    knee: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("q", "k", "v"):
@@ -64,7 +68,8 @@ class Scheme:
             _require(name, value, value is None or (_is_finite(value) and value > 0),
                      "a finite number > 0, or None")  # fmt: skip
         _require("eps", self.eps, _is_finite(self.eps) and self.eps > 0, "a finite number > 0")
-        for name in ("p", "scale", "softcap", "eps"):  # 50 and 50.0 are one scheme, also in JSON
+        _require("knee", self.knee, _is_finite(self.knee) and self.knee >= 0, "a finite number ≥ 0")
+        for name in ("p", "scale", "softcap", "eps", "knee"):  # 50 and 50.0 are one scheme, also in JSON
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
         _require("p", self.p, self.p == 2 or "lp" in self.norms,
@@ -73,6 +78,9 @@ class Scheme:
                  f"a norm on q, k or v, and gain {_listed(CHANNEL_GAINS)}: a bias has the gain's shape")  # fmt: skip
         _require("pre_norm", self.pre_norm, self.pre_norm or None not in (self.q, self.k, self.v),
                  "True unless q, k and v are all normed: they must remove the scale that it removed")  # fmt: skip
+        _require("knee", self.knee, not self.knee or (bool(self.norms) and self.pre_norm),
+                 "0 unless q, k or v is normed, and pre_norm is True: norms with a knee keep the scale that the norm "
+                 "in front of attention removes")  # fmt: skip
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -91,8 +99,11 @@ class Scheme:
         return norm == "layer" and self.gain in CHANNEL_GAINS
 
     def to_dict(self) -> dict[str, Any]:
-        """The scheme as JSON-ready data; `Scheme.from_dict` gives it back."""
-        return dataclasses.asdict(self)
+        """The scheme as JSON-ready data; `Scheme.from_dict` gives it back. Without a knee it is that of version 0.1."""
+        data = dataclasses.asdict(self)
+        if not self.knee:
+            del data["knee"]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Scheme:

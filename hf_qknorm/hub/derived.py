@@ -24,7 +24,14 @@ from hf_qknorm import functions
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX, install, patched_layers
 from hf_qknorm.families import FAMILIES, Family, check_scheme, known_families
 from hf_qknorm.hub.configs import QKNormConfig, check_architectures
-from hf_qknorm.hub.loaded import check_dtypes, check_loaded, check_none_missing, check_shapes, checked_afterwards
+from hf_qknorm.hub.loaded import (
+    check_dtypes,
+    check_knees,
+    check_loaded,
+    check_none_missing,
+    check_shapes,
+    checked_afterwards,
+)
 from hf_qknorm.hub.standalone import carry_code
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.parallel import plan_norms
@@ -109,6 +116,7 @@ class QKNormModel(_Model):
         with checked_afterwards():
             model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         check_loaded(model, info)
+        check_knees(model)
         check_architectures(model.config)
         for layer in patched_layers(model).values():
             layer.removed_norm = ()  # no checkpoint keeps it

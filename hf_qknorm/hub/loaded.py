@@ -10,13 +10,14 @@ from typing import Any, Final
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
 from hf_qknorm.attention import NORM_NAMES, head_norms, patched_layers
 from hf_qknorm.settings import config_file
 
-PARAMETERS: Final = ("weight", "bias", "blend")  # of a norm
+PARAMETERS: Final = ("weight", "bias", "blend", "eps")  # of a norm
 DTYPES_OF_TORCH: Final = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES: Final = frozenset(DTYPES_OF_TORCH.values())
 _AFTERWARDS = ContextVar("the model that is being loaded is checked afterwards", default=False)
@@ -45,7 +46,7 @@ def checked_elsewhere() -> Iterator[None]:
 
 
 def check_dtypes(model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None) -> None:
-    """Raise ValueError for gains, biases and blends that are not of a floating-point dtype of 16 bits or more.
+    """Raise ValueError for gains, biases, blends and knees that are not of a floating-point dtype of 16 bits or more.
 
     It looks before the weights are loaded: the model casts them, and a rounded or cut gain changes what it computes.
     """
@@ -137,14 +138,30 @@ def check_none_missing(model: PreTrainedModel) -> None:
     if _AFTERWARDS.get():
         return
     parameters = {
-        f"{layer}.{name}": parameter
+        f"{layer}.{name}": tensor
         for layer, module in patched_layers(model).items()
-        for name, parameter in module.named_parameters()
+        for name, tensor in (*module.named_parameters(), *_knees(module))
     }
     loaded = {name for name, parameter in parameters.items() if getattr(parameter, "_is_hf_initialized", False)}
     missing = [name for name in parameters if name.split(".")[-2] in NORM_NAMES.values() and name not in loaded]
     if loaded and missing:
         raise _disagreement(model, "missing from the weights, or of another shape there", missing)
+
+
+def check_knees(model: PreTrainedModel) -> None:
+    """Raise ValueError for a knee's ε that is not finite and above 0: its norms would give NaN, or no bound."""
+    for layer, module in patched_layers(model).items():
+        for name, eps in _knees(module):
+            if not eps.is_meta and not (bool(eps.isfinite()) and eps > 0):
+                raise ValueError(
+                    f"{model.config._name_or_path or 'the checkpoint'}: {layer}.{name} is {float(eps)}, expected a "
+                    "finite number > 0. Restore the weights"
+                )
+
+
+def _knees(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The ε of a layer's norms that have a knee, by name."""
+    return [(name, eps) for name, eps in layer.named_buffers() if name.split(".")[-1] == "eps"]
 
 
 def _disagreement(model: PreTrainedModel, what: str, keys: list[str]) -> ValueError:

@@ -160,9 +160,10 @@ def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
         if value is not None and list(value.shape) not in shapes:
             here = f"{shapes[0]}, {shapes[1]} or {shapes[2]}"
             raise ValueError(f"{part} must be [1], [D] or [H, D], here {here}, got {list(value.shape)}")
-    if norm.blend is not None and norm.blend.numel() != 1:
-        raise ValueError(f"{name}.blend must be one number, got {list(norm.blend.shape)}")
-    parts[f"{name}.blend"] = norm.blend
+    for part, value in {f"{name}.blend": norm.blend, f"{name}.knee": norm.knee}.items():
+        if value is not None and value.numel() != 1:
+            raise ValueError(f"{part} must be one number, got {list(value.shape)}")
+        parts[part] = value
     _check_floating(**parts)
     _check_devices(x, **parts)
 

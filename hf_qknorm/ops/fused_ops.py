@@ -21,8 +21,8 @@ from hf_qknorm.ops.tiling import Options
 OPERATORS: Final = torch.ops.hf_qknorm
 
 PARTS = (
-    "Tensor? q_gain, Tensor? q_bias, Tensor? q_blend, Tensor? k_gain, Tensor? k_bias, Tensor? k_blend, "
-    "Tensor? cos, Tensor? sin"
+    "Tensor? q_gain, Tensor? q_bias, Tensor? q_blend, Tensor? q_knee, "
+    "Tensor? k_gain, Tensor? k_bias, Tensor? k_blend, Tensor? k_knee, Tensor? cos, Tensor? sin"
 )
 VISIBLE = "Tensor? ranges, Tensor? sinks, Tensor? seed"
 SETTINGS = "str q_norm, str k_norm, float[] eps, float[] p, bool interleaved"
@@ -49,24 +49,22 @@ torch.library.define(
     f"(Tensor dq, Tensor? dk, Tensor q, Tensor? k, {PARTS}, {SETTINGS}) -> Tensor[]",
 )
 
-N_PARTS, N_VISIBLE, N_SETTINGS = 8, 3, 5
+N_PARTS, N_VISIBLE, N_SETTINGS = 10, 3, 5
 
 
 def flatten(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """Norms and rotation as the schemas have them: tensors (PARTS) and the rest (SETTINGS)."""
     cos, sin, interleaved = (None, None, False) if rotary is None else rotary
-    parts = (*q_norm[1:4], *k_norm[1:4], cos, sin)
+    parts = (*q_norm[1:5], *k_norm[1:5], cos, sin)
     return parts, (q_norm.kind, k_norm.kind, [q_norm.eps, k_norm.eps], [q_norm.p, k_norm.p], interleaved)
 
 
 def _structured(parts: Any, settings: Any) -> Ends:
     """What `flatten` flattened."""
     q_kind, k_kind, eps, p, interleaved = settings
-    q_gain, q_bias, q_blend, k_gain, k_bias, k_blend, cos, sin = parts
-    q_norm, k_norm = (
-        Norm(q_kind, q_gain, q_bias, q_blend, eps[0], p[0]),
-        Norm(k_kind, k_gain, k_bias, k_blend, eps[1], p[1]),
-    )
+    q_gain, q_bias, q_blend, q_knee, k_gain, k_bias, k_blend, k_knee, cos, sin = parts
+    q_norm = Norm(q_kind, q_gain, q_bias, q_blend, q_knee, eps[0], p[0])
+    k_norm = Norm(k_kind, k_gain, k_bias, k_blend, k_knee, eps[1], p[1])
     return q_norm, k_norm, None if cos is None else Rotary(cos, sin, interleaved)
 
 
@@ -140,7 +138,7 @@ def _(grad, out, normaliser, q, k, v, *rest):  # type: ignore[no-untyped-def]
 def _parameters(q: Tensor, parts: Any, settings: Any) -> list[Tensor]:
     """Empty gradients of the gains and biases of q and k; `[0]` where there is none."""
     kinds = (settings[0], settings[0], settings[1], settings[1])
-    values = (parts[0], parts[1], parts[3], parts[4])
+    values = (parts[0], parts[1], parts[4], parts[5])
     return [
         q.new_empty(0) if x is None or kind == "none" else x.new_empty(x.shape)
         for x, kind in zip(values, kinds, strict=True)
@@ -162,7 +160,8 @@ def _differentiate(ctx, grad, *unused):  # type: ignore[no-untyped-def]
     )
     dq, dk, dv, q_gain, q_bias, k_gain, k_bias, sinks = (x if x.numel() else None for x in found)
     numbers = [None] * (len(ctx.call.settings) + len(ctx.call.options) + 1)
-    return dq, dk, dv, q_gain, q_bias, None, k_gain, k_bias, None, None, None, None, sinks, None, *numbers
+    of_norms = (q_gain, q_bias, None, None, k_gain, k_bias, None, None)
+    return dq, dk, dv, *of_norms, None, None, None, sinks, None, *numbers
 
 
 def _refuse_second(ctx, *grads):  # type: ignore[no-untyped-def]
@@ -232,7 +231,8 @@ def _differentiate_heads(ctx, dq, dk):  # type: ignore[no-untyped-def]
     dk = None if ctx.saved_tensors[1] is None else dk
     found = OPERATORS.norm_rope_backward(dq, dk, *ctx.saved_tensors, *ctx.settings)
     dq, dk, q_gain, q_bias, k_gain, k_bias = (x if x.numel() else None for x in found)
-    return dq, dk, q_gain, q_bias, None, k_gain, k_bias, None, None, None, *([None] * N_SETTINGS)
+    of_norms = (q_gain, q_bias, None, None, k_gain, k_bias, None, None)
+    return dq, dk, *of_norms, None, None, *([None] * N_SETTINGS)
 
 
 torch.library.register_autograd("hf_qknorm::fused_attention", _differentiate, setup_context=_keep)

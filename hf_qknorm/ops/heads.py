@@ -11,13 +11,15 @@ from torch import Tensor
 class Norm(NamedTuple):
     """A norm over head_dim, as `reference.head_norm` has it; kind "none" leaves its input alone.
 
-    `gain` and `bias` are `[D]`, `[H, D]` or `[1]`; `blend` is a number, as a tensor.
+    `gain` and `bias` are `[D]`, `[H, D]` or `[1]`; `blend` is a number, as a tensor, and so is `knee`,
+    which takes the place of `eps`.
     """
 
     kind: str = "none"
     gain: Tensor | None = None
     bias: Tensor | None = None
     blend: Tensor | None = None
+    knee: Tensor | None = None
     eps: float = 1e-6
     p: float = 2.0
 

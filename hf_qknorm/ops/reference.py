@@ -28,7 +28,7 @@ def head_norm(
     norm: str,
     gain: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | Tensor = 1e-6,
     p: float = 2.0,
     blend: Tensor | None = None,
 ) -> Tensor:
@@ -37,11 +37,12 @@ def head_norm(
     rms:   x / √(mean x² + eps)                   layer: the same of x − mean x
     l2:    x / √(D·(mean x² + eps))               lp:    x / (D·(mean |x|ᵖ + eps^(p/2)))^(1/p)
 
-    With `blend` b, a number as a tensor, the result y becomes x + b·(y − x): x itself at 0.
+    `eps` is a number, perhaps as a tensor, as `blend` b is: with it the result y becomes x + b·(y − x), x itself at 0.
     Computes in fp32 (fp64 stays fp64) and rounds once, to the dtype of `x`. A row of zeros (for "layer": of equal
     entries) is padding or dead: it stays zero and gets zero gradient, where 1/√eps would multiply it.
     """
     wide = y = x if x.dtype == torch.float64 else x.float()
+    eps = eps.to(y.dtype) if isinstance(eps, Tensor) else eps
     if norm == "layer":
         y = y - y.mean(-1, keepdim=True)
     if norm in ("rms", "layer", "l2"):

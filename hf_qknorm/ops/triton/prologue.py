@@ -5,7 +5,7 @@ other column of a rotated pair is loaded again (it is in L1 by then) and normed 
 
 Arguments come in tuples, which must be flat: of nested ones Triton 3.6 loses the constants after a branch or a loop.
     heads   source, its strides (batch, head, row), result, its strides; rows are dense
-    norm    gain, its strides (head, column), bias, its strides, blend, eps, p
+    norm    gain, its strides (head, column), bias, its strides, blend, knee, eps, p
     rotary  cos, its strides (batch, row, pair), sin, its strides
 """
 
@@ -38,7 +38,7 @@ def _per_column(values, head_stride, column_stride, head, columns, HEAD_DIM: tl.
 @triton.jit
 def _normed(x, shift, scale, norm, head, columns, HEAD_DIM: tl.constexpr):
     """What the norm makes of the entries x `[M, P]` of these columns."""
-    gain, gain_head, gain_column, bias, bias_head, bias_column, blend, _, _ = norm
+    gain, gain_head, gain_column, bias, bias_head, bias_column, blend, _, _, _ = norm
     y = (x - shift[:, None]) * scale[:, None]
     if gain is not None:
         y = y * _per_column(gain, gain_head, gain_column, head, columns, HEAD_DIM)
@@ -75,7 +75,7 @@ def _prepare(
     real = columns < HEAD_DIM
     live = (rows < length)[:, None] & real[None, :]
     x = _load(source, _entries(strides, batch, head, rows, columns), live)
-    shift, scale = row.statistics(x, real, norm[7], norm[8], HEAD_DIM, NORM)
+    shift, scale = row.statistics(x, real, norm[7], norm[8], norm[9], HEAD_DIM, NORM)
     y = _normed(x, shift, scale, norm, head, columns, HEAD_DIM)
     if ROTARY > 0:
         other, angle, sign = row.partners(columns, ROTARY, INTERLEAVED)
@@ -128,7 +128,7 @@ def prologue_kernel(
             )  # fmt: skip
     elif positions is not None:
         _prepare(
-            v, (None, 0, 0, None, 0, 0, None, 0.0, 2.0), None, positions, room, None, 0, 1.0,
+            v, (None, 0, 0, None, 0, 0, None, None, 0.0, 2.0), None, positions, room, None, 0, 1.0,
             batch, head - count - count_kv, block, length,
             BLOCK, PADDED, HEAD_DIM, "none", 0, False,
         )  # fmt: skip
@@ -146,7 +146,7 @@ def _pull_back(
     """
     grad, grad_batch, grad_head, grad_row, source, source_batch, source_head, source_row = heads[:8]
     result, result_batch, result_head, result_row, dgain, dbias = heads[8:]
-    gain, gain_head, gain_column, _, _, _, blend, eps, p = norm
+    gain, gain_head, gain_column, _, _, _, blend, knee, eps, p = norm
     columns = tl.arange(0, PADDED)
     real = columns < HEAD_DIM
     gains = tl.zeros([BLOCK, PADDED], tl.float32)
@@ -172,7 +172,7 @@ def _pull_back(
             direct = dy * (1.0 - share)
             dy = dy * share
         x = _load(source, _entries((source_batch, source_head, source_row), batch, head, rows, columns), live)
-        shift, scale = row.statistics(x, real, eps, p, HEAD_DIM, NORM)
+        shift, scale = row.statistics(x, real, knee, eps, p, HEAD_DIM, NORM)
         dn = dy
         if gain is not None:
             dn = dy * g

@@ -1,0 +1,38 @@
+"""The knee of a patched model: how much of a vector's length its norms keep.
+
+With ε = knee·P, where P is the mean |x|ᵖ of what arrives at a norm in calibration text, x/(mean |x|ᵖ + ε)^(1/p) leaves
+vectors much shorter than (knee·P)^(1/p) as they are, up to a constant, and bounds longer ones as the plain norm does.
+It is RMSNorm's own ε, made large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hf_qknorm.attention import head_norms, norm_copies, patched_layers, place
+
+Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of what arrives at a norm, by its layer's name and its own
+
+
+def put_knee(model: Any, knee: float, powers: Powers) -> None:
+    """Give the norms of a patched model a knee, in place, and record it in layers and config; gains stay as they are.
+
+    Raises ValueError, before anything is changed, for a knee that the scheme can't have.
+    """
+    layers = patched_layers(model)
+    config: Any = next(iter(layers.values())).config
+    scheme = dataclasses.replace(config.scheme, knee=knee)
+    config.set_scheme(scheme)
+    for name, layer in layers.items():
+        layer.scheme = scheme
+        for norm_name, copies in norm_copies(layer).items():
+            for norm in copies:
+                norm.set_knee(knee, powers[name, norm_name], place(layer)[0])
+
+
+def powers_of(model: Any) -> dict[tuple[str, str], float]:
+    """The mean |x|ᵖ that each norm of a patched model was given. Raises ValueError for norms without a knee."""
+    layers = patched_layers(model).items()
+    return {(name, norm_name): norm.power for name, layer in layers for norm_name, norm in head_norms(layer).items()}
