@@ -43,7 +43,7 @@ class Moments:
         for norm_name, norm in norms.items():
             if norm.weight is None:
                 continue
-            shape = _shape_here(norm)
+            shape = self.ranks.here(norm.weight).shape
             gain, bias = self.sums[name, norm_name].solve(knee, shape, norm.bias is not None, self.ranks)
             factor = 1.0
             if norm_name == "q_norm" or (norm_name == "k_norm" and "q_norm" not in norms):
@@ -54,13 +54,6 @@ class Moments:
             write(norm.weight, gain * factor)
             if norm.bias is not None:
                 write(norm.bias, bias * factor)
-
-
-def _shape_here(norm: HeadNorm) -> Sequence[int]:
-    """The shape of a norm's gain for the heads of this rank."""
-    gain = norm.as_norm().gain
-    assert gain is not None
-    return gain.shape
 
 
 def moments(

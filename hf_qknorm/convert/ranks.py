@@ -46,6 +46,10 @@ class Ranks(NamedTuple):
         """The sum of x over the ranks that have different heads."""
         return _summed(x, self.heads)
 
+    def here(self, parameter: Tensor) -> Tensor:
+        """A gain or bias as far as this rank's heads have it."""
+        return parameter.to_local() if self.heads is not None and isinstance(parameter, DTensor) else parameter
+
     def first(self, value: Any) -> Any:
         """The first rank's value: all ranks decide alike."""
         for group in self:
