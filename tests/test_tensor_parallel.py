@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from pair import run_once, run_pair
 from safetensors.torch import load_file, save_file
 from tables import make_batch, randomise, sharp_model
+from tensor_parallel_run import CALIBRATIONS, calibration_batches
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_qknorm import Scheme, patch_model, unpatch_model
+from hf_qknorm import Scheme, calibrate, patch_model, unpatch_model
 
 NORMED = {"q": "rms", "k": "layer", "v": "rms", "softcap": 5.0}
 SCHEMES = {
@@ -61,6 +63,26 @@ def test_what_two_processes_save_is_whole(gain, folders):
     saved = AutoModelForCausalLM.from_pretrained(folders[gain] / "saved").state_dict()
     for name, value in made(gain).state_dict().items():
         assert torch.equal(saved[name], value), name
+
+
+@pytest.mark.parametrize("name", CALIBRATIONS)
+@pytest.mark.parametrize("gain", SCHEMES)
+def test_two_processes_calibrate_as_one_does(gain, name, folders):
+    model = made(gain)
+    report = calibrate(model, calibration_batches(), **CALIBRATIONS[name])
+    found = AutoModelForCausalLM.from_pretrained(folders[gain] / f"calibrated {name}")
+    assert found.config.scheme == report.scheme
+    assert report.scheme.knee == CALIBRATIONS[name].get("knee", report.scheme.knee)
+    expected = model.state_dict()
+    assert found.state_dict().keys() == expected.keys()
+    for key, value in found.state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-9, msg=key)
+    reports = [json.loads((folders[gain] / f"reports {rank}.json").read_text())[name] for rank in range(2)]
+    assert reports[0] == reports[1]
+    for layer, numbers in report.to_dict()["layers"].items():  # of the heads of both
+        for side in ("before", "after"):
+            for statistic, values in numbers[side].items():
+                assert reports[0]["layers"][layer][side][statistic] == pytest.approx(values, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("gain", SCHEMES)
