@@ -66,7 +66,7 @@ class HeadNorm(nn.Module):
         if not self.knee:
             raise ValueError("a norm without a knee keeps no mean of what arrives there: calibrate(model, data) again")
         half = self.order / 2
-        return (float(self.eps) ** half - self.floor**half) / self.knee
+        return max(float(self.eps) ** half - self.floor**half, 0.0) / self.knee  # eps is rounded to fp32
 
     @torch.no_grad()
     def set_knee(self, knee: float, power: float, device: torch.device | None = None) -> None:
@@ -92,6 +92,31 @@ class HeadNorm(nn.Module):
         if isinstance(before, Tensor) and isinstance(self.eps, Tensor) and self.eps.dtype != before.dtype:
             self.eps = before.to(self.eps.device)  # a model may be cast, its knees are not
         return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
+    ) -> None:
+        """PyTorch's own, which would take the first entry of an eps of another shape, and drop one without a knee."""
+        eps, problem = state_dict.get(f"{prefix}eps"), None
+        if eps is not None and not isinstance(self.eps, Tensor):
+            problem = (
+                "is there, and the norm has no knee. Load the checkpoint by from_pretrained, which reads its config"
+            )
+        elif eps is not None:
+            problem = eps_problem(eps, self.floor)
+        if problem:
+            errors.append(f"{prefix}eps {problem}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)  # type: ignore[no-untyped-call]
+        if isinstance(self.eps, Tensor):
+            self.eps = self.eps.float()  # `assign=True` takes the dtype too
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -133,6 +158,19 @@ class HeadNorm(nn.Module):
         eps = "buffer" if isinstance(self.eps, Tensor) and self.eps.is_meta else f"{float(self.eps):.3g}"
         knee = f", knee={self.knee:g}" if self.knee else ""
         return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={eps}{knee}{blend}"
+
+
+def eps_problem(eps: Tensor, least: float) -> str | None:
+    """The reason why a stored `eps` can't be that of a norm with a knee, as the end of a sentence; None if it can."""
+    if eps.shape:
+        return f"has shape {list(eps.shape)}, expected a single number []. Restore the weights"
+    if not eps.is_floating_point() or eps.itemsize < 2:
+        return f"has dtype {str(eps.dtype).removeprefix('torch.')}, expected float32. Restore the weights"
+    if not eps.is_meta and not eps.new_tensor(least) <= eps < math.inf:  # false for NaN too
+        return (
+            f"is {float(eps):g}, expected a finite number of at least the scheme's eps, {least:g}. Restore the weights"
+        )
+    return None
 
 
 def is_unhooked(module: nn.Module) -> bool:
