@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_qknorm.ops.heads import Norm
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.scheme import Scheme
+from hf_qknorm.states import plain
 
 
 class HeadNorm(nn.Module):
@@ -93,30 +94,17 @@ class HeadNorm(nn.Module):
             self.eps = before.to(self.eps.device)  # a model may be cast, its knees are not
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: Any,
-        unexpected: Any,
-        errors: Any,
-    ) -> None:
-        """PyTorch's own, which would take the first entry of an eps of another shape, and drop one without a knee."""
-        eps, problem = state_dict.get(f"{prefix}eps"), None
-        if eps is not None and not isinstance(self.eps, Tensor):
-            problem = (
-                "is there, and the norm has no knee. Load the checkpoint by from_pretrained, which reads its config"
-            )
-        elif eps is not None:
-            problem = eps_problem(eps, self.floor)
-        if problem:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """PyTorch's own, which would take the first entry of an eps of another shape, and any number."""
+        *_, errors = args
+        stored = state_dict.get(f"{prefix}eps") if isinstance(self.eps, Tensor) else None
+        if stored is not None and (problem := eps_problem(plain(stored), self.floor)):
             errors.append(f"{prefix}eps {problem}")
             return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)  # type: ignore[no-untyped-call]
+        load: Any = super()._load_from_state_dict
+        load(state_dict, prefix, *args)
         if isinstance(self.eps, Tensor):
-            self.eps = self.eps.float()  # `assign=True` takes the dtype too
+            self.eps = plain(self.eps).float()  # `assign=True` takes the dtype too
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,6 +43,7 @@ CASES: dict[str, tuple[str, Scheme]] = {
     "per head": ("gpt2", Scheme(q="layer", k="rms", v="rms", gain="per_head", bias=True, softcap=5.0)),
     "scalar": ("llama", Scheme(q="l2", k="l2", gain="scalar", scale=1.0)),
     "sinks": ("gpt_oss", NORMED),
+    "knee": ("llama", replace(NORMED, knee=4.0)),
 }
 CALIBRATIONS: dict[str, dict[str, Any]] = {
     "searched": {},

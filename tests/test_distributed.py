@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 from short_runs import assert_equal_weights
 from tables import make_batch
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_qknorm import calibrate
@@ -94,6 +95,29 @@ def test_a_sharded_model_saves_a_whole_checkpoint_in_several_files(case, way, ra
     assert type(loaded) is type(expected)
     assert json.loads((folder / "config.json").read_text())["architectures"] == [type(expected).__name__]
     assert_equal_weights(loaded, expected)
+
+
+def test_mixed_precision_leaves_knees_in_fp32(process_group):
+    """And a run goes on from a state dict of every rank's parts."""
+    model = made("knee")
+    expected = {name: eps.clone() for name, eps in model.named_buffers() if name.endswith(".eps")}
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    model(**make_batch("plain")).loss.backward()
+    state = get_model_state_dict(model)
+    again = fully_shard(made("knee"), mesh=mesh, mp_policy=policy)
+    for name, eps in again.named_buffers():
+        if name in expected:
+            eps.fill_(1.0)
+    set_model_state_dict(again, state)
+    for sharded in (model, again):
+        buffers = dict(sharded.named_buffers())
+        assert len(expected) == 6
+        for name, eps in expected.items():
+            assert buffers[name].dtype == torch.float32
+            assert torch.equal(buffers[name], eps), name
 
 
 @pytest.mark.parametrize("kind", ["dealt", "same"])

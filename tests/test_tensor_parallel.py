@@ -20,8 +20,17 @@ SCHEMES = {
     "shared": Scheme(**NORMED, bias=True),
     "per_head": Scheme(**NORMED, gain="per_head", bias=True),
     "scalar": Scheme(q="l2", k="l2", gain="scalar", scale=1.0),
+    "knee": Scheme(**NORMED, gain="per_head", bias=True, knee=4.0),
+    "knee shared": Scheme(**NORMED, knee=4.0),
+    "knee alone": Scheme(**NORMED, gain="none", knee=4.0),
 }
-STYLES = {"shared": "replicated_with_grad_allreduce", "per_head": "colwise", "scalar": "replicated_with_grad_allreduce"}
+STYLES = {
+    "shared": "replicated_with_grad_allreduce",
+    "per_head": "colwise",
+    "scalar": "replicated_with_grad_allreduce",
+    "knee": "colwise",
+    "knee shared": "replicated_with_grad_allreduce",
+}
 
 
 def made(gain: str) -> PreTrainedModel:
@@ -52,7 +61,8 @@ def test_two_processes_compute_what_one_does(gain, folders):
     torch.testing.assert_close(parallel.pop("logits"), result.logits, atol=1e-5, rtol=1e-5)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     assert set(parallel) == set(gradients)
-    assert any("_norm.weight" in name and "self_attn" in name for name in gradients)
+    gains = [name for name in gradients if "_norm.weight" in name and "self_attn" in name]
+    assert bool(gains) == (SCHEMES[gain].gain != "none")
     for name, gradient in gradients.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(parallel[name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=name)
@@ -85,7 +95,7 @@ def test_two_processes_calibrate_as_one_does(gain, name, folders):
                 assert reports[0]["layers"][layer][side][statistic] == pytest.approx(values, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("gain", SCHEMES)
+@pytest.mark.parametrize("gain", STYLES)
 def test_the_plan_names_the_norms_until_they_are_gone(gain):
     model = sharp_model("llama")
     plans = dict(model.tp_plan), dict(model.model.tp_plan)
@@ -93,7 +103,7 @@ def test_the_plan_names_the_norms_until_they_are_gone(gain):
     added = {key: style for key, style in model.tp_plan.items() if key not in plans[0]}
     assert set(added.values()) == {STYLES[gain]}
     assert {key.removeprefix("model.") for key in added} == {k for k in model.model.tp_plan if k not in plans[1]}
-    last = ".weight" if gain == "per_head" else ""
+    last = ".weight" if SCHEMES[gain].gain == "per_head" else ""
     assert f"model.layers.*.self_attn.q_norm{last}" in added
     unpatch_model(model)
     assert (model.tp_plan, model.model.tp_plan) == plans
