@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+_LOADING = ContextVar("transformers loads a checkpoint", default=False)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """While transformers loads a checkpoint into a model."""
+    token = _LOADING.set(True)
+    try:
+        yield
+    finally:
+        _LOADING.reset(token)
 
 
 class KneeStates(nn.Module):
@@ -14,9 +29,12 @@ class KneeStates(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """PyTorch's own. Of a sharded layer without memory a knee's eps is a DTensor, as the layer's parameters are.
 
-        accelerate's `fsdp_cpu_ram_efficient_loading` asks each tensor for its mesh, to send it there from rank 0.
+        accelerate's `fsdp_cpu_ram_efficient_loading` asks each tensor for its mesh, to send it there from rank 0;
+        transformers, while it loads a checkpoint, takes a DTensor for one that has an axis to be sharded.
         """
         state = super().state_dict(*args, **kwargs)
+        if _LOADING.get():
+            return state
         mesh = next((p.device_mesh for p in self.parameters() if isinstance(p, DTensor)), None)
         for name, eps in self._knees().items() if mesh is not None else ():
             if eps.is_meta:

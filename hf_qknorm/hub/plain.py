@@ -13,6 +13,7 @@ from hf_qknorm.attention import PREFIX, TYPE_PREFIX
 from hf_qknorm.hub.configs import QKNormConfig
 from hf_qknorm.hub.derived import QKNormModel
 from hf_qknorm.hub.loaded import check_loaded, check_shapes, check_stored
+from hf_qknorm.states import loading
 from hf_qknorm.strangers import read_json
 
 
@@ -42,6 +43,7 @@ def _refusing_settings(post_init: Callable[..., None]) -> Callable[..., None]:
 
 def _refusing_weights(load: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load)
+    @loading()
     def checked(model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, QKNormModel):
             return load(model, state_dict, checkpoint_files, *args, **kwargs)
