@@ -19,9 +19,11 @@ Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of what arrives at a
 def put_knee(model: Any, knee: float, powers: Powers) -> None:
     """Give the norms of a patched model a knee, in place, and record it in layers and config; gains stay as they are.
 
-    Raises ValueError, before anything is changed, for a knee that the scheme can't have.
+    Raises ValueError, before anything is changed, for a knee that the scheme can't have, and for an offloaded one.
     """
     layers = patched_layers(model)
+    for norm in (norm for layer in layers.values() for copies in norm_copies(layer).values() for norm in copies):
+        norm.check_present()
     config: Any = next(iter(layers.values())).config
     scheme = dataclasses.replace(config.scheme, knee=knee)
     config.set_scheme(scheme)

@@ -63,9 +63,13 @@ class HeadNorm(nn.Module):
 
     @property
     def power(self) -> float:
-        """The mean |x|ᵖ in calibration text, as `set_knee` was given it. Raises ValueError without a knee."""
+        """The mean |x|ᵖ in calibration text, as `set_knee` was given it.
+
+        Raises ValueError without a knee, and for one that is offloaded.
+        """
         if not self.knee:
             raise ValueError("a norm without a knee keeps no mean of what arrives there: calibrate(model, data) again")
+        self.check_present()
         half = self.order / 2
         return max(float(self.eps) ** half - self.floor**half, 0.0) / self.knee  # eps is rounded to fp32
 
@@ -73,8 +77,10 @@ class HeadNorm(nn.Module):
     def set_knee(self, knee: float, power: float, device: torch.device | None = None) -> None:
         """Put a knee in place, for a mean |x|ᵖ of `power`; with 0 the norm is the scheme's plain one again.
 
-        A buffer that is there is changed in place. A new one is put on `device`, by default the gain's.
+        A buffer that is there is changed in place. A new one is put on `device`, by default the gain's. Raises
+        ValueError for one that is offloaded, which would not keep the change.
         """
+        self.check_present()
         half = self.order / 2
         self.knee, eps = knee, (self.floor**half + knee * power) ** (1 / half)
         if knee and isinstance(self.eps, Tensor):
@@ -86,6 +92,14 @@ class HeadNorm(nn.Module):
             self.register_buffer("eps", torch.full((), eps, dtype=torch.float32, device=device))
         else:
             self.eps = self.floor
+
+    def check_present(self) -> None:
+        """Raise ValueError for a knee whose number is not in memory."""
+        if isinstance(self.eps, Tensor) and self.eps.is_meta:
+            raise ValueError(
+                "the eps of a norm is on the meta device: load the model without offload_buffers=True, or load its "
+                "weights first"
+            )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = self.eps

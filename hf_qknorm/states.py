@@ -35,9 +35,9 @@ class KneeStates(nn.Module):
         state = super().state_dict(*args, **kwargs)
         if _LOADING.get():
             return state
-        mesh = next((p.device_mesh for p in self.parameters() if isinstance(p, DTensor)), None)
-        for name, eps in self._knees().items() if mesh is not None else ():
-            if eps.is_meta:
+        mesh: Any = next((p.device_mesh for p in self.parameters() if isinstance(p, DTensor)), None)
+        for name, eps in self._knees().items():
+            if mesh is not None and eps.is_meta:
                 replicated = DTensor.from_local(eps, mesh, [Replicate()] * mesh.ndim, run_check=False)
                 state[f"{kwargs.get('prefix', '')}{name}"] = replicated
         return state
@@ -46,7 +46,7 @@ class KneeStates(nn.Module):
         """PyTorch's own; also with `strict=False`, as Trainer and PEFT have it, a knee that no norm has is an error."""
         *_, errors = args
         own = {f"{prefix}{name}" for name in self._knees()}
-        for key in state_dict.keys() - own:
+        for key in sorted(state_dict.keys() - own):
             norm, _, rest = key.removeprefix(prefix).partition(".")
             if key.startswith(prefix) and norm.endswith("_norm") and rest.rpartition(".")[2] == "eps":
                 errors.append(

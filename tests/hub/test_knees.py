@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.attention import head_norms, patched_layers
 from hf_qknorm.hub.derived import derived_model
+from hf_qknorm.knee import powers_of, put_knee
 from hf_qknorm.scheme import STORED
 
 KNEED = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, knee=4.0)
@@ -87,6 +88,22 @@ def test_round_trip(how, tmp_path):
     for name, eps in knees(model).items():
         assert again[name].dtype == torch.float32
         assert torch.equal(again[name], eps), name
+
+
+def test_a_knee_that_is_offloaded_is_not_changed_in_vain(tmp_path):
+    """Its buffer has no memory, and each call brings in what was loaded."""
+    model = made()
+    model.save_pretrained(tmp_path / "saved")
+    options = {**OFFLOADED, "offload_folder": tmp_path / "offload"}
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    put_knee(there, 1.0, powers_of(there))
+    put_knee(model, 1.0, powers_of(model))
+    assert torch.equal(logits(there), logits(model))
+    away = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", offload_buffers=True, **options)
+    for change in (lambda: powers_of(away), lambda: put_knee(away, 1.0, powers_of(model))):
+        with pytest.raises(ValueError, match="on the meta device: load the model without offload_buffers=True"):
+            change()
+    assert away.config.scheme == KNEED
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
