@@ -20,16 +20,14 @@ SCHEMES = {
     "shared": Scheme(**NORMED, bias=True),
     "per_head": Scheme(**NORMED, gain="per_head", bias=True),
     "scalar": Scheme(q="l2", k="l2", gain="scalar", scale=1.0),
-    "knee": Scheme(**NORMED, gain="per_head", bias=True, knee=4.0),
-    "knee shared": Scheme(**NORMED, knee=4.0),
+    "knee": Scheme(**NORMED, knee=4.0),
     "knee alone": Scheme(**NORMED, gain="none", knee=4.0),
 }
 STYLES = {
     "shared": "replicated_with_grad_allreduce",
     "per_head": "colwise",
     "scalar": "replicated_with_grad_allreduce",
-    "knee": "colwise",
-    "knee shared": "replicated_with_grad_allreduce",
+    "knee": "replicated_with_grad_allreduce",
 }
 
 
