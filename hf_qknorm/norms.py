@@ -18,9 +18,9 @@ class HeadNorm(nn.Module):
     """Normalise each head of `[B, T, H, D]` over D, then apply the scheme's gain and bias.
 
     The gain is `weight`: `[D]` (shared), `[H, D]` (per head), `[1]` (scalar) or None; `bias` has its shape.
-    `eps` is the scheme's, a float. With a knee it is a buffer instead, a number in fp32 whatever the model's dtype:
-    eps^(p/2) = scheme.eps^(p/2) + knee·`power`, where `power` is the mean |x|ᵖ of what arrives in calibration text, and
-    p is 2 but for "lp" (`set_knee`).
+    `eps` is the scheme's, a float. With a `knee` it is a buffer, `[]` in fp32 whatever the model's dtype, which
+    `set_knee` fills: eps^(p/2) = scheme.eps^(p/2) + knee·`power`, where `power` is the mean |x|ᵖ of the vectors that
+    arrive in calibration text, and p is the `order`. Until then `power` is 1.
     `blend` is a buffer while the norm is on its way in: with b, x becomes x + b·(y − x), where y is `rescale` times the
     normed x (`rescale` stands for a scale of the logits that the attention does not apply before the blend is over).
     While `bypass` is set the module returns its input: the model then computes what it did before it was patched.
@@ -45,7 +45,8 @@ class HeadNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.norm, self.p, self.fresh = norm, scheme.p, fresh
-        self.eps = self.floor = scheme.eps
+        self.floor = scheme.eps  # what is added where the knee is 0
+        self.eps = self.floor
         self.knee = 0.0
         self.bypass, self.rescale = False, 1.0
         shape = {"shared": (head_dim,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
@@ -53,7 +54,7 @@ class HeadNorm(nn.Module):
             value = torch.empty(shape, device=device, dtype=dtype) if shape and wanted else None
             self.register_parameter(name, None if value is None else nn.Parameter(value))
         self.register_buffer("blend", None)
-        self.set_knee(scheme.knee, 1.0, device)
+        self.set_knee(scheme.knee, device=device)
         self.reset_parameters()
 
     @property
@@ -71,27 +72,35 @@ class HeadNorm(nn.Module):
             raise ValueError("a norm without a knee keeps no mean of what arrives there: calibrate(model, data) again")
         self.check_present()
         half = self.order / 2
-        return max(float(self.eps) ** half - self.floor**half, 0.0) / self.knee  # eps is rounded to fp32
+        return max(float(self.eps) ** half - self.floor**half, 0.0) / self.knee  # ε is rounded: less is no mean
 
     @torch.no_grad()
-    def set_knee(self, knee: float, power: float, device: torch.device | None = None) -> None:
-        """Put a knee in place, for a mean |x|ᵖ of `power`; with 0 the norm is the scheme's plain one again.
+    def set_knee(self, knee: float, power: float = 1.0, device: torch.device | None = None) -> None:
+        """Give the norm a knee, for a mean |x|ᵖ of `power`; with a knee of 0 it is the scheme's plain norm again.
 
-        A buffer that is there is changed in place. A new one is put on `device`, by default the gain's. Raises
-        ValueError for one that is offloaded, which would not keep the change.
+        A buffer that is there is filled in place, so that graphs which read it stay right. A new one is made on
+        `device`, by default the gain's. Raises ValueError, before anything changes, for an ε that fp32 does not hold,
+        and for one that is offloaded, which would not keep the change.
         """
         self.check_present()
-        half = self.order / 2
-        self.knee, eps = knee, (self.floor**half + knee * power) ** (1 / half)
-        if knee and isinstance(self.eps, Tensor):
+        if not knee:
+            del self.eps
+            self.eps, self.knee = self.floor, 0.0
+            return
+        half, limits = self.order / 2, torch.finfo(torch.float32)
+        eps = (self.floor**half + knee * power) ** (1 / half) if power >= 0 else math.nan
+        if not limits.tiny <= eps <= limits.max:
+            raise ValueError(
+                f"a knee of {knee:g} and a mean |x|ᵖ of {power:g} give ε = {eps:g}, expected {limits.tiny:.2g} to "
+                f"{limits.max:.2g}, as fp32 holds it: check that the model's queries and keys are finite"
+            )
+        self.knee = knee
+        if isinstance(self.eps, Tensor):
             self.eps.fill_(eps)
             return
         del self.eps
-        if knee:
-            device = device or (None if self.weight is None else self.weight.device)
-            self.register_buffer("eps", torch.full((), eps, dtype=torch.float32, device=device))
-        else:
-            self.eps = self.floor
+        device = device or (None if self.weight is None else self.weight.device)
+        self.register_buffer("eps", torch.full((), eps, dtype=torch.float32, device=device))
 
     def check_present(self) -> None:
         """Raise ValueError for a knee whose number is not in memory."""
@@ -104,8 +113,11 @@ class HeadNorm(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = self.eps
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if isinstance(before, Tensor) and isinstance(self.eps, Tensor) and self.eps.dtype != before.dtype:
-            self.eps = before.to(self.eps.device)  # a model may be cast, its knees are not
+        if isinstance(before, Tensor) and isinstance(self.eps, Tensor):
+            if self.eps.dtype != before.dtype:
+                self.eps = before.to(self.eps.device)  # a model may be cast, its knees are not
+            if before.is_meta and not self.eps.is_meta:
+                self.set_knee(self.knee)  # `to_empty` leaves any number there
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -132,19 +144,18 @@ class HeadNorm(nn.Module):
         if self.bypass:
             return x
         norm = self.as_norm()
-        return head_norm(x, norm.kind, norm.gain, norm.bias, self.eps, norm.p, norm.blend)
+        return head_norm(x, norm.kind, norm.gain, norm.bias, norm.eps, norm.p, norm.blend)
 
     def as_norm(self) -> Norm:
         """What the module does, as the operators take it."""
         if self.bypass:
             return Norm()
         weight, bias = _of_this_rank(self.weight), _of_this_rank(self.bias)
-        knee = self.eps if isinstance(self.eps, Tensor) else None
         if self.blend is None:
-            return Norm(self.norm, weight, bias, None, knee, self.floor, self.p)
+            return Norm(self.norm, weight, bias, None, self.eps, self.p)
         gain = self.blend.new_ones(1) if weight is None else weight
         bias = None if bias is None else bias * self.rescale
-        return Norm(self.norm, gain * self.rescale, bias, self.blend, knee, self.floor, self.p)
+        return Norm(self.norm, gain * self.rescale, bias, self.blend, self.eps, self.p)
 
     @property
     def bare(self) -> bool:
@@ -157,7 +168,7 @@ class HeadNorm(nn.Module):
         blend = ""
         if self.blend is not None:
             blend = ", blend" if self.blend.is_meta else f", blend={float(self.blend):.3g}"
-        eps = "buffer" if isinstance(self.eps, Tensor) and self.eps.is_meta else f"{float(self.eps):.3g}"
+        eps = "buffer" if isinstance(self.eps, Tensor) and self.eps.is_meta else f"{float(self.eps):g}"
         knee = f", knee={self.knee:g}" if self.knee else ""
         return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={eps}{knee}{blend}"
 

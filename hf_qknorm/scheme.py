@@ -36,9 +36,9 @@ class Scheme:
     `p` is the order of the "lp" norm. `scale` multiplies q·k; None keeps the model's own (1/√D for most).
     `softcap` c > 0 replaces each logit by c·tanh(logit/c), before mask and softmax; None means no cap.
     `pre_norm=False` removes the norm in front of attention. `eps` is added to the mean square, inside the root.
-    `knee` > 0 adds to it `knee` times the mean square of what arrives at the norm in calibration text (for "lp": of the
-    mean |x|ᵖ): vectors much shorter than that keep their length, longer ones are bounded. A norm that has not seen text
-    takes 1 for this mean.
+    `knee` > 0 adds `knee` times the mean square of the vectors that arrive at each norm in calibration text (for
+    "layer" less their mean, for "lp" their mean |x|ᵖ): vectors that are short beside it keep their length, up to a
+    constant, and long ones are bounded. A norm that has not seen text takes 1 for this mean.
 
     Raises ValueError, naming the field, for any value or combination that makes no sense.
     """
@@ -79,8 +79,8 @@ class Scheme:
         _require("pre_norm", self.pre_norm, self.pre_norm or None not in (self.q, self.k, self.v),
                  "True unless q, k and v are all normed: they must remove the scale that it removed")  # fmt: skip
         _require("knee", self.knee, not self.knee or (bool(self.norms) and self.pre_norm),
-                 "0 unless q, k or v is normed, and pre_norm is True: norms with a knee keep the scale that the norm "
-                 "in front of attention removes")  # fmt: skip
+                 "0 unless q, k or v is normed and pre_norm is True: with a knee they keep the scale that the norm in "
+                 "front of attention must remove")  # fmt: skip
 
     @property
     def norms(self) -> tuple[str, ...]:

@@ -110,6 +110,7 @@ class Case:
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     norm: str = "rms"
+    knee: bool = False  # whether the norms read their ε from memory
     rotary: float = 1.0  # the share of head_dim
     interleaved: bool = False
     softcap: float | None = 50.0
@@ -128,7 +129,7 @@ class Case:
         b, h, hk, t, d = 2, 8, 2, 1024, self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
         q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
-        norm = Norm(self.norm, None if self.norm == "none" else empty(d))
+        norm = Norm(self.norm, None if self.norm == "none" else empty(d), **stored_eps(self.knee))
         cos = empty(1, t, int(d * self.rotary) // 2)
         rotary = Rotary(cos, cos, self.interleaved) if self.rotary else None
         ranges = torch.zeros(b, t, 2, dtype=torch.int32) if self.ranges else None
@@ -148,6 +149,7 @@ class Step:
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     softcap: float | None = 50.0
+    knee: bool = False
 
     def launch(self) -> None:
         """Norm, rotate and write; then attend."""
@@ -155,11 +157,16 @@ class Step:
         empty = partial(torch.empty, dtype=self.dtype)
         q, k, v = (empty(b, 1, n, d).transpose(1, 2) for n in (h, hk, hk))
         keys, values = (empty(b, hk, s, d) for _ in range(2))
-        norm, cos = Norm("rms", empty(d)), empty(1, 1, d // 2)
+        norm, cos = Norm("rms", empty(d), **stored_eps(self.knee)), empty(1, 1, d // 2)
         cache = norm_rope.Cache(keys, values, v, torch.zeros(1, dtype=torch.int64))
         made = norm_rope.forward(q, k, norm, norm, Rotary(cos, cos), cache=cache)
         options = Options(d**-0.5, self.softcap, causal=True)
         flash.forward(flash.Heads(made.q, keys, values), flash.Visible(), options)
+
+
+def stored_eps(knee: bool) -> dict[str, torch.Tensor]:
+    """The ε of a norm with a knee."""
+    return {"eps": torch.ones(())} if knee else {}
 
 
 RAW = {"norm": "none", "rotary": 0.0}
@@ -167,6 +174,8 @@ PLAIN = RAW | {"softcap": None}
 CASES = {
     **{f"capped {d}": Case(d) for d in (256, 128, 64)},
     **{f"uncapped {d}": Case(d, softcap=None) for d in (256, 128, 64)},
+    **{f"knee {d}": Case(d, softcap=None, knee=True) for d in (128, 64)},
+    "knee, layer": Case(norm="layer", knee=True),
     **{f"fp32 {d}": Case(d, torch.float32, **PLAIN) for d in (256, 128)},
     "fp32, tf32": Case(64, torch.float32, **PLAIN, tf32=True),
     "fp16": Case(dtype=torch.float16, **RAW),
@@ -175,6 +184,7 @@ CASES = {
     "interleaved": Case(96, interleaved=True, softcap=None),
     "partial": Case(80, norm="layer", rotary=0.4, softcap=None),
     "lp": Case(64, norm="lp", softcap=None),
+    "lp, knee": Case(64, norm="lp", softcap=None, knee=True),
     "ranges": Case(**PLAIN, ranges=True),
     "window": Case(**PLAIN, window=256, sinks=True),
     "dropout": Case(64, **PLAIN, dropout=0.1),
@@ -184,6 +194,7 @@ CASES = {
     "gluon, fp16": Case(dtype=torch.float16, **RAW, gluon=True),
     **{f"step {d}": Step(d) for d in (256, 128, 64)},
     "step, uncapped": Step(softcap=None),
+    "step, knee": Step(knee=True),
     "step, fp32": Step(dtype=torch.float32),
 }
 # Every kernel in every dtype, of the smallest heads: it is over the registers of wide ones that ptxas spends minutes.

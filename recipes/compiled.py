@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+NORMS = ("norm", "q_norm", "k_norm")  # parameters of kernels
 COMPUTING = {"gluon_forward_kernel": 8}  # warps that attend, where the others load
 
 
@@ -71,6 +72,11 @@ class Target:
         return 0
 
 
+def reads_eps(norm: tuple[Any, ...]) -> bool:
+    """Whether a kernel reads the ε of this norm, as `norm_arguments` has it, from memory."""
+    return norm[7] is not None
+
+
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Report | Failure]]:
     """Within, launches are compiled for `arch` as Triton specialises them, reported in the list, and not started."""
@@ -82,6 +88,7 @@ def compiling(arch: int) -> Iterator[list[Report | Failure]]:
         bound = self.signature.bind(*arguments, **{n: value for n, value in options.items() if n in names})
         bound.apply_defaults()
         constants = {p.name: bound.arguments[p.name] for p in self.params if p.is_constexpr}
+        constants["KNEE"] = any(name in NORMS and reads_eps(norm) for name, norm in bound.arguments.items())
         try:
             compiled = run(self, *arguments, grid=grid, warmup=True, **options)
         except Exception as error:  # of whatever kind: the next kernel is compiled all the same

@@ -97,8 +97,10 @@ def test_parameters_are_made_where_and_as_asked(dtype: torch.dtype) -> None:
         ("layer", Scheme(q="layer", gain="per_head"), "layer, gain=[3, 16], bias=True, eps=1e-06"),
         ("l2", Scheme(q="l2", gain="none", eps=1e-3), "l2, gain=none, bias=False, eps=0.001"),
         ("lp", SCHEMES["lp"], "lp, p=3, gain=[1], bias=False, eps=1e-06"),
+        ("rms", Scheme(q="rms", eps=0.5, knee=4), "rms, gain=[16], bias=False, eps=4.5, knee=4"),
+        ("lp", Scheme(q="lp", p=4, knee=9), "lp, p=4, gain=[16], bias=False, eps=3, knee=9"),
     ],
-    ids=["rms", "layer", "l2", "lp"],
+    ids=["rms", "layer", "l2", "lp", "rms-knee", "lp-knee"],
 )
 def test_printing_a_model_shows_norm_gain_and_bias(norm: str, scheme: Scheme, text: str) -> None:
     assert repr(HeadNorm(norm, scheme, HEADS, DIM)) == f"HeadNorm({text})"

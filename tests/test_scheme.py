@@ -59,7 +59,9 @@ norms = st.sampled_from((*NORMS, "auto", None))
 def schemes(draw: st.DrawFn) -> Scheme:
     """Any scheme that makes sense."""
     q, k, v, gain = draw(norms), draw(norms), draw(norms), draw(st.sampled_from(GAINS))
-    bias_fits = gain in CHANNEL_GAINS and (q, k, v) != (None, None, None)
+    normed = (q, k, v) != (None, None, None)
+    bias_fits = gain in CHANNEL_GAINS and normed
+    pre_norm = True if None in (q, k, v) else draw(st.booleans())
     return Scheme(
         q=q,
         k=k,
@@ -69,8 +71,9 @@ def schemes(draw: st.DrawFn) -> Scheme:
         p=draw(st.floats(1, 100) | st.integers(1, 8)) if "lp" in (q, k, v) else 2,
         scale=draw(st.none() | positive),
         softcap=draw(st.none() | positive),
-        pre_norm=True if None in (q, k, v) else draw(st.booleans()),
+        pre_norm=pre_norm,
         eps=draw(positive),
+        knee=draw(st.just(0) | positive) if normed and pre_norm else 0,
     )
 
 
@@ -86,6 +89,32 @@ def test_every_scheme_survives_json(scheme: Scheme) -> None:
 def test_every_scheme_resolves(scheme: Scheme, norm: str) -> None:
     resolved = scheme.resolve(norm)
     assert resolved.norms == tuple(norm if named == "auto" else named for named in scheme.norms)
+
+
+@every_preset
+def test_a_scheme_without_a_knee_is_written_as_version_0_1_0_did(name: str) -> None:
+    scheme = SCHEMES[name]
+    written = scheme.to_dict()
+    assert list(written) == ["q", "k", "v", "gain", "bias", "p", "scale", "softcap", "pre_norm", "eps"]
+    assert written == {field: getattr(scheme, field) for field in written}
+    assert Scheme.stored(written) == scheme
+    assert Scheme.stored(written).knee == 0
+
+
+@pytest.mark.parametrize("knee", [0.5, 4, 1e-12, 1e12])
+def test_a_knee_is_written_and_read(knee: float) -> None:
+    scheme = Scheme(q="rms", k="lp", p=3, knee=knee)
+    assert scheme.to_dict() == {**Scheme(q="rms", k="lp", p=3).to_dict(), "knee": knee}
+    assert Scheme.stored(json.loads(json.dumps(scheme.to_dict()))) == scheme
+    assert scheme != dataclasses.replace(scheme, knee=0)
+    assert f"knee={float(knee)}" in str(scheme)
+    assert scheme.resolve("layer").knee == knee
+
+
+@pytest.mark.parametrize("norm", [*NORMS, "auto"])
+@pytest.mark.parametrize("field", ["q", "k", "v"])
+def test_every_norm_may_have_a_knee(field: str, norm: str) -> None:
+    assert Scheme(**{field: norm}, knee=4).knee == 4.0
 
 
 NUMBER = "a finite number > 0, or None"
@@ -108,6 +137,11 @@ REFUSED = [
     ({"pre_norm": 0}, "pre_norm=0", "True or False"),
     ({"pre_norm": False}, "pre_norm=False", "q, k and v are all normed"),
     ({"q": "rms", "k": "rms", "pre_norm": False}, "pre_norm=False", "q, k and v are all normed"),
+    *(({"q": "rms", "knee": x}, f"knee={x!r}", "a finite number ≥ 0") for x in (-1, math.nan, math.inf, True, None)),
+    *(({"q": "rms", "knee": x}, f"knee={x!r}", "a finite number ≥ 0") for x in ("auto", [4.0])),
+    ({"knee": 4}, "knee=4.0", "0 unless q, k or v is normed"),
+    ({"softcap": 50, "knee": 4}, "knee=4.0", "0 unless q, k or v is normed"),
+    ({"q": "rms", "k": "rms", "v": "rms", "pre_norm": False, "knee": 4}, "knee=4.0", "and pre_norm is True"),
 ]
 
 
@@ -191,9 +225,9 @@ def test_a_scheme_is_frozen() -> None:
 
 
 def test_numbers_become_floats() -> None:
-    scheme = Scheme(q="lp", p=3, scale=1, softcap=50, eps=1)
-    assert [type(getattr(scheme, name)) for name in ("p", "scale", "softcap", "eps")] == [float] * 4
-    assert scheme == Scheme(q="lp", p=3.0, scale=1.0, softcap=50.0, eps=1.0)
+    scheme = Scheme(q="lp", p=3, scale=1, softcap=50, eps=1, knee=4)
+    assert [type(getattr(scheme, name)) for name in ("p", "scale", "softcap", "eps", "knee")] == [float] * 5
+    assert scheme == Scheme(q="lp", p=3.0, scale=1.0, softcap=50.0, eps=1.0, knee=4.0)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +237,7 @@ def test_numbers_become_floats() -> None:
         (Scheme(q="rms", k="rms", softcap=50), "q=rms, k=rms, softcap=50.0"),
         (SCHEMES["henry"], "q=l2, k=l2, gain=scalar, scale=1.0"),
         (SCHEMES["qkv_norm"], "q=auto, k=auto, v=auto, pre_norm=False"),
+        (Scheme(q="rms", k="rms", knee=4), "q=rms, k=rms, knee=4.0"),
     ],
     ids=str,
 )

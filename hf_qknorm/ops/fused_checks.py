@@ -152,15 +152,18 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, q_norm: Norm, k_norm: Norm, ro
 def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
     if norm.kind not in NORMS:
         raise ValueError(f"{name}.kind must be one of {', '.join(NORMS)}, got {norm.kind!r}")
-    if norm.eps < 0 or norm.p < 1:
-        raise ValueError(f"{name}.eps must not be negative and {name}.p at least 1, got {norm.eps} and {norm.p}")
+    if norm.p < 1:
+        raise ValueError(f"{name}.p must be at least 1, got {norm.p}")
+    stored_eps, eps = norm.eps_parts  # a stored one is not looked at: that would wait for the GPU
+    if eps < 0:
+        raise ValueError(f"{name}.eps must not be negative, got {eps}")
     parts = {f"{name}.gain": norm.gain, f"{name}.bias": norm.bias}
     shapes = ([1], [x.shape[3]], [x.shape[1], x.shape[3]])
     for part, value in parts.items():
         if value is not None and list(value.shape) not in shapes:
             here = f"{shapes[0]}, {shapes[1]} or {shapes[2]}"
             raise ValueError(f"{part} must be [1], [D] or [H, D], here {here}, got {list(value.shape)}")
-    for part, value in {f"{name}.blend": norm.blend, f"{name}.knee": norm.knee}.items():
+    for part, value in {f"{name}.blend": norm.blend, f"{name}.eps": stored_eps}.items():
         if value is not None and value.numel() != 1:
             raise ValueError(f"{part} must be one number, got {list(value.shape)}")
         parts[part] = value

@@ -21,8 +21,8 @@ from hf_qknorm.ops.tiling import Options
 OPERATORS: Final = torch.ops.hf_qknorm
 
 PARTS = (
-    "Tensor? q_gain, Tensor? q_bias, Tensor? q_blend, Tensor? q_knee, "
-    "Tensor? k_gain, Tensor? k_bias, Tensor? k_blend, Tensor? k_knee, Tensor? cos, Tensor? sin"
+    "Tensor? q_gain, Tensor? q_bias, Tensor? q_blend, Tensor? q_eps, "
+    "Tensor? k_gain, Tensor? k_bias, Tensor? k_blend, Tensor? k_eps, Tensor? cos, Tensor? sin"
 )
 VISIBLE = "Tensor? ranges, Tensor? sinks, Tensor? seed"
 SETTINGS = "str q_norm, str k_norm, float[] eps, float[] p, bool interleaved"
@@ -55,16 +55,17 @@ N_PARTS, N_VISIBLE, N_SETTINGS = 10, 3, 5
 def flatten(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """Norms and rotation as the schemas have them: tensors (PARTS) and the rest (SETTINGS)."""
     cos, sin, interleaved = (None, None, False) if rotary is None else rotary
-    parts = (*q_norm[1:5], *k_norm[1:5], cos, sin)
-    return parts, (q_norm.kind, k_norm.kind, [q_norm.eps, k_norm.eps], [q_norm.p, k_norm.p], interleaved)
+    (q_eps, q_number), (k_eps, k_number) = q_norm.eps_parts, k_norm.eps_parts
+    parts = (q_norm.gain, q_norm.bias, q_norm.blend, q_eps, k_norm.gain, k_norm.bias, k_norm.blend, k_eps, cos, sin)
+    return parts, (q_norm.kind, k_norm.kind, [q_number, k_number], [q_norm.p, k_norm.p], interleaved)
 
 
 def _structured(parts: Any, settings: Any) -> Ends:
     """What `flatten` flattened."""
     q_kind, k_kind, eps, p, interleaved = settings
-    q_gain, q_bias, q_blend, q_knee, k_gain, k_bias, k_blend, k_knee, cos, sin = parts
-    q_norm = Norm(q_kind, q_gain, q_bias, q_blend, q_knee, eps[0], p[0])
-    k_norm = Norm(k_kind, k_gain, k_bias, k_blend, k_knee, eps[1], p[1])
+    q_gain, q_bias, q_blend, q_eps, k_gain, k_bias, k_blend, k_eps, cos, sin = parts
+    q_norm = Norm(q_kind, q_gain, q_bias, q_blend, eps[0] if q_eps is None else q_eps, p[0])
+    k_norm = Norm(k_kind, k_gain, k_bias, k_blend, eps[1] if k_eps is None else k_eps, p[1])
     return q_norm, k_norm, None if cos is None else Rotary(cos, sin, interleaved)
 
 

@@ -11,17 +11,21 @@ from torch import Tensor
 class Norm(NamedTuple):
     """A norm over head_dim, as `reference.head_norm` has it; kind "none" leaves its input alone.
 
-    `gain` and `bias` are `[D]`, `[H, D]` or `[1]`; `blend` is a number, as a tensor, and so is `knee`,
-    which takes the place of `eps`.
+    `gain` and `bias` are `[D]`, `[H, D]` or `[1]`; `blend` is a number, as a tensor. `eps` is a number, as a tensor
+    where the norm has a knee: kernels then read it from memory, and one graph serves every value.
     """
 
     kind: str = "none"
     gain: Tensor | None = None
     bias: Tensor | None = None
     blend: Tensor | None = None
-    knee: Tensor | None = None
-    eps: float = 1e-6
+    eps: float | Tensor = 1e-6
     p: float = 2.0
+
+    @property
+    def eps_parts(self) -> tuple[Tensor | None, float]:
+        """`eps` as operators and kernels take it: a tensor, or else a number."""
+        return (self.eps, 0.0) if isinstance(self.eps, Tensor) else (None, self.eps)
 
 
 class Rotary(NamedTuple):

@@ -59,6 +59,51 @@ def test_l2_is_lp_of_order_2_and_rms_over_root_dim(eps: float) -> None:
     close(l2, head_norm(x, "rms", eps=eps) / DIM**0.5)
 
 
+KNEES = (1e-3, 0.5, 4.0, 1e4)  # ε, where the mean square is about 1
+
+
+def by_definition(x: Tensor, norm: str, p: float, eps: float) -> Tensor:
+    """Each norm from torch's vector norms: n = x / (‖x‖ₚᵖ + D·ε^(p/2))^(1/p), times √D for rms and layer."""
+    centred = x - x.sum(-1, keepdim=True) / DIM if norm == "layer" else x
+    size = torch.linalg.vector_norm(centred, ord=p, dim=-1, keepdim=True)
+    longer = (size**p + DIM * eps ** (p / 2)) ** (1 / p)
+    return centred / longer * (DIM**0.5 if norm in ("rms", "layer") else 1.0)
+
+
+@every_norm
+@pytest.mark.parametrize("knee", KNEES)
+def test_with_a_knee_each_norm_is_its_definition(norm: str, p: float, knee: float) -> None:
+    x = draw(5, HEADS, DIM) * draw(5, HEADS, 1, seed=1).exp()
+    close(head_norm(x, norm, eps=torch.tensor(knee), p=p), by_definition(x, norm, p, torch.tensor(knee).item()))
+
+
+@every_norm
+def test_short_vectors_keep_their_lengths_and_long_ones_are_bounded(norm: str, p: float) -> None:
+    """Short ones become x/√ε, for l2 and lp over D^(1/p); the bound is √D, or D^max(0, 1/2 − 1/p), and is reached."""
+    eps, x = 4.0, draw(50, HEADS, DIM)
+    bound = DIM**0.5 if norm in ("rms", "layer") else DIM ** max(0.0, 0.5 - 1 / p)
+    short, long = (head_norm(x * size, norm, eps=torch.tensor(eps), p=p) for size in (1e-4, 1e4))
+    direction = x - x.mean(-1, keepdim=True) if norm == "layer" else x
+    slope = eps**-0.5 * (1.0 if norm in ("rms", "layer") else DIM ** (-1 / p))
+    torch.testing.assert_close(short, direction * 1e-4 * slope, rtol=1e-3 if p == 1 else 1e-5, atol=1e-12)
+    assert (long.norm(dim=-1) <= bound).all()
+    peaks = torch.cat([torch.eye(DIM), torch.ones(1, DIM)], 0).double()  # the longest results, for p ≤ 2 and p ≥ 2
+    longest = head_norm(1e8 * peaks, norm, eps=torch.tensor(eps), p=p).norm(dim=-1).max()
+    assert longest <= bound * (1 + 1e-12)
+    assert longest > bound * (1 - 1e-6)
+
+
+@every_norm
+@every_dtype
+@pytest.mark.parametrize("knee", [1e-3, 4.0, 1e8])
+def test_with_a_knee_the_result_is_rounded_once(norm: str, p: float, dtype: torch.dtype, knee: float) -> None:
+    x, weight = draw(5, HEADS, DIM, dtype=dtype), draw(DIM, dtype=torch.float32)
+    eps, wide = torch.tensor(knee), torch.float64 if dtype == torch.float64 else torch.float32
+    got = head_norm(x, norm, weight, eps=eps, p=p)
+    assert got.dtype == dtype
+    assert torch.equal(got, head_norm(x.to(wide), norm, weight, eps=eps.to(wide), p=p).to(dtype))
+
+
 @every_norm
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("gain", GAINS)
@@ -93,10 +138,13 @@ def with_zero_rows(dtype: torch.dtype) -> Tensor:
 
 @every_norm
 @every_dtype
-def test_zero_rows_stay_zero_with_finite_gradients(norm: str, p: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("eps", [1e-6, torch.tensor(4.0)], ids=["plain", "knee"])
+def test_zero_rows_stay_zero_with_finite_gradients(
+    norm: str, p: float, dtype: torch.dtype, eps: float | Tensor
+) -> None:
     x = with_zero_rows(dtype)
     zero = (x == 0).all(-1)
-    y = head_norm(x, norm, p=p)
+    y = head_norm(x, norm, eps=eps, p=p)
     y.backward(draw(*x.shape, dtype=dtype, seed=1))
     assert (y[zero] == 0).all()
     assert (y[~zero] != 0).all()
@@ -156,7 +204,8 @@ def test_gradients_are_those_of_the_definition(norm: str, p: float, gain: str) -
     x = (x + 0.1 * x.sign()).requires_grad_()  # |x|ᵖ has a kink at 0
     shape = GAINS[gain]
     gains = [draw(*shape, seed=seed).requires_grad_() for seed in (1, 2)] if shape else []
-    assert torch.autograd.gradcheck(lambda x, *gains: head_norm(x, norm, *gains, p=p), (x, *gains))
+    for eps in (1e-6, torch.tensor(4.0)):
+        assert torch.autograd.gradcheck(lambda x, *gains, e=eps: head_norm(x, norm, *gains, eps=e, p=p), (x, *gains))
 
 
 def test_an_unknown_norm_is_refused() -> None:

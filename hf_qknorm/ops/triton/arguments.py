@@ -8,9 +8,9 @@ from hf_qknorm.ops.heads import Norm, Rotary
 
 
 def norm_arguments(norm: Norm) -> tuple[object, ...]:
-    """Gain and bias, each with its strides from head to head and from column to column; blend, knee, eps, p."""
-    norm = Norm(eps=norm.eps, p=norm.p) if norm.kind == "none" else norm
-    return *_by_head(norm.gain), *_by_head(norm.bias), norm.blend, norm.knee, norm.eps, norm.p
+    """Gain and bias, each with its strides from head to head and from column to column; blend, eps twice, p."""
+    norm = Norm() if norm.kind == "none" else norm
+    return *_by_head(norm.gain), *_by_head(norm.bias), norm.blend, *norm.eps_parts, norm.p
 
 
 def _by_head(values: Tensor | None) -> tuple[Tensor | None, int, int]:

@@ -90,10 +90,10 @@ def finish(
         s = tl.load(sin + row * sin_row + angle[None, :] * sin_pair, mask=there, other=0.0).to(tl.float32)
         grad = grad * c - swapped * (sign[None, :] * s)
     if NORM != "none":
-        gain, head_stride, column_stride, bias, bias_head, bias_column, blend, knee, eps, p, dgain, dbias = norm
+        gain, head_stride, column_stride, bias, bias_head, bias_column, blend, stored_eps, eps, p, dgain, dbias = norm
         x = X.load([batch, head, start, 0]).reshape(BLOCK, PADDED).to(tl.float32)
         real = columns >= 0
-        shift, factor = statistics(x, real, knee, eps, p, PADDED, NORM)
+        shift, factor = statistics(x, real, stored_eps, eps, p, PADDED, NORM)
         dx = grad * 0.0
         if blend is not None:
             share = tl.load(blend).to(tl.float32)

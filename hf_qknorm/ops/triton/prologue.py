@@ -5,7 +5,7 @@ other column of a rotated pair is loaded again (it is in L1 by then) and normed 
 
 Arguments come in tuples, which must be flat: of nested ones Triton 3.6 loses the constants after a branch or a loop.
     heads   source, its strides (batch, head, row), result, its strides; rows are dense
-    norm    gain, its strides (head, column), bias, its strides, blend, knee, eps, p
+    norm    gain, its strides (head, column), bias, its strides, blend, stored_eps, eps, p
     rotary  cos, its strides (batch, row, pair), sin, its strides
 """
 
@@ -146,7 +146,7 @@ def _pull_back(
     """
     grad, grad_batch, grad_head, grad_row, source, source_batch, source_head, source_row = heads[:8]
     result, result_batch, result_head, result_row, dgain, dbias = heads[8:]
-    gain, gain_head, gain_column, _, _, _, blend, knee, eps, p = norm
+    gain, gain_head, gain_column, _, _, _, blend, stored_eps, eps, p = norm
     columns = tl.arange(0, PADDED)
     real = columns < HEAD_DIM
     gains = tl.zeros([BLOCK, PADDED], tl.float32)
@@ -172,7 +172,7 @@ def _pull_back(
             direct = dy * (1.0 - share)
             dy = dy * share
         x = _load(source, _entries((source_batch, source_head, source_row), batch, head, rows, columns), live)
-        shift, scale = row.statistics(x, real, knee, eps, p, HEAD_DIM, NORM)
+        shift, scale = row.statistics(x, real, stored_eps, eps, p, HEAD_DIM, NORM)
         dn = dy
         if gain is not None:
             dn = dy * g

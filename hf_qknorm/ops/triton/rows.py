@@ -12,14 +12,14 @@ import triton.language as tl
 
 
 @triton.jit
-def statistics(x, real, knee, eps, p, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+def statistics(x, real, stored_eps, eps, p, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
     """Shift and factor `[M]` of the rows x `[M, P]`; `real` `[P]` tells columns from padding. Norms as in the oracle.
 
-    A `knee` is where `eps` is read from instead. A row of zeros (for "layer": of equal entries) has factor 0: it stays
-    zero and gets no gradient.
+    `stored_eps`, where it is not None, points to the ε that is taken in the place of `eps`. A row of zeros (for
+    "layer": of equal entries) has factor 0: it stays zero and gets no gradient.
     """
-    if knee is not None:
-        eps = tl.load(knee).to(tl.float32)
+    if stored_eps is not None:
+        eps = tl.load(stored_eps).to(tl.float32)
     shift = tl.zeros([x.shape[0]], tl.float32)
     if NORM == "layer":
         shift = tl.sum(x, 1) / HEAD_DIM

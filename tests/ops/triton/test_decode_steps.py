@@ -31,6 +31,7 @@ class Steps(NamedTuple):
     sinks: bool = False
     static: bool = True
     splits: int = 2
+    knee: float | None = None
 
     def __str__(self) -> str:
         changed = [f"{name}={x}" for name, x in self._asdict().items() if x != self._field_defaults[name]]
@@ -54,6 +55,8 @@ GENERATIONS = [
     Steps(static=False, dtype=BRAIN, heads=(7, 1), sinks=True, window=5),
     Steps(static=False, heads=(3, 3), softcap=None, splits=1),
     Steps(static=False, dtype=HALF, sizes=(5, 3, 3), head_dim=80),
+    Steps(dtype=BRAIN, head_dim=64, knee=4.0),
+    Steps(static=False, softcap=None, knee=4.0),
 ]
 
 
@@ -73,7 +76,8 @@ class Tokens(NamedTuple):
         heads = make_qkv(2, *steps.heads, length, length, d, dtype=steps.dtype)
         q, k, v = (x.detach().to(DEVICE) for x in heads)
         gains = (torch.linspace(0.5, 2.0, d), torch.linspace(1.5, 0.5, d))
-        norms = Norm("rms", gains[0].to(q)), Norm("rms", gains[1].to(q))
+        eps = 1e-6 if steps.knee is None else torch.tensor(steps.knee, device=DEVICE)  # of vectors of mean square 1
+        norms = Norm("rms", gains[0].to(q), eps=eps), Norm("rms", gains[1].to(q), eps=eps)
         angles = (torch.arange(length)[:, None] * 10.0 ** -torch.linspace(0, 3, d // 2))[None]
         rotary = Rotary(angles.cos().to(q), angles.sin().to(q))
         sinks = torch.linspace(-2.0, 2.0, steps.heads[0]).to(q) if steps.sinks else None
@@ -89,7 +93,8 @@ class Tokens(NamedTuple):
 
         def ready(x: Tensor, norm: Norm) -> Tensor:
             assert norm.gain is not None
-            x = reference.head_norm(x.to(dtype).transpose(1, 2), norm.kind, norm.gain.to(dtype)).transpose(1, 2)
+            gain = norm.gain.to(dtype)
+            x = reference.head_norm(x.to(dtype).transpose(1, 2), norm.kind, gain, eps=norm.eps).transpose(1, 2)
             cos, sin = (torch.cat([angle, angle], -1)[:, None].to(dtype) for angle in self.rotary[:2])
             left, right = x.chunk(2, -1)
             return x * cos + torch.cat([-right, left], -1) * sin

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from flash_cases import DEVICE, Problem, Raw, log_sum_exp, plain_problem, raw_problem, shrink_tiles
+from flash_cases import DEVICE, Problem, Raw, log_sum_exp, plain, plain_problem, raw_problem, shrink_tiles
 from tiled_cases import Case
 
 from hf_qknorm.ops.triton import flash, scores
@@ -33,13 +33,17 @@ def stale(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, lambda *args, create=create, **options: create(*args, **options).fill_(7))
 
 
-def two_groups(dtype: torch.dtype, softcap: float | None, low: float, high: float, sinks: bool = False) -> Problem:
+def two_groups(
+    dtype: torch.dtype, softcap: float | None, low: float, high: float, sinks: bool = False, knee: float | None = None
+) -> Problem:
     """Normed heads whose scores are bounded by about `low` for the first group, by `high` for the second."""
-    raw = Raw(heads=(4, 2), dtype=dtype, gains=("per_head", "none"), length=40, rotary=(0, "none"))
+    raw = Raw(heads=(4, 2), dtype=dtype, gains=("per_head", "none"), length=40, rotary=(0, "none"), knee=knee)
     problem = raw_problem(raw, Case(causal=True, softcap=softcap, sinks=sinks))
-    gain = problem.heads.q_norm.gain
-    size = raw.head_dim * problem.options.scale / (softcap or 1.0)  # of a score, where the gain is 1
-    gain.copy_(torch.tensor([low, low, high, high], device=DEVICE)[:, None].expand_as(gain) / size)
+    (q, k, _, q_norm, k_norm, _), scale = problem.heads, problem.options.scale / (softcap or 1.0)
+    q, k = (plain(x, norm._replace(gain=None), None).norm(dim=-1) for x, norm in ((q, q_norm), (k, k_norm)))
+    size = q.unflatten(1, (2, 2)).amax((0, 2, 3)) * k.amax((0, 2)) * scale  # of each group's scores, if the gain is 1
+    wanted = torch.tensor([low, high], device=DEVICE) / size
+    q_norm.gain.copy_(wanted.repeat_interleave(2)[:, None].expand_as(q_norm.gain))
     return problem
 
 
@@ -59,26 +63,29 @@ def record(monkeypatch: pytest.MonkeyPatch, skip: str | None = None) -> list[tup
 
 
 EXACT = "exact" if INTERPRETED else "approx"  # what bf16 takes
-CHOSEN = [  # dtype, cap, sinks, bounds of the two groups, the loops of forward
-    (BRAIN, None, False, (5.0, 200.0), [("none", False, "within"), ("none", True, "beyond")]),
-    (BRAIN, None, False, (55.0, 65.0), [("none", False, "within"), ("none", True, "beyond")]),
-    (BRAIN, 50.0, False, (0.7, 2.0), [("odd7", False, "within"), (EXACT, False, "beyond")]),
-    (BRAIN, 100.0, False, (0.7, 0.8), [("odd7", True, "within"), (EXACT, True, "beyond")]),
-    (BRAIN, 5.0, True, (0.7, 40.0), [("odd7", True, "within"), (EXACT, True, "beyond")]),
-    (HALF, 5.0, False, (0.7, 40.0), [("odd7", True, "within"), ("exact", True, "beyond")]),
+CHOSEN = [  # dtype, cap, sinks, knee, bounds of the two groups, the loops of forward
+    (BRAIN, None, False, None, (5.0, 200.0), [("none", False, "within"), ("none", True, "beyond")]),
+    (BRAIN, None, False, None, (55.0, 65.0), [("none", False, "within"), ("none", True, "beyond")]),
+    (BRAIN, None, False, 4.0, (55.0, 65.0), [("none", False, "within"), ("none", True, "beyond")]),
+    (BRAIN, 50.0, False, None, (0.7, 2.0), [("odd7", False, "within"), (EXACT, False, "beyond")]),
+    (BRAIN, 100.0, False, None, (0.7, 0.8), [("odd7", True, "within"), (EXACT, True, "beyond")]),
+    (BRAIN, 100.0, False, 4.0, (0.7, 0.8), [("odd7", True, "within"), (EXACT, True, "beyond")]),
+    (BRAIN, 5.0, True, None, (0.7, 40.0), [("odd7", True, "within"), (EXACT, True, "beyond")]),
+    (HALF, 5.0, False, None, (0.7, 40.0), [("odd7", True, "within"), ("exact", True, "beyond")]),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "softcap", "sinks", "bounds", "loops"), CHOSEN)
+@pytest.mark.parametrize(("dtype", "softcap", "sinks", "knee", "bounds", "loops"), CHOSEN)
 def test_each_group_of_heads_takes_the_loop_for_its_bound(
     dtype: torch.dtype,
     softcap: float | None,
     sinks: bool,
+    knee: float | None,
     bounds: tuple[float, float],
     loops: list[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem = two_groups(dtype, softcap, *bounds, sinks)
+    problem = two_groups(dtype, softcap, *bounds, sinks, knee)
     whole = problem.check()
     for left, (skip, heads) in enumerate((("beyond", slice(0, 2)), ("within", slice(2, 4)))):
         seen = record(monkeypatch, skip)

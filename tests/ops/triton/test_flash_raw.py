@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from flash_cases import Raw, raw_problem, shrink_tiles
+from test_norm_rope import DOMINANT
 from tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
@@ -92,6 +93,26 @@ CASES = [
         None,
     ),
     (Raw(norms=("l2", "l2"), length=3, batch=2, gains=("none", "none"), rotary=(8, "half")), Case(softcap=50.0), 1.0),
+]
+CASES += [  # with a knee
+    (Raw(heads=(4, 2), length=40, knee=4.0), Case(causal=True), None),
+    (
+        Raw(norms=("layer", "rms"), head_dim=64, length=40, dtype=BRAIN, rotary=(64, "half"), biases=EACH, knee=4.0),
+        Case(causal=True, softcap=5.0),
+        None,
+    ),
+    (Raw(norms=("l2", "lp"), length=40, dtype=HALF, p=1.5, gains=EACH, knee=0.5), Case(softcap=50.0), 1.0),
+    (
+        Raw(norms=("lp", "l2"), head_dim=40, length=40, dtype=BRAIN, rotary=(40, "interleaved"), knee=8.0),
+        Case(window=20),
+        1.0,
+    ),
+    (
+        Raw(norms=("rms", "lp"), length=33, dtype=BRAIN, rotary=NOTHING, heads=(6, 2), knee=DOMINANT),
+        Case(sinks=True, softcap=50.0),
+        None,
+    ),
+    (Raw(norms=("lp", "layer"), length=33, p=3.0, gains=("scalar", "none"), knee=DOMINANT), Case(causal=True), 1.0),
 ]
 
 

@@ -1,12 +1,14 @@
 """The fused operators: what torch expects of them, and what callers are told when they get it wrong."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from hf_qknorm.ops import library
@@ -27,11 +29,13 @@ def heads(length: int = T) -> list[Tensor]:
     return [draw(B, length, n, D, seed=i).detach().transpose(1, 2).requires_grad_() for i, n in enumerate((H, HK, HK))]
 
 
-def parts(length: int = T) -> dict[str, object]:
-    """Norms with gains and a bias, and a rotation."""
+def parts(length: int = T, knee: float = 0.0) -> dict[str, Any]:
+    """Norms with gains and a bias, and perhaps a knee, and a rotation."""
     angles = draw(1, length, D // 2, seed=3).detach()
-    k_norm = Norm("layer", draw(HK, D, seed=4), draw(HK, D, seed=5))
-    return {"q_norm": Norm("rms", draw(D, seed=6)), "k_norm": k_norm, "rotary": Rotary(angles.cos(), angles.sin())}
+    eps = torch.tensor(knee, device=DEVICE) if knee else 1e-6
+    k_norm = Norm("layer", draw(HK, D, seed=4), draw(HK, D, seed=5), eps=eps)
+    q_norm = Norm("rms", draw(D, seed=6), eps=eps)
+    return {"q_norm": q_norm, "k_norm": k_norm, "rotary": Rotary(angles.cos(), angles.sin())}
 
 
 def wanted(parts: dict, *tensors: Tensor) -> list[Tensor]:
@@ -46,18 +50,19 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_fused_attention_passes_torchs_opcheck(name: str) -> None:
+@pytest.mark.parametrize(("name", "knee"), [*((name, 0.0) for name in OPTIONS), ("capped", 4.0)])
+def test_fused_attention_passes_torchs_opcheck(name: str, knee: float) -> None:
     seed = torch.tensor([3], device=DEVICE) if name == "dropout" else None
-    tensors, settings = flatten(**parts())
+    tensors, settings = flatten(**parts(knee=knee))
     sinks = draw(H) if name == "window" else None
     arguments = (*tensors, None, sinks, seed, *settings, *OPTIONS[name])
     opcheck(OPERATORS.fused_attention.default, (*heads(), *arguments, name == "uncapped"))
 
 
-def test_norm_rope_passes_torchs_opcheck() -> None:
+@pytest.mark.parametrize("knee", [0.0, 4.0])
+def test_norm_rope_passes_torchs_opcheck(knee: float) -> None:
     q, k, v = heads()
-    tensors, settings = flatten(**parts())
+    tensors, settings = flatten(**parts(knee=knee))
     opcheck(OPERATORS.norm_rope.default, (q, k, *tensors, *settings))
     keys, values = torch.zeros(B, HK, 12, D, device=DEVICE), torch.zeros(B, HK, 12, D, device=DEVICE)
     fixed = [x.detach() if isinstance(x, Tensor) else x for x in (q, k, v, keys, values, *tensors)]
@@ -82,6 +87,27 @@ def test_one_compiled_graph_is_the_plain_function_at_every_length() -> None:
                 out = function(*tensors, fused)
                 results.append([out.detach(), *torch.autograd.grad(out.sum(), wanted(fused, *tensors))])
             assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_one_compiled_graph_serves_every_knee() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, fused: dict) -> Tensor:
+        return library.fused_attention(q, k, v, causal=True, **fused)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    outs = []
+    for knee in (0.5, 4.0):
+        tensors, fused = heads(), parts(knee=knee)
+        results = []
+        for function in (compiled, attend):
+            out = function(*tensors, fused)
+            results.append([out.detach(), *torch.autograd.grad(out.sum(), wanted(fused, *tensors))])
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+        outs.append(results[0][0])
+    assert counter.frame_count == 1
+    assert error(*outs) > 0.01
 
 
 def test_an_exported_program_holds_the_operator() -> None:

@@ -22,7 +22,10 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 class Case(NamedTuple):
-    """One call; `gains` and `biases` are of q and of k, `rotary` is what is rotated, and how."""
+    """One call; `gains` and `biases` are of q and of k, `rotary` is what is rotated, and how.
+
+    With a knee the lengths of rows differ by orders of magnitude, and gains are as calibration would have them.
+    """
 
     norms: tuple[str, str] = ("rms", "rms")
     head_dim: int = 16
@@ -39,6 +42,7 @@ class Case(NamedTuple):
     factor: float = 0.3
     spread: float = 1.0
     p: float = 3.0
+    knee: float | None = None
 
     def __str__(self) -> str:
         changed = [value for name, value in self._asdict().items() if value != self._field_defaults[name]]
@@ -65,6 +69,22 @@ CASES = [
     Case(norms=("lp", "l2"), spread=1e-12, gains=("none", "none")),
     Case(norms=("none", "layer"), head_dim=100, length=21, gains=("shared", "none"), rotary=(50, "half")),
 ]
+DOMINANT = 1e6  # a knee that leaves no norm, but a constant
+KNEES = [
+    Case(knee=4.0),
+    Case(norms=("layer", "rms"), head_dim=64, dtype=BRAIN, gains=("per_head", "shared"), rotary=(64, "half"), knee=4.0),
+    Case(norms=("l2", "lp"), head_dim=40, dtype=HALF, gains=("scalar", "per_head"), rotary=(20, "half"), knee=0.5),
+    Case(norms=("lp", "layer"), dtype=BRAIN, p=1.0, biases=("shared", "per_head"), heads=(4, 2), batch=2, knee=4.0),
+    Case(norms=("lp", "l2"), p=1.5, gains=("shared", "none"), rotary=(16, "interleaved"), layout="gaps", knee=8.0),
+    Case(norms=("rms", "none"), head_dim=128, length=19, dtype=HALF, rotary=(128, "half"), knee=32.0),
+    Case(norms=("rms", "layer"), dtype=BRAIN, rotary=(8, "half"), layout="sparse", knee=DOMINANT),
+    Case(norms=("l2", "lp"), gains=("scalar", "none"), rotary=(0, "none"), knee=DOMINANT),
+    Case(norms=("lp", "rms"), dtype=HALF, p=4.0, knee=DOMINANT),
+    Case(norms=("lp", "lp"), spread=1e15, gains=("none", "none"), p=4.0, knee=4.0),
+    Case(norms=("l2", "rms"), spread=1e-12, gains=("none", "none"), knee=4.0),
+    Case(norms=("layer", "lp"), spread=1e-3, gains=("none", "shared"), knee=1e-6),
+]
+CASES += KNEES
 
 
 class Call(NamedTuple):
@@ -111,9 +131,17 @@ def draw(case: Case, seed: int = 0) -> Call:
 
     def norm(kind: str, gain: str, bias: str, heads: int) -> Norm:
         blend = None if case.blend is None else torch.tensor(case.blend, device=DEVICE)
-        return Norm(kind, values(gain, heads, 1.0), values(bias, heads, 0.0), blend, p=case.p)
+        gains, biases = values(gain, heads, 1.0), values(bias, heads, 0.0)
+        if case.knee is None:
+            return Norm(kind, gains, biases, blend, p=case.p)
+        order = case.p if kind == "lp" else 2.0
+        eps = (case.knee * float(normal(1000).abs().pow(order).mean())) ** (2 / order) * case.spread**2
+        gains = None if gains is None else gains * (1 + case.knee) ** 0.5
+        return Norm(kind, gains, biases, blend, torch.tensor(eps, dtype=torch.float32, device=DEVICE), case.p)
 
     heads = [normal(case.batch, count, case.length, case.head_dim) * case.spread for count in case.heads]
+    if case.knee is not None:
+        heads = [x * normal(*x.shape[:3], 1).exp() for x in heads]
     for x in heads:
         x[:, :, case.length // 2 :: 7] = 0.0  # rows of padding
     q, k = (lay_out(x.to(DEVICE, case.dtype), case.layout) for x in heads)
@@ -202,8 +230,9 @@ def test_results_and_gradients(case: Case) -> None:
     assert got["k"].transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize("case", [CASES[3], CASES[11], CASES[14]], ids=str)
+@pytest.mark.parametrize("case", [CASES[3], CASES[11], CASES[14], *KNEES[:4], KNEES[6]], ids=str)
 def test_the_bound_is_the_longest_row(case: Case) -> None:
+    """Also with a knee, where rows differ in length and gains are larger."""
     call = draw(case)
     made = norm_rope.forward(*call)
     groups = (case.batch, case.heads[1], -1)
@@ -211,9 +240,10 @@ def test_the_bound_is_the_longest_row(case: Case) -> None:
     torch.testing.assert_close(made.bound.double(), torch.stack(sizes, -1), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("knee", [None, 4.0])
 @pytest.mark.parametrize("kind", ["rms", "layer", "l2", "lp"])
-def test_rows_of_zeros_stay_and_get_no_gradient(kind: str) -> None:
-    call = draw(Case(norms=(kind, kind), length=9))
+def test_rows_of_zeros_stay_and_get_no_gradient(kind: str, knee: float | None) -> None:
+    call = draw(Case(norms=(kind, kind), length=9, knee=knee))
     call.q.zero_()
     made = norm_rope.forward(*call)
     got = norm_rope.backward(*gradients_like(call), *call)
@@ -222,9 +252,10 @@ def test_rows_of_zeros_stay_and_get_no_gradient(kind: str) -> None:
     assert not got.q_gain.any()
 
 
+@pytest.mark.parametrize("knee", [None, 4.0])
 @pytest.mark.parametrize("kind", ["rms", "lp"])
-def test_one_tensor_alone(kind: str) -> None:
-    call = draw(Case(norms=(kind, "none"), gains=("per_head", "none"), rotary=(0, "none")))
+def test_one_tensor_alone(kind: str, knee: float | None) -> None:
+    call = draw(Case(norms=(kind, "none"), gains=("per_head", "none"), rotary=(0, "none"), knee=knee))
     both = norm_rope.forward(*call)
     made = norm_rope.forward(call.q, None, call.q_norm, Norm(), None, call.factor)
     assert made.k is None
@@ -237,9 +268,9 @@ def test_one_tensor_alone(kind: str) -> None:
     torch.testing.assert_close((got.q, got.q_gain), (wanted.q, wanted.q_gain), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("length", [1, 3])
-def test_keys_and_values_go_into_the_cache(length: int) -> None:
-    call = draw(Case(head_dim=64, length=length, batch=2, heads=(4, 2), dtype=BRAIN, rotary=(64, "half")))
+@pytest.mark.parametrize(("length", "knee"), [(1, None), (3, None), (3, 4.0)])
+def test_keys_and_values_go_into_the_cache(length: int, knee: float | None) -> None:
+    call = draw(Case(head_dim=64, length=length, batch=2, heads=(4, 2), dtype=BRAIN, rotary=(64, "half"), knee=knee))
     v = lay_out(torch.randn(2, 2, length, 64, device=DEVICE).to(BRAIN), "gaps")
     slots = torch.tensor([5, 2, 9], device=DEVICE)[:length]
     before = torch.randn(2, 2, 12, 64, device=DEVICE).to(BRAIN)
