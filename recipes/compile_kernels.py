@@ -175,7 +175,7 @@ CASES = {
     **{f"capped {d}": Case(d) for d in (256, 128, 64)},
     **{f"uncapped {d}": Case(d, softcap=None) for d in (256, 128, 64)},
     **{f"knee {d}": Case(d, softcap=None, knee=True) for d in (128, 64)},
-    "knee, layer": Case(norm="layer", knee=True),
+    "knee, layer": Case(64, norm="layer", knee=True),
     **{f"fp32 {d}": Case(d, torch.float32, **PLAIN) for d in (256, 128)},
     "fp32, tf32": Case(64, torch.float32, **PLAIN, tf32=True),
     "fp16": Case(dtype=torch.float16, **RAW),

@@ -30,7 +30,10 @@ def applies(model_type: str, scheme: Scheme) -> bool:
     return FAMILIES[model_type].refusal(tiny_config(model_type), scheme) is None
 
 
+KNEE = Scheme(q="auto", k="auto", v="auto", knee=4.0)
+TRIED = {**SCHEMES, "knee": KNEE}
 PAIRS = [(model_type, name) for model_type in MODEL_TYPES for name in SCHEMES if applies(model_type, SCHEMES[name])]
+KNEES = [(model_type, "knee") for model_type in MODEL_TYPES if applies(model_type, KNEE)]
 
 
 def causal_families() -> list[str]:
@@ -91,6 +94,8 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     """Random gains, biases and knees in every head norm of `model`, in place: each changes the result by itself."""
     generator = torch.Generator().manual_seed(seed)
     for norm in (module for module in model.modules() if isinstance(module, HeadNorm)):
+        if norm.knee:
+            norm.set_knee(norm.knee, 2 * float(torch.rand((), generator=generator)))
         for parameter, centre in ((norm.weight, norm.fresh), (norm.bias, 0.0)):
             if parameter is not None:
                 noise = torch.randn(parameter.shape, generator=generator) * 0.3

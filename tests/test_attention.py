@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tables import MODEL_TYPES, PAIRS, applies, assert_near, make_batch, randomise, real, sharp_model
+from tables import KNEES, MODEL_TYPES, PAIRS, TRIED, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor, nn
 
-from hf_qknorm import SCHEMES, Scheme, patch_model
+from hf_qknorm import Scheme, patch_model
 from hf_qknorm.attention import NORM_NAMES, patched_layers
 from hf_qknorm.ops.reference import attention, head_norm
 
@@ -18,9 +18,10 @@ OTHERS = {
     "per head": Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, eps=1e-3, scale=0.3, softcap=3.0),
     "no gain": Scheme(q="l2", k="l2", gain="none", scale=8.0),
     "keys alone": Scheme(k="lp", p=4.0, gain="scalar", softcap=2.0),
+    "others with a knee": Scheme(q="l2", k="lp", v="layer", p=3.0, gain="per_head", knee=0.5, scale=4.0),
     "no pre-norm": Scheme(q="rms", k="rms", v="rms", pre_norm=False, bias=True, softcap=1.0),
 }
-MODELS = [*PAIRS, *((t, name) for t in MODEL_TYPES for name, scheme in OTHERS.items() if applies(t, scheme))]
+MODELS = [*PAIRS, *KNEES, *((t, name) for t in MODEL_TYPES for name, scheme in OTHERS.items() if applies(t, scheme))]
 BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "eager")
 
 
@@ -33,7 +34,7 @@ def written_out(layer: Any, scheme: Scheme, arguments: dict[str, Any], seen: Ten
         norm = getattr(scheme, field)
         if norm is not None:
             own = getattr(layer, NORM_NAMES[field])
-            x = head_norm(x, norm, own.weight, own.bias, scheme.eps, scheme.p)
+            x = head_norm(x, norm, own.weight, own.bias, own.eps if scheme.knee else scheme.eps, scheme.p)
         elif layer.family.own_norms and field != "v":
             x = getattr(layer, NORM_NAMES[field])(x)
         heads.append(x.transpose(1, 2))
@@ -49,7 +50,7 @@ def written_out(layer: Any, scheme: Scheme, arguments: dict[str, Any], seen: Ten
 @pytest.mark.parametrize(("model_type", "name"), MODELS)
 @torch.no_grad()
 def test_a_layer_does_what_the_scheme_says(model_type, name):
-    scheme = {**SCHEMES, **OTHERS}[name]
+    scheme = {**TRIED, **OTHERS}[name]
     model = randomise(patch_model(sharp_model(model_type), scheme))
     batch = make_batch("left", labels=False)
     calls: list[tuple[nn.Module, dict[str, Any], Tensor]] = []
@@ -75,10 +76,10 @@ def test_a_layer_does_what_the_scheme_says(model_type, name):
             assert_near(output[real(batch)], expected[real(batch)], 1e-5, backend)
 
 
-@pytest.mark.parametrize("field", ["scale", "softcap", "eps", "p"])
+@pytest.mark.parametrize("field", ["scale", "softcap", "eps", "p", "knee"])
 @torch.no_grad()
 def test_every_number_of_a_scheme_matters(field):
-    scheme = Scheme(q="lp", k="lp", p=3.0, scale=4.0, softcap=1.0, eps=0.5)
+    scheme = Scheme(q="lp", k="lp", p=3.0, scale=4.0, softcap=1.0, eps=0.5, knee=0.5)
     logits = [
         patch_model(sharp_model("llama"), replace(scheme, **{field: getattr(scheme, field) * factor}))(
             **make_batch("plain")

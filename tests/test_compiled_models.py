@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 import torch
-from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, real, sharp_model
+from tables import MODEL_TYPES, TRIED, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
+from hf_qknorm.knee import powers_of, put_knee
 
 MODELS = [(t, "qk_norm_cap" if applies(t, SCHEMES["qk_norm_cap"]) else "soft_cap") for t in MODEL_TYPES]
 MODELS += [("llama", "none"), ("llama", "lp"), ("llama", "qkv_norm"), ("gpt2", "qkv_norm")]
@@ -49,6 +51,30 @@ def test_one_graph(model_type, preset):
     expected = outcome(model, batch)
     model.compile(backend="aot_eager", fullgraph=True)
     assert_same(outcome(model, batch), expected)
+
+
+@torch.no_grad()
+def test_one_graph_serves_every_knee():
+    """A knee that changes in place leaves all guards as they are, and so does a scheme that differs in it alone."""
+    model = randomise(patch_model(sharp_model("llama", num_hidden_layers=1), TRIED["knee"]))
+    batch = {**make_batch("left", labels=False), "use_cache": False}
+    counter, powers, found = CompileCounterWithBackend("aot_eager"), powers_of(model), []
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for knee, graphs in ((4.0, 1), (0.5, 1), (32.0, 1), (0.0, 2)):  # a number in place of a buffer is another graph
+        put_knee(model, knee, powers)
+        found.append(compiled(**batch).logits)
+        assert_near(found[-1], model(**batch).logits, TOLERANCE)
+        assert counter.frame_count == graphs
+    assert not any(torch.allclose(x, found[0], atol=1e-3) for x in found[1:])
+
+
+@torch.no_grad()
+def test_an_exported_model_holds_its_knees():
+    model = randomise(patch_model(sharp_model("llama"), TRIED["knee"]))
+    batch = {**make_batch("left", labels=False), "use_cache": False}
+    program = torch.export.export(model, (), batch, strict=False)
+    assert sum(name.endswith("_norm.eps") for name in program.state_dict) == 6
+    assert_near(program.module()(**batch).logits, model(**batch).logits, TOLERANCE)
 
 
 def padded(kind: str) -> dict[str, Tensor]:

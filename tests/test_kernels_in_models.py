@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from tables import BATCHES, MODEL_TYPES, make_batch, sharp_model
+from tables import BATCHES, KNEES, MODEL_TYPES, TRIED, make_batch, randomise, sharp_model
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, StaticCache
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
@@ -15,6 +16,7 @@ import interpreter
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.attention import patched_layers
 from hf_qknorm.functions import REGISTERED
+from hf_qknorm.knee import powers_of, put_knee
 from hf_qknorm.ops import fused, reference
 from hf_qknorm.testing import error, make_qkv, tiny_config
 from hf_qknorm.training.blend import set_blend
@@ -49,19 +51,25 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def patched(model_type: str, scheme: str):  # type: ignore[no-untyped-def]
     layers = 2 if model_type in ("gemma2", "mimo_v2_flash") else 1  # these have layers that differ
     model = sharp_model(model_type, num_hidden_layers=layers)
-    patch_model(model, scheme, attn_implementation="hf_qknorm_eager")
+    randomise(patch_model(model, {**TRIED, **OTHERS}[scheme], attn_implementation="hf_qknorm_eager"))
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():  # gains of one hide mistakes
+    with torch.no_grad():  # gains of one hide mistakes, of the model's own norms too
         for name, p in model.named_parameters():
             if "_norm." in name and "self_attn" in name:
                 p.add_(0.3 * torch.randn(p.shape, generator=generator))
     return model.to(DEVICE)
 
 
+OTHERS = {
+    "l2, knee": Scheme(q="l2", k="l2", scale=8.0, gain="per_head", softcap=50.0, knee=0.5),
+    "lp, knee": Scheme(q="lp", k="lp", p=3.0, scale=8.0, knee=8.0),
+}
 CASES = [
     *((family, "qk_norm_cap" if not FAMILIES[family].own_norms else "soft_cap", "plain") for family in MODEL_TYPES),
     *(("llama", name, "plain") for name in SCHEMES if name not in ("qk_norm_cap", "none")),
     *(("mistral", "qk_norm_cap", kind) for kind in BATCHES if kind != "plain"),
+    *((family, scheme, "plain") for family, scheme in KNEES),
+    *(("llama", scheme, "left") for scheme in OTHERS),
     ("gpt2", "qkv_norm", "left"),
     ("mimo_v2_flash", "qk_norm_cap", "left"),  # narrow values
     ("deepseek_v3", "soft_cap", "plain"),
@@ -145,6 +153,22 @@ def test_the_compiled_model_is_the_plain_one(model_type: str, kind: str, use_cac
     expected = outputs(model, "hf_qknorm_triton", kind, use_cache)
     got = outputs(torch.compile(model, fullgraph=True, backend="aot_eager"), "hf_qknorm_triton", kind, use_cache)
     assert_same({name.removeprefix("_orig_mod."): x for name, x in got.items()}, expected)
+
+
+@torch.no_grad()
+def test_one_compiled_graph_serves_every_knee() -> None:
+    model = patched("llama", "knee")
+    model.set_attn_implementation("hf_qknorm_triton")
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    tokens, powers, found = batch("plain")["input_ids"], powers_of(model), []
+    for knee in (4.0, 0.5):
+        put_knee(model, knee, powers)
+        found.append(compiled(tokens, use_cache=False).logits)
+        torch.testing.assert_close(found[-1], model(tokens, use_cache=False).logits)
+    assert counter.frame_count == 1
+    assert error(*found) > 0.01
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])

@@ -9,26 +9,28 @@ import sys
 
 import pytest
 import torch
-from tables import MODEL_TYPES, PAIRS, assert_near, fingerprint, make_batch, randomise, sharp_model
+from tables import KNEES, MODEL_TYPES, PAIRS, TRIED, assert_near, fingerprint, make_batch, randomise, sharp_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
+from hf_qknorm import FAMILIES, Scheme, patch_model, unpatch_model
 from hf_qknorm.attention import as_unpatched, patched_layers
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.testing import TINY
 
+every_model = pytest.mark.parametrize(("model_type", "preset"), [*PAIRS, *KNEES])
 
-@pytest.mark.parametrize(("model_type", "preset"), PAIRS)
+
+@every_model
 @torch.no_grad()
 def test_as_unpatched_is_the_base_model(model_type, preset):
-    base = sharp_model(model_type)
-    model = randomise(patch_model(sharp_model(model_type), preset))
+    scheme, base = TRIED[preset], sharp_model(model_type)
+    model = randomise(patch_model(sharp_model(model_type), scheme))
     base.set_attn_implementation(model.config._attn_implementation)
     batch = make_batch("left")
     patched, expected = model(**batch).logits, base(**batch).logits
     before = fingerprint(model)
     with as_unpatched(model):
-        assert_near(model(**batch).logits, expected, 0 if SCHEMES[preset].pre_norm else 2e-5)  # a fold rounds
+        assert_near(model(**batch).logits, expected, 0 if scheme.pre_norm else 2e-5)  # a fold rounds
     assert fingerprint(model) == before
     assert torch.equal(model(**batch).logits, patched)
     with pytest.raises(KeyError), as_unpatched(model):
@@ -36,20 +38,20 @@ def test_as_unpatched_is_the_base_model(model_type, preset):
     assert fingerprint(model) == before
     assert torch.equal(model(**batch).logits, patched)
     own_cap = getattr(base.config, "attn_logit_softcapping", None)
-    unchanged = SCHEMES[preset] in (Scheme(), Scheme(softcap=own_cap))
+    unchanged = scheme in (Scheme(), Scheme(softcap=own_cap))
     assert torch.equal(patched, expected) == unchanged
 
 
-@pytest.mark.parametrize(("model_type", "preset"), PAIRS)
+@every_model
 @torch.no_grad()
 def test_deepcopy_and_pickle(model_type, preset):
-    model = randomise(patch_model(sharp_model(model_type), preset))
+    model = randomise(patch_model(sharp_model(model_type), TRIED[preset]))
     expected = model(**make_batch("left")).logits
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(copied) is type(model)
         assert str(copied) == str(model)
         assert torch.equal(copied(**make_batch("left")).logits, expected)
-    if SCHEMES[preset].pre_norm:
+    if TRIED[preset].pre_norm:
         unpatch_model(copied)
         assert not patched_layers(copied)
     assert len(patched_layers(model)) == 2
@@ -106,11 +108,11 @@ def test_new_parameters_take_the_models_dtype(model_type):
     assert model(**make_batch("left")).logits.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("preset", [name for name, scheme in SCHEMES.items() if scheme.norms])
+@pytest.mark.parametrize("preset", [name for name, scheme in TRIED.items() if scheme.norms])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 @torch.no_grad()
 def test_bfloat16_is_near_fp32(model_type, preset):
-    exact = randomise(patch_model(sharp_model(model_type), preset))
+    exact = randomise(patch_model(sharp_model(model_type), TRIED[preset]))
     model = copy.deepcopy(exact).to(torch.bfloat16)
     assert_near(model(**make_batch("left")).logits, exact(**make_batch("left")).logits, 0.05)
 
@@ -125,21 +127,22 @@ def test_a_removed_norm_follows_the_model_to_another_dtype():
     assert_near(logits, base(**make_batch("left")).logits, 0.05)
 
 
+@pytest.mark.parametrize("preset", ["qk_norm_cap", "knee"])
 @torch.no_grad()
-def test_a_model_on_the_meta_device():
+def test_a_model_on_the_meta_device(preset):
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
-    patch_model(model)
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    source = randomise(patch_model(sharp_model("llama")))
+    patch_model(model, TRIED[preset])
+    assert {x.device.type for x in model.state_dict().values()} == {"meta"}
+    source = randomise(patch_model(sharp_model("llama"), TRIED[preset]))
     model.load_state_dict(source.state_dict(), assign=True)
     model.model.rotary_emb = source.model.rotary_emb  # its buffers are in no state dict
     assert torch.equal(model(**make_batch("left")).logits, source(**make_batch("left")).logits)
 
 
-@pytest.mark.parametrize(("model_type", "preset"), PAIRS)
+@every_model
 def test_under_autocast_q_and_k_reach_the_attention_in_the_dtype_of_v(model_type, preset):
-    model = randomise(patch_model(sharp_model(model_type), preset))
+    model = randomise(patch_model(sharp_model(model_type), TRIED[preset]))
     seen = []
     for layer in patched_layers(model).values():
         layer.observer = lambda module, q, k, v, *rest: seen.append((q.dtype, k.dtype, v.dtype))

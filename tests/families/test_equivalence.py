@@ -52,15 +52,21 @@ def gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[
     return result.logits.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("twin", QWEN3_TWINS)
-def test_qk_norm_is_qwen3(twin, backend):
+@pytest.mark.parametrize(
+    ("twin", "backend", "knee"),
+    [*((twin, backend, 0.0) for twin in QWEN3_TWINS for backend in ("sdpa", "eager")), ("llama", "eager", 4.0)],
+)
+def test_qk_norm_is_qwen3(twin, backend, knee):
+    """With a knee it is Qwen 3 with an ε of their own in each of its norms."""
     model_type, settings, qwen_settings = QWEN3_TWINS[twin]
     patched = sharp_model(model_type, rms_norm_eps=EPS, rope_parameters=ROPE, **settings)
-    randomise(patch_model(patched, Scheme(q="rms", k="rms", eps=EPS), attn_implementation=backend))
+    randomise(patch_model(patched, Scheme(q="rms", k="rms", eps=EPS, knee=knee), attn_implementation=backend))
     config = Qwen3Config(**TINY | {"rms_norm_eps": EPS, "rope_parameters": ROPE} | qwen_settings)
     qwen = Qwen3ForCausalLM._from_config(config, attn_implementation=backend).eval()
-    loaded = qwen.load_state_dict(patched.state_dict(), strict=False)
+    weights = patched.state_dict()
+    for name in [name for name in weights if name.endswith("_norm.eps")]:
+        qwen.get_submodule(name.removesuffix(".eps")).variance_epsilon = float(weights.pop(name))
+    loaded = qwen.load_state_dict(weights, strict=False)
     assert not loaded.unexpected_keys
     for name in loaded.missing_keys:  # only Qwen 3's output projection has a bias then
         assert name.endswith("o_proj.bias")
