@@ -127,7 +127,8 @@ def test_new_keys_reach_the_end_of_a_large_cache() -> None:
     q, k, v = (normal(*shape, dtype=BRAIN, seed=seed) for seed in range(3))
     keys, values = (torch.zeros(CACHE, dtype=BRAIN, device=DEVICE) for _ in range(2))
     positions = torch.arange(SCALE.keys - count, SCALE.keys, device=DEVICE)
-    ends = (Norm("rms"), Norm("rms"), rotation(SCALE.keys, slice(-count, None)))
+    knee = Norm("layer", eps=torch.tensor(4.0, device=DEVICE))
+    ends = (Norm("rms"), knee, rotation(SCALE.keys, slice(-count, None)))
     got = library.norm_rope_into(q, k, v, keys, values, positions, *ends)
     expected = library.norm_rope(q, k, *ends)
     for x, wanted in ((got, expected[0]), (keys[:, :, -count:], expected[1]), (values[:, :, -count:], v)):
@@ -142,27 +143,30 @@ def rotation(length: int, part: slice) -> Rotary:
     return Rotary(angle.cos().float()[None], angle.sin().float()[None])
 
 
-def prepared(x: Tensor, gain: Tensor, rotary: Rotary) -> Tensor:
+def prepared(x: Tensor, gain: Tensor, eps: float | Tensor, rotary: Rotary) -> Tensor:
     """The oracle's norm and a plain rotation of x `[B, H, T, D]`, in its own precision."""
-    x = reference.head_norm(x, "rms", gain)
+    x = reference.head_norm(x, "rms", gain, eps=eps)
     cos, sin = (part.to(x.dtype)[:, None] for part in rotary[:2])
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def on_slice(leaves: list[Tensor], grad: Tensor, part: slice, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+def on_slice(
+    leaves: list[Tensor], grad: Tensor, part: slice, dtype: torch.dtype, eps: float | Tensor, **options: Any
+) -> list[Tensor]:
     """Output and gradients of the oracle in `dtype`, for these positions alone."""
     rotary = rotation(SCALE.length, part)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor) -> Tensor:
-        return reference.attention(prepared(q, q_gain, rotary), prepared(k, k_gain, rotary), v, **options).out
+        q, k = prepared(q, q_gain, eps, rotary), prepared(k, k_gain, eps, rotary)
+        return reference.attention(q, k, v, **options).out
 
     heads = [x[:, :, part].to(dtype) for x in leaves[:3]]
     return with_gradients([*heads, *(x.to(dtype) for x in leaves[3:])], grad[:, :, part].to(dtype), attend)
 
 
-@pytest.mark.parametrize("heads_kv", [1, SCALE.heads_long])
-def test_more_numbers_than_32_bits_count(heads_kv: int) -> None:
+@pytest.mark.parametrize(("heads_kv", "knee"), [(1, 0.0), (SCALE.heads_long, 4.0)])
+def test_more_numbers_than_32_bits_count(heads_kv: int, knee: float) -> None:
     """Only the end has a gradient: so its slice says all of it, and elsewhere nothing may be written but zeros."""
     window, tail, length = SCALE.window, 3 * SCALE.window, SCALE.length
     q, k, v, grad = (
@@ -173,18 +177,18 @@ def test_more_numbers_than_32_bits_count(heads_kv: int) -> None:
     grad[:, :, : window - tail] = 0.0
     gains = [1.5 + normal(SCALE.head_dim, dtype=BRAIN, seed=seed, spread=0.3) for seed in (4, 5)]
     options = {"softcap": 50.0, "causal": True, "window": window}
-    whole = rotation(length, slice(None))
+    whole, eps = rotation(length, slice(None)), torch.tensor(knee, device=DEVICE) if knee else 1e-6
 
     def attend(q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor) -> Tensor:
-        ends = {"q_norm": Norm("rms", q_gain), "k_norm": Norm("rms", k_gain), "rotary": whole}
+        ends = {"q_norm": Norm("rms", q_gain, eps=eps), "k_norm": Norm("rms", k_gain, eps=eps), "rotary": whole}
         return library.fused_attention(q, k, v, **ends, **options)
 
     leaves = [q, k, v, *gains]
     out, *grads = with_gradients(leaves, grad, attend)
     start, end = slice(0, tail), slice(-tail, None)
-    exact, eager = (on_slice(leaves, grad, start, x, **options)[:1] for x in (torch.float64, BRAIN))
+    exact, eager = (on_slice(leaves, grad, start, x, eps, **options)[:1] for x in (torch.float64, BRAIN))
     check([out[:, :, start]], exact, eager)
-    exact, eager = (on_slice(leaves, grad, end, x, **options) for x in (torch.float64, BRAIN))
+    exact, eager = (on_slice(leaves, grad, end, x, eps, **options) for x in (torch.float64, BRAIN))
     for results in (exact, eager):  # the first queries of the slice miss keys that are before it
         results[0] = results[0][:, :, window:]
     check([out[:, :, window - tail :], *(x[:, :, end] for x in grads[:3]), *grads[3:]], exact, eager)

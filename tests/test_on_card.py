@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 import interpreter
-from tables import assert_identical, randomise
+from tables import TRIED, assert_identical, randomise
 
 from hf_qknorm import patch_model
 from hf_qknorm.ops import library
@@ -80,15 +80,18 @@ def draw_heads(seed: int) -> Tensors:
         "k_gain": 1.5 + normal(generator, heads_kv, d) / 4,
         "cos": angle.cos(),
         "sin": angle.sin(),
+        "eps": torch.tensor(1.0 + seed, device=DEVICE),
         "ranges": left_padding(generator, t, t + 1),
     }
 
 
-def attend(x: Tensors, **options: Any) -> Tensors:
+def attend(x: Tensors, *, knee: bool = False, **options: Any) -> Tensors:
     """Output and gradients of norm, RoPE and attention."""
     leaves = {name: x[name].detach().requires_grad_() for name in ("q", "k", "v", "q_gain", "k_gain")}
     q, k, v, q_gain, k_gain = leaves.values()
-    ends = {"q_norm": Norm("rms", q_gain), "k_norm": Norm("rms", k_gain), "rotary": Rotary(x["cos"], x["sin"])}
+    eps = x["eps"] if knee else 1e-6
+    norms = {"q_norm": Norm("rms", q_gain, eps=eps), "k_norm": Norm("rms", k_gain, eps=eps)}
+    ends = {**norms, "rotary": Rotary(x["cos"], x["sin"])}
     out = library.fused_attention(q, k, v, **ends, **options)
     return {
         "out": out.detach(),
@@ -112,8 +115,8 @@ def decode_step(x: Tensors) -> Tensors:
 
 
 @cache
-def model(seed: int = 0) -> Any:
-    """A patched Llama with random gains."""
+def model(seed: int = 0, scheme: str = "qk_norm_cap") -> Any:
+    """A patched Llama with random gains, and knees where the scheme has one."""
     (heads, heads_kv), rows = SCALE.heads, 4 * SCALE.length
     config = LlamaConfig(
         hidden_size=SCALE.hidden,
@@ -128,7 +131,7 @@ def model(seed: int = 0) -> Any:
         use_cache=False,
     )
     torch.manual_seed(seed)
-    return randomise(patch_model(LlamaForCausalLM(config), "qk_norm_cap")).to(DEVICE)
+    return randomise(patch_model(LlamaForCausalLM(config), TRIED[scheme])).to(DEVICE)
 
 
 def draw_texts(seed: int) -> Tensors:
@@ -157,6 +160,7 @@ def model_step(texts: Tensors) -> Tensors:
 
 RUNS = {
     "causal": Run(draw_heads, lambda x: attend(x, causal=True, softcap=50.0)),
+    "knee": Run(draw_heads, lambda x: attend(x, causal=True, softcap=50.0, knee=True)),
     "window": Run(draw_heads, lambda x: attend(x, causal=True, window=20)),
     "ranges": Run(draw_heads, lambda x: attend(x, ranges=x["ranges"], softcap=15.0)),
     "decode": Run(draw_step, decode_step),
@@ -221,11 +225,12 @@ def test_two_streams_do_not_meet(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("scheme", ["qk_norm_cap", "knee"])
 @pytest.mark.parametrize("dtype", [BRAIN, torch.float16, torch.float32] if NATIVE else [BRAIN])
-def test_the_compiled_model_keeps_the_budget(dtype: torch.dtype) -> None:
+def test_the_compiled_model_keeps_the_budget(dtype: torch.dtype, scheme: str) -> None:
     """In one graph; by inductor on a GPU, and else as traced alone."""
     torch.compiler.reset()
-    texts, of = draw_texts(0), model(1).to(dtype)  # the same rounded weights for all
+    texts, of = draw_texts(0), model(1, scheme).to(dtype)  # the same rounded weights for all
     found = []
     for backend, precision in (("hf_qknorm_eager", torch.float64), ("hf_qknorm_eager", dtype)):
         of.set_attn_implementation(backend)
@@ -240,7 +245,7 @@ def test_the_compiled_model_keeps_the_budget(dtype: torch.dtype) -> None:
 
 def half(x: Tensors, i: int) -> Tensors:
     """The i-th half of all that has heads: of gains the first axis, of what has a batch the second."""
-    shared = ("cos", "sin", "ranges")
+    shared = ("cos", "sin", "eps", "ranges")
     return {name: part if name in shared else part.chunk(2, part.dim() // 4)[i] for name, part in x.items()}
 
 
