@@ -19,19 +19,28 @@ Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of what arrives at a
 def put_knee(model: Any, knee: float, powers: Powers) -> None:
     """Give the norms of a patched model a knee, in place, and record it in layers and config; gains stay as they are.
 
-    Raises ValueError, before anything is changed, for a knee that the scheme can't have, and for an offloaded one.
+    Raises ValueError, before anything changes, for a knee that the scheme can't have, an offloaded one, and a power that
+    is negative or not finite.
     """
     layers = patched_layers(model)
     for norm in (norm for layer in layers.values() for copies in norm_copies(layer).values() for norm in copies):
         norm.check_present()
     config: Any = next(iter(layers.values())).config
     scheme = dataclasses.replace(config.scheme, knee=knee)
+    norms = [
+        (norm, powers[name, norm_name], place(layer)[0])
+        for name, layer in layers.items()
+        for norm_name, copies in norm_copies(layer).items()
+        for norm in copies
+    ]
+    if knee:
+        for norm, power, _ in norms:
+            norm.eps_of(knee, power)
     config.set_scheme(scheme)
-    for name, layer in layers.items():
+    for layer in layers.values():
         layer.scheme = scheme
-        for norm_name, copies in norm_copies(layer).items():
-            for norm in copies:
-                norm.set_knee(knee, powers[name, norm_name], place(layer)[0])
+    for norm, power, device in norms:
+        norm.set_knee(knee, power, device)
 
 
 def powers_of(model: Any) -> dict[tuple[str, str], float]:

@@ -74,6 +74,17 @@ class HeadNorm(nn.Module):
         half = self.order / 2
         return max(float(self.eps) ** half - self.floor**half, 0.0) / self.knee  # ε is rounded: less is no mean
 
+    def eps_of(self, knee: float, power: float) -> float:
+        """The ε of a knee above 0 for a mean |x|ᵖ of `power`. Raises ValueError for one that fp32 does not hold."""
+        half, limits = self.order / 2, torch.finfo(torch.float32)
+        eps = (self.floor**half + knee * power) ** (1 / half) if power >= 0 else math.nan
+        if not limits.tiny <= eps <= limits.max:
+            raise ValueError(
+                f"a knee of {knee:g} and a mean |x|ᵖ of {power:g} give ε = {eps:g}, expected {limits.tiny:.2g} to "
+                f"{limits.max:.2g}, as fp32 holds it: check that the model's queries and keys are finite"
+            )
+        return eps
+
     @torch.no_grad()
     def set_knee(self, knee: float, power: float = 1.0, device: torch.device | None = None) -> None:
         """Give the norm a knee, for a mean |x|ᵖ of `power`; with a knee of 0 it is the scheme's plain norm again.
@@ -87,14 +98,7 @@ class HeadNorm(nn.Module):
             del self.eps
             self.eps, self.knee = self.floor, 0.0
             return
-        half, limits = self.order / 2, torch.finfo(torch.float32)
-        eps = (self.floor**half + knee * power) ** (1 / half) if power >= 0 else math.nan
-        if not limits.tiny <= eps <= limits.max:
-            raise ValueError(
-                f"a knee of {knee:g} and a mean |x|ᵖ of {power:g} give ε = {eps:g}, expected {limits.tiny:.2g} to "
-                f"{limits.max:.2g}, as fp32 holds it: check that the model's queries and keys are finite"
-            )
-        self.knee = knee
+        eps, self.knee = self.eps_of(knee, power), knee
         if isinstance(self.eps, Tensor):
             self.eps.fill_(eps)
             return
