@@ -315,9 +315,17 @@ def test_a_cache_of_another_batch_is_refused() -> None:
         model(tokens[:, 8:9], past_key_values=cache)
 
 
-@pytest.mark.parametrize(("model_type", "cache"), [("llama", "dynamic"), ("llama", "static"), ("gpt_neox", "static")])
-def test_generation_with_a_cache(model_type: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = patched(model_type, "qk_norm_cap")
+@pytest.mark.parametrize(
+    ("model_type", "scheme", "cache"),
+    [
+        ("llama", "qk_norm_cap", "dynamic"),
+        ("llama", "qk_norm_cap", "static"),
+        ("llama", "knee", "static"),
+        ("gpt_neox", "qk_norm_cap", "static"),
+    ],
+)
+def test_generation_with_a_cache(model_type: str, scheme: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched(model_type, scheme)
     calls: list[Any] = []
     monkeypatch.setattr(fused.OPERATORS, "norm_rope_into", counted(fused.OPERATORS.norm_rope_into, calls))
     prompt = batch("left", labels=False)

@@ -143,7 +143,7 @@ def test_norm_and_cap(case, tmp_path):
     assert_near(logits, logits_uncached, TOLERANCE)
 
     copy.deepcopy(model).save_pretrained(tmp_path)  # it writes to the config
-    again = type(model).from_pretrained(tmp_path)
+    again = copy.deepcopy(type(model).from_pretrained(tmp_path))  # rounding depends on where in the file weights lie
     assert type(again) is type(model) is derived_model(type(model).base_class)
     assert again.config.scheme == model.config.scheme
     with torch.no_grad():
