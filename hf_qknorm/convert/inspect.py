@@ -20,20 +20,9 @@ from hf_qknorm.attention import QKNormAttention, patched_layers
 from hf_qknorm.convert.advice import Advice, Risk, Situation, advise, name_of, rank, wide_cap
 from hf_qknorm.convert.calibrate import length_for, tokenizer_of
 from hf_qknorm.convert.measure import Batches, layer_statistics, predictions, require_causal
-from hf_qknorm.convert.report import (
-    FORMAT,
-    READING,
-    ROWS,
-    LayerStatistics,
-    Prediction,
-    aligned,
-    mean,
-    over_names,
-    predictions_table,
-    rest,
-    save_json,
-)
+from hf_qknorm.convert.report import FORMAT, LayerStatistics, Prediction, save_json
 from hf_qknorm.convert.source import open_source
+from hf_qknorm.convert.tables import READING, ROWS, aligned, mean, over_names, predictions_table, rest
 from hf_qknorm.convert.text import CHARACTERS, as_batches, check_batches, check_text, load_text, tokenize
 from hf_qknorm.convert.trained import load_causal, load_tokenizer
 from hf_qknorm.families import family_of

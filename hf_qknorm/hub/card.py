@@ -19,8 +19,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from hf_qknorm import __version__, strangers
 from hf_qknorm.checkpoint_files import CARD, CODE_FILE, KEPT_CARD, REPORT, TOKENIZER_FILES
 from hf_qknorm.convert.native.targets import find_target
-from hf_qknorm.convert.report import Calibration, LayerReport, LayerStatistics, Prediction, mean
+from hf_qknorm.convert.report import Calibration, LayerReport, LayerStatistics, Prediction
 from hf_qknorm.convert.source import read_config
+from hf_qknorm.convert.tables import mean
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.files import replace_file, replace_text, user_path
 from hf_qknorm.functions import CAP_BACKENDS
