@@ -27,7 +27,7 @@ def calibration_table(report: Calibration) -> str:
         largest, *others = (" → ".join(pair) for pair in zip(*map(_cells, (layer.before, layer.after)), strict=True))
         rows.append([name, largest, bound_cell(layer.bound), *others])
         rows[-1].append(pair_of_means(layer.before.rms_q, layer.before.rms_k))
-        rows[-1] += [pair_of_means(layer.beyond_q, layer.beyond_k, ".1%")] * len(beyond)
+        rows[-1] += [pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * len(beyond)
         rows[-1].append(pair_of_means(layer.gain_q, layer.gain_k))
     reading = "; ".join([f"Before → after; {BOUND}", *([BEYOND] if beyond else [])])
     parts = (

@@ -104,7 +104,7 @@ def test_a_knee_and_its_bound_are_in_line_and_table():
     lines = [line.split() for line in report.table().splitlines()]
     assert ["moments,", "knee", "4", "1.531", "4.62", "0.1097", "90.0%"] in lines
     assert "losses by knee: 0: 1.700, 4: 1.531" in report.table()
-    cells = "60.0 → 22.0 164.0 0.50 → 2.00 20.00% → 0.00% 2, 2 25.0%, 50.0% 1.5, -"
+    cells = "60.0 → 22.0 164.0 0.50 → 2.00 20.00% → 0.00% 2, 2 25.00%, 50.00% 1.5, -"
     assert ["layers.14", *cells.split()] in lines
     assert "beyond: the share of vectors beyond the knee" in report.table()
     wide = dataclasses.replace(
