@@ -66,18 +66,20 @@ def knee_curve(inspection: Inspection, path: str | Path) -> None:
     knees = inspection.knees
     if knees is None:
         raise ValueError(f"the inspection of {inspection.model} has no knees: it takes an unpatched causal model")
-    drawn = [t for t in knees.trials if t.bound is not None and math.isfinite(t.bound) and math.isfinite(t.rise)]
+    known = [(trial, trial.bound) for trial in knees.trials if trial.bound is not None]
+    drawn = [(trial, bound) for trial, bound in known if math.isfinite(bound) and math.isfinite(trial.rise)]
+    bounds = [bound for _, bound in drawn]
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", linthresh=knees.limit, linscale=0.8)
     axes.axhline(knees.limit, color=OUTLINE, linewidth=1, linestyle="--", zorder=1)
     axes.axvline(inspection.largest, color=GRID, linewidth=1, linestyle=":", zorder=1)
-    axes.plot([t.bound for t in drawn], [t.rise for t in drawn], color=COLOURS["calibrated"], linewidth=1.5, zorder=2)
-    for trial in drawn:
+    axes.plot(bounds, [trial.rise for trial, _ in drawn], color=COLOURS["calibrated"], linewidth=1.5, zorder=2)
+    for trial, bound in drawn:
         chosen = trial is knees.chosen
         axes.plot(
-            trial.bound,
+            bound,
             trial.rise,
             marker="o",
             markersize=11 if chosen else 7,
@@ -87,14 +89,14 @@ def knee_curve(inspection: Inspection, path: str | Path) -> None:
         )
         axes.annotate(
             f"knee {trial.knee:g}" + (", chosen" if chosen else ""),
-            (trial.bound, trial.rise),
+            (bound, trial.rise),
             xytext=(9, 7),
             textcoords="offset points",
             fontsize=9,
             color=INK,
             fontweight="bold" if chosen else "normal",
         )
-    _finish_knees(axes, inspection, knees, [t.bound for t in drawn if t.bound is not None])
+    _finish_knees(axes, inspection, knees, bounds)
     figure.suptitle(
         f"{Path(inspection.model).name}: what each knee costs and bounds ({name_of(knees.scheme)})",
         fontsize=11,

@@ -122,9 +122,9 @@ class LayerReport:
         """The layer that `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
         check_keys(data, ("before", "after", "gain_q", "gain_k"), where, optional=("bound",))
         before, after = (LayerStatistics.from_dict(data[key], f"{where}.{key}") for key in ("before", "after"))
-        gains = (None if data[k] is None else _numbers(data[k], f"{where}.{k}") for k in ("gain_q", "gain_k"))
+        q, k = (None if data[k] is None else _numbers(data[k], f"{where}.{k}") for k in ("gain_q", "gain_k"))
         bound = None if data.get("bound") is None else number(data["bound"], f"{where}.bound")
-        return cls(before, after, *gains, bound)
+        return cls(before, after, q, k, bound)
 
 
 @dataclass(frozen=True)

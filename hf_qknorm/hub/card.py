@@ -164,13 +164,10 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "report": report,
         "predictions": [] if report is None else _predictions(report),
         "layers": [_layer(*item, has_knee=bool(scheme.knee)) for item in worst[:ROWS]],
-        "seen": [_largest(report, side) for side in ("before", "after")] if worst else [],
+        "seen": [
+            max(max(getattr(layer, side).max_logit) for _, layer in worst) for side in ("before", "after") if worst
+        ],
     }
-
-
-def _largest(report: Calibration, side: str) -> float:
-    """The largest |logit| of all layers, before or after the conversion."""
-    return max(max(getattr(layer, side).max_logit) for layer in report.layers.values())
 
 
 def _changed(scheme: Any) -> list[tuple[str, Any]]:

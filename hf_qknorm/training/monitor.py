@@ -209,8 +209,9 @@ class _Watcher:
             return
         y = x.detach()[: self.rows]
         square = (y if y.dtype == torch.float64 else y.float()).pow(2).mean(-1)
-        has_knee = norm is not None and norm.knee > 0 and not norm.bypass
-        beyond = beyond_knee(norm, y).to(square.dtype) if has_knee else torch.full_like(square, torch.nan)
+        beyond = torch.full_like(square, torch.nan)
+        if norm is not None and norm.knee and not norm.bypass:
+            beyond = beyond_knee(norm, y).to(square.dtype)
         real = self.passes.real(self.rows, x.shape[1], x.device)
         weight = torch.ones_like(square) if real is None else real[..., None].to(square.dtype).expand_as(square)
         values = torch.stack([weight, square, beyond])
