@@ -129,9 +129,10 @@ def in_words(scheme: Scheme) -> list[str]:
             ", before any rotary embedding and before the KV cache."
         )
     if scheme.knee:
+        mean = "mean |x|ᵖ" if "lp" in scheme.norms else "mean square"
         sentences.append(
-            f"These norms have a **knee** of {scheme.knee:g}: the ε beside the mean square is {scheme.knee:g} times "
-            "that of calibration text (RMSNorm's own ε, made large; a buffer of each norm, `q_norm.eps`). Vectors much "
+            f"These norms have a **knee** of {scheme.knee:g}: their ε, which else guards against a division by 0, is "
+            f"{scheme.knee:g} times the {mean} of calibration text (a buffer of each norm, `q_norm.eps`). Vectors much "
             "shorter than that keep their length, longer ones are bounded."
         )
     if scheme.scale is not None:
