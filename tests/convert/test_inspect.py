@@ -279,8 +279,9 @@ def test_damaged_checkpoints_are_told_in_a_line(checkpoint, harm, patched):
 def test_trained_models_are_told_what_suits_them(shared):
     text = str(shared / "data" / "tinyshakespeare.txt")
     found = inspect_checkpoint(str(shared / "checkpoints" / "llama-shakespeare"), texts=text, tokens=2048)
-    assert found.advice.name == "soft_cap"
+    assert found.advice.name == "qk_norm_cap"
     assert found.risks[0].layer == "model.layers.3.self_attn"
     assert found.risks[0].max_logit > 50
     assert found.trials[SCHEMES["qk_norm"]].kl > 10 * found.trials[SCHEMES["q_norm"]].kl > 100 * found.trials[CAP].kl
-    assert "the keys' norm is the damaging half" in " ".join(found.table().split())
+    assert 0 < found.knees.chosen.knee < KNEES[-1]
+    assert f"a knee of {found.knees.chosen.knee:g} for it" in " ".join(found.table().split())
