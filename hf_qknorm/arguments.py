@@ -93,7 +93,7 @@ def _add_inspect(commands: Any) -> None:
     )
     add("--tokens", type=count, default=16_384, help="how much of it to look at")
     add("--cap", type=cap, help="the cap to hold logits against; by default the model's own, or 50")
-    add("--out", default="./qknorm-inspect", help="folder for inspect.json and heatmap.png")
+    add("--out", default="./qknorm-inspect", help="folder for inspect.json, heatmap.png and knees.png")
 
 
 def _add_monitor(commands: Any) -> None:

@@ -181,20 +181,24 @@ def _export(options: argparse.Namespace) -> None:
 
 def _inspect(options: argparse.Namespace) -> None:
     from hf_qknorm.convert.inspect import inspect_checkpoint
-    from hf_qknorm.convert.plots import heat_map  # brings matplotlib
+    from hf_qknorm.convert.plots import heat_map, knee_curve  # brings matplotlib
 
     out = user_path(options.out, "--out")
-    names = ("inspect.json", "heatmap.png")
-    numbers, picture = (out / name for name in names)
-    check_writable(numbers, picture)
+    names = ("inspect.json", "heatmap.png", "knees.png")
+    numbers, picture, curve = written = tuple(out / name for name in names)
+    check_writable(*written)
     check_files(out, names, sources=[options.checkpoint, options.texts], sign=(names[0], "advice"))
-    with _writing(numbers, picture):
+    with _writing(*written):
         found = inspect_checkpoint(options.checkpoint, texts=options.texts, tokens=options.tokens, cap=options.cap)
         print(found.table())
         out.mkdir(parents=True, exist_ok=True)
         found.save(numbers)
         heat_map(found, picture)
-    print(f"\nwritten: {numbers}, {picture}")
+        if found.knees is None:
+            curve.unlink(missing_ok=True)  # an earlier inspection's
+        else:
+            knee_curve(found, curve)
+    print(f"\nwritten: {', '.join(str(path) for path in written if path.exists())}")
 
 
 def _monitor(options: argparse.Namespace) -> None:

@@ -11,7 +11,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hf_qknorm.attention import head_norms, norm_copies, patched_layers, place
+from hf_qknorm.norms import HeadNorm
 
 Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of what arrives at a norm, by its layer's name and its own
 
@@ -47,3 +51,14 @@ def powers_of(model: Any) -> dict[tuple[str, str], float]:
     """The mean |x|ᵖ that each norm of a patched model was given. Raises ValueError for norms without a knee."""
     layers = patched_layers(model).items()
     return {(name, norm_name): norm.power for name, layer in layers for norm_name, norm in head_norms(layer).items()}
+
+
+def beyond_knee(norm: HeadNorm, x: Tensor) -> Tensor:
+    """Which vectors of x `[..., D]` are longer than the knee of a norm, mean |x|ᵖ > ε^(p/2): `[...]` of bool.
+
+    Of such a vector the norm keeps the direction rather than the length. "layer" takes the mean off first.
+    """
+    y = x if x.dtype == torch.float64 else x.float()
+    y = y - y.mean(-1, keepdim=True) if norm.norm == "layer" else y
+    eps = torch.as_tensor(norm.eps, dtype=y.dtype, device=y.device)
+    return y.abs().pow(norm.order).mean(-1) > eps.pow(norm.order / 2)

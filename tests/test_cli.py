@@ -101,13 +101,15 @@ def test_inspect_tells_and_draws(tmp_path, capsys, monkeypatch):
         "model: llama, 2 layers of 4 heads",
         "unpatched",
         "model.layers.1.self_attn",
-        "Advice: Scheme(softcap=30.0)",
+        "knee  loss rises by  bound on |logit|",
+        "Advice: Scheme(q='auto', k='auto', softcap=30.0)",
     ):
         assert line in told
     out = tmp_path / "qknorm-inspect"
     assert json.loads((out / "inspect.json").read_text())["tokens"] == 512
     assert (out / "heatmap.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in out.iterdir()) == ["heatmap.png", "inspect.json"]
+    assert (out / "knees.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.iterdir()) == ["heatmap.png", "inspect.json", "knees.png"]
 
 
 def test_monitor_draws_a_log(tmp_path, capsys):

@@ -93,10 +93,20 @@ def outcome(call: Callable[[], Any]) -> Any:
     return None
 
 
-SCHEME = Scheme(q="rms", k="lp", p=3.0, softcap=50.0).to_dict()
-SIDE = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), (1.0, 3.0), (2.0,))
-LAYER = LayerReport(SIDE, SIDE, (1.0, 2.0), None)
-REPORT = Calibration("fit", 10, Scheme(q="rms"), 50.0, Prediction(1.0), None, Prediction(2.0), {"layers.0": LAYER})
+SCHEME = Scheme(q="rms", k="lp", p=3.0, softcap=50.0, knee=4.0).to_dict()
+SIDE = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), (1.0, 3.0), (2.0,), (0.1, 0.2), (0.3,))
+LAYER = LayerReport(SIDE, SIDE, (1.0, 2.0), None, 150.0)
+REPORT = Calibration(
+    "moments",
+    10,
+    Scheme(q="rms", knee=4.0),
+    50.0,
+    Prediction(1.0),
+    None,
+    Prediction(2.0),
+    {"layers.0": LAYER},
+    knees={0.0: 1.5, 4.0: 2.0},
+)
 
 
 def test_each_part_of_schemes_and_reports():

@@ -18,12 +18,49 @@ LEVELS = ("calm", "raised", "large", "runaway")  # of a cap: up to half, up to a
 
 
 @dataclass(frozen=True)
+class KneeTrial:
+    """A knee that was put on for a moment, with gains in closed form.
+
+    `rise` is that of the loss (nats a token) over the unpatched model's; `bound` the largest |logit| of any layer that
+    any input can give, None where there is no bound.
+    """
+
+    knee: float
+    rise: float
+    bound: float | None
+
+
+@dataclass(frozen=True)
+class KneeTrials:
+    """What each knee costs, put on with a `scheme`; `jump` is the rise in loss with fresh gains and no knee.
+
+    `limit` is the rise that `calibrate` allows by default.
+    """
+
+    scheme: Scheme
+    jump: float
+    limit: float
+    trials: tuple[KneeTrial, ...]
+
+    @property
+    def chosen(self) -> KneeTrial | None:
+        """The smallest knee that costs no more than the limit; None if all cost more."""
+        return next((trial for trial in self.trials if trial.rise <= self.limit), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON-ready data; `chosen` is the knee alone."""
+        chosen = None if self.chosen is None else self.chosen.knee
+        return {**dataclasses.asdict(self), "scheme": self.scheme.to_dict(), "chosen": chosen}
+
+
+@dataclass(frozen=True)
 class Situation:
     """What is known of a model: its layers, and what already keeps their logits in bounds.
 
     `scheme` is what it is patched with ("none" if it is not); `normed` whether queries and keys have norms, the
     scheme's or the model's own; `own_cap` the cap in force. `cap` is what logits are held against; `even` the entropy
-    (nats) of even attention by layer; `trials` what schemes cost when just put on, with fresh gains.
+    (nats) of even attention by layer; `trials` what schemes cost when just put on, with fresh gains; `knees` what norms
+    cost that keep lengths up to a knee, with gains in closed form.
     """
 
     layers: Mapping[str, LayerStatistics]
@@ -33,6 +70,7 @@ class Situation:
     normed: bool = False
     own_cap: float | None = None
     trials: Mapping[Scheme, Prediction] = dataclasses.field(default_factory=dict)
+    knees: KneeTrials | None = None
 
     @property
     def largest(self) -> float:
@@ -121,13 +159,47 @@ def advise(situation: Situation) -> Advice:
             f"heads that attend to hardly more than one token (entropy under {COLLAPSED:.0%} of even attention's) with "
             f"|logit| over {situation.cap / 2:g}: {collapsed}. Training diverges there first"
         )
+    kept = situation.knees.chosen if situation.knees else None
     if situation.own_cap is not None:
         scheme, why = _capped(situation, situation.own_cap)
+    elif situation.knees and kept:
+        scheme, why = situation.knees.scheme, _of_knees(situation, situation.knees, kept)
     elif situation.normed:
         scheme, why = _normed(situation)
     else:
         scheme, why = _raw(situation)
     return Advice(scheme, (*reasons, *why))
+
+
+def scheme_for_knees(situation: Situation) -> Scheme:
+    """The scheme that knees are tried with: norms on queries and keys and, unless the model has one, a cap.
+
+    The cap is the tightest that leaves the model what it is.
+    """
+    if situation.own_cap is not None:
+        return SCHEMES["qk_norm"]
+    found = _cap(situation)
+    cap = found[0] if found else wide_cap(situation.largest, situation.cap)
+    return dataclasses.replace(SCHEMES["qk_norm_cap"], softcap=cap)
+
+
+def _of_knees(situation: Situation, knees: KneeTrials, kept: KneeTrial) -> list[str]:
+    """What the knee that calibrate() would choose costs and bounds, and what others would."""
+    bound = "" if kept.bound is None else f", and no input can give a |logit| over {kept.bound:.0f}"
+    lead = (
+        f"calibrate() finds gains and a knee of {kept.knee:g} for it: the loss rises by {kept.rise:.3f} nats (allowed: "
+        f"{knees.limit:.3f}; with fresh gains and no knee: {knees.jump:.3f}){bound}"
+    )
+    told = [lead]
+    tighter = [trial for trial in knees.trials if trial.knee < kept.knee and trial.bound is not None]
+    if tighter:
+        costs = ", ".join(f"{trial.knee:g}: +{trial.rise:.3f}, at most {trial.bound:.0f}" for trial in tighter[-2:])
+        told.append(
+            f"a smaller knee bounds the logits tighter and costs more ({costs}); KneeSchedule lowers it in training"
+        )
+    if cap := _cap(situation):
+        told.append(f"without calibration: {cap[1][0]} (Scheme(softcap={cap[0]:g}))")
+    return told
 
 
 def _capped(situation: Situation, own: float) -> tuple[Scheme, list[str]]:
@@ -141,6 +213,9 @@ def _capped(situation: Situation, own: float) -> tuple[Scheme, list[str]]:
         wide = wide_cap(largest, own)
         scheme = dataclasses.replace(situation.scheme, softcap=wide)
         return scheme, [flat, f"a cap of {wide:g} bends it by {bend(largest, wide):.0%} and still bounds it"]
+    knees = situation.knees
+    if knees and knees.chosen:
+        return knees.scheme, [flat, *_of_knees(situation, knees, knees.chosen)]
     return _with_norms(situation), [flat, *_of_norms(situation)]
 
 
@@ -162,13 +237,14 @@ def _raw(situation: Situation) -> tuple[Scheme, list[str]]:
     found = _cap(situation)
     if found is not None:
         why = [*found[1], "a cap needs no calibration, and bounds what the next training does to the logits"]
-        return dataclasses.replace(situation.scheme, softcap=found[0]), [*why, *_of_more(situation)]
+        scheme = dataclasses.replace(situation.scheme, softcap=found[0])
+        return scheme, [*why, *_of_no_knee(situation), *_of_more(situation)]
     cap, largest = situation.cap, situation.largest
     narrow = f"a cap of {cap:g} would bend that by {bend(largest, cap):.0%}"
     if measured := situation.trials.get(dataclasses.replace(situation.scheme, softcap=cap)):
         narrow += f" (measured: {_told(measured)})"
     wide = f"one wide enough to leave it alone ({wide_cap(largest, cap):g}) would let logits grow on"
-    return _with_norms(situation), [f"{narrow}, and {wide}", *_of_norms(situation)]
+    return _with_norms(situation), [f"{narrow}, and {wide}", *_of_no_knee(situation), *_of_norms(situation)]
 
 
 def _cap(situation: Situation) -> tuple[float, list[str]] | None:
@@ -194,13 +270,24 @@ def _of_norms(situation: Situation) -> list[str]:
     return [
         "norms on queries and keys bound the logits by √head_dim times their gains",
         *_fresh(situation),
-        'calibrate() takes most of that back; gain="per_head" keeps more than shared gains, which Qwen3 can hold',
+        "calibrate() takes that back: with a knee nearly all of it, as vectors keep their lengths up to there",
         "a cap beside the norms (qk_norm_cap) is for the largest learning rates: it costs a little perplexity",
     ]
 
 
+def _of_no_knee(situation: Situation) -> list[str]:
+    """That no knee was good enough, where knees were tried."""
+    if not situation.knees or situation.knees.chosen:
+        return []
+    best = min(situation.knees.trials, key=lambda trial: trial.rise)
+    return [
+        f"norms with a knee cost more than the {situation.knees.limit:.3f} nats that calibrate() allows: "
+        f"{best.rise:.3f} with a knee of {best.knee:g} (max_loss_increase allows more)"
+    ]
+
+
 def _of_more(situation: Situation) -> list[str]:
-    return ["for several times the usual learning rate take qk_norm and calibrate()", *_fresh(situation)]
+    return ["for several times the usual learning rate take qk_norm_cap and calibrate()", *_fresh(situation)]
 
 
 def _fresh(situation: Situation) -> list[str]:

@@ -17,25 +17,15 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_qknorm.attention import QKNormAttention, patched_layers
-from hf_qknorm.convert.advice import Advice, Risk, Situation, advise, name_of, rank, wide_cap
+from hf_qknorm.convert.advice import Advice, KneeTrials, Risk, Situation, advise, name_of, rank
 from hf_qknorm.convert.calibrate import length_for, tokenizer_of
 from hf_qknorm.convert.measure import Batches, layer_statistics, predictions, require_causal
-from hf_qknorm.convert.report import (
-    FORMAT,
-    READING,
-    ROWS,
-    LayerStatistics,
-    Prediction,
-    aligned,
-    mean,
-    over_names,
-    predictions_table,
-    rest,
-    save_json,
-)
+from hf_qknorm.convert.report import FORMAT, LayerStatistics, Prediction, save_json
 from hf_qknorm.convert.source import open_source
+from hf_qknorm.convert.tables import READING, ROWS, aligned, bound_cell, mean, over_names, predictions_table, rest
 from hf_qknorm.convert.text import CHARACTERS, as_batches, check_batches, check_text, load_text, tokenize
 from hf_qknorm.convert.trained import load_causal, load_tokenizer
+from hf_qknorm.convert.trials import try_knees, try_schemes
 from hf_qknorm.families import family_of
 from hf_qknorm.hub.configs import QKNormConfig
 from hf_qknorm.hub.derived import QKNormModel
@@ -51,8 +41,10 @@ class Inspection:
     """What an inspection found: `layers` by name, `risks` with the worst layer first, and the `advice`.
 
     `base` predicts as the unpatched model does, `patched` as a patched one does now (else None). `trials` are schemes
-    put on for a moment, with fresh gains: what they cost before any calibration. `scheme` is what the model is patched
-    with. Shares of large logits are relative to `cap`; `even` is the entropy (nats) of even attention by layer.
+    put on for a moment, with fresh gains: what they cost before any calibration. `knees` has the loss and the bound at
+    each knee that `calibrate` tries (None for a model that is patched, takes no norms, or predicts no tokens). `scheme`
+    is what the model is patched with. Shares of large logits are relative to `cap`; `even` is the entropy (nats) of
+    even attention by layer.
     """
 
     model: str
@@ -68,6 +60,12 @@ class Inspection:
     even: Mapping[str, float]
     risks: tuple[Risk, ...]
     advice: Advice
+    knees: KneeTrials | None = None
+
+    @property
+    def largest(self) -> float:
+        """The largest |logit| of all heads."""
+        return self.risks[0].max_logit
 
     @property
     def keeps(self) -> bool:
@@ -93,8 +91,22 @@ class Inspection:
             rows.append(
                 [risk.layer, risk.level, *logit, *shares, f"{mean(layer.rms_q):.3g}", f"{mean(layer.rms_k):.3g}"]
             )
-        parts = (title, measured, aligned(rows) + rest(len(self.risks)), READING, self._advice())
+        layers = aligned(rows) + rest(len(self.risks))
+        parts = (title, measured, self._knees(), layers, READING, self._advice())
         return "\n\n".join(part for part in parts if part)
+
+    def _knees(self) -> str:
+        if self.knees is None:
+            return ""
+        rows = [["knee", "loss rises by", "bound on |logit|", ""]]
+        for trial in self.knees.trials:
+            mark = f"← the smallest of at most +{self.knees.limit:.3f}" if trial is self.knees.chosen else ""
+            rows.append([f"{trial.knee:g}", f"{trial.rise:+.3f}", bound_cell(trial.bound), mark])
+        return (
+            f"{name_of(self.knees.scheme)}, calibrated in one pass over half of the text and judged on the other, by "
+            f"knee\n(largest |logit| seen unpatched: {self.largest:.1f}; fresh gains and no knee: "
+            f"{self.knees.jump:+.3f}):\n\n{aligned(rows)}"
+        )
 
     def _advice(self) -> str:
         lines = [f"Advice: {'leave it as it is' if self.keeps else self.advice.name}"]
@@ -115,6 +127,7 @@ class Inspection:
             "base": None if self.base is None else self.base.to_dict(),
             "patched": None if self.patched is None else self.patched.to_dict(),
             "trials": [{"scheme": scheme.to_dict(), **p.to_dict()} for scheme, p in self.trials.items()],
+            "knees": None if self.knees is None else self.knees.to_dict(),
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
             "even": dict(self.even),
             "risks": [risk.to_dict() for risk in self.risks],
@@ -139,7 +152,7 @@ def inspect_model(
     """Measure the attention of a model, patched or not, on `data` (as for `calibrate`), and say what suits it.
 
     The model is left as it was. Logits are held against `cap`, by default the model's own cap, or 50. An unpatched
-    model is also measured with the schemes in question put on for a moment.
+    model is also measured with the schemes in question put on for a moment, and with the knees that `calibrate` tries.
 
     Raises ValueError for a model that can't be patched, data with hardly a token to predict, a cap that is not > 0, or
     logits that are not finite.
@@ -159,8 +172,8 @@ def inspect_model(
                 situation = _situation(model, batches, cap)
                 base, now = predictions(model, batches)
             if scheme is None and base is not None:
-                trials = _trials(model, batches, situation)
-                situation = dataclasses.replace(situation, trials=trials)
+                situation = dataclasses.replace(situation, trials=try_schemes(model, batches, situation))
+                situation = dataclasses.replace(situation, knees=try_knees(model, batches, situation))
     finally:
         model.train(training)
     return Inspection(
@@ -177,6 +190,7 @@ def inspect_model(
         even=situation.even,
         risks=rank(situation),
         advice=advise(situation),
+        knees=situation.knees,
     )
 
 
@@ -227,26 +241,6 @@ def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
             seen = torch.arange(1, int(length) + 1).clamp_max(layer.window or int(length))
             total, count = total + float(seen.double().log().sum()), count + int(length)
     return total / max(count, 1)
-
-
-def _trials(model: PreTrainedModel, batches: Batches, situation: Situation) -> dict[Scheme, Prediction]:
-    """What the schemes in question cost, put on an unpatched model one after the other, with fresh gains."""
-    schemes = []
-    if situation.own_cap is None:
-        wide = wide_cap(situation.largest, situation.cap)
-        schemes += [Scheme(softcap=cap) for cap in dict.fromkeys((situation.cap, wide))]
-    if not situation.normed:
-        schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]]
-    trials = {}
-    for scheme in schemes:
-        patch_model(model, scheme, attn_implementation="hf_qknorm")
-        try:
-            _, found = predictions(model, batches)
-        finally:
-            unpatch_model(model)
-        if found is not None:
-            trials[scheme] = found
-    return trials
 
 
 def inspect_checkpoint(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_qknorm.attention import TYPE_PREFIX, as_unpatched, head_norms, patched_layers
+from hf_qknorm.convert.bounds import logit_bound
 from hf_qknorm.convert.ranks import ALONE, Ranks, whole
 from hf_qknorm.convert.report import LayerReport, LayerStatistics, Numbers, Prediction
 from hf_qknorm.families import FAMILIES
@@ -18,7 +19,7 @@ from hf_qknorm.norms import HeadNorm
 from hf_qknorm.training.monitor import LogitStatistics, Passes, logit_statistics, watched_layers
 
 Batches = Sequence[dict[str, Tensor]]
-LAYER_FIELDS: Final = tuple(field.name for field in dataclasses.fields(LayerStatistics))
+LAYER_FIELDS: Final = ("max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k")  # those of every pass
 
 
 def require_causal(config: Any) -> None:
@@ -148,16 +149,23 @@ def _at_rest(watched: Mapping[str, LogitStatistics], ranks: Ranks) -> dict[str, 
     """The statistics as plain numbers, of the heads of all ranks."""
     return {
         name: LayerStatistics(
-            **{field: ranks.all_heads(tuple(getattr(seen, field).tolist())) for field in LAYER_FIELDS}
+            **{field: ranks.all_heads(tuple(getattr(seen, field).tolist())) for field in LAYER_FIELDS},
+            beyond_q=_known(ranks.all_heads(tuple(seen.beyond_q.tolist()))),
+            beyond_k=_known(ranks.all_heads(tuple(seen.beyond_k.tolist()))),
         )
         for name, seen in watched.items()
     }
 
 
+def _known(shares: Numbers) -> Numbers | None:
+    """The shares by head; None where there is no knee."""
+    return None if all(map(math.isnan, shares)) else shares
+
+
 def layer_reports(
     model: Any, before: dict[str, LayerStatistics], after: dict[str, LayerStatistics]
 ) -> dict[str, LayerReport]:
-    """Statistics of the unpatched and of the patched model, layer by layer, with the gains that it has now."""
+    """Statistics of the unpatched and of the patched model by layer, with its gains and its bound on the logits."""
     reports = {}
     for name, layer in patched_layers(model).items():
         norms = head_norms(layer)
@@ -166,6 +174,7 @@ def layer_reports(
             after[name],
             _gain(norms.get("q_norm"), len(after[name].rms_q)),
             _gain(norms.get("k_norm"), len(after[name].rms_k)),
+            logit_bound(layer),
         )
     return reports
 

@@ -1,4 +1,4 @@
-"""The heat map of an inspection: layers × heads, the largest logits and the entropies."""
+"""The pictures of an inspection: a heat map of layers × heads, and what each knee costs against what it bounds."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from hf_qknorm.convert.advice import KneeTrials, name_of
 from hf_qknorm.convert.inspect import Inspection
 from hf_qknorm.files import replace_file
 
@@ -54,6 +55,88 @@ def heat_map(inspection: Inspection, path: str | Path) -> None:
     left.set_yticks(range(0, layers, -(-layers // 24)))
     figure.suptitle(_title(inspection), fontsize=11, color=INK)
     replace_file(Path(path), lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
+
+
+def knee_curve(inspection: Inspection, path: str | Path) -> None:
+    """Draw the rise in loss against the bound on the logits, a point a knee, as a PNG at `path`, whole or not at all.
+
+    The lines are the rise that `calibrate` allows and the largest |logit| that was seen unpatched; the knee that it
+    chooses is filled. Raises ValueError for an inspection without knees.
+    """
+    knees = inspection.knees
+    if knees is None:
+        raise ValueError(f"the inspection of {inspection.model} has no knees: it takes an unpatched causal model")
+    known = [(trial, trial.bound) for trial in knees.trials if trial.bound is not None]
+    drawn = [(trial, bound) for trial, bound in known if math.isfinite(bound) and math.isfinite(trial.rise)]
+    bounds = [bound for _, bound in drawn]
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("symlog", linthresh=knees.limit, linscale=0.8)
+    axes.axhline(knees.limit, color=OUTLINE, linewidth=1, linestyle="--", zorder=1)
+    axes.axvline(inspection.largest, color=GRID, linewidth=1, linestyle=":", zorder=1)
+    axes.plot(bounds, [trial.rise for trial, _ in drawn], color=COLOURS["calibrated"], linewidth=1.5, zorder=2)
+    for trial, bound in drawn:
+        chosen = trial is knees.chosen
+        axes.plot(
+            bound,
+            trial.rise,
+            marker="o",
+            markersize=11 if chosen else 7,
+            color=COLOURS["calibrated"],
+            markerfacecolor=COLOURS["calibrated"] if chosen else "white",
+            zorder=3,
+        )
+        axes.annotate(
+            f"knee {trial.knee:g}" + (", chosen" if chosen else ""),
+            (bound, trial.rise),
+            xytext=(9, 7),
+            textcoords="offset points",
+            fontsize=9,
+            color=INK,
+            fontweight="bold" if chosen else "normal",
+        )
+    _finish_knees(axes, inspection, knees, bounds)
+    figure.suptitle(
+        f"{Path(inspection.model).name}: what each knee costs and bounds ({name_of(knees.scheme)})",
+        fontsize=11,
+        color=INK,
+    )
+    replace_file(Path(path), lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
+
+
+def _finish_knees(axes: Any, inspection: Inspection, knees: KneeTrials, bounds: Sequence[float]) -> None:
+    """Axes, ticks by doublings, and the labels of the two lines."""
+    ends = [*bounds, max(inspection.largest, 1e-6)]
+    low, high = min(ends) / 1.35, max(ends) * 1.9  # room for the last label
+    axes.set_xlim(low, high)
+    ticks = [2.0**i for i in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
+    ticks = ticks[:: -(-len(ticks) // 10)]
+    axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    rises = [trial.rise for trial in knees.trials if math.isfinite(trial.rise)]
+    top = 2.2 * max(*rises, knees.limit) if rises else 1.0
+    axes.set_ylim(min([*rises, 0.0]) - 0.25 * knees.limit, top)
+    marks = [0.0, *(t for i in range(-4, 3) for t in (10.0**i, 3 * 10.0**i) if knees.limit < t < top)]
+    axes.set_yticks([*marks, knees.limit], labels=[*(f"{mark:g}" for mark in marks), f"{knees.limit:.2g}"])
+    axes.minorticks_off()
+    axes.text(high, knees.limit, "rise that calibrate() allows ", ha="right", va="bottom", fontsize=8, color=OUTLINE)
+    axes.annotate(
+        f"largest |logit| seen unpatched: {inspection.largest:.0f}",
+        (inspection.largest, 0),
+        xycoords=("data", "axes fraction"),
+        xytext=(-3, 6),
+        textcoords="offset points",
+        rotation=90,
+        ha="right",
+        va="bottom",
+        fontsize=8,
+        color=INK,
+    )
+    axes.set_xlabel("bound on |logit| that no input can exceed, worst layer, before any cap", color=INK)
+    axes.set_ylabel("rise in loss over the unpatched model (nats)", color=INK)
+    axes.grid(alpha=0.25)
+    axes.tick_params(length=2, colors=INK, labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _title(inspection: Inspection) -> str:

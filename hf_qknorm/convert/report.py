@@ -1,4 +1,4 @@
-"""What a conversion did to a model: predictions and, layer by layer, logits and gains; as JSON and as a table."""
+"""What a conversion did to a model: predictions and, layer by layer, logits and gains; read from JSON and written."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hf_qknorm.convert.tables import calibration_table
 from hf_qknorm.files import replace_text
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.strangers import brief, check_keys, count, number, positive, read_json, repo_id
+from hf_qknorm.strangers import brief, check_keys, count, fixed, number, positive, read_json, repo_id
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT = 1
-LAYERS, HEADS = 10_000, 10_000  # more than any model has
+LAYERS, HEADS, KNEES = 10_000, 10_000, 1_000  # more than any model has, or anyone tries
 NAME = re.compile(r"[\w.]{1,200}", re.ASCII)  # of a layer, a module's path; and of a method
-ROWS = 12  # layers in a table: the worst ones; JSON has them all
 
 Numbers = tuple[float, ...]
 
@@ -54,7 +57,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """A layer's attention, a number a head: `LogitStatistics` at rest. `rms_k` has one for each key head."""
+    """A layer's attention, a number a head: `LogitStatistics` at rest. `rms_k` has one for each key head.
+
+    `beyond_q` and `beyond_k` are the shares of queries and keys beyond the knee of their norm; None without a knee.
+    """
 
     max_logit: Numbers
     entropy: Numbers
@@ -62,43 +68,63 @@ class LayerStatistics:
     over_cap: Numbers
     rms_q: Numbers
     rms_k: Numbers
+    beyond_q: Numbers | None = None
+    beyond_k: Numbers | None = None
 
     def to_dict(self) -> dict[str, list[float]]:
-        """The numbers by name."""
-        return {field.name: list(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        """The numbers by name, without those that are None."""
+        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: list(values) for name, values in numbers.items() if values is not None}
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "statistics") -> LayerStatistics:
-        """What `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
-        names = tuple(field.name for field in dataclasses.fields(cls))
-        check_keys(data, names, where)
-        return cls(*(_numbers(data[name], f"{where}.{name}") for name in names))
+        """The statistics that `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
+        required, optional = _names(cls)
+        check_keys(data, required, where, optional)
+        return cls(**{name: _numbers(values, f"{where}.{name}") for name, values in data.items()})
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A layer unpatched and as it is now, and the root mean square of each head's gain (None: no gain there)."""
+    """A layer unpatched and as it is now, and the root mean square of each head's gain (None: no gain there).
+
+    `bound` is the largest |logit|, before any cap, that any input can give now (`convert.bounds.logit_bound`); None
+    where the scheme does not norm both queries and keys.
+    """
 
     before: LayerStatistics
     after: LayerStatistics
     gain_q: Numbers | None = None
     gain_k: Numbers | None = None
+    bound: float | None = None
+
+    @property
+    def beyond_q(self) -> Numbers | None:
+        """The share of queries beyond the knee, a number a head; None without a knee."""
+        return self.after.beyond_q
+
+    @property
+    def beyond_k(self) -> Numbers | None:
+        """The share of keys beyond the knee, a number a key head; None without a knee."""
+        return self.after.beyond_k
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers by name."""
+        """The numbers by name; a bound only where there is one."""
         gains = {name: None if gain is None else list(gain) for name, gain in self._gains()}
-        return {"before": self.before.to_dict(), "after": self.after.to_dict(), **gains}
+        bound = {} if self.bound is None else {"bound": self.bound}
+        return {"before": self.before.to_dict(), "after": self.after.to_dict(), **gains, **bound}
 
     def _gains(self) -> list[tuple[str, Numbers | None]]:
         return [("gain_q", self.gain_q), ("gain_k", self.gain_k)]
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "layer") -> LayerReport:
-        """What `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
-        check_keys(data, ("before", "after", "gain_q", "gain_k"), where)
+        """The layer that `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
+        check_keys(data, ("before", "after", "gain_q", "gain_k"), where, optional=("bound",))
         before, after = (LayerStatistics.from_dict(data[key], f"{where}.{key}") for key in ("before", "after"))
-        gains = (None if data[k] is None else _numbers(data[k], f"{where}.{k}") for k in ("gain_q", "gain_k"))
-        return cls(before, after, *gains)
+        q, k = (None if data[k] is None else _numbers(data[k], f"{where}.{k}") for k in ("gain_q", "gain_k"))
+        bound = None if data.get("bound") is None else number(data["bound"], f"{where}.bound")
+        return cls(before, after, q, k, bound)
 
 
 @dataclass(frozen=True)
@@ -108,7 +134,8 @@ class Calibration:
     `base` is the unpatched model, `ones` the scheme with fresh gains, `chosen` with the calibrated ones; all three are
     None for a model without a language-modelling head. `layers` has every attention layer by name; shares of large
     logits are relative to `cap`. `judged` says over how many of the `tokens` all this was measured. `base_model` and
-    `dataset` are the Hub names of what was converted and of the text, None for what came from this machine.
+    `dataset` are the Hub names of what was converted and of the text, None for what came from this machine. `knees` has
+    the loss with each knee that was tried; the one that was chosen is `scheme.knee`.
     """
 
     method: str
@@ -122,7 +149,7 @@ class Calibration:
     judged: int | None = None
     base_model: str | None = None
     dataset: str | None = None
-    knees: Mapping[float, float] = field(default_factory=dict)
+    knees: Mapping[float, float] = dataclasses.field(default_factory=dict)
 
     @property
     def base_loss(self) -> float | None:
@@ -145,6 +172,17 @@ class Calibration:
         return None if self.chosen is None else self.chosen.kl
 
     @property
+    def title(self) -> str:
+        """The method and the knee."""
+        return self.method + (f", knee {self.scheme.knee:g}" if self.scheme.knee else "")
+
+    @property
+    def bound(self) -> float | None:
+        """The largest bound on the logits of a layer, before any cap; None if a layer has none."""
+        bounds = [layer.bound for layer in self.layers.values() if layer.bound is not None]
+        return max(bounds) if bounds and len(bounds) == len(self.layers) else None
+
+    @property
     def kept(self) -> float | None:
         """The share of the jump in loss that the calibration removed; None if there was no jump to remove."""
         if self.base is None or self.ones is None or self.chosen is None or self.ones.loss <= self.base.loss:
@@ -153,28 +191,18 @@ class Calibration:
         return share if math.isfinite(share) else None
 
     def __str__(self) -> str:
+        bound = "" if self.bound is None else f"; |logit| ≤ {fixed(self.bound, 1)} for any input"
         if self.base is None or self.ones is None or self.chosen is None:
-            return f"{self.method}: gains from {self.tokens:,} tokens"
-        kept = "" if self.kept is None else f" ({self.kept:.0%} of the jump removed)"
+            return f"{self.title}: gains from {self.tokens:,} tokens{bound}"
+        kept = "" if self.kept is None else f" ({self.kept:.1%} of the jump removed)"
         return (
-            f"{self.method}: loss {self.base.loss:.3f} unpatched, {self.ones.loss:.3f} with fresh gains, "
-            f"{self.chosen.loss:.3f} calibrated on {self.tokens:,} tokens{kept}; KL {self.chosen.kl:.4f}"
+            f"{self.title}: loss {self.base.loss:.3f} unpatched, {self.ones.loss:.3f} with fresh gains, "
+            f"{self.chosen.loss:.3f} calibrated on {self.tokens:,} tokens{kept}; KL {self.chosen.kl:.4f}{bound}"
         )
 
     def table(self) -> str:
-        """Predictions, and the layers with the largest logits: a few lines of text."""
-        named = {"unpatched": self.base, "fresh gains": self.ones, self.method: self.chosen}
-        parts = [f"{self.method} on {self.tokens:,} tokens: {self.scheme}"]
-        parts.append(predictions_table({n: p for n, p in named.items() if p is not None}))
-        worst = sorted(self.layers.items(), key=lambda item: -max(item[1].after.max_logit))
-        rows = [["layer", "max |logit|", "entropy", *over_names(self.cap), "rms q", "rms k", "gain q", "gain k"]]
-        for name, layer in worst[:ROWS]:
-            both = (layer.before, layer.after)
-            rows.append([name, *(" → ".join(pair) for pair in zip(*map(_cells, both), strict=True))])
-            rows[-1] += [f"{mean(layer.before.rms_q):.3g}", f"{mean(layer.before.rms_k):.3g}"]
-            rows[-1] += ["-" if gain is None else f"{mean(gain):.3g}" for _, gain in layer._gains()]
-        parts += [aligned(rows) + rest(len(worst)), f"Before → after; {READING}."]
-        return "\n\n".join(part for part in parts if part)
+        """Predictions, and the layers with the largest logits: a few lines of text, up to 120 wide."""
+        return calibration_table(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data; `Calibration.from_dict` gives it back."""
@@ -190,13 +218,14 @@ class Calibration:
             "dataset": self.dataset,
             **{name: None if made is None else made.to_dict() for name, made in predictions.items()},
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
+            **({"knees": [{"knee": knee, "loss": loss} for knee, loss in self.knees.items()]} if self.knees else {}),
         }
 
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
         """The report that `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
-        required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
-        check_keys(data, ("format", *required), "report", optional=("judged", "base_model", "dataset"))
+        required, optional = _names(cls)
+        check_keys(data, ("format", *required), "report", optional)
         if data["format"] != FORMAT:
             raise ValueError(f"report.format is {brief(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it")
         if not isinstance(data["layers"], Mapping) or len(data["layers"]) > LAYERS:
@@ -225,6 +254,7 @@ class Calibration:
             judged=None if data.get("judged") is None else count(data["judged"], "report.judged"),
             base_model=repo_id(data.get("base_model"), "report.base_model"),
             dataset=repo_id(data.get("dataset"), "report.dataset"),
+            knees=_knees(data.get("knees", [])),
         )
 
     @classmethod
@@ -246,46 +276,27 @@ def save_json(data: Mapping[str, Any], path: Path) -> None:
     replace_text(path, text)
 
 
-READING = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; others: means over heads"
+def _names(data_class: type[DataclassInstance]) -> tuple[list[str], list[str]]:
+    """The names of the fields without a default, and of those with one."""
+    names: tuple[list[str], list[str]] = ([], [])
+    for field in dataclasses.fields(data_class):
+        has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+        names[has_default].append(field.name)
+    return names
 
 
-def predictions_table(predictions: Mapping[str, Prediction]) -> str:
-    """A line a prediction; empty without any."""
-    rows = [["", "loss", "perplexity", "KL", "same top token"]]
-    for name, p in predictions.items():
-        rows.append([name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"])
-    return aligned(rows) if predictions else ""
-
-
-def over_names(cap: float) -> list[str]:
-    """The names of the columns of shares: `> 25`, `> 50`."""
-    return [f"> {cap / 2:g}", f"> {cap:g}"]
-
-
-def _cells(layer: LayerStatistics) -> list[str]:
-    shares = [f"{mean(layer.over_half):.2%}", f"{mean(layer.over_cap):.2%}"]
-    return [f"{max(layer.max_logit):.1f}", f"{min(layer.entropy):.2f}", *shares]
-
-
-def rest(layers: int) -> str:
-    """The line below a table that leaves layers out."""
-    return f"\n… and {layers - ROWS} calmer layers" if layers > ROWS else ""
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as text: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def mean(values: Iterable[float]) -> float:
-    """The mean of a few numbers."""
-    values = list(values)
-    return sum(values) / len(values)
+def _knees(value: Any) -> dict[float, float]:
+    if not isinstance(value, list | tuple) or len(value) > KNEES:
+        raise ValueError(f"report.knees is {brief(value)}, expected a list of at most {KNEES} losses by knee")
+    found = {}
+    for i, item in enumerate(value):
+        where = f"report.knees[{i}]"
+        check_keys(item, ("knee", "loss"), where)
+        knee = number(item["knee"], f"{where}.knee")
+        if not (math.isfinite(knee) and knee >= 0):
+            raise ValueError(f"{where}.knee is {knee}, expected a finite number ≥ 0")
+        found[knee] = number(item["loss"], f"{where}.loss")
+    return found
 
 
 def _numbers(value: Any, where: str) -> Numbers:

@@ -12,19 +12,30 @@ matplotlib.use("Agg")  # no display
 from matplotlib import pyplot
 
 from hf_qknorm.convert.plots import COLOURS
+from hf_qknorm.convert.report import Calibration
 from hf_qknorm.files import replace_file
 
 
-def plot_losses(runs: dict[str, Any], path: Path) -> None:
-    """Held-out loss over the steps of continued training, a line a run."""
+def plot_losses(runs: dict[str, Any], calibration: Calibration, path: Path) -> None:
+    """Held-out loss over the steps of continued training, a line a run; what they start from is written beside it."""
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, run in runs.items():
         steps, losses = zip(*run["held_out"], strict=True)
-        axes.plot(steps, losses, color=COLOURS[name], marker="o", markersize=3, label=name)
-        axes.annotate(f"{losses[0]:.2f}", (0, losses[0]), xytext=(4, 6), textcoords="offset points", fontsize=9)
+        knee = f", knee {calibration.scheme.knee:g}" if name == "calibrated" and calibration.scheme.knee else ""
+        axes.plot(steps, losses, color=COLOURS[name], marker="o", markersize=3, label=name + knee)
+        below = name == "unpatched"  # the calibrated model starts right above
+        axes.annotate(
+            f"{losses[0]:.3f}",
+            (0, losses[0]),
+            xytext=(4, -6 if below else 6),
+            va="top" if below else "bottom",
+            textcoords="offset points",
+            fontsize=9,
+            color=COLOURS[name],
+        )
     axes.set(xlabel="steps of continued training", ylabel="held-out loss (nats a token)")
     axes.margins(y=0.12)
-    figure.suptitle("Converting a trained model: what new norms cost, and how fast it comes back", fontsize=11)
+    figure.suptitle("Converting a trained model: new norms with fresh gains, and as calibrate() puts them", fontsize=11)
     _finish(figure, axes, path)
 
 

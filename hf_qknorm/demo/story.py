@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from hf_qknorm.checkpoint_files import foreign_files
 from hf_qknorm.convert.calibrate import calibrate, length_for
 from hf_qknorm.convert.measure import require_causal
-from hf_qknorm.convert.report import save_json
+from hf_qknorm.convert.report import Calibration, save_json
 from hf_qknorm.convert.source import open_source
 from hf_qknorm.convert.text import check_batches, check_text, load_text, sample_batches, tokenize
 from hf_qknorm.convert.trained import load_causal, load_tokenizer
@@ -83,28 +83,27 @@ def run(settings: Settings) -> dict[str, Any]:
     tokenizer, base, batches = _start(settings, scheme)
     if settings.checkpoint is None:
         train(base, batches.base, rate=2e-3, warmup=20, decay=True, what="training a small Llama")
-    runs, models = {}, {}
-    for name in ("unpatched", "fresh gains", "calibrated"):
-        model = models[name] = copy.deepcopy(base)
-        patch_model(model, scheme if name != "unpatched" else SCHEMES["none"])
-        if name == "calibrated":
-            calibrate(model, batches.calibration, method="moments")
-        runs[name] = _continue(model, batches, settings, name)
+    models = {name: copy.deepcopy(base) for name in ("unpatched", "fresh gains", "calibrated")}
+    for name, model in models.items():
+        patch_model(model, SCHEMES["none"] if name == "unpatched" else scheme)
+    calibration = calibrate(models["calibrated"], batches.calibration)
+    runs = {name: _continue(model, batches, settings, name) for name, model in models.items()}
     with new_folder(out, check) as folder:
         models["calibrated"].eval().save_pretrained(folder / MODEL)
         tokenizer.save_pretrained(folder / MODEL)
-        plot_losses(runs, folder / LOSSES)
+        plot_losses(runs, calibration, folder / LOSSES)
         plot_logits(runs, scheme.softcap, folder / LOGITS)
         report = {
             "scheme": scheme.to_dict(),
             "settings": vars(settings),
             "parameters": sum(p.numel() for p in base.parameters()),
+            "calibration": calibration.to_dict(),
             "runs": runs,
             "reloaded": _reload(models["calibrated"], batches.held_out[0], folder / MODEL),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
         save_json(report, folder / REPORT)
-    _tell(report, out)
+    _tell(report, calibration, out)
     return report
 
 
@@ -181,9 +180,10 @@ def _reload(model: Any, batch: Tensor, folder: Path) -> dict[str, Any]:
     return json.loads(finished.stdout)
 
 
-def _tell(report: dict[str, Any], out: Path) -> None:
+def _tell(report: dict[str, Any], calibration: Calibration, out: Path) -> None:
     steps = report["settings"]["steps"]
-    print(f"\n{report['parameters']:,} parameters, scheme {report['settings']['scheme']}, held-out text:\n")
+    print(f"\n{report['parameters']:,} parameters, scheme {report['settings']['scheme']}\n\ncalibrate(): {calibration}")
+    print(f"\n{_largest_logits(calibration)}\n\non held-out text:\n")
     print(f"{'':14}{'loss at step 0':>16}{f'after {steps} steps':>16}{'max |logit| at 0':>18}{f'after {steps}':>10}")
     for name, run in report["runs"].items():
         (_, first), (_, last) = run["held_out"][0], run["held_out"][-1]
@@ -193,3 +193,19 @@ def _tell(report: dict[str, Any], out: Path) -> None:
     print(f"\nreloaded in a new process as {reloaded['class']}: logits differ by {reloaded['largest_difference']:g}")
     print(f"it goes on writing: {reloaded['prompt'].splitlines()[-1] if reloaded['prompt'] else ''}▸{reloaded['text']}")
     print(f"\nwritten: {', '.join(str(out / name) for name in WRITTEN)}/")
+
+
+def _largest_logits(calibration: Calibration) -> str:
+    """The largest logits before and after, and what bounds them."""
+    sides = [[max(side.max_logit) for side in (layer.before, layer.after)] for layer in calibration.layers.values()]
+    before, after = map(max, zip(*sides, strict=True))
+    seen = f"largest |logit| seen there: {before:.1f} unpatched, {after:.1f} calibrated"
+    if calibration.bound is None:
+        return seen
+    bounded = f"{seen}; no input can give one over {calibration.bound:.1f}, before any cap"
+    if not calibration.scheme.knee:
+        return bounded
+    return (
+        f"{bounded}\nThe knee of {calibration.scheme.knee:g} is how: vectors shorter than it keep the length that the "
+        "model uses, longer ones are bounded"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ def rotate_llama4(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, 
     return q.transpose(1, 2), k.transpose(1, 2), v
 
 
+def query_scale_llama4(module: Any) -> float:
+    """The scale of the queries at the last position."""
+    if not module.attn_temperature_tuning or module.use_rope:
+        return 1.0
+    spans = module.config.max_position_embeddings // module.floor_scale
+    return max(1.0, math.log1p(spans) * module.attn_scale + 1.0)
+
+
 def rotate_ministral3(
     module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, position_ids: Any = None, **arguments: Any
 ) -> Heads:
@@ -37,6 +46,13 @@ def rotate_ministral3(
         position_ids, rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     )
     return q * scales.to(q.dtype), k, v
+
+
+def query_scale_ministral3(module: Any) -> float:
+    """The scale of the queries at the last position."""
+    rope = module.config.rope_parameters
+    spans = (module.config.max_position_embeddings - 1) // rope["original_max_position_embeddings"]
+    return max(1.0, 1.0 + rope["llama_4_scaling_beta"] * math.log1p(spans))
 
 
 def rotate_recurrent_gemma(
@@ -61,8 +77,8 @@ def unsupported_zamba2(config: Any) -> str | None:
     return None
 
 
-LLAMA4 = Style(separate.project, output, QKV, rotate=rotate_llama4)
-MINISTRAL3 = Style(separate.project, output, QKV, rotate=rotate_ministral3)
+LLAMA4 = Style(separate.project, output, QKV, rotate=rotate_llama4, query_scale=query_scale_llama4)
+MINISTRAL3 = Style(separate.project, output, QKV, rotate=rotate_ministral3, query_scale=query_scale_ministral3)
 RECURRENT_GEMMA = Style(separate.project, output, QKV, rotate=rotate_recurrent_gemma)
 ZAMBA = Style(separate.project, output, QKV, rotates=separate.never, slot=slot_given)
 ZAMBA2 = Style(separate.project, output, QKV, rotates=where_memory_rotates, slot=slot_given)

@@ -56,6 +56,10 @@ def _length(module: Any) -> int:
     return module.config.max_position_embeddings
 
 
+def _query_scale(module: Any) -> float:
+    return 1.0
+
+
 @dataclass(frozen=True)
 class Style:
     """How a kind of attention module differs from the shared forward.
@@ -71,8 +75,9 @@ class Style:
 
     `dropout` is the rate on the weights; `eager` the model's own function for `attn_implementation="eager"`; `heads`
     the number of query heads, of key heads, and D; `slot` a layer's place in the cache; `scale` what the model
-    multiplies q·k by; `length` that of its longest sequence. `prescaled` says that the model
-    multiplies the queries by the scale of the logits, and not the logits.
+    multiplies q·k by; `length` that of its longest sequence; `query_scale` the largest factor by which `rotate`
+    multiplies a query for its position. `prescaled` says that the model multiplies the queries by the scale of the
+    logits, and not the logits.
     """
 
     project: Callable[[Any, Tensor], Projected]
@@ -87,4 +92,5 @@ class Style:
     slot: Callable[..., int] = _slot
     scale: Callable[[Any], float] = _scale
     length: Callable[[Any], int] = _length
+    query_scale: Callable[[Any], float] = _query_scale
     prescaled: bool = False

@@ -19,8 +19,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from hf_qknorm import __version__, strangers
 from hf_qknorm.checkpoint_files import CARD, CODE_FILE, KEPT_CARD, REPORT, TOKENIZER_FILES
 from hf_qknorm.convert.native.targets import find_target
-from hf_qknorm.convert.report import Calibration, LayerReport, LayerStatistics, Prediction, mean
+from hf_qknorm.convert.report import Calibration, LayerReport, LayerStatistics, Numbers, Prediction
 from hf_qknorm.convert.source import read_config
+from hf_qknorm.convert.tables import mean
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.files import replace_file, replace_text, user_path
 from hf_qknorm.functions import CAP_BACKENDS
@@ -162,7 +163,10 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "bibtex": Markdown("\n\n".join([*(paper.bibtex for paper in behind), papers.SOFTWARE % __version__])),
         "report": report,
         "predictions": [] if report is None else _predictions(report),
-        "layers": [_layer(*item) for item in worst[:ROWS]],
+        "layers": [_layer(*item, has_knee=bool(scheme.knee)) for item in worst[:ROWS]],
+        "seen": [
+            max(max(getattr(layer, side).max_logit) for _, layer in worst) for side in ("before", "after") if worst
+        ],
     }
 
 
@@ -213,12 +217,18 @@ def _predictions(report: Calibration) -> list[Markdown]:
     ]
 
 
-def _layer(name: str, layer: LayerReport) -> Markdown:
+def _layer(name: str, layer: LayerReport, has_knee: bool) -> Markdown:
     """A row of the table of layers."""
 
     def cells(side: LayerStatistics) -> list[str]:
         return [fixed(max(side.max_logit), 1), fixed(min(side.entropy), 2), f"{mean(side.over_half):.2%}"]
 
-    sides = [" → ".join(pair) for pair in zip(cells(layer.before), cells(layer.after), strict=True)]
-    gains = ["–" if gain is None else f"{mean(gain):.3g}" for gain in (layer.gain_q, layer.gain_k)]
-    return _row(name, *sides, *gains)
+    largest, *others = (" → ".join(pair) for pair in zip(cells(layer.before), cells(layer.after), strict=True))
+    bound = "–" if layer.bound is None else fixed(layer.bound, 1)
+    beyond = [_means(layer.beyond_q, layer.beyond_k, ".2%")] if has_knee else []
+    return _row(name, largest, bound, *beyond, *others, _means(layer.gain_q, layer.gain_k, ".3g"))
+
+
+def _means(q: Numbers | None, k: Numbers | None, form: str) -> str:
+    """The means over heads of the queries' numbers and of the keys'."""
+    return ", ".join("–" if numbers is None else format(mean(numbers), form) for numbers in (q, k))

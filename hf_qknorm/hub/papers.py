@@ -111,7 +111,7 @@ def papers_of(scheme: Scheme) -> list[Paper]:
 def in_short(scheme: Scheme) -> str:
     """`QK norm and a logit cap`."""
     letters = "".join(letter for letter, norm in zip("QKV", (scheme.q, scheme.k, scheme.v), strict=True) if norm)
-    parts = [f"{letters} norm"] if letters else []
+    parts = [f"{letters} norm" + (f" (knee {scheme.knee:g})" if scheme.knee else "")] if letters else []
     parts += ["a logit cap"] if scheme.softcap is not None else []
     return " and ".join(parts) or "its attention unchanged"
 
@@ -127,6 +127,13 @@ def in_words(scheme: Scheme) -> list[str]:
             f"The **{who}** of every head are normalised over `head_dim` by {NORMS[norm]}{order}, with "
             f"{GAINS[scheme.gain]}{' and a bias' if scheme.has_bias(norm) else ''}"
             ", before any rotary embedding and before the KV cache."
+        )
+    if scheme.knee:
+        mean = "mean |x|ᵖ" if "lp" in scheme.norms else "mean square"
+        sentences.append(
+            f"These norms have a **knee** of {scheme.knee:g}: their ε, which else guards against a division by 0, is "
+            f"{scheme.knee:g} times the {mean} of calibration text (a buffer of each norm, `q_norm.eps`). Vectors much "
+            "shorter than that keep their length, longer ones are bounded."
         )
     if scheme.scale is not None:
         sentences.append(f"The products of queries and keys are multiplied by {scheme.scale:g}, not by 1/√head_dim.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from hf_qknorm.checkpoint_files import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.convert.plots import COLOURS, GRID, INK
@@ -19,6 +20,7 @@ from hf_qknorm.strangers import fixed
 COLOUR = {"unpatched": COLOURS["unpatched"], "fresh gains": COLOURS["fresh gains"], "this model": COLOURS["calibrated"]}
 SHIFT = {"unpatched": -0.13, "this model": 0.13}  # of a layer's two rows of dots
 TALLEST = 11.0  # inches: with more layers, they come closer
+LINEAR = 8.0  # logits up to this on an axis by doublings, which has no place for 0
 LARGEST = 1e12  # beyond, a number is drawn there: axes have no room for the largest floats
 
 
@@ -83,6 +85,7 @@ def _logits(report: Calibration) -> Figure | None:
     }
     _heads(left, sides, "max_logit", max)
     _heads(right, sides, "entropy", min)
+    _bounds(left, [layer.bound for layer in report.layers.values()])
     if report.scheme.softcap is not None:
         left.axvline(report.cap, color=GRID, linewidth=1, linestyle="--", label=f"cap {report.cap:g}")
     left.set_xlim(left=0)
@@ -96,6 +99,26 @@ def _logits(report: Calibration) -> Figure | None:
         _finish(axes)
     figure.legend(*left.get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=4, fontsize=9)
     return figure
+
+
+def _bounds(axes: Any, bounds: Sequence[float | None]) -> None:
+    """A bar in each layer at the bound on its logits, where there is one; the axis then goes by doublings."""
+    drawn = {place: _drawable(bound) for place, bound in enumerate(bounds) if bound is not None}
+    drawn = {place: bound for place, bound in drawn.items() if bound > 0}
+    if not drawn:
+        return
+    axes.set_xscale("symlog", base=2, linthresh=LINEAR, linscale=0.4)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.scatter(
+        list(drawn.values()),
+        list(drawn),
+        s=90,
+        color=INK,
+        marker="|",
+        linewidths=2,
+        label="bound, for any input",
+        zorder=2,
+    )
 
 
 def _heads(axes: Any, sides: dict[str, list[LayerStatistics]], field: str, worst: Any) -> None:

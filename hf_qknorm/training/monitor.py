@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.attention import NORM_NAMES, QKNormAttention, patched_layers
+from hf_qknorm.attention import NORM_NAMES, QKNormAttention, head_norms, patched_layers
+from hf_qknorm.knee import beyond_knee
+from hf_qknorm.norms import HeadNorm
 from hf_qknorm.training.logits import measure, visible
 from hf_qknorm.training.observers import join, leave
 
@@ -25,8 +27,9 @@ class LogitStatistics:
 
     `max_logit` is the largest |logit| before the cap; `over_half` and `over_cap` are the shares of visible logits over
     `cap`/2 and over `cap`; `entropy` is in nats; `rms_q` `[H]` and `rms_k` `[Hk]` are those of queries and keys as they
-    leave the projection, before any norm, `rms_v` `[Hk]` that of the values. `even` is the entropy that attention which
-    is the same for all keys in sight would have. Shares and rms are NaN where nothing was seen.
+    leave the projection, before any norm, `rms_v` `[Hk]` that of the values. `beyond_q` `[H]` and `beyond_k` `[Hk]` are
+    the shares of them that are beyond the knee of their norm. `even` is the entropy that attention which is the same
+    for all keys in sight would have. Shares and rms are NaN where nothing was seen, or there is no knee.
     """
 
     cap: float
@@ -35,7 +38,8 @@ class LogitStatistics:
     counts: Tensor = field(
         default_factory=lambda: torch.zeros((), dtype=torch.int64)
     )  # `[3, H]`: pairs seen, over c/2, over c
-    squares: dict[str, Tensor] = field(default_factory=dict)  # "q_norm": `[2, H]`: sum of mean squares, and tokens
+    # "q_norm": `[3, H]`: tokens, the sum of their mean squares, and how many are beyond the knee
+    lengths: dict[str, Tensor] = field(default_factory=dict)
     evens: list[Tensor] = field(default_factory=list)
 
     @property
@@ -73,11 +77,23 @@ class LogitStatistics:
         """The root mean square of the values' entries `[Hk]`, before any norm."""
         return self._rms("v_norm", self.max_logit)
 
+    @property
+    def beyond_q(self) -> Tensor:
+        """The share of queries whose mean |x|ᵖ is larger than the ε^(p/2) of their norm, which has a knee."""
+        return self._mean("q_norm", 2, self.max_logit)
+
+    @property
+    def beyond_k(self) -> Tensor:
+        """The share of keys `[Hk]` whose mean |x|ᵖ is larger than the ε^(p/2) of their norm, which has a knee."""
+        return self._mean("k_norm", 2, self.rms_v)
+
     def _rms(self, norm: str, like: Tensor) -> Tensor:
-        if norm not in self.squares:  # the model has norms of its own, and projects in a way of its own
+        return self._mean(norm, 1, like).sqrt()
+
+    def _mean(self, norm: str, row: int, like: Tensor) -> Tensor:
+        if norm not in self.lengths:  # the model has norms of its own, and projects in a way of its own
             return torch.full_like(like, torch.nan)
-        total, tokens = self.squares[norm]
-        return (total / tokens).sqrt()
+        return self.lengths[norm][row] / self.lengths[norm][0]
 
 
 @contextmanager
@@ -181,18 +197,25 @@ class _Watcher:
     ) -> None:
         self.name, self.collected, self.passes, self.cap, self.rows = name, collected, passes, cap, rows
         self.before: Callable[..., None] | None = None
-        self.squares: dict[str, Tensor] = {}
+        self.lengths: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def before_norm(self, norm: str, x: Tensor) -> None:
-        """Note Σ mean(x²) and the number of tokens, `[2, H]`, of x `[B, T, H, D]`."""
+    def before_norm(self, name: str, x: Tensor, norm: HeadNorm | None = None) -> None:
+        """Note what the norm of that name is given, x `[B, T, H, D]`: a row of `LogitStatistics.lengths`.
+
+        `norm` is the scheme's, if it has put one there; it has no knee while it is bypassed.
+        """
         if not self.passes.watching:
             return
         y = x.detach()[: self.rows]
         square = (y if y.dtype == torch.float64 else y.float()).pow(2).mean(-1)
+        beyond = torch.full_like(square, torch.nan)
+        if norm is not None and norm.knee and not norm.bypass:
+            beyond = beyond_knee(norm, y).to(square.dtype)
         real = self.passes.real(self.rows, x.shape[1], x.device)
         weight = torch.ones_like(square) if real is None else real[..., None].to(square.dtype).expand_as(square)
-        self.squares[norm] = torch.stack([torch.where(weight > 0, square, 0.0).sum((0, 1)), weight.sum((0, 1))])
+        values = torch.stack([weight, square, beyond])
+        self.lengths[name] = torch.where(weight > 0, values, 0.0).sum((1, 2))
 
     @torch.no_grad()
     def __call__(
@@ -202,7 +225,7 @@ class _Watcher:
             self.before(layer, q, k, v, mask, options)
         if not self.passes.watching:
             return
-        if "v_norm" not in self.squares:  # as in a model with norms of its own whose values are of another width
+        if "v_norm" not in self.lengths:  # as in a model with norms of its own whose values are of another width
             self.before_norm("v_norm", v[:, :, -q.shape[2] :].transpose(1, 2))
         batch, rows = q.shape[0], self.rows
         q, k = q[:rows], k[:rows]
@@ -215,9 +238,9 @@ class _Watcher:
         entry.entropies.append(found.entropy)
         entry.evens.append(even)
         entry.counts = entry.counts.to(q.device) + torch.stack([found.seen, found.over_half, found.over_cap])
-        for norm, new in self.squares.items():
-            entry.squares[norm] = entry.squares[norm] + new if norm in entry.squares else new
-        self.squares.clear()
+        for name, new in self.lengths.items():
+            entry.lengths[name] = entry.lengths[name] + new if name in entry.lengths else new
+        self.lengths.clear()
 
 
 @contextmanager
@@ -230,7 +253,7 @@ def _before_norms(layer: QKNormAttention, watcher: _Watcher) -> Iterator[None]:
                 stack.callback(delattr, layer, name)
 
             def look(_: nn.Module, arguments: tuple[Tensor, ...], name: str = name) -> None:
-                watcher.before_norm(name, arguments[0])
+                watcher.before_norm(name, arguments[0], head_norms(layer).get(name))
 
             stack.callback(layer.get_submodule(name).register_forward_pre_hook(look).remove)
         yield

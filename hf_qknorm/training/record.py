@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.convert.report import FORMAT, HEADS, LAYERS, NAME, Numbers, mean
+from hf_qknorm.convert.report import FORMAT, HEADS, LAYERS, NAME, Numbers
+from hf_qknorm.convert.tables import mean
 from hf_qknorm.files import replace_text, user_path
 from hf_qknorm.strangers import brief, check_keys, count, is_shallow, number
 

@@ -8,11 +8,27 @@ import math
 import pytest
 
 from hf_qknorm import SCHEMES, Scheme
-from hf_qknorm.convert.advice import Advice, Situation, advise, bend, name_of, rank, wide_cap
+from hf_qknorm.convert.advice import (
+    Advice,
+    KneeTrial,
+    KneeTrials,
+    Situation,
+    advise,
+    bend,
+    name_of,
+    rank,
+    scheme_for_knees,
+    wide_cap,
+)
 from hf_qknorm.convert.report import LayerStatistics, Prediction
 
 CHEAP, DEAR = Prediction(1.4, 0.001, 0.99), Prediction(1.9, 0.4, 0.7)
 NORMED = Scheme(q="rms", k="rms")
+TRIALS = tuple(
+    KneeTrial(knee, rise, 40 * (1 + knee)) for knee, rise in ((0.0, 0.4), (1.0, 0.08), (4.0, 0.007), (8.0, 0.002))
+)
+KEPT = KneeTrials(SCHEMES["qk_norm_cap"], 1.1, 0.011, TRIALS)
+LOST = KneeTrials(SCHEMES["qk_norm_cap"], 0.3, 0.005, TRIALS[:3])
 
 
 def layer(*logits: float, entropy: float = 3.0) -> LayerStatistics:
@@ -86,6 +102,24 @@ CASES = {
         "measured, it costs a KL of 0.001",
     ),
     "another cap": (situation(15.0, cap=10.0), "Scheme(softcap=30.0)", "a cap of 30 bends that by no more than 8%"),
+    "a knee keeps the loss": (
+        situation(80.0, knees=KEPT, trials={Scheme(softcap=50.0): CHEAP}),
+        "qk_norm_cap",
+        "finds gains and a knee of 4 for it: the loss rises by 0.007 nats (allowed: 0.011; with fresh gains "
+        "and no knee: 1.100), and no input can give a |logit| over 200",
+    ),
+    "smaller knees bound tighter": (situation(20.0, knees=KEPT), "qk_norm_cap", "(0: +0.400, at most 40, 1: +0.080,"),
+    "no knee keeps the loss": (
+        situation(300.0, knees=LOST),
+        "qk_norm",
+        "norms with a knee cost more than the 0.005 nats that calibrate() allows: 0.007 with a knee of 4",
+    ),
+    "Gemma 2, saturated, and a knee keeps the loss": (
+        situation(150.0, own_cap=50.0, knees=dataclasses.replace(KEPT, scheme=SCHEMES["qk_norm"])),
+        "qk_norm",
+        "finds gains and a knee of 4",
+    ),
+    "Gemma 2, with knees": (situation(90.0, own_cap=50.0, knees=KEPT), "none", "and bounds whatever comes"),
     "q_norm already": (
         situation(300.0, scheme=Scheme(q="rms")),
         "Scheme(q='rms', k='auto')",
@@ -136,6 +170,26 @@ def test_the_keys_norm_is_blamed_where_it_is_to_blame(queries, both, harmful):
     assert f"{queries:.2g}" in reason
     unmeasured = advise(situation(300.0)).reasons
     assert any("q_norm is the mild half" in text for text in unmeasured)
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ({"own_cap": 50.0}, SCHEMES["qk_norm"]),
+        ({}, dataclasses.replace(SCHEMES["qk_norm_cap"], softcap=140.0)),
+        ({"trials": {Scheme(softcap=50.0): CHEAP}}, SCHEMES["qk_norm_cap"]),
+        ({"trials": {Scheme(softcap=50.0): DEAR}}, dataclasses.replace(SCHEMES["qk_norm_cap"], softcap=140.0)),
+    ],
+)
+def test_knees_are_tried_with_a_cap_that_leaves_the_model_alone(known, expected):
+    assert scheme_for_knees(situation(80.0, **known)) == expected
+
+
+def test_the_chosen_knee_is_the_smallest_that_costs_no_more_than_the_limit():
+    assert KEPT.chosen == TRIALS[2]
+    assert LOST.chosen is None
+    assert KEPT.to_dict()["chosen"] == 4
+    assert KEPT.to_dict()["trials"][0] == {"knee": 0.0, "rise": 0.4, "bound": 40.0}
 
 
 def test_names_are_what_a_user_would_type():

@@ -13,9 +13,10 @@ import torch
 from folders import configure, edit
 from tables import MODEL_TYPES, fingerprint, sharp_model
 
-from hf_qknorm import SCHEMES, Inspection, Scheme, inspect_model, patch_model, unpatch_model
+from hf_qknorm import SCHEMES, Inspection, Scheme, calibrate, inspect_model, patch_model, unpatch_model
 from hf_qknorm.attention import patched_layers
 from hf_qknorm.convert.inspect import inspect_checkpoint
+from hf_qknorm.convert.knees import KNEES
 from hf_qknorm.convert.measure import layer_statistics, predictions
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
@@ -67,6 +68,36 @@ def test_the_schemes_in_question_are_tried(family):
     if has.own_cap:
         assert found.cap == 50
         assert "its cap of 50 bends" in "".join(found.advice.reasons)
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_knees_are_tried_where_queries_and_keys_can_be_normed(family):
+    model = sharp_model(family)
+    before = fingerprint(model)
+    batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(4)]
+    found = inspect_model(model, [batch["input_ids"] for batch in batches]).knees
+    assert fingerprint(model) == before
+    if FAMILIES[family].own_norms:
+        assert found is None
+        return
+    assert [trial.knee for trial in found.trials] == list(KNEES)
+    assert [trial.bound for trial in found.trials] == sorted(trial.bound for trial in found.trials)
+    assert found.scheme == (SCHEMES["qk_norm"] if FAMILIES[family].own_cap else SCHEMES["qk_norm_cap"])
+    assert found.jump == pytest.approx(jump(model, batches[:2], found.scheme), abs=1e-6)
+    assert found.limit == max(0.01 * found.jump, 0.005)
+    patch_model(model, found.scheme, attn_implementation="hf_qknorm")
+    report = calibrate(model, [batch["input_ids"] for batch in batches[2:]], "moments", knee=4.0)
+    assert found.trials[4].bound == pytest.approx(report.bound, rel=1e-3)
+    loss = predictions(model, batches[:2])
+    assert found.trials[4].rise == pytest.approx(loss[1].loss - loss[0].loss, abs=1e-3)
+
+
+def jump(model: torch.nn.Module, batches: list, scheme: Scheme) -> float:
+    """What the loss rises by with a scheme whose gains are fresh."""
+    patch_model(model, scheme, attn_implementation="hf_qknorm")
+    base, ones = predictions(model, batches)
+    unpatch_model(model)
+    return ones.loss - base.loss
 
 
 @pytest.mark.parametrize("scheme", ["qk_norm_cap", "qkv_norm", "q_norm", "none", {"softcap": 3.0}])
@@ -123,11 +154,14 @@ def test_json_holds_everything(tmp_path):
     assert data["advice"]["scheme"] == found.advice.scheme.to_dict()
     assert [risk["layer"] for risk in data["risks"]] == [risk.layer for risk in found.risks]
     assert [Scheme.from_dict(trial["scheme"]) for trial in data["trials"]] == list(found.trials)
+    assert data["knees"]["limit"] == found.knees.limit
+    assert [trial["knee"] for trial in data["knees"]["trials"]] == list(KNEES)
+    assert data["knees"]["chosen"] == (found.knees.chosen and found.knees.chosen.knee)
 
 
 def test_without_a_head_there_are_layers_and_no_predictions():
     found = inspect_model(sharp_model("llama").base_model, [tokens(2, 20)])
-    assert (found.base, found.trials) == (None, {})
+    assert (found.base, found.trials, found.knees) == (None, {}, None)
     assert "perplexity" not in found.table()
     assert len(found.layers) == 2
 
@@ -245,8 +279,9 @@ def test_damaged_checkpoints_are_told_in_a_line(checkpoint, harm, patched):
 def test_trained_models_are_told_what_suits_them(shared):
     text = str(shared / "data" / "tinyshakespeare.txt")
     found = inspect_checkpoint(str(shared / "checkpoints" / "llama-shakespeare"), texts=text, tokens=2048)
-    assert found.advice.name == "soft_cap"
+    assert found.advice.name == "qk_norm_cap"
     assert found.risks[0].layer == "model.layers.3.self_attn"
     assert found.risks[0].max_logit > 50
     assert found.trials[SCHEMES["qk_norm"]].kl > 10 * found.trials[SCHEMES["q_norm"]].kl > 100 * found.trials[CAP].kl
-    assert "the keys' norm is the damaging half" in " ".join(found.table().split())
+    assert 0 < found.knees.chosen.knee < KNEES[-1]
+    assert f"a knee of {found.knees.chosen.knee:g} for it" in " ".join(found.table().split())

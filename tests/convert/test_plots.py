@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import subprocess
 import sys
 
@@ -10,9 +12,9 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from hf_qknorm import Inspection
-from hf_qknorm.convert.advice import Situation, advise, rank
-from hf_qknorm.convert.plots import heat_map
+from hf_qknorm import SCHEMES, Inspection
+from hf_qknorm.convert.advice import KneeTrial, KneeTrials, Situation, advise, rank
+from hf_qknorm.convert.plots import heat_map, knee_curve
 from hf_qknorm.convert.report import LayerStatistics
 
 
@@ -102,3 +104,53 @@ def test_a_failed_drawing_leaves_the_old_one(monkeypatch, tmp_path):
 def test_matplotlib_is_imported_only_to_draw():
     code = "import sys, hf_qknorm, hf_qknorm.convert.inspect; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def with_knees(rises: dict[float, tuple[float, float | None]], largest: float = 10.0) -> Inspection:
+    """An inspection with the rise in loss and the bound at each knee."""
+    trials = tuple(KneeTrial(knee, rise, bound) for knee, (rise, bound) in rises.items())
+    return dataclasses.replace(inspection(2, 2, largest), knees=KneeTrials(SCHEMES["qk_norm_cap"], 1.0, 0.01, trials))
+
+
+RISES = {
+    "usual": {0.0: (0.4, 36.0), 1.0: (0.08, 70.0), 4.0: (0.005, 170.0), 8.0: (0.002, 300.0)},
+    "lower than unpatched": {0.0: (0.1, 36.0), 4.0: (-0.002, 170.0)},
+    "none is kept": {0.0: (0.4, 36.0), 4.0: (0.1, 170.0)},
+    "not finite": {0.0: (math.nan, 36.0), 1.0: (0.1, math.inf), 2.0: (0.1, None), 4.0: (0.1, 170.0)},
+    "nothing to draw": {0.0: (math.nan, 36.0)},
+    "huge": {0.0: (50.0, 1e7), 4.0: (0.001, 1e9)},
+}
+
+
+@pytest.mark.parametrize("rises", RISES.values(), ids=RISES)
+@pytest.mark.parametrize("largest", [0.01, 10.0, 1e5])
+def test_the_knees_are_a_picture(tmp_path, rises, largest):
+    knee_curve(with_knees(rises, largest), tmp_path / "knees.png")
+    height, width, _ = imread(tmp_path / "knees.png").shape
+    assert (height, width) == (720, 1200)
+
+
+def test_the_picture_of_knees_has_points_lines_and_the_chosen_one(monkeypatch, tmp_path):
+    found = with_knees(RISES["usual"])
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **options: figures.append(self) or save(self, *args, **options)
+    )
+    knee_curve(found, tmp_path / "knees.png")
+    (axes,) = figures[0].axes
+    limit, seen, curve, *points = axes.lines
+    assert set(limit.get_ydata()) == {0.01}
+    assert set(seen.get_xdata()) == {found.largest}
+    assert list(curve.get_xdata()) == [36, 70, 170, 300]
+    assert list(curve.get_ydata()) == [0.4, 0.08, 0.005, 0.002]
+    filled = [point.get_markerfacecolor() == point.get_color() for point in points]
+    assert filled == [False, False, True, False]
+    labels = [text.get_text() for text in axes.texts]
+    assert {"knee 0", "knee 1", "knee 4, chosen", "knee 8"} < set(labels)
+
+
+def test_an_inspection_without_knees_has_no_picture_of_them(tmp_path):
+    with pytest.raises(ValueError, match="has no knees: it takes an unpatched causal model"):
+        knee_curve(inspection(2, 2), tmp_path / "knees.png")
+    assert not any(tmp_path.iterdir())

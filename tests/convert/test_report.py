@@ -13,8 +13,10 @@ from tables import MODEL_TYPES
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.attention import as_unpatched, patched_layers
+from hf_qknorm.convert.bounds import logit_bound
 from hf_qknorm.convert.measure import layer_statistics
-from hf_qknorm.convert.report import LayerReport, LayerStatistics, Prediction, aligned
+from hf_qknorm.convert.report import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.convert.tables import aligned
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.scheme import SCHEMES
@@ -48,7 +50,7 @@ def test_the_line_and_the_properties():
     report = example()
     assert str(report) == (
         "fit: loss 1.415 unpatched, 1.905 with fresh gains, 1.531 calibrated on 199,936 tokens "
-        "(76% of the jump removed); KL 0.1097"
+        "(76.3% of the jump removed); KL 0.1097"
     )
     assert (report.base_loss, report.fresh_loss, report.loss, report.kl) == (1.415, 1.905, 1.531, 0.1097)
     assert report.kept == pytest.approx((1.905 - 1.531) / (1.905 - 1.415))
@@ -63,7 +65,7 @@ def test_the_table_has_predictions_and_the_worst_layers():
     table = example(layers=15).table()
     lines = [line.split() for line in table.splitlines()]
     assert ["fit", "1.531", "4.62", "0.1097", "90.0%"] in lines
-    cells = "60.0 → 22.0 0.50 → 2.00 20.00% → 0.00% 3.00% → 0.00% 2 2 1.5 -"
+    cells = "60.0 → 22.0 - 0.50 → 2.00 20.00% → 0.00% 2, 2 1.5, -"
     assert lines.index(["layers.14", *cells.split()]) < next(i for i, x in enumerate(lines) if x[:1] == ["layers.13"])
     assert "layers.2 " not in table
     assert "… and 3 calmer layers" in table
@@ -77,6 +79,67 @@ def test_json_gives_the_report_back(family, tmp_path):
     report.save(tmp_path / "report.json")
     assert Calibration.from_dict(json.loads((tmp_path / "report.json").read_text())) == report
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def with_a_knee(layers: int = 2) -> Calibration:
+    """A report of a calibration that found a knee."""
+    report = example(layers)
+    shares = {"beyond_q": (0.125, 0.375), "beyond_k": (0.5,)}
+    return dataclasses.replace(
+        report,
+        method="moments",
+        scheme=dataclasses.replace(SCHEMES["qk_norm_cap"], knee=4.0),
+        knees={0.0: 1.7, 4.0: 1.531},
+        layers={
+            name: dataclasses.replace(layer, bound=150.0 + i, after=dataclasses.replace(layer.after, **shares))
+            for i, (name, layer) in enumerate(report.layers.items())
+        },
+    )
+
+
+def test_a_knee_and_its_bound_are_in_line_and_table():
+    report = with_a_knee(layers=15)
+    assert str(report).startswith("moments, knee 4: loss 1.415 unpatched")
+    assert str(report).endswith("; KL 0.1097; |logit| ≤ 164.0 for any input")
+    lines = [line.split() for line in report.table().splitlines()]
+    assert ["moments,", "knee", "4", "1.531", "4.62", "0.1097", "90.0%"] in lines
+    assert "losses by knee: 0: 1.700, 4: 1.531" in report.table()
+    cells = "60.0 → 22.0 164.0 0.50 → 2.00 20.00% → 0.00% 2, 2 25.00%, 50.00% 1.5, -"
+    assert ["layers.14", *cells.split()] in lines
+    assert "beyond: the share of vectors beyond the knee" in report.table()
+    wide = dataclasses.replace(
+        report, layers={f"model.layers.{i}.self_attn": x for i, x in enumerate(report.layers.values())}
+    )
+    assert max(map(len, wide.table().splitlines())) <= 120
+
+
+def test_the_bound_of_a_model_is_that_of_its_worst_layer():
+    report = with_a_knee()
+    assert report.bound == 151
+    first, second = report.layers.items()
+    unbounded = {first[0]: first[1], second[0]: dataclasses.replace(second[1], bound=None)}
+    assert dataclasses.replace(report, layers=unbounded).bound is None
+    assert dataclasses.replace(report, layers={}).bound is None
+
+
+def test_json_holds_the_knee_and_gives_it_back():
+    report = with_a_knee()
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["knees"] == [{"knee": 0.0, "loss": 1.7}, {"knee": 4.0, "loss": 1.531}]
+    assert data["layers"]["layers.1"]["bound"] == 151
+    again = Calibration.from_dict(data)
+    assert again == report
+    assert again.layers["layers.0"].beyond_q == (0.125, 0.375)
+    assert again.layers["layers.0"].beyond_k == (0.5,)
+
+
+def test_a_report_without_a_knee_has_no_new_keys():
+    data = example().to_dict()
+    assert "knees" not in data
+    assert set(data["layers"]["layers.0"]) == {"before", "after", "gain_q", "gain_k"}
+    assert set(data["layers"]["layers.0"]["after"]) == {
+        "max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k"
+    }  # fmt: skip
 
 
 def changed(path: str, value: object) -> dict:
@@ -120,6 +183,15 @@ def changed(path: str, value: object) -> dict:
         ("layers/layers.1/before/rms_k", [True], r"report.layers.layers.1.before.rms_k\[0\] is True"),
         ("layers/layers.1/before/rms_k", [], "rms_k is .*, expected a list of numbers"),
         ("layers/layers.1/before/median", [1.0], "report.layers.layers.1.before.median is unknown"),
+        ("layers/layers.1/after/beyond_q", 0.5, "report.layers.layers.1.after.beyond_q is 0.5, expected a list"),
+        ("layers/layers.1/bound", "50", "report.layers.layers.1.bound is '50', expected a number"),
+        ("knees", {"4": {}}, "report.knees is .*, expected a list of at most 1000 losses by knee"),
+        ("knees", [{}] * 1001, "report.knees is .*, expected a list of at most 1000 losses by knee"),
+        ("knees", [4.0], r"report.knees\[0\] is 4.0, expected a mapping"),
+        ("knees", [{"knee": 4.0}], r"report.knees\[0\].loss is missing"),
+        ("knees", [{"knee": 4.0, "loss": None}], r"report.knees\[0\].loss is None, expected a number"),
+        ("knees", [{"knee": -1, "loss": 1.0}], r"report.knees\[0\].knee is -1.0, expected a finite number ≥ 0"),
+        ("knees", [{"knee": math.inf, "loss": 1.0}], r"report.knees\[0\].knee is inf, expected a finite number ≥ 0"),
     ],
 )
 def test_malformed_reports_are_refused_by_key(path, value, message):
@@ -228,6 +300,21 @@ def test_a_calibration_reports_both_sides_and_the_gains():
     assert report.scheme == model.config.scheme
 
 
+def test_a_calibration_reports_bounds_and_shares_beyond_the_knee():
+    batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
+    model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", knee=1.0))
+    report = calibrate(model, batches, method="moments")
+    after = layer_statistics(model, batches[:1], 50.0)
+    for name, layer in patched_layers(model).items():
+        got = report.layers[name]
+        assert got.bound == logit_bound(layer) > max(got.after.max_logit)
+        assert (got.beyond_q, got.beyond_k) == (after[name].beyond_q, after[name].beyond_k)
+        assert (len(got.beyond_q), len(got.beyond_k)) == (4, 2)
+        assert (got.before.beyond_q, got.before.beyond_k) == (None, None)
+    assert report.bound == max(layer.bound for layer in report.layers.values())
+    assert f"|logit| ≤ {report.bound:.1f} for any input" in str(report)
+
+
 @pytest.mark.parametrize(
     ("scheme", "q", "k"), [("qk_norm", 4, 2), ("henry", 4, None), ("q_norm", 4, None), ("soft_cap", None, None)]
 )
@@ -241,7 +328,7 @@ def test_without_a_head_there_are_layers_and_no_predictions():
     model = patch_model(tiny_model("llama").base_model, "qk_norm")
     report = calibrate(model, [tokens(2, 20)], method="moments")
     assert (report.base, report.ones, report.chosen, report.loss, report.kl, report.kept) == (None,) * 6
-    assert str(report) == "moments: gains from 40 tokens"
+    assert str(report) == f"moments: gains from 40 tokens; |logit| ≤ {report.bound:.1f} for any input"
     assert "perplexity" not in report.table()
     assert "layers.0.self_attn" in report.table()
     assert Calibration.from_dict(report.to_dict()) == report

@@ -139,7 +139,7 @@ def test_how_much_of_the_jump_is_removed(shared, caplog, family, gains, method):
     least, steps = GATES[family, gains, method]
     data = story.calibration[: None if steps else MOMENTS if method else TOKENS]
     report = calibrate(story.model, data, method=method, steps=steps)
-    assert f"{report.kept:.0%} of the jump removed" in str(report)
+    assert f"{report.kept:.1%} of the jump removed" in str(report)
     removed = (fresh - mean_loss(story.model, story.held_out)) / (fresh - base)
     assert removed >= least
     assert removed == pytest.approx(report.kept, abs=0.05)

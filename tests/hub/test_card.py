@@ -73,7 +73,7 @@ def test_what_was_measured_is_told(tmp_path):
         "| unpatched | 1.476 | 4.38 | 0.0000 | 100.0% |",
         "| fresh gains | 2.410 | 11.13 | 0.8000 | 60.0% |",
         "| **this model** | 1.531 | 4.62 | 0.0500 | 92.5% |",
-        "the calibration removed 94%",
+        "the calibration removed 94.1%",
         "lost 0.055 nats a token, and for 7.5% of the tokens",
         "on 16,384 tokens of the calibration text itself, held back from the steps of the fit",
         "by the method `fit`, on 262,144 tokens",
@@ -101,6 +101,35 @@ def test_what_was_measured_is_told(tmp_path):
 def test_on_what_it_was_judged(tmp_path, method, judged, clause):
     edit(checkpoint(tmp_path), method=method, judged=judged, tokens=120)
     assert clause in render_card(tmp_path)
+
+
+def test_knee_and_bound_are_told(tmp_path):
+    checkpoint(tmp_path, Scheme(q="rms", k="lp", p=3.0, softcap=50.0, knee=4.0))
+    report = edit(tmp_path, knees={2.0: 1.5, 4.0: 1.482})
+    text = render_card(tmp_path)
+    largest = [max(max(getattr(x, side).max_logit) for x in report.layers.values()) for side in ("before", "after")]
+    for line in (
+        "# Llama with QK norm (knee 4) and a logit cap",
+        f"No input can give an attention logit over **{report.bound:.1f}**, before the cap.",
+        "have a **knee** of 4: their ε",
+        "4 times the mean |x|ᵖ of calibration text",
+        "(loss by knee: 2: 1.500; 4: 1.482)",
+        "| layer | largest \\|logit\\| | bound | beyond the knee: q, k |",
+        "by Cauchy–Schwarz a logit is at most scale·‖q‖·‖k‖",
+        f"The largest logits ({largest[0]:.1f} unpatched, {largest[1]:.1f} now) are those that were seen there",
+    ):
+        assert line in text
+    for name, layer in report.layers.items():
+        row = next(line for line in text.splitlines() if line.startswith("| " + name.replace("_", r"\_")))
+        shares = [f"{sum(share) / len(share):.2%}" for share in (layer.beyond_q, layer.beyond_k)]
+        assert f"| {layer.bound:.1f} | {', '.join(shares)} |" in row
+
+
+def test_without_both_norms_no_bound_is_told(tmp_path):
+    text = render_card(checkpoint(tmp_path, "q_norm"))
+    assert "No input can give" not in text
+    assert "Cauchy" not in text
+    assert "and no bound." in text
 
 
 def test_the_worst_layers_alone_are_in_the_table(tmp_path):

@@ -32,7 +32,7 @@ def test_a_drawing_that_fails_leaves_the_card(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [0.0, 3.0, 1e300, math.inf, math.nan])
 def test_any_numbers_can_be_drawn(tmp_path, layers, value):
     side = LayerStatistics((value, 1.0), (value, 2.0), *(((0.0, 0.0),) * 4))
-    found = {f"layers.{i}": LayerReport(side, side) for i in range(layers)}
+    found = {f"layers.{i}": LayerReport(side, side, bound=value) for i in range(layers)}
     predictions = Prediction(2.0), Prediction(value), Prediction(min(value, 3.0))
     report = Calibration("fit", 10, SCHEMES["qk_norm"].resolve("rms"), 50.0, *predictions, found)
     assert draw(report, tmp_path) == [LOSS_PLOT, LOGITS_PLOT]
@@ -53,8 +53,11 @@ def test_the_plots_show_the_numbers(tmp_path, monkeypatch):
     assert [tick.get_text() for tick in losses.get_yticklabels()] == ["unpatched", "fresh gains", "this model"]
     for axes, field, worst in ((left, "max_logit", max), (right, "entropy", min)):
         for (heads, extremes), side in zip(
-            (axes.collections[:2], axes.collections[2:]), ("before", "after"), strict=True
+            (axes.collections[:2], axes.collections[2:4]), ("before", "after"), strict=True
         ):
             values = [getattr(getattr(layer, side), field) for layer in report.layers.values()]
             assert heads.get_offsets()[:, 0].tolist() == pytest.approx([x for row in values for x in row])
             assert extremes.get_offsets()[:, 0].tolist() == pytest.approx([worst(row) for row in values])
+    (bounds,) = left.collections[4:]
+    assert bounds.get_offsets()[:, 0].tolist() == pytest.approx([layer.bound for layer in report.layers.values()])
+    assert not right.collections[4:]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tables import BATCHES, MODEL_TYPES, make_batch, randomise, real, sharp_model
 
-from hf_qknorm import logit_statistics, patch_model
+from hf_qknorm import Scheme, logit_statistics, patch_model
 from hf_qknorm.attention import as_unpatched, patched_layers
 from hf_qknorm.families import FAMILIES, separate
 from hf_qknorm.testing import tiny_model
@@ -71,6 +71,53 @@ def test_rms_is_the_projections_own_without_padding(family, scheme, kind):
             got = getattr(statistics[name], f"rms_{field}")
             x = seen[field][real(batch)].double()  # [N, H, D]
             torch.testing.assert_close(got.double(), x.pow(2).mean((0, 2)).sqrt(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme(q="rms", k="layer", knee=1.0),
+        Scheme(q="l2", k="lp", p=3.0, gain="per_head", knee=1.0),
+    ],
+)
+def test_shares_beyond_the_knee_are_the_projections_own_without_padding(scheme, kind):
+    model = randomise(patch_model(sharp_model("llama"), scheme))
+    powers = {"q": 2.4, "k": 6.0 if scheme.k == "lp" else 2.4}  # near those of the projections
+    for layer in patched_layers(model).values():
+        layer.q_norm.set_knee(1.0, powers["q"])
+        layer.k_norm.set_knee(1.0, powers["k"])
+    batch = make_batch(kind, labels=False)
+    expected = projections(model, batch)
+    with torch.no_grad(), logit_statistics(model) as statistics:
+        for _ in range(2):
+            model(**batch)
+    shares = []
+    for name, seen in expected.items():
+        for field, norm in (("q", scheme.q), ("k", scheme.k)):
+            x = seen[field][real(batch)].double()  # [N, H, D]
+            x = x - x.mean(-1, keepdim=True) if norm == "layer" else x
+            order = scheme.p if norm == "lp" else 2.0
+            beyond = (x.abs().pow(order).mean(-1) > powers[field]).double().mean(0)
+            got = getattr(statistics[name], f"beyond_{field}")
+            torch.testing.assert_close(got.double(), beyond)
+            shares.append(beyond)
+    assert sum(0 < share < 1 for share in torch.cat(shares).tolist()) > 6  # of 12 heads
+
+
+def test_norms_that_are_bypassed_or_plain_have_no_share_beyond_a_knee():
+    model = patch_model(sharp_model("llama"), Scheme(q="rms", k="rms", knee=1.0))
+    batch = make_batch("plain", labels=False)
+    with torch.no_grad(), as_unpatched(model), logit_statistics(model) as statistics:
+        model(**batch)
+    plain = patch_model(sharp_model("llama"), "qk_norm")
+    with torch.no_grad(), logit_statistics(plain) as others:
+        plain(**batch)
+    for seen in (*statistics.values(), *others.values()):
+        assert seen.beyond_q.shape == (4,)
+        assert seen.beyond_k.shape == (2,)
+        assert seen.beyond_q.isnan().all()
+        assert seen.beyond_k.isnan().all()
 
 
 def test_yarn_does_not_change_the_rms():

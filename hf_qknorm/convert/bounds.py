@@ -1,0 +1,96 @@
+"""The bound that norms put on a layer's attention logits, whatever the input.
+
+By Cauchy–Schwarz |scale·q·k| ≤ scale·‖q‖·‖k‖, and a norm bounds both lengths. Let n be a normed vector of D entries,
+g its gain and b its bias:
+
+    rms, layer   ‖n‖₂ ≤ √D, as mean n² = mean x² / (mean x² + ε) ≤ 1
+    l2           ‖n‖₂ ≤ 1
+    lp           ‖n‖ₚ ≤ 1, so ‖n‖₂ ≤ 1 for p ≤ 2
+
+so that ‖g∘n + b‖₂ ≤ max|g|·‖n‖₂ + ‖b‖₂. For lp with p > 2, Hölder's inequality gives ‖g∘n‖₂ ≤ ‖g‖ᵣ with r = 2p/(p − 2),
+which is D^(1/2 − 1/p) for gains of 1. RoPE turns queries and keys and keeps their lengths; YaRN and LongRoPE multiply
+both by the attention factor on the way.
+
+The knee does not enter: vectors that are much longer than it reach the bound. It acts through the gains, which
+calibration sets higher the higher the knee is, about as √(1 + knee) for the queries and for the keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_qknorm.attention import QKNormAttention, head_norms, patched_layers
+from hf_qknorm.convert.ranks import whole
+from hf_qknorm.norms import HeadNorm
+
+
+def logit_bound(layer: QKNormAttention) -> float | None:
+    """The largest |logit| of a patched layer, before any cap, that any input can give; rounding may add to it.
+
+    None where queries or keys have no norm of the scheme, or one that is in a blend. In models that scale queries by
+    their position it holds as far as the model's positions reach.
+    """
+    norms = head_norms(layer)
+    q, k = norms.get("q_norm"), norms.get("k_norm")
+    if q is None or k is None or any(norm.bypass or norm.blend is not None for norm in (q, k)):
+        return None
+    style = layer.family.style
+    heads, heads_kv, head_dim = style.heads(layer)
+    groups = _lengths(q, head_dim).expand(heads).view(heads_kv, -1)  # the query heads of each key head
+    largest = float((groups * _lengths(k, head_dim).expand(heads_kv)[:, None]).max())
+    return abs(layer.logit_scale) * style.query_scale(layer) * rotary_scale(layer) ** 2 * largest
+
+
+def worst_bound(model: Any) -> float | None:
+    """The largest of the bounds of a patched model's layers; None where a layer has none."""
+    bounds = [logit_bound(layer) for layer in patched_layers(model).values()]
+    return None if None in bounds else max(bound for bound in bounds if bound is not None)
+
+
+def rotary_scale(layer: QKNormAttention) -> float:
+    """The most that rotation multiplies the length of a query or a key by: the attention factor of YaRN and LongRoPE.
+
+    At least 1, as a part of each head may not be turned.
+    """
+    config = layer.config
+    rope: Mapping[str, Any] | None = getattr(config, "rope_parameters", None)
+    thetas = getattr(config, "layer_rope_theta", None)  # Granite's: 0 for a layer that does not rotate
+    if not rope or not layer.family.style.rotates(layer) or (thetas and not thetas[layer.layer_idx]):
+        return 1.0
+    kind = None
+    if "rope_type" not in rope:  # a mapping from each type of layer
+        kind = getattr(layer, "layer_type", None) or config.layer_types[layer.layer_idx]
+        rope = rope[kind]
+    if rope is None or rope["rope_type"] == "default":
+        return 1.0
+    _, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=kind)
+    own = (rope.get(name) or 1.0 for name in ("short_mscale", "long_mscale"))  # Phi-3.5-MoE's, in place of the factor
+    return float(max(1.0, factor, *own))
+
+
+def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:
+    """The longest vector that comes out of a norm, for each head that has a gain of its own: `[H]` or `[1]`, fp64."""
+    gain, bias = (_rows(parameter, head_dim) for parameter in (norm.weight, norm.bias))
+    gain = torch.ones(1, head_dim, dtype=torch.float64) if gain is None else gain.abs()
+    longest = gain.amax(-1)
+    if norm.norm in ("rms", "layer"):
+        longest = longest * math.sqrt(head_dim)
+    elif norm.norm == "lp" and norm.p > 2:
+        order = 2 * norm.p / (norm.p - 2)
+        unit = longest.clamp_min(torch.finfo(torch.float64).tiny)[:, None]  # a power of the gains may overflow
+        longest = longest * (gain / unit).pow(order).sum(-1).pow(1 / order)
+    return longest if bias is None else longest + bias.norm(dim=-1)
+
+
+def _rows(parameter: Any, head_dim: int) -> Tensor | None:
+    """A gain or bias as rows of D, `[H, D]` or `[1, D]`, with those of all ranks; None without one."""
+    if parameter is None:
+        return None
+    values = whole(parameter.detach()).double().cpu()
+    return values.reshape(-1, values.shape[-1]).expand(-1, head_dim)
