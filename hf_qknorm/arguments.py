@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from hf_qknorm import __version__
 from hf_qknorm.convert.calibrate import METHODS
+from hf_qknorm.convert.memory import memory_size
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 OVERWRITE = "replace a checkpoint at the destination, where the folder holds nothing else"
@@ -69,8 +70,12 @@ def _add_convert(commands: Any) -> None:
     add("destination", help="a folder that is not there yet")
     add("--scheme", default="qk_norm_cap", type=scheme, help="a preset's name, or JSON as in config.json")
     add("--calibrate", metavar="TEXT", help="text to fit the gains on: a file, a folder, or a Hub dataset's name")
-    add("--method", default="fit", choices=METHODS, help="how the gains are found, with --calibrate")
+    add("--method", choices=METHODS, help="how the gains are found, with --calibrate; moments, in closed form")
+    knees = "how much of the vectors' length the norms keep, with --calibrate; the least that keeps the loss, unless "
+    add("--knee", type=knee, metavar="auto|NUMBER", help=f"{knees}--method is given: then the scheme's")
     add("--max-loss-increase", type=finite, metavar="NATS", help="refuse to write a conversion that lost more")
+    in_memory = "with --calibrate: layers that do not fit are read from the disk in each pass; by default what is free"
+    add("--max-memory", type=memory, metavar="SIZE", help=f"the most memory to take, as 8GB, {in_memory}")
     add("--dry-run", action="store_true", help="check everything, say what would happen, and write nothing")
     add("--overwrite", action="store_true", help=OVERWRITE)
     add("--allow-pickle", action="store_true", help="read pytorch_model.bin where there is no safetensors")
@@ -167,6 +172,19 @@ def positive(text: str) -> float:
 def cap(text: str) -> float:
     """A cap of a size that a picture can show."""
     return _number(text, lambda number: 1e-6 <= number <= 1e6, "a number from 1e-6 to 1e6")
+
+
+def knee(text: str) -> float | str:
+    """A knee ≥ 0, or "auto"."""
+    return text if text == "auto" else _number(text, lambda number: 0 <= number < math.inf, 'a number ≥ 0, or "auto"')
+
+
+def memory(text: str) -> int:
+    """A size of memory, in bytes."""
+    try:
+        return memory_size(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a size as 8GB, 500MiB or bytes, got {_short(text)}") from None
 
 
 def _number(text: str, holds: Callable[[float], bool], expected: str) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from hf_qknorm.arguments import parser
 from hf_qknorm.checkpoint_files import CARD
@@ -134,16 +134,17 @@ def _demo(options: argparse.Namespace) -> None:
 def _convert(options: argparse.Namespace) -> None:
     if options.private and options.push is None:
         raise ValueError("--private goes with --push REPO")
-    if options.max_loss_increase is not None and options.calibrate is None:
-        raise ValueError("--max-loss-increase is judged on text: give --calibrate TEXT as well")
+    for name in ("method", "knee", "max_loss_increase", "max_memory"):
+        if options.calibrate is None and getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for a calibration: give --calibrate TEXT as well")
     if options.push is not None:
         check_target(options.push)
     if options.calibrate is not None:
         check_text(options.calibrate)
-    common: dict[str, Any] = {"overwrite": options.overwrite, "allow_pickle": options.allow_pickle}
-    method = None if options.calibrate is None else options.method
+    names = ("calibration", "method", "knee", "overwrite", "allow_pickle")
+    common = {name: getattr(options, name.replace("calibration", "calibrate")) for name in names}
     places = (options.source, options.destination, options.scheme)
-    print(plan_conversion(*places, method=method, **common))
+    print(plan_conversion(*places, **common))
     if options.push is not None:
         check_push(options.source, options.push, private=options.private)
     if options.dry_run:
@@ -152,9 +153,8 @@ def _convert(options: argparse.Namespace) -> None:
     with _writing(user_path(options.destination, "the destination")):
         report = convert_checkpoint(
             *places,
-            calibration=options.calibrate,
-            method=options.method,
             max_loss_increase=options.max_loss_increase,
+            max_memory=options.max_memory,
             standalone=options.standalone,
             **common,
         )

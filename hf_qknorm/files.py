@@ -130,6 +130,32 @@ def new_folder(path: Path, check: Callable[[], object]) -> Iterator[Path]:
         _sync(path.parent)
 
 
+@contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `path`, for files that are of no use once the block ends, however it ends.
+
+    A killed process leaves it, and the next one that writes `path` removes it. Where the folder of `path` is not there
+    yet, it lies in the nearest one above that is.
+    """
+    place = next(place for place in path.absolute().parents if place.is_dir())
+    with _staging(place / path.name) as staging:
+        staging.new.mkdir()
+        yield staging.new
+
+
+def check_space(path: Path, size: int, what: str) -> None:
+    """Raise OSError unless the disk of `path`, which need not be there yet, has `size` bytes free for `what`."""
+    place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise OSError(f"{what} needs {readable(size)}, and {place} has {readable(free)} free: nothing was written")
+
+
+def readable(size: int) -> str:
+    """A number of bytes, for people."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
 def is_leftover(folder: Path) -> bool:
     """Whether a folder is what a killed writer left: a staging folder, and nothing in it but what is put there."""
     if folder.is_symlink() or not folder.is_dir() or not _STAGING.fullmatch(folder.name):

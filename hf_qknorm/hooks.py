@@ -27,6 +27,12 @@ def execution_device(*modules: nn.Module) -> torch.device | None:
     return next((torch.device(device) for device in devices if device is not None), None)
 
 
+def input_device(model: Any) -> torch.device:
+    """Where a transformers model takes its inputs: where its hook computes, if its first weights are offloaded."""
+    device: torch.device = model.device
+    return device if device.type != "meta" else execution_device(model) or torch.device("cpu")
+
+
 def check_room(model: nn.Module, layers: Iterable[str]) -> None:
     """Raise ValueError for a layer whose weights a hook brings in all together, which knows no new ones."""
     for name in layers:

@@ -69,6 +69,7 @@ COMMON = [  # what a command refuses in the name of a checkpoint, wherever it ta
     ("BROKEN", "model.safetensors is truncated or corrupted"),
     ("", "is empty, which would mean the working directory"),
 ]
+CALIBRATING = {"--max-loss-increase": "0.1", "--knee": "4", "--method": "fit", "--max-memory": "9GB"}
 ERRORS = [
     (["demo", "--data", "./nowhere.txt"], NOWHERE),
     (["demo", "--data", "EMPTY"], "EMPTY: no text in it"),
@@ -95,7 +96,24 @@ ERRORS = [
     (["convert", "./nowhere", "out", "--calibrate", "./nowhere.txt"], NOWHERE),
     (["convert", "./nowhere", "out", "--calibrate", "EMPTY"], "EMPTY: no text in it"),
     (["convert", "./nowhere", "out", "--calibrate", "BINARY", "--dry-run"], "BINARY is no text in UTF-8"),
-    (["convert", "./nowhere", "out", "--max-loss-increase", "0.1"], "--max-loss-increase is judged on text"),
+    *(
+        (
+            ["convert", "./nowhere", "out", option, value],
+            f"{option} is for a calibration: give --calibrate TEXT as well",
+        )
+        for option, value in (
+            ("--max-loss-increase", "0.1"),
+            ("--knee", "4"),
+            ("--method", "fit"),
+            ("--max-memory", "9GB"),
+        )
+    ),
+    (
+        ["convert", "MODEL", "out", "--scheme", '{"q": "rms", "knee": 4}'],
+        "what arrives there in text: pass",
+    ),
+    (["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--scheme", "soft_cap", "--knee", "4"], "Scheme(knee=4"),
+    (["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--max-memory", "1KB"], "is less than the"),
     (["convert", "MODEL", "out", "--calibrate", "FILE"], "gives 0 tokens to predict, expected at least 16"),
     (["convert", "SMALL", "out", "--calibrate", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
     *((["inspect", name], message) for name, message in COMMON),
@@ -157,6 +175,14 @@ USAGE = [
     *(
         (["convert", "x", "y", f"--max-loss-increase={text}"], f"expected a finite number, got {text!r}")
         for text in ("nan", "inf", "-inf", "little")
+    ),
+    *(
+        (["convert", "x", "y", f"--knee={text}"], f'argument --knee: expected a number ≥ 0, or "auto", got {text!r}')
+        for text in ("nan", "inf", "-1", "much", "")
+    ),
+    *(
+        (["convert", "x", "y", f"--max-memory={text}"], f"expected a size as 8GB, 500MiB or bytes, got {text!r}")
+        for text in ("0", "-8GB", "much", "8XB", "")
     ),
     (["convert", "x", "y", "--method", "magic"], "argument --method: invalid choice: 'magic'"),
     (["convert", "x", "y", "--scheme", "QK_NORM"], "unknown scheme 'QK_NORM', did you mean 'qk_norm'? Presets: none"),

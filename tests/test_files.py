@@ -9,7 +9,7 @@ import pytest
 from filelock import FileLock
 
 from hf_qknorm import files
-from hf_qknorm.files import is_leftover, new_folder, replace_file, replace_text, user_path
+from hf_qknorm.files import is_leftover, new_folder, replace_file, replace_text, scratch_folder, user_path
 
 
 def anything() -> None:
@@ -181,3 +181,18 @@ def test_paths_of_users(tmp_path, monkeypatch):
         user_path("", "dst")
     with pytest.raises(ValueError, match=r"dst is '~nobody-at-all/x', and there is no such user"):
         user_path("~nobody-at-all/x", "dst")
+
+
+def test_a_scratch_folder_goes_however_its_block_ends(tmp_path):
+    out = tmp_path / "not yet there" / "out"
+    with scratch_folder(out) as folder:
+        (folder / "weights").write_text("x")
+        assert folder.parent.parent == tmp_path
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(KeyboardInterrupt), scratch_folder(out):
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == []
+    left = tmp_path / ".out.abcdefgh.hf_qknorm"  # of a killed process
+    (left / "new").mkdir(parents=True)
+    with scratch_folder(tmp_path / "out"):
+        assert not left.exists()

@@ -24,6 +24,7 @@ from hf_qknorm.files import hub_name
 from hf_qknorm.fold import is_exact
 from hf_qknorm.hub.derived import QKNormModel
 from hf_qknorm.knee import put_knee
+from hf_qknorm.scheme import Scheme
 from hf_qknorm.strangers import brief
 from hf_qknorm.training.monitor import CAP
 
@@ -82,9 +83,8 @@ def calibrate(
     """
     wrapped, model = model, unwrapped(model)
     ranks = ranks_of(wrapped)
-    knee = _wanted_knee(model, method, knee)
-    method = method or "moments"
-    _require_calibratable(model, method, knee, max_loss_increase)
+    method, knee = settled(_scheme_of(model), method, knee, max_loss_increase)
+    _require_calibratable(model, method, knee)
     length = length or length_for(model.config)
     load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
@@ -97,18 +97,25 @@ def calibrate(
     return ranks.first(replace(report, base_model=_base_name(model), dataset=dataset))
 
 
-def _wanted_knee(model: Any, method: str | None, knee: Knee | None) -> Knee:
-    """The knee that is asked for, by the arguments or the scheme. Raises ValueError for one that is not possible."""
+def settled(scheme: Scheme, method: str | None, knee: Knee | None, most: float | None) -> tuple[str, Knee]:
+    """The method and knee of a calibration, where None stands for the default.
+
+    Raises ValueError for a method that there is not, a knee that the scheme can't have, and a limit that is none.
+    """
+    if method not in (None, *METHODS):
+        raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
+    if most is not None and not math.isfinite(most):
+        raise ValueError(f"max_loss_increase={most} is no limit: expected a finite number, or None")
     if isinstance(knee, str) and knee != "auto":
         raise ValueError(f'knee={brief(knee)}: expected a number ≥ 0, "auto", or None')
-    if not isinstance(model, QKNormModel):  # which is refused next
-        return 0.0
-    scheme = model.config.scheme
+    if method == "ones" and knee == "auto":
+        raise ValueError('knee="auto" is found with gains by "moments": name another method than "ones", or a number')
     if knee is None:
         may = bool(scheme.norms) and scheme.pre_norm and scheme.gain != "none"
-        return "auto" if may and method is None and not scheme.knee else scheme.knee
-    replace(scheme, knee=1.0 if knee == "auto" else knee)  # raises for a scheme that can't have one
-    return knee
+        knee = "auto" if may and method is None and not scheme.knee else scheme.knee
+    else:
+        replace(scheme, knee=1.0 if knee == "auto" else knee)  # raises for a scheme that can't have one
+    return method or "moments", knee
 
 
 def _calibrate(
@@ -192,13 +199,8 @@ def _base_name(model: PreTrainedModel) -> str | None:
     return hub_name(model.name_or_path) if getattr(model.config, "_commit_hash", None) else None
 
 
-def _require_calibratable(model: Any, method: str, knee: Knee, most: float | None) -> None:
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
-    if most is not None and not math.isfinite(most):
-        raise ValueError(f"max_loss_increase={most} is no limit: expected a finite number, or None")
-    if method == "ones" and knee == "auto":
-        raise ValueError('knee="auto" is found with gains by "moments": name another method than "ones", or a number')
+def _scheme_of(model: Any) -> Scheme:
+    """The scheme of a patched model. Raises ValueError for another, naming a patched tower in it."""
     if not isinstance(model, QKNormModel):
         towers = [name for name, module in model.named_modules() if isinstance(module, QKNormModel)]
         if towers:
@@ -207,6 +209,10 @@ def _require_calibratable(model: Any, method: str, knee: Knee, most: float | Non
                 f"calibrate(model.{towers[0]}, data, knee=4)"
             )
         raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
+    return model.config.scheme
+
+
+def _require_calibratable(model: Any, method: str, knee: Knee) -> None:
     require_causal(model.config)
     if model.config.qk_norm_blend is not None:
         raise ValueError(

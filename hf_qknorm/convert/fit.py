@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_qknorm.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
+from hf_qknorm.hooks import input_device
 
 HELD_OUT = 2  # batches that judge the gains
 CHECKS = 10  # how often in a fit the held-out batches are asked
@@ -91,7 +92,7 @@ def divergence(model: Any, batches: list[dict[str, Tensor]]) -> float:
 
 
 def _divergence(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    inputs = {key: value.to(model.device) for key, value in batch.items()}
+    inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
     with torch.no_grad(), as_unpatched(model):
         target = F.log_softmax(model(**inputs, use_cache=False).logits.float(), dim=-1)
     predicted = F.log_softmax(model(**inputs, use_cache=False).logits.float(), dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from hf_qknorm.attention import QKNormAttention, patched_layers
 from hf_qknorm.convert.advice import Advice, KneeTrials, Risk, Situation, advise, name_of, rank
 from hf_qknorm.convert.calibrate import length_for, tokenizer_of
 from hf_qknorm.convert.measure import Batches, layer_statistics, predictions, require_causal
+from hf_qknorm.convert.memory import SEQUENCES, memory_left, placed
 from hf_qknorm.convert.report import FORMAT, LayerStatistics, Prediction, save_json
 from hf_qknorm.convert.source import open_source
 from hf_qknorm.convert.tables import READING, ROWS, aligned, bound_cell, mean, over_names, predictions_table, rest
@@ -248,6 +250,8 @@ def inspect_checkpoint(
 ) -> Inspection:
     """`inspect_model` of a checkpoint (a folder or a Hub name) on `texts` as `load_text` takes them.
 
+    Of a checkpoint that does not fit into memory, the layers are read from the disk in each forward pass.
+
     Raises FileNotFoundError for a folder or a text that is not there, OSError without a tokenizer, and ValueError for
     weights that are pickled, no causal language model's, or broken, for a model that is not supported, and for a cap or
     a text that nothing can be judged by; all before the weights are read.
@@ -261,9 +265,12 @@ def inspect_checkpoint(
         tokenizer = load_tokenizer(source.folder)
         ids = tokenize(tokenizer, load_text(texts, limit=CHARACTERS * tokens))[:tokens]
         check_batches([{"input_ids": ids[None]}], source.config)
-        model = load_causal(source, "auto")
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    return inspect_model(model, [{"input_ids": ids}], max_tokens=tokens, cap=cap)
+        scratch = Path(tempfile.gettempdir(), source.folder.name)
+        with placed(source, length_for(source.config), memory_left(None), scratch) as placement:
+            model = load_causal(source, "auto", **placement.options)
+            return inspect_model(
+                model, [{"input_ids": ids}], max_tokens=tokens, cap=cap, batch_size=placement.sequences or SEQUENCES
+            )
 
 
 def _check_cap(cap: float | None) -> None:

@@ -15,6 +15,7 @@ from hf_qknorm.convert.bounds import logit_bound
 from hf_qknorm.convert.ranks import ALONE, Ranks, whole
 from hf_qknorm.convert.report import LayerReport, LayerStatistics, Numbers, Prediction
 from hf_qknorm.families import FAMILIES
+from hf_qknorm.hooks import input_device
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.training.monitor import LogitStatistics, Passes, logit_statistics, watched_layers
 
@@ -69,7 +70,7 @@ def mean_loss(model: Any, batches: Batches) -> float:
     """Mean next-token loss (nats) of a model with a language-modelling head, as it is, in one forward pass a batch."""
     total, targets = 0.0, 0.0
     for batch in batches:
-        inputs = {key: value.to(model.device) for key, value in batch.items()}
+        inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
         logits = model(**inputs, use_cache=False).logits
         real = _real(inputs)
         for row in range(len(logits)):
@@ -88,7 +89,7 @@ def _compared(model: Any, batches: Batches, watch: Callable[[bool], None]) -> Te
     predicts = model.get_output_embeddings() is not None
     sums = torch.zeros(6, dtype=torch.float64)
     for batch in batches:
-        inputs = {key: value.to(model.device) for key, value in batch.items()}
+        inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
         watch(True)
         with as_unpatched(model):
             base = model(**inputs, use_cache=False)
@@ -140,7 +141,7 @@ def layer_statistics(model: Any, batches: Batches, cap: float) -> dict[str, Laye
     """How the attention of a patched model looks, by layer; large logits are counted against `cap`."""
     with logit_statistics(model, cap) as watched:
         for batch in batches:
-            inputs = {key: value.to(model.device) for key, value in batch.items()}
+            inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
             model.base_model(**inputs, use_cache=False)
     return _at_rest(watched, ALONE)
 

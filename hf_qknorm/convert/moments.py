@@ -15,6 +15,7 @@ from hf_qknorm.attention import QKNormAttention, as_unpatched, head_norms, patch
 from hf_qknorm.convert.ranks import ALONE, Ranks, reshard, write
 from hf_qknorm.convert.sums import NormSums, Sizes, centred_and_size
 from hf_qknorm.fold import set_spread
+from hf_qknorm.hooks import input_device
 from hf_qknorm.knee import put_knee
 from hf_qknorm.norms import HeadNorm
 
@@ -124,7 +125,7 @@ def _shown(model: Any, observers: Mapping[Key, Any]) -> Iterator[Any]:
         if not real:
             valid = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
         with as_unpatched(model):
-            model(**{key: value.to(model.device) for key, value in batch.items()}, use_cache=False)
+            model(**{key: value.to(input_device(model)) for key, value in batch.items()}, use_cache=False)
 
     hooks = [norm.register_forward_pre_hook(partial(look, key)) for key, norm in norms.items()]
     try:
@@ -151,7 +152,7 @@ def fit_spread(model: Any, batches: Batches) -> None:
         with as_unpatched(model):
             for batch in batches:
                 valid = batch["attention_mask"].bool().cpu() if "attention_mask" in batch else None
-                model(**{key: value.to(model.device) for key, value in batch.items()}, use_cache=False)
+                model(**{key: value.to(input_device(model)) for key, value in batch.items()}, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

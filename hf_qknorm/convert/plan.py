@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX, QKNormAttention, head_norms, patched_layers
 from hf_qknorm.checkpoint_files import CONFIG, INDEX
 from hf_qknorm.convert.complete import check_complete
+from hf_qknorm.convert.request import Request
 from hf_qknorm.convert.shards import New, Weights
 from hf_qknorm.convert.source import Source
 from hf_qknorm.fold import fold_weight
@@ -41,6 +41,7 @@ class Plan:
     size: int  # bytes to be written
     unread: tuple[str, ...] = ()  # of `left`, the files with weights that transformers does not read either
     unused: tuple[str, ...] = ()  # tensors that the model does not read, copied as they are
+    knees: tuple[str, ...] = ()  # tensors that come as well where the calibration finds a knee above 0
 
     def __str__(self) -> str:
         """A few lines for people."""
@@ -58,6 +59,8 @@ class Plan:
             "copies": ", ".join(self.files) or "no other files",
             "leaves out": ", ".join(self.left) or "nothing",
         }
+        if self.knees:
+            lines["knee"] = f"found by calibration; above 0 it adds {listed(self.knees)}"
         if self.unread:
             lines["not read"] = f"{', '.join(self.unread)}: transformers reads other files of this folder"
         if self.unused:
@@ -65,12 +68,14 @@ class Plan:
         return "\n".join(f"{what:12}{text}" for what, text in lines.items())
 
 
-def make_plan(source: Source, dst: Path, scheme: Scheme, new: Mapping[str, New], removed: set[str]) -> Plan:
-    """The plan of a conversion that writes and removes these tensors.
+def make_plan(source: Source, dst: Path, request: Request) -> Plan:
+    """The plan of a conversion.
 
     Raises ValueError, naming file and tensor, unless the converted model finds all that it asks for.
     """
-    weights = source.weights
+    weights, scheme = source.weights, request.scheme
+    new, removed = new_tensors(source, request)
+    with_knee = new_tensors(source, replace(request, scheme=replace(scheme, knee=1.0)))[0] if request.searched else new
     tensors = weights.tensors(new, removed)
     model_class = derived_model(source.model_class)
     unused = check_complete(model_class, converted_config(source, scheme), tensors, weights.folder)
@@ -91,9 +96,10 @@ def make_plan(source: Source, dst: Path, scheme: Scheme, new: Mapping[str, New],
         removed=tuple(sorted(removed)),
         files=tuple(map(str, source.files)),
         left=tuple(sorted(p.name for p in source.folder.iterdir() if p.is_file() and p.name not in taken)),
-        size=sum(tensor.size for tensor in tensors.values()) + files,
+        size=sum(tensor.size for tensor in weights.tensors(with_knee, removed).values()) + files,
         unread=source.unread,
         unused=unused,
+        knees=tuple(name for name in with_knee if name not in new),
     )
 
 
@@ -111,18 +117,18 @@ def _skeleton(source: Source, scheme: Scheme) -> nn.Module:
         return derived_model(source.model_class)(converted_config(source, scheme))
 
 
-def new_tensors(source: Source, scheme: Scheme, method: str | None) -> tuple[dict[str, New], set[str]]:
+def new_tensors(source: Source, request: Request) -> tuple[dict[str, New], set[str]]:
     """The tensors that a conversion adds or changes, and the names of those that it removes.
 
-    They are as they would be without calibration (`method` None): one gives gains other values, and where it moves
+    They are as they would be without calibration: one gives gains and knees other values, and where it moves
     projections, those too.
     """
+    scheme = request.scheme
     new: dict[str, New] = {}
     removed: set[str] = set()
     model: Any = _skeleton(source, scheme)
-    moves = method == "fit_qk" or (method is not None and not scheme.pre_norm)
     for name, layer in patched_layers(model).items():
-        if not (head_norms(layer) or moves or not scheme.pre_norm):
+        if not (head_norms(layer) or request.moves or not scheme.pre_norm):
             continue  # a cap has no tensors
         prefix = stored_name(source.weights, model.base_model_prefix, name, layer)
         projection = f"{prefix}.{layer.family.style.weights[0]}.weight"
@@ -132,8 +138,10 @@ def new_tensors(source: Source, scheme: Scheme, method: str | None) -> tuple[dic
                 start = norm.fresh if kind == "weight" else 0.0
                 shape = tuple(parameter.shape)
                 new[f"{prefix}.{norm_name}.{kind}"] = New(file, shape, dtype, partial(torch.full, shape, start))
+            for kind, buffer in norm.named_buffers():
+                new[f"{prefix}.{norm_name}.{kind}"] = New(file, (), buffer.dtype, partial(torch.full, (), norm.floor))
         parts = layer.family.style.weights
-        if moves:
+        if request.moves:
             moved = (f"{prefix}.{part}.{kind}" for part in parts for kind in ("weight", "bias"))
             new |= {key: _as_stored(source.weights, key) for key in moved if key in source.weights}
         if not scheme.pre_norm:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,20 @@ def as_batches(
     whole = ids[: len(ids) // length * length].view(-1, length)
     for rows in torch.split(whole, batch) if len(whole) else [ids[None]]:
         yield {"input_ids": rows}
+
+
+def regrouped(batches: Sequence[Mapping[str, Tensor]], most: int, least: int = 8) -> list[dict[str, Tensor]]:
+    """The sequences of these batches in the same order, up to `most` in a batch, and in `least` batches or more.
+
+    Sequences of other lengths, or with other inputs, are not put into one batch.
+    """
+    most = min(most, max(sum(len(batch["input_ids"]) for batch in batches) // least, 1))
+    found: list[dict[str, Tensor]] = []
+    for _, run in groupby(batches, key=lambda batch: (batch["input_ids"].shape[1], sorted(batch))):
+        alike = list(run)
+        parts = {key: torch.split(torch.cat([batch[key] for batch in alike]), most) for key in alike[0]}
+        found += [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+    return found
 
 
 def check_batches(batches: Sequence[Mapping[str, Tensor]], config: Any) -> None:

@@ -23,8 +23,11 @@ def load_tokenizer(name: str | Path) -> Any:
         raise kind(f"{name}: no tokenizer can be loaded: {str(error).strip().splitlines()[0]}") from error
 
 
-def load_causal(source: Source, dtype: torch.dtype | str) -> Any:
-    """The causal language model of a checkpoint. Raises ValueError unless all its weights are there, and stay as is."""
+def load_causal(source: Source, dtype: torch.dtype | str, **places: Any) -> Any:
+    """The causal language model of a checkpoint; `places` say where its weights go, as `from_pretrained` takes them.
+
+    Raises ValueError unless all its weights are there, and stay as is.
+    """
     model_class = AutoModelForCausalLM._model_mapping[type(source.config)]
     check_complete(model_class, source.config, source.weights.stored, source.weights.folder)
     check_readable(source.folder, source.folder)
@@ -39,6 +42,7 @@ def load_causal(source: Source, dtype: torch.dtype | str) -> Any:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **places,
         )
     except (*CAUSED, ValueError) as error:
         if isinstance(error, RuntimeError) or "config.json" in str(error):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, convert_checkpoint, patch_model, plan_conversion
 from hf_qknorm.convert import source
 from hf_qknorm.convert.report import Calibration
-from hf_qknorm.convert.shards import INDEX
+from hf_qknorm.convert.shards import INDEX, Weights
 from hf_qknorm.demo.training import byte_tokenizer
 
 STREAMED = [(t, name) for t, name in PAIRS if SCHEMES[name].pre_norm or FAMILIES[t].norm == "rms"]
@@ -102,7 +102,7 @@ def test_calibrated(model_type, preset, method, tmp_path):
     model = trained_like(model_type, vocab_size=300)
     folder = save(model, tmp_path / "source", max_shard_size="60KB")
     byte_tokenizer().save_pretrained(folder)
-    plan = plan_conversion(folder, tmp_path / "out", preset, method=method)
+    plan = plan_conversion(folder, tmp_path / "out", preset, calibration=TEXTS, method=method)
     report = convert_checkpoint(folder, tmp_path / "out", preset, calibration=TEXTS, method=method)
     expected = patch_model(AutoModelForCausalLM.from_pretrained(folder), preset)
     again = calibrate(expected, TEXTS, method=method, tokenizer=byte_tokenizer())
@@ -120,11 +120,44 @@ def test_calibrated(model_type, preset, method, tmp_path):
     assert Calibration.from_dict(saved).loss == report.loss
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "options", [{"knee": 2}, {"method": "fit", "knee": 0.5}, {"method": "ones", "knee": 1}, {}], ids=str
+)
+def test_a_knee_is_written(options, model_type, tmp_path):
+    """ε in float32, whatever the model's dtype, in the file of its layer."""
+    model = trained_like(model_type, vocab_size=300).bfloat16()
+    folder = save(model, tmp_path / "source", max_shard_size="60KB")
+    byte_tokenizer().save_pretrained(folder)
+    plan = plan_conversion(folder, tmp_path / "out", "qk_norm", calibration=TEXTS, **options)
+    report = convert_checkpoint(folder, tmp_path / "out", "qk_norm", calibration=TEXTS, **options)
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    knee = converted.config.scheme.knee
+    assert converted.config.scheme == report.scheme
+    weights = Weights(tmp_path / "out")
+    stored = {name: tensor for name, tensor in weights.stored.items() if name.endswith("_norm.eps")}
+    assert len(stored) == (4 if knee else 0)
+    for name, tensor in stored.items():
+        assert (tensor.dtype, tensor.shape) == ("F32", ())
+        assert tensor.file == weights.stored[name.replace(".eps", ".weight")].file
+    if options:
+        assert knee == options["knee"]
+        assert set(stored) < set(plan.added)
+        assert not plan.knees
+    else:
+        assert len(plan.knees) == 4
+        assert "knee        found by calibration; above 0 it adds 4 tensors, first" in str(plan)
+    again = patch_model(AutoModelForCausalLM.from_pretrained(folder), "qk_norm")
+    calibrate(again, TEXTS, tokenizer=byte_tokenizer(), **options)
+    state = again.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in converted.state_dict().items())
+
+
 def test_a_conversion_that_loses_too_much_is_refused(tmp_path):
     folder = save(trained_like("llama", vocab_size=300), tmp_path / "source")
     byte_tokenizer().save_pretrained(folder)
     options = {"calibration": TEXTS, "method": "ones"}
-    with pytest.raises(ValueError, match=r"raises the loss by .* more than max_loss_increase=-9: nothing was written"):
+    with pytest.raises(ValueError, match=r"the loss rises by .* more than max_loss_increase=-9"):
         convert_checkpoint(folder, tmp_path / "out", max_loss_increase=-9, **options)
     assert sorted(os.listdir(tmp_path)) == ["source"]
     convert_checkpoint(folder, tmp_path / "out", max_loss_increase=9, **options)

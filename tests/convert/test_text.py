@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from hf_qknorm.convert.text import as_batches, load_text, sample_batches, tokenize
+from hf_qknorm.convert.text import as_batches, load_text, regrouped, sample_batches, tokenize
 from hf_qknorm.demo.training import byte_tokenizer
 
 
@@ -151,3 +151,15 @@ def test_a_tokenizer_that_gives_nothing_is_named():
 
     with pytest.raises(ValueError, match="function: the tokenizer gives no tokens for 4 characters"):
         tokenize(nothing, "text")
+
+
+def test_regrouping_keeps_order_and_what_differs_apart():
+    short, masked = torch.arange(6).view(3, 2), {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
+    batches = [{"input_ids": short[:1]}, {"input_ids": short[1:]}, masked, {"input_ids": torch.zeros(4, 3)}]
+    found = regrouped(batches, 2, least=1)
+    assert [(*sorted(batch), *batch["input_ids"].shape) for batch in found] == [
+        ("input_ids", 2, 2), ("input_ids", 1, 2), ("attention_mask", "input_ids", 2, 3), ("input_ids", 2, 3),
+        ("input_ids", 2, 3),
+    ]  # fmt: skip
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in found[:2]]), short)
+    assert len(regrouped([{"input_ids": torch.ones(64, 2)}], 64)) == 8

@@ -1,0 +1,222 @@
+"""Checkpoints larger than memory: how much memory there is, and conversions whose layers are read from the disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from folders import contents, save
+from tables import sharp_model
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from hf_qknorm import Scheme, convert_checkpoint
+from hf_qknorm.convert import checkpoint, inspect, memory
+from hf_qknorm.convert.inspect import inspect_checkpoint
+from hf_qknorm.convert.memory import memory_left, memory_size, placed, working_memory
+from hf_qknorm.convert.source import open_source
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.testing import tiny_model
+
+KNEE = Scheme(q="rms", k="rms", knee=4)
+BATCHES = [torch.randint(3, 60, (1, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(9)]
+
+
+def tiny(folder: Path, model_type: str = "llama") -> Path:
+    model = tiny_model("mixtral") if model_type == "mixtral" else sharp_model(model_type)
+    return save(model, folder / "source", max_shard_size="60KB")
+
+
+def least(folder: Path, length: int = 16) -> int:
+    """What a calibration takes at least: one sequence, and the largest tensor."""
+    with open_source(folder) as source:
+        largest = max(tensor.size for tensor in source.weights.stored.values())
+        return int((largest + working_memory(source, 1, length)) / memory.ROOM) + 1
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[PreTrainedModel]]:
+    """Leaves so many bytes to conversions, and returns the list of the models that they calibrate from then on."""
+    calibrate = checkpoint.calibrate
+
+    def limit(left: int) -> list[PreTrainedModel]:
+        models: list[PreTrainedModel] = []
+
+        def seen(model: PreTrainedModel, *rest: Any, **options: Any) -> Any:
+            models.append(model)
+            return calibrate(model, *rest, **options)
+
+        monkeypatch.setattr(checkpoint, "calibrate", seen)
+        monkeypatch.setattr(checkpoint, "memory_left", lambda max_memory: left)
+        return models
+
+    return limit
+
+
+@pytest.mark.parametrize("share", [0, 0.4])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
+def test_layers_on_the_disk_give_what_they_give_in_memory(model_type, share, tmp_path, limited):
+    """Mixtral's experts are stored in another form than they compute in, GPT-2's embedding is also its head."""
+    folder = tiny(tmp_path, model_type)
+    expected = convert_checkpoint(folder, tmp_path / "in memory", KNEE, calibration=BATCHES)
+    with open_source(folder) as source:
+        models = limited(least(folder) + int(share * source.weights.size))
+    assert convert_checkpoint(folder, tmp_path / "streamed", KNEE, calibration=BATCHES) == expected
+    (model,) = models
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert contents(tmp_path / "streamed") == contents(tmp_path / "in memory")
+    assert sorted(os.listdir(tmp_path)) == ["in memory", "source", "streamed"]
+
+
+def test_what_fits_is_loaded_whole(tmp_path, limited):
+    models = limited(2**33)
+    convert_checkpoint(tiny(tmp_path), tmp_path / "out", KNEE, calibration=BATCHES)
+    assert not any(parameter.is_meta for parameter in models[0].parameters())
+
+
+def test_a_search_reads_the_layers_from_the_disk(tmp_path, limited):
+    folder = tiny(tmp_path)
+    models = limited(least(folder))
+    report = convert_checkpoint(folder, tmp_path / "out", "qk_norm", calibration=BATCHES)
+    assert report.knees
+    assert models[0].config.scheme.knee == report.scheme.knee
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_is_stopped_leaves_nothing(error, tmp_path, limited, monkeypatch):
+    folder = tiny(tmp_path, "mixtral")
+    limited(least(folder))
+    there: list[str] = []
+
+    def stopped(*rest: Any, **options: Any) -> None:
+        (staging,) = (path for path in tmp_path.iterdir() if path != folder)
+        there.extend(path.name for path in (staging / "new").iterdir())
+        raise error
+
+    monkeypatch.setattr(checkpoint, "calibrate", stopped)
+    with pytest.raises(error):
+        convert_checkpoint(folder, tmp_path / "out", KNEE, calibration=BATCHES)
+    assert any("experts" in name for name in there)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("share", "limits", "message"),
+    [
+        (0.5, [], r"of memory are left, too little for this checkpoint: its largest tensor and one sequence of 16"),
+        (1, [10**5], r"address space, and the limits of this process leave 0\.1 MB.*ulimit -v"),
+    ],
+    ids=["memory", "limits"],
+)
+def test_refusals_come_before_weights_are_read(share, limits, message, tmp_path, limited, monkeypatch):
+    def loaded(*rest: Any, **options: Any) -> None:
+        raise AssertionError("the weights were read")
+
+    folder = tiny(tmp_path)
+    limited(int(share * least(folder)))
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", loaded)
+    monkeypatch.setattr(memory, "_process_limits", lambda: limits)
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(folder, tmp_path / "out", KNEE, calibration=BATCHES)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_a_full_disk_has_no_room_for_weights_in_another_form(model_type, tmp_path, monkeypatch):
+    folder = tiny(tmp_path, model_type)
+    usage = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
+    with open_source(folder) as source:
+        placing = placed(source, 16, least(folder), tmp_path / "out")
+        refusal = pytest.raises(OSError, match=r"that transformers computes with, needs .* has 0\.0 MB free")
+        with refusal if model_type == "mixtral" else nullcontext(), placing as placement:
+            assert placement.sequences == 1
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_weights_on_the_disk_are_not_moved(tmp_path, limited):
+    folder = tiny(tmp_path)
+    limited(least(folder))
+    with pytest.raises(ValueError, match=r'"fit_qk" moves weights, and some are offloaded: use method="fit"'):
+        convert_checkpoint(folder, tmp_path / "out", "qk_norm", calibration=BATCHES, method="fit_qk")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_inspecting_layers_on_the_disk(tmp_path, monkeypatch):
+    folder = save(sharp_model("llama", vocab_size=300), tmp_path / "source", max_shard_size="60KB")
+    byte_tokenizer().save_pretrained(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("to be, or not to be: that is the question. " * 20)
+    found = []
+    for left in (2**33, least(folder, length=128)):
+        monkeypatch.setattr(inspect, "memory_left", lambda max_memory, left=left: left)
+        found.append(inspect_checkpoint(str(folder), texts=str(text), tokens=512))
+    whole, streamed = found
+    assert streamed.base.loss == pytest.approx(whole.base.loss, abs=1e-5)
+    assert streamed.advice.scheme == whole.advice.scheme
+
+
+SIZES = {
+    "8GB": 8 * 10**9,
+    "8 gb": 8 * 10**9,
+    "1.5GiB": 3 * 2**29,
+    "500MiB": 500 * 2**20,
+    "2048": 2048,
+    12: 12,
+    ".5KB": 500,
+}
+
+
+@pytest.mark.parametrize("text", SIZES, ids=repr)
+def test_sizes(text):
+    assert memory_size(text) == SIZES[text]
+
+
+@pytest.mark.parametrize("text", ["", "much", "0GB", "-1GB", "8 cats", "1e9", 0, -5, 1.5, True, "9" * 40], ids=repr)
+def test_sizes_that_are_none(text):
+    with pytest.raises(
+        ValueError, match=r'max_memory=.* is no size of memory: expected bytes, or a text such as "8GB"'
+    ):
+        memory_size(text)
+
+
+def test_what_is_left_of_a_limit(monkeypatch):
+    monkeypatch.setattr(memory, "_free", lambda: 10**12)
+    assert 0 < memory_left("64GB") < 64 * 10**9
+    assert memory_left(None) == memory_left("100TB") == 10**12
+    with pytest.raises(ValueError, match=r"max_memory='1MB' is less than the .* that this process holds already"):
+        memory_left("1MB")
+
+
+def cgroup(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_what_cgroups_leave(tmp_path):
+    """Each cgroup above counts; cached files can go; one without a limit, or that is not there, leaves all."""
+    process = tmp_path / "cgroup"
+    process.write_text("9:name=systemd:/\n4:cpu,memory:/a/b\n0::/c/d\n")
+    stat = "total_inactive_file 30\ninactive_file 7\n"
+    one = {"memory__usage_in_bytes": "100\n", "memory__stat": stat}
+    cgroup(tmp_path / "memory/a/b", memory__limit_in_bytes=f"{2**63 - 4096}\n", **one)
+    cgroup(tmp_path / "memory/a", memory__limit_in_bytes="150\n", **one)
+    cgroup(tmp_path / "c/d", memory__max="max\n", memory__current="5\n", memory__stat=stat)
+    cgroup(tmp_path / "c", memory__max="20\n", memory__current="25\n", memory__stat=stat)
+    assert sorted(memory._cgroup_rooms(process, tmp_path)) == [2, 80]
+    assert memory._cgroup_rooms(tmp_path / "none", tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_what_the_limits_of_the_process_leave(kind, monkeypatch):
+    assert memory_left(None) > 2**20
+    getrlimit = resource.getrlimit
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (2**20, 2**20) if asked == kind else getrlimit(asked))
+    assert memory_left(None) == 0
