@@ -8,7 +8,9 @@ It is RMSNorm's own ε, made large.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from hf_qknorm.attention import head_norms, norm_copies, patched_layers, place
@@ -22,11 +24,11 @@ def put_knee(model: Any, knee: float, powers: Powers) -> None:
     Raises ValueError, before anything is changed, for a knee that the scheme can't have.
     """
     layers = patched_layers(model)
-    config: Any = next(iter(layers.values())).config
-    scheme = dataclasses.replace(config.scheme, knee=knee)
-    config.set_scheme(scheme)
+    schemes = {name: dataclasses.replace(layer.scheme, knee=knee) for name, layer in layers.items()}
     for name, layer in layers.items():
-        layer.scheme = scheme
+        config: Any = layer.config
+        config.set_scheme(schemes[name])
+        layer.scheme = schemes[name]
         for norm_name, copies in norm_copies(layer).items():
             for norm in copies:
                 norm.set_knee(knee, powers[name, norm_name], place(layer)[0])
@@ -36,3 +38,19 @@ def powers_of(model: Any) -> dict[tuple[str, str], float]:
     """The mean |x|ᵖ that each norm of a patched model was given. Raises ValueError for norms without a knee."""
     layers = patched_layers(model).items()
     return {(name, norm_name): norm.power for name, layer in layers for norm_name, norm in head_norms(layer).items()}
+
+
+def take_knee(model: Any, knee: float) -> None:
+    """Take weights, gains and ε, that were just loaded into a patched model from a checkpoint, for those of `knee`.
+
+    Raises ValueError for a model without a knee and a checkpoint with one: the ε had no place to go to.
+    """
+    norms = [norm for layer in patched_layers(model).values() for norm in chain(*norm_copies(layer).values())]
+    if knee and not all(norm.knee for norm in norms):
+        raise ValueError(
+            f"the checkpoint has a knee of {knee:g}, the model none: its norms' eps were not loaded. Resume with a "
+            "model that has a knee, as from_pretrained(checkpoint) gives it"
+        )
+    for norm in norms:
+        norm.knee = knee
+    put_knee(model, knee, powers_of(model) if knee else defaultdict(float))
