@@ -6,6 +6,7 @@ the knee changes, gains change by the same power of (P + ε new)/(P + ε old), s
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Final
 
@@ -41,6 +42,8 @@ def set_knee(model: nn.Module, knee: float) -> None:
     if knee == knee_of(model):
         return
     _check_gains(layers)
+    for layer in layers.values():
+        dataclasses.replace(layer.scheme, knee=knee)  # raises for what is no knee
     powers = powers_of(model)
     factors = {
         (name, norm_name): _factor(norm, powers[name, norm_name], knee)
@@ -108,12 +111,12 @@ class KneeSchedule(TrainerCallback, ExportableState):
             take_knee(model, knee)
         else:
             self.start = knee_of(model)
-        if self.start <= self.target:
-            raise ValueError(
-                f"the model's knee is {self.start:g}, and KneeSchedule lowers it to {self.target:g}: calibrate the "
-                "model with a larger one, or leave the schedule out"
-            )
-        _check_gains(_layers(model))
+            if self.start <= self.target:
+                raise ValueError(
+                    f"the model's knee is {self.start:g}, and KneeSchedule lowers it to {self.target:g}: calibrate the "
+                    "model with a larger one, or leave the schedule out"
+                )
+            _check_gains(_layers(model))
         self._set(model, state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
