@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -36,7 +37,8 @@ def set_knee(model: nn.Module, knee: float) -> None:
     whole model.
 
     Raises ValueError, with the model unchanged, for a model that is not patched, has no knee to change, or has no gains
-    (gain="none"), for gains that are not here (offloaded, ZeRO, FSDP 1), and for a knee that the scheme can't have.
+    (gain="none"), for gains that are not here (offloaded, sharded by ZeRO-3, flattened by FSDP 1), and for a knee that
+    the scheme can't have.
     """
     layers = _layers(model)
     if knee == knee_of(model):
@@ -148,12 +150,12 @@ def _check_gains(layers: dict[str, QKNormAttention]) -> None:
                 'gain="none": the norms have no gains to make up for another knee. Calibrate with the knee that is '
                 'wanted, or patch with gain="shared"'
             )
-        for parameter in layer.parameters():
-            kind = type(parameter).__name__
-            if parameter.is_meta or hasattr(parameter, "ds_id") or kind == "FlatParameter":
+        for weight in (norm.weight for norm in chain(*norm_copies(layer).values()) if norm.weight is not None):
+            # ZeRO-3 marks what it shards by ds_id; FSDP 1 puts plain views in the place of parameters
+            if weight.is_meta or hasattr(weight, "ds_id") or not isinstance(weight, nn.Parameter):
                 raise ValueError(
-                    f"the weights of {name} are not here to be rescaled (offloaded, or sharded by ZeRO-3 or FSDP 1): "
-                    "set the knee before that, or shard by FSDP 2"
+                    f"the gains of {name} are not here to be rescaled (offloaded, or sharded by ZeRO-3 or FSDP 1): set "
+                    "the knee before that, or shard by FSDP 2 or with use_orig_params=True"
                 )
 
 

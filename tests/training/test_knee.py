@@ -16,7 +16,7 @@ from tables import assert_near, fingerprint, make_batch, randomise, sharp_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 
 from hf_qknorm import KneeSchedule, Scheme, export_native, patch_model, peft_modules_to_save, set_knee
@@ -260,6 +260,17 @@ def test_gains_that_fsdp_shards(process_group):
     assert_near(logits(sharded), logits(expected), 1e-6)
 
 
+def test_gains_that_fsdp_1_flattens(process_group):
+    model, expected = kneed(), kneed()
+    sharded = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    set_knee(sharded, 1.0)
+    set_knee(expected, 1.0)
+    assert_near(logits(sharded), logits(expected), 1e-6)
+    hidden = FullyShardedDataParallel(kneed(), use_orig_params=False, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"gains of .* are not here .* with use_orig_params=True"):
+        set_knee(hidden, 1.0)
+
+
 def marked(model: PreTrainedModel) -> PreTrainedModel:
     patched_layers(model)["model.layers.1.self_attn"].q_norm.weight.ds_id = 0  # as DeepSpeed marks those of ZeRO-3
     return model
@@ -277,7 +288,7 @@ def without_gain() -> PreTrainedModel:
         (without_gain, 0.0, 'gain="none": the norms have no gains'),
         (kneed, -1.0, "Scheme.knee=-1.0. is not possible: expected a finite number ≥ 0"),
         (kneed, float("nan"), "Scheme.knee=nan. is not possible"),
-        (lambda: marked(kneed()), 1.0, "weights of model.layers.1.self_attn are not here to be rescaled"),
+        (lambda: marked(kneed()), 1.0, "gains of model.layers.1.self_attn are not here to be rescaled"),
         (lambda: kneed().to("meta"), 1.0, r"are not here to be rescaled \(offloaded"),
     ],
 )
