@@ -26,13 +26,14 @@ from hf_qknorm.ops import library
 from hf_qknorm.ops.heads import Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.settings import no_attention
+from hf_qknorm.states import KneeStates
 
 NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
 PREFIX = "QKNorm"  # of derived classes
 TYPE_PREFIX = "qknorm_"  # of their model types
 
 
-class QKNormAttention(PlainAttention):
+class QKNormAttention(KneeStates, PlainAttention):
     """The shared attention forward, with norm, RoPE and attention in one kernel wherever the backend has it."""
 
     def _attend(

@@ -21,9 +21,11 @@ Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of what arrives at a
 def put_knee(model: Any, knee: float, powers: Powers) -> None:
     """Give the norms of a patched model a knee, in place, and record it in layers and config; gains stay as they are.
 
-    Raises ValueError, before anything is changed, for a knee that the scheme can't have.
+    Raises ValueError, before anything is changed, for a knee that the scheme can't have, and for an offloaded one.
     """
     layers = patched_layers(model)
+    for norm in (norm for layer in layers.values() for copies in norm_copies(layer).values() for norm in copies):
+        norm.check_present()
     schemes = {name: dataclasses.replace(layer.scheme, knee=knee) for name, layer in layers.items()}
     for name, layer in layers.items():
         config: Any = layer.config
@@ -41,16 +43,8 @@ def powers_of(model: Any) -> dict[tuple[str, str], float]:
 
 
 def take_knee(model: Any, knee: float) -> None:
-    """Take weights, gains and ε, that were just loaded into a patched model from a checkpoint, for those of `knee`.
-
-    Raises ValueError for a model without a knee and a checkpoint with one: the ε had no place to go to.
-    """
-    norms = [norm for layer in patched_layers(model).values() for norm in chain(*norm_copies(layer).values())]
-    if knee and not all(norm.knee for norm in norms):
-        raise ValueError(
-            f"the checkpoint has a knee of {knee:g}, the model none: its norms' eps were not loaded. Resume with a "
-            "model that has a knee, as from_pretrained(checkpoint) gives it"
-        )
-    for norm in norms:
-        norm.knee = knee
+    """Take weights, gains and ε, that were just loaded into a patched model from a checkpoint, for those of `knee`."""
+    for layer in patched_layers(model).values():
+        for norm in chain(*norm_copies(layer).values()):
+            norm.knee = knee
     put_knee(model, knee, powers_of(model) if knee else defaultdict(float))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_qknorm.ops.heads import Norm
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.scheme import Scheme
+from hf_qknorm.states import plain
 
 
 class HeadNorm(nn.Module):
@@ -62,18 +63,24 @@ class HeadNorm(nn.Module):
 
     @property
     def power(self) -> float:
-        """The mean |x|ᵖ in calibration text, as `set_knee` was given it. Raises ValueError without a knee."""
+        """The mean |x|ᵖ in calibration text, as `set_knee` was given it.
+
+        Raises ValueError without a knee, and for one that is offloaded.
+        """
         if not self.knee:
             raise ValueError("a norm without a knee keeps no mean of what arrives there: calibrate(model, data) again")
+        self.check_present()
         half = self.order / 2
-        return (float(self.eps) ** half - self.floor**half) / self.knee
+        return max(float(self.eps) ** half - self.floor**half, 0.0) / self.knee  # eps is rounded to fp32
 
     @torch.no_grad()
     def set_knee(self, knee: float, power: float, device: torch.device | None = None) -> None:
         """Put a knee in place, for a mean |x|ᵖ of `power`; with 0 the norm is the scheme's plain one again.
 
-        A buffer that is there is changed in place. A new one is put on `device`, by default the gain's.
+        A buffer that is there is changed in place. A new one is put on `device`, by default the gain's. Raises
+        ValueError for one that is offloaded, which would not keep the change.
         """
+        self.check_present()
         half = self.order / 2
         self.knee, eps = knee, (self.floor**half + knee * power) ** (1 / half)
         if knee and isinstance(self.eps, Tensor):
@@ -86,12 +93,32 @@ class HeadNorm(nn.Module):
         else:
             self.eps = self.floor
 
+    def check_present(self) -> None:
+        """Raise ValueError for a knee whose number is not in memory."""
+        if isinstance(self.eps, Tensor) and self.eps.is_meta:
+            raise ValueError(
+                "the eps of a norm is on the meta device: load the model without offload_buffers=True, or load its "
+                "weights first"
+            )
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = self.eps
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if isinstance(before, Tensor) and isinstance(self.eps, Tensor) and self.eps.dtype != before.dtype:
             self.eps = before.to(self.eps.device)  # a model may be cast, its knees are not
         return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """PyTorch's own, which would take the first entry of an eps of another shape, and any number."""
+        *_, errors = args
+        stored = state_dict.get(f"{prefix}eps") if isinstance(self.eps, Tensor) else None
+        if stored is not None and (problem := eps_problem(plain(stored), self.floor)):
+            errors.append(f"{prefix}eps {problem}")
+            return
+        load: Any = super()._load_from_state_dict
+        load(state_dict, prefix, *args)
+        if isinstance(self.eps, Tensor):
+            self.eps = plain(self.eps).float()  # `assign=True` takes the dtype too
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -133,6 +160,19 @@ class HeadNorm(nn.Module):
         eps = "buffer" if isinstance(self.eps, Tensor) and self.eps.is_meta else f"{float(self.eps):.3g}"
         knee = f", knee={self.knee:g}" if self.knee else ""
         return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={eps}{knee}{blend}"
+
+
+def eps_problem(eps: Tensor, least: float) -> str | None:
+    """The reason why a stored `eps` can't be that of a norm with a knee, as the end of a sentence; None if it can."""
+    if eps.shape:
+        return f"has shape {list(eps.shape)}, expected a single number []. Restore the weights"
+    if not eps.is_floating_point() or eps.itemsize < 2:
+        return f"has dtype {str(eps.dtype).removeprefix('torch.')}, expected float32. Restore the weights"
+    if not eps.is_meta and not eps.new_tensor(least) <= eps < math.inf:  # false for NaN too
+        return (
+            f"is {float(eps):g}, expected a finite number of at least the scheme's eps, {least:g}. Restore the weights"
+        )
+    return None
 
 
 def is_unhooked(module: nn.Module) -> bool:

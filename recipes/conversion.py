@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
 from hf_qknorm.convert import fit
 from hf_qknorm.convert.calibrate import METHODS
-from hf_qknorm.convert.moments import fit_moments
+from hf_qknorm.convert.moments import moments, norm_sizes
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss, train
 
@@ -130,7 +130,7 @@ def cost(story: Story) -> None:
 
     steps = [training_steps()]
     start = time.perf_counter()
-    fit_moments(patched, batches[:16])
+    moments(patched, batches[:16], norm_sizes(patched, batches[:1]), (0.0,)).put(0.0)
     fit.fit_gains(patched, batches[8:], batches[:8])
     seconds = time.perf_counter() - start
     steps.append(training_steps())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,8 +43,15 @@ CASES: dict[str, tuple[str, Scheme]] = {
     "per head": ("gpt2", Scheme(q="layer", k="rms", v="rms", gain="per_head", bias=True, softcap=5.0)),
     "scalar": ("llama", Scheme(q="l2", k="l2", gain="scalar", scale=1.0)),
     "sinks": ("gpt_oss", NORMED),
+    "knee": ("llama", replace(NORMED, knee=4.0)),
 }
-CALIBRATIONS = {"moments": "moments", "fit": "fit", "fit_qk": "fit_qk"}
+CALIBRATIONS: dict[str, dict[str, Any]] = {
+    "searched": {},
+    "moments": {"method": "moments", "knee": 2},
+    "fit": {"method": "fit", "steps": 4},
+    "fit_qk": {"method": "fit_qk", "steps": 4},
+}
+SHARDED_CALIBRATIONS = ("searched", "moments")
 FSDP2_YAML = Path(__file__).parents[1] / "recipes" / "accelerate" / "fsdp2.yaml"
 WORLD = 2
 STEPS, SAVED, KILLED = 8, 3, 5
@@ -143,19 +151,32 @@ def run_cases(folder: Path, rank: int) -> None:
 
 
 def run_calibrations(folder: Path, rank: int) -> None:
-    for method in CALIBRATIONS:
+    for name, options in CALIBRATIONS.items():
         for kind, data in {
             "dealt": calibration_batches()[rank::WORLD],
             "same": calibration_batches(),
         }.items():
             model = DistributedDataParallel(made("shared"))
-            report = calibrate(model, data, method, steps=4, max_tokens=4 * 24)
-            (folder / f"{method} {kind} {rank}.json").write_text(repr(report))
+            report = calibrate(model, data, max_tokens=4 * 24, **options)
+            (folder / f"{name} {kind} {rank}.json").write_text(repr(report))
             loss = backward(model, rank)
             save_file(
                 {**model.module.state_dict(), "loss": loss, "gradient": model.module.lm_head.weight.grad},
-                folder / f"{method} {kind} {rank}.safetensors",
+                folder / f"{name} {kind} {rank}.safetensors",
             )
+    for name in SHARDED_CALIBRATIONS:
+        for way, wrap in WAYS.items():
+            if way == "DDP":
+                continue
+            for case in ("shared", "per head"):
+                model = wrap(made(case))
+                data = calibration_batches()[rank::WORLD]
+                report = calibrate(model, data, max_tokens=4 * 24, **CALIBRATIONS[name])
+                (folder / f"{name} {case} {way} {rank}.json").write_text(repr(report))
+                state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+                backward(model, rank)
+                if rank == 0:
+                    save_file(state, folder / f"{name} {case} {way} calibrated.safetensors")
 
 
 def main(path: str, step: str | None = None) -> None:

@@ -30,7 +30,7 @@ def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
         "seed": 0,
     }
     arguments = TrainingArguments(folder, **{**settings, **options})
-    return Trainer(model, arguments, train_dataset=counting())
+    return Trainer(model, arguments, train_dataset=counting(), eval_dataset=counting(16))
 
 
 def losses(run: Trainer) -> list[float]:

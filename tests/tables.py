@@ -88,13 +88,15 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float, what: str = 
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random gains and biases in every head norm of `model`, in place: each changes the result by itself."""
+    """Random gains, biases and knees in every head norm of `model`, in place: each changes the result by itself."""
     generator = torch.Generator().manual_seed(seed)
     for norm in (module for module in model.modules() if isinstance(module, HeadNorm)):
         for parameter, centre in ((norm.weight, norm.fresh), (norm.bias, 0.0)):
             if parameter is not None:
                 noise = torch.randn(parameter.shape, generator=generator) * 0.3
                 parameter.copy_(centre * (1 + noise) if centre else noise)
+        if norm.knee:
+            norm.set_knee(norm.knee, 0.1 + float(torch.rand((), generator=generator)))
     return model
 
 

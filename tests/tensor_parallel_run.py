@@ -1,10 +1,12 @@
 """What each of two processes does that share models.
 
-Rank 0 writes `parallel.safetensors` into each folder: logits, and every gradient, whole. The model is saved to `saved`.
+Rank 0 writes `parallel.safetensors` into each folder: logits, and every gradient, whole. The model is saved to `saved`,
+and, calibrated, to folders of their own.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-import hf_qknorm  # noqa: F401
+from hf_qknorm import calibrate
+
+CALIBRATIONS: dict[str, dict[str, Any]] = {"searched": {}, "moments": {"method": "moments", "knee": 2}}
+
+
+def calibration_batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(3, 64, (2, 12), generator=generator)} for _ in range(5)]
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -33,6 +42,12 @@ def main(*paths: str) -> None:
         found = {name: whole(p.grad) for name, p in model.named_parameters()}
         found["logits"] = whole(result.logits)
         model.save_pretrained(folder / "saved")
+        reports = {}
+        for name, options in CALIBRATIONS.items():
+            model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+            reports[name] = calibrate(model, calibration_batches(), **options).to_dict()
+            model.save_pretrained(folder / f"calibrated {name}")
+        (folder / f"reports {dist.get_rank()}.json").write_text(json.dumps(reports))
         if dist.get_rank() == 0:
             save_file(found, folder / "parallel.safetensors")
         dist.barrier()

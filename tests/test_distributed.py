@@ -16,6 +16,7 @@ from distributed_run import (
     CASES,
     KILLED,
     SAVED,
+    SHARDED_CALIBRATIONS,
     WAYS,
     adapted,
     calibration_batches,
@@ -27,7 +28,8 @@ from safetensors.torch import load_file
 from short_runs import assert_equal_weights
 from tables import make_batch
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_qknorm import calibrate
@@ -95,19 +97,42 @@ def test_a_sharded_model_saves_a_whole_checkpoint_in_several_files(case, way, ra
     assert_equal_weights(loaded, expected)
 
 
+def test_mixed_precision_leaves_knees_in_fp32(process_group):
+    """And a run goes on from a state dict of every rank's parts."""
+    model = made("knee")
+    expected = {name: eps.clone() for name, eps in model.named_buffers() if name.endswith(".eps")}
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    model(**make_batch("plain")).loss.backward()
+    state = get_model_state_dict(model)
+    again = fully_shard(made("knee"), mesh=mesh, mp_policy=policy)
+    for name, eps in again.named_buffers():
+        if name in expected:
+            eps.fill_(1.0)
+    set_model_state_dict(again, state)
+    for sharded in (model, again):
+        buffers = dict(sharded.named_buffers())
+        assert len(expected) == 6
+        for name, eps in expected.items():
+            assert buffers[name].dtype == torch.float32
+            assert torch.equal(buffers[name], eps), name
+
+
 @pytest.mark.parametrize("kind", ["dealt", "same"])
-@pytest.mark.parametrize("method", CALIBRATIONS)
-def test_calibration_under_ddp_is_that_of_one_process(method, kind, ran):
+@pytest.mark.parametrize("name", CALIBRATIONS)
+def test_calibration_under_ddp_is_that_of_one_process(name, kind, ran):
     model = made("shared")
-    report = calibrate(model, calibration_batches(), method, steps=4, max_tokens=4 * 24)
-    first, second = (load_file(ran / f"{method} {kind} {rank}.safetensors") for rank in range(2))
+    report = calibrate(model, calibration_batches(), max_tokens=4 * 24, **CALIBRATIONS[name])
+    first, second = (load_file(ran / f"{name} {kind} {rank}.safetensors") for rank in range(2))
     losses = [found.pop("loss") for found in (first, second)]
     average = first.pop("gradient"), second.pop("gradient")
-    for name, value in model.state_dict().items():
-        assert torch.equal(first[name], value), name
-        assert torch.equal(second[name], value), name
+    for key, value in model.state_dict().items():
+        assert torch.equal(first[key], value), key
+        assert torch.equal(second[key], value), key
     for rank in range(2):
-        assert (ran / f"{method} {kind} {rank}.json").read_text() == repr(report)
+        assert (ran / f"{name} {kind} {rank}.json").read_text() == repr(report)
     loss = model(**make_batch("plain")).loss  # and DDP goes on as before
     loss.backward()
     torch.testing.assert_close(sum(losses) / 2, loss.detach(), rtol=1e-6, atol=0)
@@ -115,13 +140,32 @@ def test_calibration_under_ddp_is_that_of_one_process(method, kind, ran):
     torch.testing.assert_close(average[0], model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_a_sharded_model_is_not_calibrated(process_group):
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "DDP"])
+@pytest.mark.parametrize("case", ["shared", "per head"])
+@pytest.mark.parametrize("name", SHARDED_CALIBRATIONS)
+def test_calibration_of_a_sharded_model_is_that_of_one_process(name, case, way, ran):
+    model = made(case)
+    report = calibrate(model, calibration_batches(), max_tokens=4 * 24, **CALIBRATIONS[name])
+    found = load_file(ran / f"{name} {case} {way} calibrated.safetensors")
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():  # a sharded matrix product may round otherwise
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
+    reports = [(ran / f"{name} {case} {way} {rank}.json").read_text() for rank in range(2)]
+    assert reports[0] == reports[1]
+    assert repr(report.scheme) in reports[0]
+
+
+def test_training_a_sharded_models_gains_is_refused(process_group):
     model = fully_shard(made("shared"), mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    with pytest.raises(
+        ValueError, match='sharded over several devices.* use method="moments", or calibrate it by "fit"'
+    ):
+        calibrate(model, calibration_batches(), "fit")
     partitioned = made("shared")
     partitioned.lm_head.weight.ds_id = 0  # as DeepSpeed marks a parameter of ZeRO-3
-    for sharded in (model, partitioned):
-        with pytest.raises(ValueError, match="sharded over several devices .* calibrate it before"):
-            calibrate(sharded, calibration_batches())
+    with pytest.raises(ValueError, match="sharded by DeepSpeed, .* calibrate it before"):
+        calibrate(partitioned, calibration_batches())
 
 
 @pytest.mark.skipif(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,25 @@ import torch
 from pair import run_once, run_pair
 from safetensors.torch import load_file, save_file
 from tables import make_batch, randomise, sharp_model
+from tensor_parallel_run import CALIBRATIONS, calibration_batches
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_qknorm import Scheme, patch_model, unpatch_model
+from hf_qknorm import Scheme, calibrate, patch_model, unpatch_model
 
 NORMED = {"q": "rms", "k": "layer", "v": "rms", "softcap": 5.0}
 SCHEMES = {
     "shared": Scheme(**NORMED, bias=True),
     "per_head": Scheme(**NORMED, gain="per_head", bias=True),
     "scalar": Scheme(q="l2", k="l2", gain="scalar", scale=1.0),
+    "knee": Scheme(**NORMED, knee=4.0),
+    "knee alone": Scheme(**NORMED, gain="none", knee=4.0),
 }
-STYLES = {"shared": "replicated_with_grad_allreduce", "per_head": "colwise", "scalar": "replicated_with_grad_allreduce"}
+STYLES = {
+    "shared": "replicated_with_grad_allreduce",
+    "per_head": "colwise",
+    "scalar": "replicated_with_grad_allreduce",
+    "knee": "replicated_with_grad_allreduce",
+}
 
 
 def made(gain: str) -> PreTrainedModel:
@@ -50,7 +59,8 @@ def test_two_processes_compute_what_one_does(gain, folders):
     torch.testing.assert_close(parallel.pop("logits"), result.logits, atol=1e-5, rtol=1e-5)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     assert set(parallel) == set(gradients)
-    assert any("_norm.weight" in name and "self_attn" in name for name in gradients)
+    gains = [name for name in gradients if "_norm.weight" in name and "self_attn" in name]
+    assert bool(gains) == (SCHEMES[gain].gain != "none")
     for name, gradient in gradients.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(parallel[name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=name)
@@ -63,7 +73,27 @@ def test_what_two_processes_save_is_whole(gain, folders):
         assert torch.equal(saved[name], value), name
 
 
+@pytest.mark.parametrize("name", CALIBRATIONS)
 @pytest.mark.parametrize("gain", SCHEMES)
+def test_two_processes_calibrate_as_one_does(gain, name, folders):
+    model = made(gain)
+    report = calibrate(model, calibration_batches(), **CALIBRATIONS[name])
+    found = AutoModelForCausalLM.from_pretrained(folders[gain] / f"calibrated {name}")
+    assert found.config.scheme == report.scheme
+    assert report.scheme.knee == CALIBRATIONS[name].get("knee", report.scheme.knee)
+    expected = model.state_dict()
+    assert found.state_dict().keys() == expected.keys()
+    for key, value in found.state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-9, msg=key)
+    reports = [json.loads((folders[gain] / f"reports {rank}.json").read_text())[name] for rank in range(2)]
+    assert reports[0] == reports[1]
+    for layer, numbers in report.to_dict()["layers"].items():  # of the heads of both
+        for side in ("before", "after"):
+            for statistic, values in numbers[side].items():
+                assert reports[0]["layers"][layer][side][statistic] == pytest.approx(values, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("gain", STYLES)
 def test_the_plan_names_the_norms_until_they_are_gone(gain):
     model = sharp_model("llama")
     plans = dict(model.tp_plan), dict(model.model.tp_plan)
@@ -71,7 +101,7 @@ def test_the_plan_names_the_norms_until_they_are_gone(gain):
     added = {key: style for key, style in model.tp_plan.items() if key not in plans[0]}
     assert set(added.values()) == {STYLES[gain]}
     assert {key.removeprefix("model.") for key in added} == {k for k in model.model.tp_plan if k not in plans[1]}
-    last = ".weight" if gain == "per_head" else ""
+    last = ".weight" if SCHEMES[gain].gain == "per_head" else ""
     assert f"model.layers.*.self_attn.q_norm{last}" in added
     unpatch_model(model)
     assert (model.tp_plan, model.model.tp_plan) == plans

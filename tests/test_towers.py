@@ -121,7 +121,7 @@ def test_a_checkpoint_without_the_norms_is_refused(case, tmp_path):
     kept = {name: weight for name, weight in weights.items() if not name.endswith("1.self_attn.q_norm.weight")}
     assert len(kept) == len(weights) - 1
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"1 norm parameters are missing from the weights, .* first .*q_norm\.weight"):
+    with pytest.raises(ValueError, match=r"1 norm parameters are missing from the weights, first .*q_norm\.weight"):
         AutoModelForImageTextToText.from_pretrained(tmp_path)
 
 

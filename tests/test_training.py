@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from hf_qknorm import SCHEMES, patch_model
+from hf_qknorm import SCHEMES, Scheme, patch_model
 from hf_qknorm.testing import tiny_model
 
 TRAINED = [(t, name) for t in ("llama", "gpt2") for name in SCHEMES if name != "none"]
@@ -51,6 +51,32 @@ def test_resuming_gives_the_weights_of_an_uninterrupted_run(model_type, preset, 
     assert losses(second) == losses(whole)
     assert_equal_weights(second.model, whole.model)
     assert_equal_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "checkpoint-8"), whole.model)
+
+
+def test_knees_come_back_from_the_checkpoint_that_is_resumed_and_from_the_best(tmp_path):
+    """Whatever the model has that is given to Trainer; in bf16 they stay in fp32."""
+
+    def fresh(seed: int) -> PreTrainedModel:
+        model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", knee=4.0)).to(torch.bfloat16)
+        return randomise(model, seed)
+
+    def knees(model: Any) -> dict[str, Tensor]:
+        return {name: eps.clone() for name, eps in model.state_dict().items() if name.endswith(".eps")}
+
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "bf16": True}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, **best}
+    first, expected = trainer(fresh(0), tmp_path, **options), knees(fresh(0))
+    first.add_callback(StopAt(4))
+    first.train()
+    second = trainer(fresh(1), tmp_path, **options)
+    assert not any(torch.equal(eps, expected[name]) for name, eps in knees(second.model).items())
+    second.train(resume_from_checkpoint=True)
+    assert second.state.best_model_checkpoint
+    for model in (second.model, AutoModelForCausalLM.from_pretrained(second.state.best_model_checkpoint)):
+        assert len(knees(model)) == 4
+        for name, eps in knees(model).items():
+            assert eps.dtype == torch.float32
+            assert torch.equal(eps, expected[name])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])

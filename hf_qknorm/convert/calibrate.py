@@ -1,110 +1,190 @@
-"""`calibrate`: gains that keep what a trained model knew, from what its queries, keys and values look like."""
+"""`calibrate`: a knee and gains that keep a trained model's predictions, from its queries, keys and values on text."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_qknorm.attention import as_unpatched, head_norms, patched_layers, require_base
+from hf_qknorm.attention import patched_layers, require_base
 from hf_qknorm.convert.fit import check_movable, fit_gains
-from hf_qknorm.convert.measure import layer_reports, layer_statistics, predictions, require_causal
-from hf_qknorm.convert.moments import fit_moments, fit_spread
-from hf_qknorm.convert.ranks import from_first, gathered, group_of, unwrapped
+from hf_qknorm.convert.knees import KNEES, restored, search
+from hf_qknorm.convert.measure import judge, layer_reports, predictions, require_causal
+from hf_qknorm.convert.moments import fit_spread, moments, norm_sizes, norms_of
+from hf_qknorm.convert.ranks import Ranks, gathered, ranks_of, reshard, share_first, unwrapped
 from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.text import as_batches, check_batches
 from hf_qknorm.convert.trained import load_tokenizer
 from hf_qknorm.files import hub_name
 from hf_qknorm.fold import is_exact
 from hf_qknorm.hub.derived import QKNormModel
+from hf_qknorm.knee import put_knee
+from hf_qknorm.strangers import brief
 from hf_qknorm.training.monitor import CAP
 
 METHODS = ("ones", "moments", "fit", "fit_qk")
 LENGTH = 256
 MAX_TOKENS = 262_144
 START_BATCHES = 16  # moments of these are a good enough start for a fit
-LOSS_BATCHES = 8  # enough to see a jump; the gains themselves come from all the data
+LOSS_BATCHES = 8  # at most, and one in eight: they judge, and the others are what gains and knee come from
+
+Knee = float | Literal["auto"]
 
 
 def calibrate(
     model: nn.Module,
     data: Any,
-    method: str = "fit",
+    method: str | None = None,
     *,
+    knee: Knee | None = None,
+    max_loss_increase: float | None = None,
     tokenizer: Any = None,
     max_tokens: int = MAX_TOKENS,
     batch_size: int = 8,
     length: int | None = None,
     steps: int = 120,
 ) -> Calibration:
-    """Set the gains (and biases) of a patched model from `data`, in place, and say what it bought.
+    """Set the knee, gains and biases of a patched model from `data`, in place, and report the outcome.
 
     `data` is a list of strings, a `datasets.Dataset`, a file, a folder, the name of a Hub dataset, or an iterable of
     batches: tensors `[B, T]` or mappings with "input_ids" and perhaps "attention_mask" (padding is left out). Text is
     cut into batches `[batch_size, length]`, by default 256 long or as far as the model's positions reach; at most
     `max_tokens` tokens are used. Text needs a tokenizer, by default the one of `model.name_or_path`.
 
-    "fit" trains the gains alone, for at most `steps` steps, to predict what the unpatched model does, from "moments"
-    on. "moments" is the closed form: per channel, the least-squares fit of the model's own projection by its normalised
-    self, x ≈ gain·norm(x) + bias, in one pass through the unpatched model. "ones" puts the fresh gains back.
-    "fit_qk" keeps the most: as "fit", with the weights that lead to queries and keys moving along, for good
-    (`unpatch_model` then no longer gives the model that it was, and a blend has no exact start). What is reported is
-    measured on batches that no step of a fit has seen, where there are at least two.
+    By default one pass through the unpatched model gives the gains for every knee, and the knee is the smallest of
+    `convert.knees.KNEES` that raises the loss by no more than `max_loss_increase` nats (by default 1 % of the jump that
+    fresh gains make, or 0.005 if that is more) on batches that the pass leaves out. From eight batches on, the forward
+    passes are at most twice those over the data.
+
+    `method` names how gains are found. "moments", the default, is the closed form: per channel the least-squares fit of
+    the model's own projection by its normalised self, x ≈ gain·norm(x) + bias. "fit" goes on from there and trains the
+    gains alone, for at most `steps` steps, to predict as the unpatched model does. "fit_qk" also moves the weights that
+    lead to queries and keys, for good: `unpatch_model` then no longer gives the model back. "ones" puts fresh gains
+    back. `knee` is a number, which fixes it, or "auto", the search. None is "auto" where no method is named and the
+    scheme has gains, a norm in front and no knee, and else the scheme's own. With `knee=0` the norms are plain, as
+    export needs them.
 
     A PEFT model is calibrated with its adapters as they are: in the norms' trained copies, where it has them. With
-    DistributedDataParallel every rank makes the call, with its share of the batches or with the same data: all ranks
-    compute with all batches, as one process would, and take the first rank's result. A bare model is calibrated by the
-    process that asks, with its own data. Models that are sharded are calibrated before.
+    DistributedDataParallel, FSDP2 and tensor parallelism every rank makes the call, with its share of the batches or
+    with the same data. Ranks that share a model divide the pass among them, and end with the same gains. A bare model
+    is calibrated by the process that asks, with its own data. An exception leaves the norms as they were.
 
-    Raises ValueError for data with hardly a token to predict, a model that is not patched, is sharded or in a blend, an
-    unknown method, a fit of a model without a language-modelling head, a model whose folded norms (`pre_norm=False`) a
-    checkpoint did not keep, and weights to be moved that are offloaded, quantised or under adapters.
+    Raises ValueError for data with hardly a token to predict, a model that is not patched or in a blend, an unknown
+    method, a knee that the scheme can't have, a loss that rises by more than `max_loss_increase`, a search or a fit of
+    a model without a language-modelling head, a fit of a sharded model, a model sharded by DeepSpeed, a model whose
+    folded norms (`pre_norm=False`) a checkpoint did not keep, and weights to be moved that are offloaded, quantised or
+    under adapters.
     """
-    group, model = group_of(model), unwrapped(model)
-    _require_calibratable(model, method)
+    wrapped, model = model, unwrapped(model)
+    ranks = ranks_of(wrapped)
+    knee = _wanted_knee(model, method, knee)
+    method = method or "moments"
+    _require_calibratable(model, method, knee, max_loss_increase)
     length = length or length_for(model.config)
     load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
-    if group is not None:
-        batches = gathered(batches, max_tokens, group)
+    batches = gathered(batches, max_tokens, ranks)
     check_batches(batches, model.config)
-    names = _base_name(model), hub_name(data) if isinstance(data, str) else None
-    report = _calibrate(model, batches, method, steps, names)
-    return report if group is None else from_first(model, report, group)
+    with restored(model, always=False):
+        report = _calibrate(model, batches, method, knee, max_loss_increase, steps, ranks)
+    share_first(wrapped, ranks)
+    dataset = hub_name(data) if isinstance(data, str) else None
+    return ranks.first(replace(report, base_model=_base_name(model), dataset=dataset))
+
+
+def _wanted_knee(model: Any, method: str | None, knee: Knee | None) -> Knee:
+    """The knee that is asked for, by the arguments or the scheme. Raises ValueError for one that is not possible."""
+    if isinstance(knee, str) and knee != "auto":
+        raise ValueError(f'knee={brief(knee)}: expected a number ≥ 0, "auto", or None')
+    if not isinstance(model, QKNormModel):  # which is refused next
+        return 0.0
+    scheme = model.config.scheme
+    if knee is None:
+        may = bool(scheme.norms) and scheme.pre_norm and scheme.gain != "none"
+        return "auto" if may and method is None and not scheme.knee else scheme.knee
+    replace(scheme, knee=1.0 if knee == "auto" else knee)  # raises for a scheme that can't have one
+    return knee
 
 
 def _calibrate(
-    model: Any, batches: list[dict[str, Tensor]], method: str, steps: int, names: tuple[str | None, str | None]
+    model: Any,
+    batches: list[dict[str, Tensor]],
+    method: str,
+    knee: Knee,
+    most: float | None,
+    steps: int,
+    ranks: Ranks,
 ) -> Calibration:
-    """Calibrate a bare model by the batches; `names` are those of the model and its data, for the report."""
-    cut, cap = min(LOSS_BATCHES, len(batches) // 2), model.config.attn_logit_softcapping or CAP
-    watched, fitted = batches[:cut] or batches, batches[cut:]
+    """Calibrate a bare model by the batches."""
+    cut, cap = min(LOSS_BATCHES, max(len(batches) // 8, 1)), model.config.attn_logit_softcapping or CAP
+    watched, fitted = batches[:cut], batches[cut:] or batches
     training = model.training
     model.eval()
     try:
-        with as_unpatched(model):
-            before = layer_statistics(model, watched, cap)
-        for layer in patched_layers(model).values():
-            for norm in head_norms(layer).values():
-                norm.reset_parameters()
+        _reset(model)
         if not model.config.scheme.pre_norm and not is_exact(model):
             fit_spread(model, batches[:START_BATCHES])
-        base, ones = predictions(model, watched)
-        if method != "ones":
-            fit_moments(model, batches if method == "moments" else batches[:START_BATCHES])
+        base, ones = predictions(model, watched)  # None without a head, where nothing is searched
+        losses: dict[float, float] = {}
+        if knee == "auto" and base is not None and ones is not None:
+            found = moments(model, fitted, norm_sizes(model, watched[:1], ranks), KNEES, ranks)
+            losses = search(found, watched, base.loss, ones.loss, most)
+        elif method != "ones" or knee:
+            text = batches if method == "moments" else fitted[:START_BATCHES]
+            found = moments(model, text, norm_sizes(model, watched[:1], ranks), (float(knee),), ranks)
+            found.put(float(knee), gains=method != "ones")
         if method.startswith("fit"):
             fit_gains(model, fitted, watched, steps=steps, projections=method == "fit_qk")
-        chosen = ones if method == "ones" else predictions(model, watched)[1]
-        layers = layer_reports(model, before, layer_statistics(model, watched, cap))
+        judged = judge(model, watched, cap, ranks)
+        _check_rise(judged, most)
+        layers = layer_reports(model, judged.before, judged.after)
+    except BaseException:
+        for layer in patched_layers(model).values():
+            for weight, before in getattr(layer, "base_weights", ()):
+                weight.data.copy_(before)
+        raise
     finally:
         model.train(training)
         for layer in patched_layers(model).values():
             vars(layer).pop("base_weights", None)
-    tokens, judged = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, watched))
-    return Calibration(method, tokens, model.config.scheme, cap, base, ones, chosen, layers, judged, *names)
+    tokens, tokens_judged = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, watched))
+    return Calibration(
+        method=method,
+        tokens=tokens,
+        scheme=model.config.scheme,
+        cap=cap,
+        base=judged.base,
+        ones=ones,
+        chosen=judged.own,
+        layers=layers,
+        judged=tokens_judged,
+        knees=losses,
+    )
+
+
+def _reset(model: Any) -> None:
+    """Plain norms with fresh gains."""
+    reshard(model)
+    norms = norms_of(model)
+    put_knee(model, 0.0, dict.fromkeys(norms, 1.0))
+    for norm in norms.values():
+        norm.reset_parameters()
+
+
+def _check_rise(judged: Any, most: float | None) -> None:
+    if most is None or judged.base is None:
+        return
+    rise = judged.own.loss - judged.base.loss
+    if not rise <= most:
+        raise ValueError(
+            f"the loss rises by {rise:.4f} nats ({judged.base.loss:.4f} to {judged.own.loss:.4f}), more than "
+            f'max_loss_increase={most:g}. A larger knee, or knee="auto", keeps more'
+        )
 
 
 def _base_name(model: PreTrainedModel) -> str | None:
@@ -112,15 +192,19 @@ def _base_name(model: PreTrainedModel) -> str | None:
     return hub_name(model.name_or_path) if getattr(model.config, "_commit_hash", None) else None
 
 
-def _require_calibratable(model: Any, method: str) -> None:
+def _require_calibratable(model: Any, method: str, knee: Knee, most: float | None) -> None:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
+    if most is not None and not math.isfinite(most):
+        raise ValueError(f"max_loss_increase={most} is no limit: expected a finite number, or None")
+    if method == "ones" and knee == "auto":
+        raise ValueError('knee="auto" is found with gains by "moments": name another method than "ones", or a number')
     if not isinstance(model, QKNormModel):
         towers = [name for name, module in model.named_modules() if isinstance(module, QKNormModel)]
         if towers:
             raise ValueError(
                 f"of {type(model).__name__} a tower is patched, {towers[0]}: calibrate that by itself, as "
-                f'calibrate(model.{towers[0]}, data, "moments")'
+                f"calibrate(model.{towers[0]}, data, knee=4)"
             )
         raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
     require_causal(model.config)
@@ -128,20 +212,22 @@ def _require_calibratable(model: Any, method: str) -> None:
         raise ValueError(
             "this model is in a blend: calibrate it before the blend is begun, or set_blend(model, 1) first"
         )
-    if any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters()):  # DeepSpeed's mark
-        raise ValueError(
-            "this model is sharded over several devices (FSDP, ZeRO-3 or tensor parallelism): calibrate it before, and "
-            "save it"
-        )
     require_base(model)
+    moves = method == "fit_qk" or (not model.config.scheme.pre_norm and not is_exact(model))
+    if (moves or method.startswith("fit")) and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            f'this model is sharded over several devices, where a calibration trains nothing: use method="moments", or '
+            f'calibrate it by "{method}" before it is sharded, and save it'
+        )
     if method == "fit_qk":
         check_movable(model, 'method="fit_qk"')
-    elif not model.config.scheme.pre_norm and not is_exact(model):
+    elif moves:
         check_movable(model, "a scheme with pre_norm=False")
-    if method.startswith("fit") and model.get_output_embeddings() is None:
+    if (method.startswith("fit") or knee == "auto") and model.get_output_embeddings() is None:
+        what = 'knee="auto"' if knee == "auto" else f'method="{method}"'
         raise ValueError(
-            f'{type(model).__name__} predicts no tokens, which method="{method}" compares: calibrate the causal '
-            'language model, or use method="moments"'
+            f"{type(model).__name__} predicts no tokens, which {what} compares: calibrate the causal language model, "
+            "or use knee=4"
         )
 
 

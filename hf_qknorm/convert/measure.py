@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_qknorm.attention import TYPE_PREFIX, as_unpatched, head_norms, patched_layers
+from hf_qknorm.convert.ranks import ALONE, Ranks, whole
 from hf_qknorm.convert.report import LayerReport, LayerStatistics, Numbers, Prediction
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.norms import HeadNorm
-from hf_qknorm.scheme import SCHEMES
-from hf_qknorm.training.monitor import logit_statistics
+from hf_qknorm.training.monitor import LogitStatistics, Passes, logit_statistics, watched_layers
 
 Batches = Sequence[dict[str, Tensor]]
+LAYER_FIELDS: Final = tuple(field.name for field in dataclasses.fields(LayerStatistics))
 
 
 def require_causal(config: Any) -> None:
@@ -29,40 +31,107 @@ def require_causal(config: Any) -> None:
         )
 
 
-@torch.no_grad()
-def predictions(model: Any, batches: Batches) -> tuple[Prediction, Prediction] | tuple[None, None]:
-    """How a patched model predicts unpatched, and as it is; Nones without a language-modelling head.
+class Judged(NamedTuple):
+    """A patched model beside itself unpatched: predictions (None without a language-modelling head), and layers."""
 
-    Batches have "input_ids" `[B, T]` and perhaps "attention_mask". A batch and a sequence at a time; padding neither
-    predicts nor is predicted.
+    base: Prediction | None
+    own: Prediction | None
+    before: dict[str, LayerStatistics]
+    after: dict[str, LayerStatistics]
+
+
+def judge(model: Any, batches: Batches, cap: float, ranks: Ranks = ALONE) -> Judged:
+    """Predictions and attention of a patched model, unpatched and as it is, in two forward passes a batch.
+
+    Batches have "input_ids" `[B, T]` and perhaps "attention_mask". Large logits are counted against `cap`.
     """
+    unpatched, patched = Passes(), Passes()
+    with watched_layers(model, unpatched, cap) as before, watched_layers(model, patched, cap) as after:
+
+        def watch(is_unpatched: bool) -> None:
+            unpatched.watching, patched.watching = is_unpatched, not is_unpatched
+
+        sums = _compared(model, batches, watch)
+    base, own = _predictions(model, sums)
+    return Judged(base, own, _at_rest(before, ranks), _at_rest(after, ranks))
+
+
+def predictions(model: Any, batches: Batches) -> tuple[Prediction, Prediction] | tuple[None, None]:
+    """How a patched model predicts unpatched, and as it is; Nones without a language-modelling head."""
     if model.get_output_embeddings() is None:
         return None, None
-    unchanged = all(layer.scheme == SCHEMES["none"] for layer in patched_layers(model).values())
+    return _predictions(model, _compared(model, batches, lambda is_unpatched: None))
+
+
+@torch.no_grad()
+def mean_loss(model: Any, batches: Batches) -> float:
+    """Mean next-token loss (nats) of a model with a language-modelling head, as it is, in one forward pass a batch."""
+    total, targets = 0.0, 0.0
+    for batch in batches:
+        inputs = {key: value.to(model.device) for key, value in batch.items()}
+        logits = model(**inputs, use_cache=False).logits
+        real = _real(inputs)
+        for row in range(len(logits)):
+            p = F.log_softmax(logits[row].float(), -1)
+            nll, count = _nll(p, inputs["input_ids"][row].to(p.device), real[row].to(p.device))
+            total, targets = total + float(nll), targets + float(count)
+    return total / _some(targets)
+
+
+@torch.no_grad()
+def _compared(model: Any, batches: Batches, watch: Callable[[bool], None]) -> Tensor:
+    """Sums over all tokens, as `_row_sums` has them; `watch(True)` comes before an unpatched pass, else False.
+
+    A batch and a sequence at a time; padding neither predicts nor is predicted.
+    """
+    predicts = model.get_output_embeddings() is not None
     sums = torch.zeros(6, dtype=torch.float64)
     for batch in batches:
         inputs = {key: value.to(model.device) for key, value in batch.items()}
+        watch(True)
         with as_unpatched(model):
-            base = model(**inputs, use_cache=False).logits
-        own = base if unchanged else model(**inputs, use_cache=False).logits
-        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        for row in range(len(base)):  # the logits of a whole batch in fp32, twice, may be gigabytes
-            sums += _row_sums(base[row], own[row], inputs["input_ids"][row], real[row])
+            base = model(**inputs, use_cache=False)
+        watch(False)
+        own = model(**inputs, use_cache=False)
+        real = _real(inputs)
+        for row in range(len(real)) if predicts else ():  # a whole batch's logits in fp32, twice, may be gigabytes
+            sums += _row_sums(base.logits[row], own.logits[row], inputs["input_ids"][row], real[row])
+    return sums
+
+
+def _predictions(model: Any, sums: Tensor) -> tuple[Prediction, Prediction] | tuple[None, None]:
+    if model.get_output_embeddings() is None:
+        return None, None
     base_nll, own_nll, targets, kl, same, tokens = sums.tolist()
+    targets = _some(targets)
+    return Prediction(base_nll / targets), Prediction(own_nll / targets, max(kl / tokens, 0.0), same / tokens)
+
+
+def _some(targets: float) -> float:
     if not targets:
         raise ValueError("no token of the data has a successor to predict: give longer sequences")
-    return Prediction(base_nll / targets), Prediction(own_nll / targets, max(kl / tokens, 0.0), same / tokens)
+    return targets
+
+
+def _real(inputs: dict[str, Tensor]) -> Tensor:
+    """Which tokens are no padding, `[B, T]`."""
+    return inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
 
 
 def _row_sums(base: Tensor, own: Tensor, ids: Tensor, real: Tensor) -> Tensor:
     """Of one sequence: both losses, targets, KL, agreements and tokens, summed; logits `[T, V]`, `real` `[T]`."""
     ids, real = ids.to(base.device), real.to(base.device)
     p, q = (F.log_softmax(x.float(), -1) for x in (base, own.to(base.device)))
-    follows = real[:-1] & real[1:]
-    nll = [-x[:-1].gather(-1, ids[1:, None]).squeeze(-1)[follows].sum() for x in (p, q)]
+    (base_nll, targets), (own_nll, _) = (_nll(x, ids, real) for x in (p, q))
     kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)[real].sum()
     same = (p.argmax(-1) == q.argmax(-1))[real].sum()
-    return torch.stack([*nll, follows.sum(), kl, same, real.sum()]).double().cpu()
+    return torch.stack([base_nll, own_nll, targets, kl, same, real.sum()]).double().cpu()
+
+
+def _nll(log_p: Tensor, ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Of one sequence: the summed loss of its next tokens, and how many there are."""
+    follows = real[:-1] & real[1:]
+    return -log_p[:-1].gather(-1, ids[1:, None]).squeeze(-1)[follows].sum(), follows.sum()
 
 
 @torch.no_grad()
@@ -72,14 +141,14 @@ def layer_statistics(model: Any, batches: Batches, cap: float) -> dict[str, Laye
         for batch in batches:
             inputs = {key: value.to(model.device) for key, value in batch.items()}
             model.base_model(**inputs, use_cache=False)
+    return _at_rest(watched, ALONE)
+
+
+def _at_rest(watched: Mapping[str, LogitStatistics], ranks: Ranks) -> dict[str, LayerStatistics]:
+    """The statistics as plain numbers, of the heads of all ranks."""
     return {
         name: LayerStatistics(
-            max_logit=tuple(seen.max_logit.tolist()),
-            entropy=tuple(seen.entropy.tolist()),
-            over_half=tuple(seen.over_half.tolist()),
-            over_cap=tuple(seen.over_cap.tolist()),
-            rms_q=tuple(seen.rms_q.tolist()),
-            rms_k=tuple(seen.rms_k.tolist()),
+            **{field: ranks.all_heads(tuple(getattr(seen, field).tolist())) for field in LAYER_FIELDS}
         )
         for name, seen in watched.items()
     }
@@ -105,5 +174,5 @@ def _gain(norm: HeadNorm | None, heads: int) -> Numbers | None:
     """The root mean square of each head's gain."""
     if norm is None or norm.weight is None:
         return None
-    rows = norm.weight.detach().double().view(-1, norm.weight.shape[-1])
+    rows = whole(norm.weight.detach()).double().view(-1, norm.weight.shape[-1])
     return tuple(rows.pow(2).mean(-1).sqrt().expand(heads).tolist())

@@ -1,50 +1,141 @@
-"""Gains in closed form, from the second moments of queries, keys and values."""
+"""Gains in closed form for any knee, from one pass through the unpatched model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_qknorm.attention import NORM_NAMES, QKNormAttention, as_unpatched, head_norms, patched_layers
+from hf_qknorm.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
+from hf_qknorm.convert.ranks import ALONE, Ranks, reshard, write
+from hf_qknorm.convert.sums import NormSums, Sizes, centred_and_size
 from hf_qknorm.fold import set_spread
+from hf_qknorm.knee import put_knee
 from hf_qknorm.norms import HeadNorm
-from hf_qknorm.ops.reference import head_norm
+
+Batches = Sequence[dict[str, Tensor]]
+Key = tuple[str, str]  # of a norm: its layer's name and its own
 
 
-class _Moments:
-    """Sums over tokens of n², n·x, n, x and 1, per head and channel `[H, D]` in fp64, of inputs x and their norms n."""
+class Moments:
+    """The sums of every norm of a patched model over a text: gains for any of the knees that they were made for."""
 
-    def __init__(self, norm: HeadNorm) -> None:
-        self.norm = norm
-        self.sums = [torch.zeros((), dtype=torch.float64)] * 5
-        self.valid: Tensor | None = None
+    def __init__(self, model: Any, sums: Mapping[Key, NormSums], ranks: Ranks) -> None:
+        self.model, self.sums, self.ranks = model, sums, ranks
+        self.powers = {key: found.sizes.mean for key, found in sums.items()}
 
-    def __call__(self, module: HeadNorm, args: tuple[Tensor, ...]) -> None:
+    def put(self, knee: float, *, gains: bool = True) -> None:
+        """Give the model this knee, and the gains and biases that fit it, or with `gains=False` the knee alone."""
+        reshard(self.model)
+        put_knee(self.model, knee, self.powers)
+        for name, layer in patched_layers(self.model).items() if gains else ():
+            self._set_gains(name, layer, knee)
+
+    @torch.no_grad()
+    def _set_gains(self, name: str, layer: QKNormAttention, knee: float) -> None:
+        """Write the gains; q's also makes up for a changed scale, and for keys that are normed without a gain."""
+        norms = head_norms(layer)
+        for norm_name, norm in norms.items():
+            if norm.weight is None:
+                continue
+            shape = self.ranks.here(norm.weight).shape
+            gain, bias = self.sums[name, norm_name].solve(knee, shape, norm.bias is not None, self.ranks)
+            factor = 1.0
+            if norm_name == "q_norm" or (norm_name == "k_norm" and "q_norm" not in norms):
+                factor = layer.own_scale / layer.logit_scale
+            if norm_name == "q_norm" and "k_norm" in norms and norms["k_norm"].weight is None:
+                keys = self.sums[name, "k_norm"].solve(knee, (1,), False, self.ranks)
+                factor *= float(keys[0])
+            write(norm.weight, gain * factor)
+            if norm.bias is not None:
+                write(norm.bias, bias * factor)
+
+
+def moments(
+    model: Any, batches: Batches, expected: Mapping[Key, float], knees: Sequence[float], ranks: Ranks = ALONE
+) -> Moments:
+    """The sums of a patched model's norms over `batches`, in one pass through the unpatched model.
+
+    `expected` are the norms' mean |x|ᵖ as far as they are known (`norm_sizes`): where the text's are others by a factor
+    of more than 4, there is a second pass. Ranks that share a model take a part of the batches each.
+    """
+    for _ in range(2):
+        sums = {key: NormSums(norm, knees, expected[key]) for key, norm in norms_of(model).items()}
+        with _shown(model, {key: found.add for key, found in sums.items()}) as show:
+            for batch, real in tqdm(ranks.dealt(batches), desc="moments", unit="batch", leave=False):
+                show(batch, real)
+        for found in sums.values():
+            found.sizes.total = ranks.over_data(ranks.over_heads(found.sizes.total))
+            found.sums = [ranks.over_data(x) for x in found.sums]
+        if all(found.holds(knee) for found in sums.values() for knee in knees):
+            break
+        expected = {key: found.sizes.mean for key, found in sums.items()}
+    return Moments(model, sums, ranks)
+
+
+def norm_sizes(model: Any, batches: Batches, ranks: Ranks = ALONE) -> dict[Key, float]:
+    """The mean |x|ᵖ of the vectors that arrive at each norm of a patched model, by the unpatched model."""
+    sizes = {key: Sizes() for key in norms_of(model)}
+
+    def add(key: Key, norm: HeadNorm, x: Tensor) -> None:
+        sizes[key].add(centred_and_size(x.float(), norm)[1])
+
+    with _shown(model, {key: partial(add, key, norm) for key, norm in norms_of(model).items()}) as show:
+        for batch in batches:
+            show(batch, True)
+    for found in sizes.values():
+        found.total = ranks.over_heads(found.total)
+    return {key: found.mean for key, found in sizes.items()}
+
+
+def norms_of(model: nn.Module) -> dict[Key, HeadNorm]:
+    """The norms of a patched model by their layer's name and their own."""
+    return {
+        (layer_name, name): norm
+        for layer_name, layer in patched_layers(model).items()
+        for name, norm in head_norms(layer).items()
+    }
+
+
+@contextmanager
+def _shown(model: Any, observers: Mapping[Key, Any]) -> Iterator[Any]:
+    """Within: `show(batch, real)` runs the unpatched model, and shows each norm's observer its inputs `[N, H, D]`.
+
+    Padding is left out, and everything where `real` is False.
+    """
+    norms, valid = norms_of(model), None
+
+    def look(key: Key, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].detach().flatten(0, 1)
-        if self.valid is not None:
-            x = x[self.valid.to(x.device).flatten()]
-        x = x.float() if x.device.type == "mps" else x.double()
-        n = head_norm(x, module.norm, eps=module.eps, p=module.p)
-        new = (n * n, n * x, n, x, torch.ones_like(x))
-        self.sums = [old + y.sum(0).cpu().double() for old, y in zip(self.sums, new, strict=True)]
+        if valid is not None:
+            x = x[valid.to(x.device).flatten()]
+        observers[key](x)
 
-    def solve(self, shape: torch.Size, bias: bool) -> tuple[Tensor, Tensor]:
-        """The least-squares gain and bias of x ≈ gain·n + bias, for a gain of `shape`: `[H, D]`, `[D]` or `[1]`."""
-        pooled = {2: (), 1: (0,) if shape[0] == self.sums[0].shape[1] else (0, 1)}[len(shape)]
-        nn, nx, n, x, count = (s.sum(pooled, keepdim=True) if pooled else s for s in self.sums)
-        if bias:
-            nn, nx = nn - n * n / count, nx - n * x / count
-        gain = torch.where(nn > 0, nx / nn.clamp_min(torch.finfo(nn.dtype).tiny), 1.0)
-        offset = (x - gain * n) / count if bias else torch.zeros_like(gain)
-        return gain.reshape(shape), offset.reshape(shape)
+    @torch.no_grad()
+    def show(batch: dict[str, Tensor], real: bool) -> None:
+        nonlocal valid
+        mask = batch.get("attention_mask")
+        valid = None if mask is None else mask.bool()
+        if not real:
+            valid = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+        with as_unpatched(model):
+            model(**{key: value.to(model.device) for key, value in batch.items()}, use_cache=False)
+
+    hooks = [norm.register_forward_pre_hook(partial(look, key)) for key, norm in norms.items()]
+    try:
+        yield show
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.no_grad()
-def fit_spread(model: Any, batches: list[dict[str, Tensor]]) -> None:
+def fit_spread(model: Any, batches: Batches) -> None:
     """Where norms were folded away, scale weights so that the projections' biases are right for the text's mean σ."""
     layers = patched_layers(model).values()
     sums = dict.fromkeys(layers, torch.zeros(2, dtype=torch.float64))
@@ -66,46 +157,3 @@ def fit_spread(model: Any, batches: list[dict[str, Tensor]]) -> None:
             hook.remove()
     for layer, (total, count) in sums.items():
         set_spread(layer, float(total / count))
-
-
-@torch.no_grad()
-def fit_moments(model: Any, batches: list[dict[str, Tensor]]) -> None:
-    """Set every gain and bias by least squares, x ≈ gain·norm(x) + bias, in one pass through the unpatched model."""
-    layers = patched_layers(model)
-    moments: dict[tuple[str, str], _Moments] = {}
-    hooks = []
-    for layer_name, layer in layers.items():
-        norms = head_norms(layer)
-        for field, name in NORM_NAMES.items():
-            if norm := norms.get(name):
-                moments[layer_name, field] = _Moments(norm)
-                hooks.append(norm.register_forward_pre_hook(moments[layer_name, field]))
-    try:
-        with as_unpatched(model):
-            for batch in tqdm(batches, desc="moments", unit="batch", leave=False):
-                for moment in moments.values():
-                    mask = batch.get("attention_mask")
-                    moment.valid = None if mask is None else mask.bool()
-                model(**{key: value.to(model.device) for key, value in batch.items()}, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for layer_name, layer in layers.items():
-        _set_gains(layer, {field: moments[layer_name, field] for field in NORM_NAMES if (layer_name, field) in moments})
-
-
-def _set_gains(layer: QKNormAttention, moments: dict[str, _Moments]) -> None:
-    """Write the fitted gains; q's also makes up for a changed scale, and for keys that are normed without a gain."""
-    for field, moment in moments.items():
-        norm = moment.norm
-        if norm.weight is None:
-            continue
-        gain, bias = moment.solve(norm.weight.shape, norm.bias is not None)
-        factor = 1.0
-        if field == "q" or (field == "k" and "q" not in moments):
-            factor = layer.own_scale / layer.logit_scale
-        if field == "q" and "k" in moments and moments["k"].norm.weight is None:
-            factor *= float(moments["k"].solve(torch.Size((1,)), bias=False)[0])
-        norm.weight.copy_(gain * factor)
-        if norm.bias is not None:
-            norm.bias.copy_(bias * factor)

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,7 @@ class Calibration:
     judged: int | None = None
     base_model: str | None = None
     dataset: str | None = None
+    knees: Mapping[float, float] = field(default_factory=dict)
 
     @property
     def base_loss(self) -> float | None:
@@ -194,8 +195,8 @@ class Calibration:
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
         """The report that `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
-        fields = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
-        check_keys(data, ("format", *fields), "report", optional=("judged", "base_model", "dataset"))
+        required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
+        check_keys(data, ("format", *required), "report", optional=("judged", "base_model", "dataset"))
         if data["format"] != FORMAT:
             raise ValueError(f"report.format is {brief(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it")
         if not isinstance(data["layers"], Mapping) or len(data["layers"]) > LAYERS:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -24,6 +25,7 @@ from hf_qknorm.convert.shards import Weights
 from hf_qknorm.convert.unchanged import Stamp, check_unchanged, stamps
 from hf_qknorm.files import is_path, user_path
 from hf_qknorm.hub.derived import derived_model
+from hf_qknorm.norms import eps_problem
 from hf_qknorm.settings import check_settings, describe
 from hf_qknorm.strangers import brief, hub_token, read_json
 
@@ -71,14 +73,17 @@ class Source:
         return check_complete(self.model_class, self.config, self.weights.stored, self.weights.folder)
 
     def check_gains(self) -> None:
-        """Raise ValueError, naming file and tensor, for a gain or bias of a head's norm that is not finite."""
+        """Raise ValueError, naming file and tensor, for a gain, bias or knee of a head's norm that can't be right."""
+        least = self.config.scheme.eps if hasattr(self.config, "scheme") else torch.finfo(torch.float32).tiny
         for name in filter(NORM.search, self.weights.stored):
-            values = self.weights.read(name)
+            values, where = self.weights.read(name), self.folder / self.weights.stored[name].file
             if not values.float().isfinite().all():
                 raise ValueError(
-                    f"{self.folder / self.weights.stored[name].file}: {name} holds NaN or infinity, "
-                    "expected finite numbers: the training that wrote it broke down. Go back to an earlier checkpoint"
+                    f"{where}: {name} holds NaN or infinity, expected finite numbers: the training that wrote it broke "
+                    "down. Go back to an earlier checkpoint"
                 )
+            if name.endswith(".eps") and (problem := eps_problem(values, least)):
+                raise ValueError(f"{where}: {name} {problem}")
 
     def check_unchanged(self) -> None:
         """Raise ValueError, naming the file, if one that was read is no longer what it was when it was opened."""

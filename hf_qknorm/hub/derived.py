@@ -24,14 +24,7 @@ from hf_qknorm import functions
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX, install, patched_layers
 from hf_qknorm.families import FAMILIES, Family, check_scheme, known_families
 from hf_qknorm.hub.configs import QKNormConfig, check_architectures
-from hf_qknorm.hub.loaded import (
-    check_dtypes,
-    check_knees,
-    check_loaded,
-    check_none_missing,
-    check_shapes,
-    checked_afterwards,
-)
+from hf_qknorm.hub.loaded import check_loaded, check_shapes, check_stored
 from hf_qknorm.hub.standalone import carry_code
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.parallel import plan_norms
@@ -69,7 +62,6 @@ class QKNormModel(_Model):
         if not isinstance(module, HeadNorm):
             super()._init_weights(module)
             return
-        check_none_missing(self)
         for parameter, fresh in ((module.weight, module.fresh), (module.bias, 0.0)):
             if parameter is not None:
                 initialization.constant_(parameter, fresh)  # it leaves alone what came from a checkpoint
@@ -113,10 +105,8 @@ class QKNormModel(_Model):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """`PreTrainedModel.from_pretrained`; raises ValueError when the scheme and the weights disagree."""
-        with checked_afterwards():
-            model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        check_loaded(model, info)
-        check_knees(model)
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        check_loaded(model, info["missing_keys"], info["unexpected_keys"])
         check_architectures(model.config)
         for layer in patched_layers(model).values():
             layer.removed_norm = ()  # no checkpoint keeps it
@@ -127,7 +117,7 @@ class QKNormModel(_Model):
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """transformers' own; here dtypes can still be seen, and shapes be refused before transformers does."""
-        check_dtypes(model, state_dict, checkpoint_files)
+        check_stored(model, state_dict, checkpoint_files)
         load = super()._load_pretrained_model
         info, offloaded = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         check_shapes(model, info.mismatched_keys, others=not load_config.ignore_mismatched_sizes)

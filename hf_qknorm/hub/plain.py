@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_qknorm.attention import PREFIX, TYPE_PREFIX
 from hf_qknorm.hub.configs import QKNormConfig
 from hf_qknorm.hub.derived import QKNormModel
-from hf_qknorm.hub.loaded import check_dtypes, check_shapes
+from hf_qknorm.hub.loaded import check_loaded, check_shapes, check_stored
+from hf_qknorm.states import loading
 from hf_qknorm.strangers import read_json
 
 
@@ -42,6 +43,7 @@ def _refusing_settings(post_init: Callable[..., None]) -> Callable[..., None]:
 
 def _refusing_weights(load: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load)
+    @loading()
     def checked(model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, QKNormModel):
             return load(model, state_dict, checkpoint_files, *args, **kwargs)
@@ -49,9 +51,10 @@ def _refusing_weights(load: Callable[..., Any]) -> Callable[..., Any]:
             stored = _stored_type(Path(file).with_name("config.json"))
             if _is_patched(stored):
                 raise _refusal(str(Path(file).parent), stored, type(model).__name__)
-        check_dtypes(model, state_dict, checkpoint_files)  # this and the shapes: of a patched tower
+        check_stored(model, state_dict, checkpoint_files)  # these checks are for patched towers
         info, offloaded = load(model, state_dict, checkpoint_files, *args, **kwargs)
         check_shapes(model, info.mismatched_keys)
+        check_loaded(model, info.missing_keys, info.unexpected_keys)
         return info, offloaded
 
     return checked

@@ -36,6 +36,8 @@ BASES = {
         Base("llama-qk_norm", "llama", "qk_norm", exports=True),
         Base("llama-qk_norm_cap", "llama", "qk_norm_cap"),
         Base("llama-blend", "llama", "qk_norm_cap", blend=0.5),
+        Base("llama-knee", "llama", {"q": "rms", "k": "rms", "knee": 4.0}),
+        Base("gpt2-knee", "gpt2", {"q": "layer", "k": "l2", "v": "lp", "p": 3.0, "gain": "per_head", "knee": 0.5}),
         Base("gpt2-henry", "gpt2", "henry"),
         Base("mistral-lp", "mistral", "lp"),
         Base("qwen2-qkv_norm", "qwen2", "qkv_norm"),
@@ -65,6 +67,7 @@ def build(root: Path) -> None:
 
     from hf_qknorm import patch_model
     from hf_qknorm.demo.training import byte_tokenizer
+    from hf_qknorm.norms import HeadNorm
     from hf_qknorm.testing import tiny_model
     from hf_qknorm.training.blend import set_blend
 
@@ -92,6 +95,8 @@ def build(root: Path) -> None:
             if name.split(".")[-2] in ("q_norm", "k_norm", "v_norm"):  # no gain is 1, so that a lost one is seen
                 noise = torch.rand(parameter.shape, generator=generator)
                 parameter.data = 1.5 + noise if name.endswith("weight") else noise
+        for norm in (module for module in model.modules() if isinstance(module, HeadNorm) and module.knee):
+            norm.set_knee(norm.knee, 0.1 + float(torch.rand((), generator=generator)))
         if base.blend is not None:
             set_blend(model, base.blend)
         for layout, shard in LAYOUTS.items():

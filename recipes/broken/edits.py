@@ -86,6 +86,7 @@ SCHEME: dict[str, tuple[Any, ...]] = {
     "softcap": (None, 50.0, 20.0, 1.0, 0, -50, math.nan, math.inf, "50", True, [50.0]),
     "pre_norm": (True, False, None, "no", 0),
     "eps": (1e-6, 1e-2, 0, -1e-6, math.nan, "x", None, 1e308),
+    "knee": (0, 0.5, 4.0, 16, -1, math.nan, math.inf, "4", None, True, [4.0], 10**400),
 }
 
 
@@ -188,7 +189,12 @@ def scheme(folder: Path, draw: Random) -> Edit | None:
     blends = (None, {}, {"norms": True, "softcap": 50.0}, {"norms": False, "softcap": None}, {"norms": 1}, 3)
     name = {"cap": "attn_logit_softcapping", "base": "qk_norm_base", "blend": "qk_norm_blend"}.get(way, "qk_norm")
     if way in ("value", "missing", "unknown"):
-        key = draw.choice(sorted(SCHEME)) if way != "unknown" else draw.choice(("Q", "kneee", "softCap", "__class__"))
+        keys: dict[str, Any] = {
+            "value": SCHEME,
+            "missing": config[name],
+            "unknown": ("Q", "kneee", "softCap", "__class__"),
+        }
+        key = draw.choice(sorted(keys[way]))
         value = draw.choice(SCHEME[key]) if key in SCHEME else 1.0
         both = key == "softcap" and draw.random() < 0.5  # with what servers read
 

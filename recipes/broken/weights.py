@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from pathlib import Path
 from random import Random
 
@@ -60,10 +62,20 @@ def tensor(folder: Path, draw: Random) -> Edit:
     return changed_tensor(draw.choice(names(folder, gains=False)), draw, gains=False)
 
 
+def changed_knee(name: str, draw: Random) -> Edit:
+    """A knee's eps of another value: of those that make no sense, or one that is possible."""
+    value = draw.choice((math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-12, 2.5))
+    change = lambda content: content.__setitem__(name, ("F32", [], struct.pack("<f", value)))  # noqa: E731
+    return Edit(f"{name} = {value}", on_tensor(name, change), parts(name))
+
+
 def gain(folder: Path, draw: Random) -> Edit | None:
     """A tensor of the scheme is changed, or all of them are dropped, or one is there that the scheme does not have."""
     own = names(folder, gains=True)
     way = draw.random()
+    knees = [name for name in own if name.endswith(".eps")]
+    if knees and way < 0.25:
+        return changed_knee(draw.choice(knees), draw)
     if own and way < 0.7:
         return changed_tensor(draw.choice(own), draw, gains=True)
     if own and way < 0.85:
@@ -78,11 +90,13 @@ def gain(folder: Path, draw: Random) -> Edit | None:
     config = read_config(folder)
     if "qk_norm" not in config:
         return None
-    example = own[0] if own else "model.layers.0.self_attn.q_norm.weight"
+    gains = [name for name in own if name.endswith(".weight")]
+    example = gains[0] if gains else "model.layers.0.self_attn.q_norm.weight"
     new = draw.choice(
         (
             example.replace("q_norm.weight", "v_norm.bias"),
             example.replace("weight", "blend"),
+            example.replace("weight", "eps"),
             example.replace(".0.", ".9."),
             example.replace("q_norm", "knee"),
         )

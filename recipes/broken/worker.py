@@ -109,14 +109,15 @@ def reference(folder: str, auto: str, scheme: Any, norms: str | None = None, ble
         for path in [single] if single.is_file() else Path(norms).glob("*.safetensors"):
             stored |= load_file(path)
         own = {"q_norm", "k_norm", "v_norm"}
-        names = {name for name in model.state_dict() if own & set(name.split("."))}
+        expected = model.state_dict()
+        names = {name for name in expected if own & set(name.split("."))}
         if names != {name for name in stored if own & set(name.split("."))}:
             raise KeyError("other norms")
         if not all(
             stored[name].dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) for name in names
         ):
             raise TypeError("norms that are no floating point")
-        model.load_state_dict({name: stored[name].to(model.dtype) for name in names}, strict=False)
+        model.load_state_dict({name: stored[name].to(expected[name].dtype) for name in names}, strict=False)
     return {**outputs(model), "made_up": sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))[:3]}
 
 

@@ -121,7 +121,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="text needs a tokenizer, and this model has no name"):
         calibrate(patch_model(tiny_model("llama"), "qk_norm"), ["text"])
     with pytest.raises(ValueError, match="predicts no tokens"):
-        calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), batches)
+        calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), [tokens(2, 20)])
 
 
 @pytest.mark.parametrize("method", ["moments", "fit", "fit_qk"])
@@ -139,7 +139,7 @@ def test_fit_moves_the_gains_alone_and_repeats():
         model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap").train()
         model.lm_head.weight.requires_grad_(False)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        report = calibrate(model, batches, steps=60)
+        report = calibrate(model, batches, "fit", steps=60)
         changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
         assert changed == {name for name in before if "q_norm" in name or "k_norm" in name}
         assert model.training
@@ -172,7 +172,7 @@ def test_fit_qk_moves_queries_and_keys_and_leaves_no_trace():
 @pytest.mark.parametrize("scheme", ["soft_cap", "none", Scheme(q="rms", k="rms", gain="none")])
 def test_a_scheme_without_gains_has_nothing_to_fit(scheme):
     model = patch_model(tiny_model("llama"), scheme)
-    report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)])
+    report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)], "fit")
     assert report.loss == report.fresh_loss
     assert str(report).startswith("fit: loss ")
 

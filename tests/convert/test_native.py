@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,13 @@ def test_bfloat16_stays_as_it_is(tmp_path, case):
 
 # What is patched, its settings, the scheme, and what the refusal says.
 REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, str]] = {
+    **{
+        f"{model_type}-knee": (
+            model_type, {}, replace(LAYER if model_type == "gpt_neox" else RMS, knee=4.0),
+            f"{targets[0].model_type} would be its counterpart, but the knee of 4 would be lost: one eps .*knee=0",
+        )
+        for model_type, targets in TARGETS.items()
+    },
     "cap-and-norms": ("llama", EPS, "qk_norm_cap", r"k=rms\) or the cap of 50 would be lost: .* a llama but for both"),
     "gemma2-own-cap": ("gemma2", {}, "qk_norm", r"k=rms\) or the cap of 50 would be lost: .* a gemma2 but for both"),
     "values": ("llama", EPS, "qkv_norm", "the norm of the values would be lost: convert with"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,6 +87,16 @@ def test_what_the_patched_model_does_not_read_goes_along(tmp_path):
     edit(tmp_path / "ours", lambda t: t.update({"notes": torch.ones(2)}))
     export_native(tmp_path / "ours", tmp_path / "theirs")
     assert "notes" in load_file(tmp_path / "theirs" / "model.safetensors")
+
+
+@pytest.mark.parametrize("eps", [0.0, -1.0, float("nan")])
+def test_a_knee_that_can_not_be_right_is_refused_by_name(eps, tmp_path):
+    save_patched(tmp_path / "ours", "llama", EPS, replace(RMS, knee=4.0))
+    name = f"{SECOND}.self_attn.k_norm.eps"
+    edit(tmp_path / "ours", lambda t: t.update({name: torch.tensor(eps)}))
+    message = "holds NaN" if eps != eps else f"is {eps:g}, expected a finite number of at least the scheme's eps, 1e-06"
+    with pytest.raises(ValueError, match=f"model.safetensors: {name} {message}"):
+        export_native(tmp_path / "ours", tmp_path / "theirs")
 
 
 def test_a_factor_that_no_dtype_can_hold_is_refused(tmp_path):

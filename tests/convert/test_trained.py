@@ -48,13 +48,16 @@ def test_a_conversion_of_a_trained_model_keeps_most(small):
     fresh = mean_loss(patch_model(copy.deepcopy(base), GAINS["per head"]), batches["held out"])
     assert fresh > before + 0.05, "fresh gains do harm, or there is nothing to keep"
     losses = {}
-    for method in ("moments", "fit", "fit_qk"):
+    for method in ("moments", "fit", "fit_qk", None):
         model = patch_model(copy.deepcopy(base), GAINS["per head"])
         report = calibrate(model, batches["calibration"], method=method)
         losses[method] = mean_loss(model, batches["held out"])
         assert report.loss - report.base_loss == pytest.approx(losses[method] - before, abs=0.05)
     assert fresh > losses["moments"] > losses["fit"] > losses["fit_qk"]
     assert fresh - losses["fit"] > 0.7 * (fresh - before)
+    assert report.scheme.knee > 0
+    assert losses[None] < losses["fit"]
+    assert fresh - losses[None] > 0.95 * (fresh - before)
 
 
 def continued(model: PreTrainedModel, batches: list[Tensor], held_out: list[Tensor], **options: Any) -> list[float]:
@@ -99,10 +102,12 @@ class Story:
         self.held_out = sample_batches(held_out, 6, 8, 256, seed=fixed(0))
 
 
-MOMENTS = 24  # batches: the closed form needs no more
+MOMENTS, TOKENS = 24, 10  # batches: the closed form needs no more, a knee not even 20,000 tokens
 BASES = {"llama": (1.618, 2.599), "gpt2": (1.614, 2.085)}  # held-out loss before, and with fresh gains
-# The share of the jump that each method must remove, and in how many steps on batches of 8×256 tokens.
+# The share of the jump that each method must remove, and in how many steps on batches of 8×256 tokens. None searches.
 GATES = {
+    ("llama", "shared", None): (0.98, 0),
+    ("gpt2", "shared", None): (0.98, 0),
     ("llama", "shared", "moments"): (0.60, 0),
     ("llama", "shared", "fit"): (0.88, 40),
     ("llama", "per head", "fit"): (0.94, 60),
@@ -114,7 +119,7 @@ GATES = {
     ("gpt2", "per head", "fit"): (0.82, 100),
     ("gpt2", "shared", "fit_qk"): (0.90, 60),
 }
-FEW = (("llama", "shared", "moments"), ("llama", "shared", "fit"))
+FEW = (("llama", "shared", None), ("gpt2", "shared", None), ("llama", "shared", "moments"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -132,7 +137,7 @@ def test_how_much_of_the_jump_is_removed(shared, caplog, family, gains, method):
     assert "calibrate(model, texts) keeps it" in caplog.text
     assert mean_loss(story.model, story.held_out) == pytest.approx(fresh, abs=1e-3)
     least, steps = GATES[family, gains, method]
-    data = story.calibration if steps else story.calibration[:MOMENTS]
+    data = story.calibration[: None if steps else MOMENTS if method else TOKENS]
     report = calibrate(story.model, data, method=method, steps=steps)
     assert f"{report.kept:.0%} of the jump removed" in str(report)
     removed = (fresh - mean_loss(story.model, story.held_out)) / (fresh - base)

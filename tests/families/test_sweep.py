@@ -153,6 +153,19 @@ def test_norm_and_cap(case, tmp_path):
     assert_identical(step(model, batch), expected)
 
 
+@torch.no_grad()
+def test_knees_are_saved_and_loaded(case, tmp_path):
+    if not takes(case, "qk_norm"):
+        pytest.skip("takes no norms")
+    model, batch = made(case), make_batch("left")
+    randomise(patch_model(model, replace(SCHEMES["qk_norm"], knee=4.0)))
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    knees = {float(norm.eps) for layer in patched_layers(again).values() for norm in head_norms(layer).values()}
+    assert len(knees) == 2 * len(patched_layers(model))
+    assert torch.equal(again(**batch).logits, model(**batch).logits)
+
+
 @pytest.mark.parametrize("kind", ["plain", "left"])
 @torch.no_grad()
 def test_backends_agree(case, kind):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_qknorm.scheme import STORED
 from hf_qknorm.testing import TINY, tiny_config
 
 LP = Scheme(q="lp", k="lp", p=3.0, gain="scalar", scale=0.7, softcap=5.0, eps=1e-3)
+PLAIN = Scheme(q="rms", k="rms", softcap=5.0)  # of the checkpoint that is edited
 BLEND = {"norms": True, "softcap": None}
 
 # What is edited in the config.json of a Llama with norms and a cap, and what the refusal says.
@@ -33,6 +35,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an edited cap": ({"attn_logit_softcapping": 4.0}, "attn_logit_softcapping=4.0 contradicts"),
     "a base cap": ({"qk_norm_base": {"attn_logit_softcapping": 9.0}}, '"qk_norm_base" is .*9.0.*, expected null'),
     "a blend without buffers": ({"qk_norm_blend": BLEND}, "missing from the weights, first .*k_norm.blend"),
+    "a knee without buffers": (
+        {"qk_norm": replace(PLAIN, knee=4.0).to_dict()},
+        "4 norm parameters are missing from the weights, first .*k_norm.eps.*knee=4.0",
+    ),
+    "a negative knee": ({"qk_norm": {**PLAIN.to_dict(), "knee": -1}}, "knee=-1. is not possible: expected a finite"),
+    "a knee without a norm": (
+        {"qk_norm": {**Scheme(softcap=5.0).to_dict(), "knee": 1}},
+        "knee=1.0. is not possible: expected 0 unless q, k or v is normed",
+    ),
     "cross-attention": ({"add_cross_attention": True}, "not supported with add_cross_attention=True"),
     "hidden_size": ({"hidden_size": -64}, "config.json: hidden_size is -64"),
     "no layers": ({"num_hidden_layers": 0}, "config.json: num_hidden_layers is 0"),
@@ -74,7 +85,7 @@ def edit(folder: Path, changes: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    randomise(patch_model(sharp_model("llama"), Scheme(q="rms", k="rms", softcap=5.0))).save_pretrained(tmp_path)
+    randomise(patch_model(sharp_model("llama"), PLAIN)).save_pretrained(tmp_path)
     return tmp_path
 
 

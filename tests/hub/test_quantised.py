@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from hf_qknorm import Scheme, add_standalone, patch_model, push_to_hub
 from hf_qknorm.attention import head_norms, patched_layers
 
-SCHEME = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, softcap=5.0)
+SCHEME = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, softcap=5.0, knee=4.0)
 WIDE = {"intermediate_size": 128}  # of whole blocks, as 4-bit weights need
 CONFIGS: dict[str, Any] = {
     "4 bit": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
@@ -46,6 +46,9 @@ def test_the_gains_are_not_quantised(name, saved):
                 gain = layer.get_parameter(f"{norm}.{kind}")
                 assert torch.equal(gain.float(), value.to(gain.dtype).float())
                 assert gain.is_floating_point()
+            eps = layer.get_buffer(f"{norm}.eps")
+            assert eps.dtype == torch.float32
+            assert torch.equal(eps, expected.eps)
     if name == "8 bit":  # four bits of random weights leave too little to compare
         assert_near(small(**make_batch("left")).logits, model(**make_batch("left")).logits, 0.1)
 

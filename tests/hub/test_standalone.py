@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ CASES = {
     **{f"{t} capped": (t, Scheme(softcap=5.0), "left") for t in MODEL_TYPES},
     **{f"llama {name}": ("llama", scheme, "plain") for name, scheme in SCHEMES.items()},
     "gpt2 folded": ("gpt2", SCHEMES["qkv_norm"], "plain"),
+    "llama with a knee": ("llama", replace(BUSY, knee=4.0), "left"),
+    "gpt2 with a knee": ("gpt2", Scheme(q="layer", k="rms", knee=2.0), "left"),
+    "mistral lp with a knee": ("mistral", replace(SCHEMES["lp"], knee=0.5), "plain"),
     "mistral packed": ("mistral", Scheme(q="l2", softcap=2.0), "packed"),
     "llama on its way in": ("llama", SCHEMES["qk_norm_cap"], "plain"),
 }
@@ -69,6 +73,39 @@ def test_it_computes_what_the_package_does(name, folders):
         torch.testing.assert_close(alone[f"gradient {name}"], gradient, atol=1e-5, rtol=1e-4)
     generated = model.generate(batch["input_ids"][:1, -8:], max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert torch.equal(alone["generated"], generated)
+
+
+WRONG_KNEES = {
+    "missing": (lambda w, name: w.pop(name), "1 norm parameters are missing from the weights"),
+    "NaN": (lambda w, name: w[name].fill_(float("nan")), "is nan, expected a finite number"),
+    "zero": (lambda w, name: w[name].fill_(0.0), "is 0, expected a finite number"),
+    "channels": (lambda w, name: w.update({name: torch.ones(16)}), "of another shape in the weights"),
+    "integer": (lambda w, name: w.update({name: torch.tensor(3)}), "has dtype I64, expected one of"),
+}
+LOAD = """
+import sys
+sys.modules["hf_qknorm"] = None
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    try:
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        print("loaded")
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_without_the_package_a_knee_that_can_not_be_right_is_refused(tmp_path):
+    for case, (change, _) in WRONG_KNEES.items():
+        made("llama with a knee").save_pretrained(tmp_path / case)
+        add_standalone(tmp_path / case)
+        weights = load_file(tmp_path / case / "model.safetensors")
+        change(weights, "model.layers.1.self_attn.k_norm.eps")
+        save_file(weights, tmp_path / case / "model.safetensors", metadata={"format": "pt"})
+    lines = child(LOAD, *(tmp_path / case for case in WRONG_KNEES), home=tmp_path).splitlines()
+    for (_, message), line in zip(WRONG_KNEES.values(), lines, strict=True):
+        assert message in line
+        assert "k_norm.eps" in line
 
 
 def test_what_is_saved_again_carries_the_code(folders):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -10,11 +11,12 @@ import torch
 from peft.utils import constants
 from tables import assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, calibrate, logit_statistics, patch_model, peft_modules_to_save, set_blend
 from hf_qknorm.attention import as_unpatched, head_norms, norm_copies, patched_layers
 from hf_qknorm.families import known_families
+from hf_qknorm.knee import powers_of, put_knee
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.testing import tiny_model
 from hf_qknorm.training.blend import blend_of
@@ -22,6 +24,7 @@ from hf_qknorm.training.blend import blend_of
 TABLES = [name for name in vars(constants) if name.startswith("TRANSFORMERS_MODELS_TO_")]
 NAMES = {"qk_norm": ["k_norm", "q_norm"], "qkv_norm": ["k_norm", "q_norm", "v_norm"], "henry": ["q_norm"]}
 SCHEME = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, softcap=5.0)
+KNEED = replace(SCHEME, knee=4.0)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 
@@ -178,6 +181,65 @@ def test_a_blend_reaches_every_copy(preset):
     with adapted.disable_adapter():
         assert_near(logits(adapted), original, 1e-5)
     assert not [name for name in adapted.state_dict() if name.endswith("blend")]
+
+
+def knees(model: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict().items() if name.endswith(".eps")}
+
+
+def test_a_knee_reaches_every_copy_and_comes_back_with_the_adapter(tmp_path):
+    patched(KNEED).save_pretrained(tmp_path / "base")
+    adapted = wrapped(patched(KNEED))
+    put_knee(adapted, 2.0, powers_of(adapted))
+    assert adapted.get_base_model().config.scheme.knee == 2
+    assert len(knees(adapted)) == 12
+    for name, eps in knees(adapted).items():
+        assert torch.equal(eps, knees(adapted)[name.replace("original_module", "modules_to_save.default")])
+    before, expected = knees(adapted), logits(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    )
+    assert torch.equal(logits(again.eval()), expected)
+    merged = adapted.merge_and_unload()
+    assert {float(eps) for eps in knees(merged).values()} == {float(eps) for eps in before.values()}
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(merged))
+
+
+def test_a_knee_ends_and_begins_in_every_copy():
+    adapted = wrapped(patched(KNEED))
+    powers, expected = powers_of(adapted), logits(adapted)
+    put_knee(adapted, 0.0, powers)
+    assert not knees(adapted)
+    assert not torch.allclose(logits(adapted), expected, atol=1e-3)
+    put_knee(adapted, KNEED.knee, powers)
+    assert_near(logits(adapted), expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("base", "adapter", "error", "message"),
+    [(4.0, 0.0, KeyError, r"q_norm\.eps"), (0.0, 4.0, RuntimeError, r"q_norm\.eps is there, and the norm has no knee")],
+)
+def test_an_adapter_with_a_knee_does_not_fit_a_model_without(base, adapter, error, message, tmp_path):
+    wrapped(patched(replace(KNEED, knee=adapter))).save_pretrained(tmp_path)
+    with pytest.raises(error, match=message):  # the first one is peft's
+        peft.PeftModel.from_pretrained(patched(replace(KNEED, knee=base)), tmp_path)
+
+
+def test_preparing_for_training_leaves_knees_alone():
+    expected = knees(patched(KNEED))
+    model = patched(KNEED).to(torch.bfloat16)
+    model.enable_input_require_grads()
+    for prepared in (model, peft.prepare_model_for_kbit_training(model), wrapped(model).half().get_base_model()):
+        names = {
+            name.replace(".original_module", "").replace(".modules_to_save.default", "") for name in knees(prepared)
+        }
+        assert names == expected.keys()
+        for name, eps in knees(prepared).items():
+            own = name.replace(".original_module", "").replace(".modules_to_save.default", "")
+            assert eps.dtype == torch.float32
+            assert torch.equal(eps, expected[own])
 
 
 @pytest.mark.parametrize("method", ["ones", "moments", "fit"])

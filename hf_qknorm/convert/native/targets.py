@@ -6,8 +6,9 @@ qwen3, qwen3_moe  RMSNorm over head_dim on q and k, before RoPE, one gain a laye
 phi               LayerNorm there, with a bias; attention and MLP side by side, behind one norm
 vaultgemma        a cap on the logits, no norms on q and k; gains as weight + 1, embeddings times √hidden_size
 
-None has both norms and a cap: Gemma 3's config can state a cap, but its attention does not apply it. OLMo 2's norms run
-over all heads at once, HunYuan's stand behind RoPE; StableLM and Cohere have LayerNorm where Llama has RMSNorm.
+None has norms with a knee, each of which has an eps of its own. None has both norms and a cap: Gemma 3's config can
+state a cap, but its attention does not apply it. OLMo 2's norms run over all heads at once, HunYuan's stand behind
+RoPE; StableLM and Cohere have LayerNorm where Llama has RMSNorm.
 """
 
 from __future__ import annotations
@@ -167,6 +168,11 @@ def _itself(base: str, scheme: Scheme) -> Target:
 
 def _lost(target: Target, scheme: Scheme) -> str | None:
     """What `target` has no place for in a scheme whose kinds of norms, and cap, it has."""
+    if scheme.knee:
+        return (
+            f"the knee of {scheme.knee:g} would be lost: one eps serves all norms there, and each norm with a knee has "
+            "its own. Lower it to 0 in training (KneeSchedule), or calibrate with knee=0"
+        )
     if scheme.v is not None:
         return "the norm of the values would be lost: convert with a scheme on q and k alone, such as qk_norm"
     if scheme.norms and None in (scheme.q, scheme.k):

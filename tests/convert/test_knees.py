@@ -1,0 +1,236 @@
+"""Gains for every knee from one pass, and the search for the smallest knee that keeps the predictions."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_qknorm import Scheme, calibrate, patch_model
+from hf_qknorm.attention import as_unpatched, head_norms, patched_layers
+from hf_qknorm.convert import knees
+from hf_qknorm.convert.knees import KNEES, search, sweep, tolerance
+from hf_qknorm.convert.moments import moments, norm_sizes, norms_of
+from hf_qknorm.convert.ranks import ALONE
+from hf_qknorm.convert.sums import NormSums
+from hf_qknorm.norms import HeadNorm
+from hf_qknorm.ops.reference import head_norm
+from hf_qknorm.scheme import NORMS
+from hf_qknorm.testing import tiny_model
+
+ORDERS = {"rms": 2.0, "layer": 2.0, "l2": 2.0, "lp": 3.0}
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[rows, length]` above the special ones."""
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def batches(count: int) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": tokens(2, 20, seed)} for seed in range(count)]
+
+
+def inputs_of(model, data) -> dict[tuple[str, str], torch.Tensor]:
+    """What arrives at each norm in the unpatched model, `[N, H, D]` in fp64."""
+    seen: dict[tuple[str, str], list[torch.Tensor]] = {key: [] for key in norms_of(model)}
+    hooks = [
+        norm.register_forward_pre_hook(lambda _, args, key=key: seen[key].append(args[0].flatten(0, 1).double()))
+        for key, norm in norms_of(model).items()
+    ]
+    with torch.no_grad(), as_unpatched(model):
+        for batch in data:
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return {key: torch.cat(parts) for key, parts in seen.items()}
+
+
+def heads(count: int, spread: float = 1.0, seed: int = 0) -> torch.Tensor:
+    """Vectors `[N, 2, 16]` whose lengths vary by a factor of ten and more, with a mean."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 2, 16, dtype=torch.float64, generator=generator) + 0.3
+    return x * spread * (2.0 * torch.rand(count, 2, 1, dtype=torch.float64, generator=generator)).exp()
+
+
+@pytest.mark.parametrize("expected", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("norm", NORMS)
+def test_interpolated_sums_are_those_of_the_norm_at_any_knee(norm, expected):
+    scheme = Scheme(q=norm, p=ORDERS[norm])
+    x = heads(200)
+    module = HeadNorm(norm, scheme, 2, 16)
+    y = x - x.mean(-1, keepdim=True) if norm == "layer" else x
+    power = float(y.abs().pow(module.order).mean())
+    found = NormSums(module, KNEES, expected * power)
+    for part in x.split(64):
+        found.add(part)
+    assert found.sizes.mean == pytest.approx(power, rel=1e-12)
+    for knee in (0.0, 0.5, 1.7, 4.0, 32.0):
+        module.set_knee(knee, power)
+        n = head_norm(x, norm, eps=module.eps, p=module.p)
+        exact = [(n * n).sum(0), (n * x).sum(0), n.sum(0), x.sum(0)]
+        scale = [(n * n).sum(0), (n * x).abs().sum(0), n.abs().sum(0), x.abs().sum(0)]
+        for got, want, size in zip(found.at(knee), exact, scale, strict=False):
+            assert ((got - want).abs() <= (1e-4 if knee else 1e-6) * size).all(), knee
+
+
+def test_text_of_another_size_than_expected_takes_a_second_pass():
+    model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms"))
+    data = batches(3)
+    right = norm_sizes(model, data)
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(None))
+    once = moments(model, data, right, (4.0,))
+    assert len(passes) == 3
+    twice = moments(model, data, {key: 100 * size for key, size in right.items()}, (4.0,))
+    assert len(passes) == 9
+    assert twice.powers == once.powers == pytest.approx(right)
+    for key, found in once.sums.items():
+        for got, want in zip(twice.sums[key].at(4.0), found.at(4.0), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["qk_norm", "henry", "lp", Scheme(q="layer", k="l2", v="rms", gain="per_head")])
+def test_a_fixed_knee_is_that_of_all_the_text(scheme):
+    model = patch_model(tiny_model("llama"), scheme)
+    data = batches(9)
+    report = calibrate(model, data, knee=4)
+    assert report.scheme.knee == model.config.scheme.knee == 4
+    assert report.knees == {}
+    for key, x in inputs_of(model, data).items():
+        norm = norms_of(model)[key]
+        y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
+        assert norm.power == pytest.approx(float(y.abs().pow(norm.order).mean()), rel=1e-5)
+        assert float(norm.eps) ** (norm.order / 2) == pytest.approx(4 * norm.power + norm.floor ** (norm.order / 2))
+
+
+@pytest.mark.parametrize("count", [8, 10, 17, 40])
+def test_the_default_takes_at_most_twice_the_forward_passes(count):
+    model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm")
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(None))
+    calibrate(model, batches(count))
+    assert len(passes) <= 2 * count
+
+
+def judged_by(losses: dict[float, float]) -> SimpleNamespace:
+    """Stands in for `Moments`: the knee that is put, and the loss that it would have."""
+    put: list[float] = []
+    return SimpleNamespace(put=put.append, tried=put, model=None, ranks=ALONE, losses=losses)
+
+
+@pytest.mark.parametrize("most", [None, 0.02, 0.2])
+@pytest.mark.parametrize("first", range(len(KNEES)))
+def test_the_search_ends_with_the_smallest_knee_that_keeps_the_loss(first, most, monkeypatch):
+    limit = tolerance(2.0, 3.0) if most is None else most
+    rises = {knee: limit * (0.9 if i >= first else 1.1) for i, knee in enumerate(KNEES)}
+    found = judged_by(rises)
+    monkeypatch.setattr(knees, "mean_loss", lambda *_: 2.0 + rises[found.tried[-1]])
+    losses = search(found, [], 2.0, 3.0, most)
+    assert found.tried[-1] == KNEES[first]
+    assert losses[KNEES[first]] == 2.0 + rises[KNEES[first]]
+    assert len(losses) <= 4
+    assert [*losses] == sorted(losses)
+
+
+def test_the_accepted_rise_is_a_share_of_the_naive_jump_or_a_few_thousandths():
+    assert tolerance(1.6, 2.6) == pytest.approx(0.01)
+    assert tolerance(1.6, 1.7) == 0.005
+
+
+def test_where_no_knee_is_enough_the_smallest_that_comes_as_close_is_taken(monkeypatch, caplog):
+    found = judged_by({})
+    monkeypatch.setattr(knees, "mean_loss", lambda *_: 2.3 + 0.004 / (1 + found.tried[-1]))
+    with caplog.at_level(logging.WARNING, logger="hf_qknorm"):
+        search(found, [], 2.0, 2.5, None)
+    assert found.tried[-1] == 0
+    assert "no knee keeps the loss within 0.0050 nats" in caplog.text
+    with pytest.raises(ValueError, match=r"the knee 32 leaves a loss of 2.3001, 0.3001 nats .* max_loss_increase=0.01"):
+        search(found, [], 2.0, 2.5, 0.01)
+
+
+@pytest.mark.parametrize("start", [0.0, 2.0])
+def test_what_is_refused_or_interrupted_leaves_the_norms_as_they_were(start, monkeypatch):
+    model = patch_model(tiny_model("llama", initializer_range=0.3), Scheme(q="rms", k="layer", knee=start))
+    calibrate(model, batches(3), "moments")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    scheme = model.config.scheme
+    with pytest.raises(ValueError, match="max_loss_increase=-1"):
+        calibrate(model, batches(9), knee="auto", max_loss_increase=-1)
+    with pytest.raises(ValueError, match="the loss rises by .* more than max_loss_increase=-1"):
+        calibrate(model, batches(9), knee=8, max_loss_increase=-1)
+    calls = []
+
+    def interrupt(*_: object) -> None:
+        calls.append(None)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+
+    hook = model.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, batches(9), knee="auto")
+    hook.remove()
+    assert model.config.scheme == scheme
+    assert all(layer.scheme == scheme for layer in patched_layers(model).values())
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=1e-6, atol=0, msg=name)
+
+
+def test_a_sweep_measures_every_knee_and_leaves_the_model_as_it_was():
+    model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
+    data = batches(4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = sweep(model, data[1:], data[:1], lambda: model.config.scheme.knee)
+    assert [measured for _, measured in found.values()] == [*found] == [*KNEES]
+    assert all(math.isfinite(loss) for loss, _ in found.values())
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_which_calls_search():
+    def knee_of(scheme, *arguments, **options):
+        model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
+        report = calibrate(model, batches(8), *arguments, **options)
+        held = {norm.knee for layer in patched_layers(model).values() for norm in head_norms(layer).values()}
+        assert held <= {report.scheme.knee}
+        return report.scheme.knee, bool(report.knees)
+
+    knee, searched = knee_of("qk_norm")
+    assert searched
+    assert knee_of(Scheme(q="rms", k="rms", knee=2)) == (2, False)
+    assert knee_of(Scheme(q="rms", k="rms", knee=2), knee=0) == (0, False)
+    assert knee_of(Scheme(q="rms", k="rms", knee=2), knee="auto") == (knee, True)
+    assert knee_of("qk_norm", "moments") == (0, False)
+    assert knee_of("qk_norm", "fit", steps=2) == (0, False)
+    assert knee_of("qk_norm", "fit", knee=4, steps=2) == (4, False)
+    assert knee_of("qk_norm", "ones", knee=4) == (4, False)
+    assert knee_of("qkv_norm") == (0, False)
+    assert knee_of("soft_cap") == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"knee": "best"}, "knee='best': expected a number ≥ 0, \"auto\", or None"),
+        ({"knee": -1}, r"Scheme\(knee=-1\) is not possible"),
+        ({"knee": math.nan}, r"Scheme\(knee=nan\) is not possible"),
+        ({"method": "ones", "knee": "auto"}, 'name another method than "ones"'),
+        ({"max_loss_increase": math.inf}, "max_loss_increase=inf is no limit"),
+    ],
+)
+def test_impossible_knees_are_refused_by_name(options, error):
+    model = patch_model(tiny_model("llama"), "qk_norm")
+    with pytest.raises(ValueError, match=error):
+        calibrate(model, batches(2), **options)
+
+
+def test_a_scheme_that_can_have_no_knee_says_so():
+    with pytest.raises(ValueError, match="knee.* norms with a knee keep the scale"):
+        calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches(2), knee=4)
+    with pytest.raises(ValueError, match='predicts no tokens, which knee="auto" compares'):
+        calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), batches(2))
+    calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), batches(2), knee=4)
