@@ -32,6 +32,7 @@ from hf_qknorm.training.adapters import peft_modules_to_save
 from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
 from hf_qknorm.training.callback import LogitMonitor
 from hf_qknorm.training.clip import QKClip
+from hf_qknorm.training.knee import KneeSchedule, set_knee
 from hf_qknorm.training.monitor import LogitStatistics, logit_statistics
 from hf_qknorm.training.quack import QuacK
 
@@ -42,6 +43,7 @@ __all__ = [
     "Calibration",
     "CapSchedule",
     "Inspection",
+    "KneeSchedule",
     "LogitMonitor",
     "LogitStatistics",
     "NativeExport",
@@ -61,6 +63,7 @@ __all__ = [
     "push_to_hub",
     "set_blend",
     "set_cap",
+    "set_knee",
     "unpatch_model",
 ]
 

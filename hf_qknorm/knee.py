@@ -8,7 +8,9 @@ It is RMSNorm's own ε, made large.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,22 +29,21 @@ def put_knee(model: Any, knee: float, powers: Powers) -> None:
     is negative or not finite.
     """
     layers = patched_layers(model)
-    for norm in (norm for layer in layers.values() for copies in norm_copies(layer).values() for norm in copies):
-        norm.check_present()
-    config: Any = next(iter(layers.values())).config
-    scheme = dataclasses.replace(config.scheme, knee=knee)
+    schemes = {name: dataclasses.replace(layer.scheme, knee=knee) for name, layer in layers.items()}
     norms = [
         (norm, powers[name, norm_name], place(layer)[0])
         for name, layer in layers.items()
         for norm_name, copies in norm_copies(layer).items()
         for norm in copies
     ]
-    if knee:
-        for norm, power, _ in norms:
+    for norm, power, _ in norms:
+        norm.check_present()
+        if knee:
             norm.eps_of(knee, power)
-    config.set_scheme(scheme)
-    for layer in layers.values():
-        layer.scheme = scheme
+    for name, layer in layers.items():
+        config: Any = layer.config
+        config.set_scheme(schemes[name])
+        layer.scheme = schemes[name]
     for norm, power, device in norms:
         norm.set_knee(knee, power, device)
 
@@ -53,12 +54,25 @@ def powers_of(model: Any) -> dict[tuple[str, str], float]:
     return {(name, norm_name): norm.power for name, layer in layers for norm_name, norm in head_norms(layer).items()}
 
 
+def take_knee(model: Any, knee: float) -> None:
+    """Take weights, gains and ε, that were just loaded into a patched model from a checkpoint, for those of `knee`."""
+    for layer in patched_layers(model).values():
+        for norm in chain(*norm_copies(layer).values()):
+            norm.knee = knee
+    put_knee(model, knee, powers_of(model) if knee else defaultdict(float))
+
+
+def centred_and_size(norm: HeadNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What a norm divides, x `[..., D]` or for "layer" x without its mean, and its mean |x|ᵖ `[...]`; fp32 at least."""
+    x = x if x.dtype == torch.float64 else x.float()
+    y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
+    return y, (y * y).mean(-1) if norm.order == 2 else y.abs().pow(norm.order).mean(-1)
+
+
 def beyond_knee(norm: HeadNorm, x: Tensor) -> Tensor:
     """Which vectors of x `[..., D]` are longer than the knee of a norm, mean |x|ᵖ > ε^(p/2): `[...]` of bool.
 
-    Of such a vector the norm keeps the direction rather than the length. "layer" takes the mean off first.
+    Of such a vector the norm keeps the direction rather than the length.
     """
-    y = x if x.dtype == torch.float64 else x.float()
-    y = y - y.mean(-1, keepdim=True) if norm.norm == "layer" else y
-    eps = torch.as_tensor(norm.eps, dtype=y.dtype, device=y.device)
-    return y.abs().pow(norm.order).mean(-1) > eps.pow(norm.order / 2)
+    _, size = centred_and_size(norm, x)
+    return size > torch.as_tensor(norm.eps, dtype=size.dtype, device=size.device).pow(norm.order / 2)

@@ -13,10 +13,10 @@ from tqdm.auto import tqdm
 
 from hf_qknorm.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
 from hf_qknorm.convert.ranks import ALONE, Ranks, reshard, write
-from hf_qknorm.convert.sums import NormSums, Sizes, centred_and_size
+from hf_qknorm.convert.sums import NormSums, Sizes
 from hf_qknorm.fold import set_spread
 from hf_qknorm.hooks import input_device
-from hf_qknorm.knee import put_knee
+from hf_qknorm.knee import centred_and_size, put_knee
 from hf_qknorm.norms import HeadNorm
 
 Batches = Sequence[dict[str, Tensor]]
@@ -84,7 +84,7 @@ def norm_sizes(model: Any, batches: Batches, ranks: Ranks = ALONE) -> dict[Key, 
     sizes = {key: Sizes() for key in norms_of(model)}
 
     def add(key: Key, norm: HeadNorm, x: Tensor) -> None:
-        sizes[key].add(centred_and_size(x.float(), norm)[1])
+        sizes[key].add(centred_and_size(norm, x)[1])
 
     with _shown(model, {key: partial(add, key, norm) for key, norm in norms_of(model).items()}) as show:
         for batch in batches:

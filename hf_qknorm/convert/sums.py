@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.convert.ranks import Ranks
+from hf_qknorm.knee import centred_and_size
 from hf_qknorm.norms import HeadNorm
 
 STEP = math.log(2) / 2  # between the logarithms of two e that sums are kept for
@@ -54,7 +55,7 @@ class NormSums:
     def add(self, x: Tensor) -> None:
         """Count the vectors x `[N, H, D]`."""
         x = x.float() if x.device.type == "mps" else x.double()
-        y, size = centred_and_size(x, self.norm)
+        y, size = centred_and_size(self.norm, x)
         self.sizes.add(size)
         e = self.row.to(x)[:, None, None]
         share = (e / (size + e)) ** (1 / self.norm.order)  # [J, N, H]
@@ -95,12 +96,6 @@ class NormSums:
         gain = torch.where(nn > 0, nx / nn.clamp_min(torch.finfo(nn.dtype).tiny), 1.0)
         offset = (x - gain * n) / count if bias else torch.zeros_like(gain)
         return gain.reshape(*shape), offset.reshape(*shape)
-
-
-def centred_and_size(x: Tensor, norm: HeadNorm) -> tuple[Tensor, Tensor]:
-    """What the norm divides, x `[N, H, D]` or x without its mean, and its mean |x|ᵖ `[N, H]`."""
-    y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
-    return y, (y * y).mean(-1) if norm.order == 2 else y.abs().pow(norm.order).mean(-1)
 
 
 def _lagrange(row: Tensor, e: float) -> Tensor:

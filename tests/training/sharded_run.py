@@ -1,11 +1,12 @@
-"""One of two processes that train models with QuacK and QKClip, as tests/pair.py starts it.
+"""One of two processes that train models, with QuacK and QKClip or while a knee goes down, as tests/pair.py starts it.
 
-Rank 0 writes the weights of each case, whole, into the folder, as `<model type>-<how>.safetensors`.
+Rank 0 writes the weights of each case, whole, into the folder, as `<model type or knee>-<how>.safetensors`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from hf_qknorm import QKClip, QuacK, patch_model
+from hf_qknorm import KneeSchedule, QKClip, QuacK, Scheme, patch_model, set_knee
 from hf_qknorm.attention import patched_layers
 from hf_qknorm.testing import tiny_model
 
@@ -49,6 +50,23 @@ def train(
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
         seen(clip.step())
+        optimizer.zero_grad()
+
+
+def kneed() -> PreTrainedModel:
+    """A model with a knee, in fp64."""
+    scheme = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, knee=2.0)
+    return patch_model(tiny_model("llama", initializer_range=0.3), scheme).double()
+
+
+def lower(model: Any, rows: slice) -> None:
+    """Train while the knee goes down: it is 2 in the first step, and there is none in the last."""
+    schedule, optimizer = KneeSchedule(share=0.75), torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    for step in range(STEPS):
+        set_knee(model, schedule.at(step, STEPS, 2.0))
+        tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(step))[rows]
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
         optimizer.zero_grad()
 
 
@@ -89,7 +107,20 @@ def by_fsdp_resumed(model_type: str, rows: slice) -> nn.Module:
     return second
 
 
+def knee_by_ddp(rows: slice) -> nn.Module:
+    model = kneed()
+    lower(DistributedDataParallel(model), rows)
+    return model
+
+
+def knee_by_fsdp(rows: slice) -> nn.Module:
+    model = shard(kneed())
+    lower(model, rows)
+    return model
+
+
 WAYS = {"ddp": by_ddp, "fsdp": by_fsdp, "fsdp-resumed": by_fsdp_resumed}
+KNEES = {"ddp": knee_by_ddp, "fsdp": knee_by_fsdp}
 
 
 def main(path: str) -> None:
@@ -97,12 +128,11 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = slice(dist.get_rank(), dist.get_rank() + 1)
-    for model_type in MODELS:
-        for way, run in WAYS.items():
-            found = whole(run(model_type, rows))
-            if dist.get_rank() == 0:
-                save_file(
-                    {name: p.contiguous() for name, p in found.items()}, folder / f"{model_type}-{way}.safetensors"
-                )
-            dist.barrier()
+    runs = {f"{model_type}-{way}": partial(run, model_type) for model_type in MODELS for way, run in WAYS.items()}
+    runs |= {f"knee-{way}": run for way, run in KNEES.items()}
+    for name, run in runs.items():
+        found = whole(run(rows))
+        if dist.get_rank() == 0:
+            save_file({key: p.contiguous() for key, p in found.items()}, folder / f"{name}.safetensors")
+        dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Two processes that share the data (DDP), or the weights too (FSDP2), train by QuacK and QKClip as one does."""
+"""Two processes that share the data (DDP), or the weights too (FSDP2), train as one: QuacK, QKClip, KneeSchedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from pair import run_once, run_pair
 from safetensors.torch import load_file
-from sharded_run import MODELS, STEPS, WAYS, made, rules, train
+from sharded_run import KNEES, MODELS, STEPS, WAYS, kneed, lower, made, rules, train
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +31,14 @@ def test_two_processes_train_as_one_does(model_type, way, folder):
     found = load_file(folder / f"{model_type}-{way}.safetensors")
     for name, p in model.state_dict().items():
         torch.testing.assert_close(found[name], p, rtol=1e-6, atol=1e-6, msg=name)  # logits are shared in fp32
+
+
+@pytest.mark.parametrize("way", KNEES)
+def test_a_knee_goes_down_in_two_processes_as_in_one(way, folder):
+    model = kneed()
+    lower(model, slice(None))
+    found = load_file(folder / f"knee-{way}.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    assert not [name for name in found if name.endswith(".eps")]
+    for name, p in model.state_dict().items():
+        torch.testing.assert_close(found[name], p, rtol=1e-6, atol=1e-6, msg=name)
