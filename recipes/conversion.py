@@ -5,7 +5,7 @@
 
 Parts: methods, training, cost, fits, fold, blend; `conversion_texts.py` has the parts about text and positions,
 `conversion_tried.py` and `conversion_knees.py` what else was tried. Calibration draws batches of 8×256 tokens from the
-first nine tenths of the text; losses are over batches of the last tenth, 24 for knees and texts, 6 for training, fits
+first nine tenths of the text; losses are over batches of the last tenth, 12 for knees and texts, 6 for training, fits
 and folds. A jump removed is (ones − method) / (ones − base). Prints Markdown; finished runs are kept in `--runs`.
 
 Targets, of the default call, `calibrate(model, data)`: at least 98.5 % of the jump removed; 120 steps at 3e-4 end
@@ -20,6 +20,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
-from hf_qknorm.convert import fit
 from hf_qknorm.convert.calibrate import METHODS
 from hf_qknorm.convert.knees import KNEES, sweep
-from hf_qknorm.convert.moments import fit_moments
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss, train
 
 BATCH, LENGTH = 8, 256
 FITTED = 128  # 8 judge, 120 are fitted to
+TEXT = 32  # batches of the default call
 SEEDS = (1, 2, 3)  # of the calibration's text, or of the training's
 QK = {"q": "auto", "k": "auto"}
 SHARED, PER_HEAD = Scheme(**QK), Scheme(**QK, gain="per_head")
@@ -56,7 +56,7 @@ class Story:
         self.calibration = self.batches(1)
         self.training = self.batches(2, BLENDED)
         self.held_out = sample_batches(self.unseen, 6, BATCH, LENGTH, seed=0)
-        self.judged = sample_batches(self.unseen, 24, BATCH, LENGTH, seed=0)
+        self.judged = sample_batches(self.unseen, 12, BATCH, LENGTH, seed=0)
         self.loss = mean_loss(self.base, self.held_out)
 
     def cut(self, characters: str) -> tuple[Tensor, Tensor]:
@@ -116,24 +116,51 @@ def methods(story: Story) -> None:
     """The default call, and each knee."""
     base, ones = ends(story)
 
-    def default(seed: int) -> Row:
-        model = story.converted(story.batches(seed))
-        return {"knee": model.config.scheme.knee, "loss": mean_loss(model, story.judged)}
-
-    def swept(seed: int) -> Row:
-        fitted, judged = ([{"input_ids": batch} for batch in part] for part in (story.batches(seed), story.judged))
+    def swept() -> Row:
+        fitted, judged = ([{"input_ids": batch} for batch in part] for part in (story.batches(1, TEXT), story.judged))
         found = sweep(story.patched(SHARED), fitted, judged, lambda: None)
         return {f"{knee:g}": loss for knee, (loss, _) in found.items()}
 
-    defaults = [story.get("methods", lambda seed=seed: default(seed), call="default", seed=seed) for seed in SEEDS]
-    knees = [story.get("methods", lambda seed=seed: swept(seed), call="knees", seed=seed) for seed in SEEDS]
+    defaults = default_calls(story)
+    knees = story.get("methods", swept, call="knees", seed=1)
     rows = {f"`calibrate(model, data)`: knee {chosen(defaults)}": [row["loss"] for row in defaults]}
-    rows |= {f"knee {knee:g}, `moments`": [row[f"{knee:g}"] for row in knees] for knee in KNEES}
+    rows |= {f"knee {knee:g}, one text": [knees[f"{knee:g}"]] for knee in KNEES}
     print(f"\n{story.name}: unpatched {base:.4f}, fresh gains {ones:.4f}\n")
-    print("| conversion | rise, 3 texts | jump removed |\n|---|---:|---:|")
+    print("| conversion | rise | jump removed |\n|---|---:|---:|")
     for label, losses in rows.items():
         removed = [(ones - loss) / (ones - base) for loss in losses]
         print(f"| {label} | {spread([loss - base for loss in losses])} | {spread(removed, '.2%')} |")
+
+
+def default_calls(story: Story) -> list[Row]:
+    """The default call on three texts: its knee, the loss after it, and its price in passes and CPU seconds."""
+
+    @torch.no_grad()
+    def run(seed: int) -> Row:
+        batches, seen = story.batches(seed, TEXT), 0
+        start = time.process_time()
+        for batch in batches:
+            story.base(batch, use_cache=False)
+        plain = time.process_time() - start
+        model = patch_model(copy.deepcopy(story.base), SHARED)
+
+        def count(module: Any, args: Any, kwargs: Any) -> None:
+            nonlocal seen
+            seen += (args[0] if args else kwargs["input_ids"]).numel()
+
+        hook = model.base_model.register_forward_pre_hook(count, with_kwargs=True)
+        start = time.process_time()
+        calibrate(model, batches)
+        seconds = time.process_time() - start
+        hook.remove()
+        passes = seen / sum(batch.numel() for batch in batches)
+        loss = mean_loss(model.eval(), story.judged)
+        return {"knee": model.config.scheme.knee, "loss": loss, "passes": passes, "pass": plain, "seconds": seconds}
+
+    return [
+        story.get("methods", partial(run, seed), call="default", tokens=TEXT * BATCH * LENGTH, seed=seed)
+        for seed in SEEDS
+    ]
 
 
 def chosen(rows: list[Row]) -> str:
@@ -144,15 +171,19 @@ def training(story: Story) -> None:
     """Continued training: unpatched, from the default call, and from fresh gains, the baseline of a fit's price."""
     starts: dict[str, Callable[[], Any]] = {
         "unpatched": lambda: story.patched("none"),
-        "`calibrate(model, data)`": lambda: story.converted(story.batches(1)),
+        "`calibrate(model, data)`": lambda: story.converted(story.batches(1, TEXT)),
         "fresh gains": lambda: story.patched(SHARED),
     }
+
+    def losses_of(start: Callable[[], Any], seed: int) -> Row:
+        return {"losses": continued(story, start(), None, seed)}
+
     rows: dict[str, list[list[float]]] = {}
     for seed in SEEDS:
         story.training = story.batches(100 + seed, BLENDED)
         for label, start in starts.items():
-            run = lambda start=start, seed=seed: {"losses": continued(story, start(), None, seed)}  # noqa: E731
-            rows.setdefault(label, []).append(story.get("training", run, start=label, seed=seed)["losses"])
+            row = story.get("training", partial(losses_of, start, seed), start=label, seed=seed)
+            rows.setdefault(label, []).append(row["losses"])
     print(f"\n{story.name}, {BLENDED} steps at {RATE:g}\n\n| from | before | after | end, over the unpatched model's |")
     print("|---|---:|---:|---:|")
     for label, runs in rows.items():
@@ -162,28 +193,10 @@ def training(story: Story) -> None:
 
 
 def cost(story: Story) -> None:
-    """The default call's price, in passes over its text and in their time."""
-    ratios, passes, knees = [], [], set()
-    for seed in SEEDS:
-        batches = story.batches(seed)
-        start = time.perf_counter()
-        for batch in batches:
-            with torch.no_grad():
-                story.base(batch, use_cache=False)
-        plain = time.perf_counter() - start
-        model, seen = patch_model(copy.deepcopy(story.base), SHARED), 0
-
-        def count(module: Any, args: Any, kwargs: Any) -> None:
-            nonlocal seen
-            seen += kwargs.get("input_ids", *args[:1]).numel()
-
-        model.base_model.register_forward_pre_hook(count, with_kwargs=True)
-        start = time.perf_counter()
-        calibrate(model, batches, max_tokens=2**20)
-        ratios.append((time.perf_counter() - start) / plain)
-        passes.append(seen / sum(batch.numel() for batch in batches))
-        knees.add(model.config.scheme.knee)
-    print(f"\n{story.name}: {spread(passes, '.2f')} passes over the text, {spread(ratios, '.2f')} times their seconds")
+    """The default call's price, in passes over its text and in their CPU time."""
+    rows = default_calls(story)
+    passes, ratios = [row["passes"] for row in rows], [row["seconds"] / row["pass"] for row in rows]
+    print(f"\n{story.name}: {spread(passes, '.2f')} passes over the text, {spread(ratios, '.2f')} times a pass's time")
 
 
 def fits(story: Story) -> None:
@@ -193,7 +206,6 @@ def fits(story: Story) -> None:
         for method in ("moments", "fit", "fit_qk"):
             story.row(f"{label}, `{method}`", scheme, story.patched(scheme, method))
     plain, patched = story.patched("none"), story.patched(SHARED)
-    batches = [{"input_ids": batch} for batch in story.calibration]
 
     def training_steps() -> float:
         start = time.perf_counter()
@@ -202,13 +214,12 @@ def fits(story: Story) -> None:
 
     steps = [training_steps()]
     start = time.perf_counter()
-    fit_moments(patched, batches[:16])
-    fit.fit_gains(patched, batches[8:], batches[:8])
+    calibrate(patched, story.calibration, "fit", max_tokens=2**20)
     seconds = time.perf_counter() - start
     steps.append(training_steps())
     step = statistics.mean(steps)
     print(
-        f"\na fit with its start and its checks: {seconds:.0f} s, {seconds / step:.0f} training steps of {step:.2f} s"
+        f"\na fit, its start, checks and report: {seconds:.0f} s, {seconds / step:.0f} training steps of {step:.2f} s"
     )
 
 

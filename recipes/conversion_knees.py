@@ -16,6 +16,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from torch.nn.utils import parametrize
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
 from hf_qknorm.convert.fit import fit_gains
-from hf_qknorm.convert.moments import fit_moments
 from hf_qknorm.convert.text import sample_batches
 from hf_qknorm.norms import HeadNorm
+from hf_qknorm.ops.reference import head_norm
 
 CURVE = (1.0, 2.0, 4.0, 8.0, 16.0)
 KNEES = (4.0,)
@@ -75,7 +76,7 @@ class Judge:
         """A model with these knees, and gains from moments."""
         model = patch_model(copy.deepcopy(self.base), scheme)
         put(model, epsilons(knee, self.seen(model)))
-        fit_moments(model, self.fitted[:FITTED])
+        solve(model, self.fitted[:FITTED])
         return model
 
     def seen(self, model: Any) -> dict[Key, Tensor]:
@@ -106,21 +107,57 @@ class Judge:
 def squares(model: Any, batches: list[dict[str, Tensor]]) -> dict[Key, Tensor]:
     """The mean square of each head's vectors `[N, H]` as they arrive at each norm, in the unpatched model."""
     seen: dict[Key, list[Tensor]] = {}
-    hooks = []
 
-    def add(key: Key, norm: HeadNorm, args: tuple[Tensor, ...]) -> None:
-        x = args[0].flatten(0, 1).double()
+    def add(key: Key, norm: HeadNorm, x: Tensor) -> None:
         x = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
         seen.setdefault(key, []).append(x.pow(2).mean(-1))
 
+    watch(model, batches, add)
+    return {key: torch.cat(parts) for key, parts in seen.items()}
+
+
+@torch.no_grad()
+def solve(model: Any, batches: list[dict[str, Tensor]]) -> None:
+    """Gains (and biases) by least squares, x ≈ gain·norm(x) + bias, for whatever ε the norms have."""
+    sums: dict[Key, Tensor] = {}
+
+    def add(key: Key, norm: HeadNorm, x: Tensor) -> None:
+        n = head_norm(x, norm.norm, eps=norm.eps)
+        new = torch.stack([y.sum(0) for y in (n * n, n * x, n, x, torch.ones_like(x))])
+        sums[key] = sums[key] + new if key in sums else new
+
+    watch(model, batches, add)
     for key, norm in norms(model).items():
-        hooks.append(norm.register_forward_pre_hook(lambda norm, args, key=key: add(key, norm, args)))
+        if norm.weight is None:
+            continue
+        pooled = {2: (), 1: (1,) if norm.weight.numel() > 1 else (1, 2)}[norm.weight.dim()]
+        square, nx, n, x, count = sums[key].sum(pooled, keepdim=True) if pooled else sums[key]
+        if norm.bias is not None:
+            square, nx = square - n * n / count, nx - n * x / count
+        gain = nx / square
+        factor = 1.0
+        other = norms(model).get((key[0], "k_norm"))
+        if key[1] == "q_norm" and other is not None and other.weight is None:  # a scalar gain is the queries'
+            keys = sums[key[0], "k_norm"].sum((1, 2))
+            factor = float(keys[1] / keys[0])
+        norm.weight.copy_((gain * factor).reshape(norm.weight.shape))
+        if norm.bias is not None:
+            norm.bias.copy_(((x - gain * n) / count).reshape(norm.bias.shape))
+
+
+@torch.no_grad()
+def watch(model: Any, batches: list[dict[str, Tensor]], add: Callable[[Key, HeadNorm, Tensor], None]) -> None:
+    """Show `add` the vectors `[N, H, D]` that arrive at each norm of the unpatched model, in fp64."""
+
+    def show(key: Key, norm: HeadNorm, args: tuple[Tensor, ...]) -> None:
+        add(key, norm, args[0].flatten(0, 1).double())
+
+    hooks = [norm.register_forward_pre_hook(partial(show, key)) for key, norm in norms(model).items()]
     with as_unpatched(model):
         for batch in batches:
             model(**batch, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return {key: torch.cat(parts) for key, parts in seen.items()}
 
 
 def norms(model: Any) -> dict[Key, HeadNorm]:

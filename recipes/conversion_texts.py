@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from conversion import BATCH, LENGTH, SEEDS, Story, chosen, ends, run, spread
+from conversion import BATCH, LENGTH, SEEDS, TEXT, Story, chosen, ends, run, spread
 from runs import Row
 from torch import Tensor
 
 from hf_qknorm.convert.text import load_text, sample_batches
 from hf_qknorm.demo.training import mean_loss
 
-SHORT = 32  # batches that calibrate for the parts about texts and positions
+SHORT = 16  # batches of 8×256 tokens that calibrate for the parts about texts and positions
 STRETCH = 32  # positions
 
 
@@ -35,11 +35,11 @@ def tokens(story: Story) -> None:
     base, ones = ends(story)
 
     def measured(count: int, seed: int) -> Row:
-        model = story.converted(story.batches(seed), max_tokens=count)
+        model = story.converted(story.batches(seed, TEXT), max_tokens=count)
         return {"knee": model.config.scheme.knee, "loss": mean_loss(model, story.judged)}
 
     print(f"\n{story.name}\n\n| tokens of text | knee | rise, 3 texts | jump removed |\n|---:|---|---:|---:|")
-    for count in (5_000, 20_000, 65_536):
+    for count in (5_000, 20_000):
         rows = [story.get("tokens", partial(measured, count, seed), tokens=count, seed=seed) for seed in SEEDS]
         removed = spread([(ones - row["loss"]) / (ones - base) for row in rows], ".2%")
         print(f"| {count:,} | {chosen(rows)} | {spread([row['loss'] - base for row in rows])} | {removed} |")
@@ -49,7 +49,7 @@ def positions(story: Story) -> None:
     """The rise by position, up to four times the calibrated length, or as far as a model of learned positions goes."""
     reach = story.base.config.max_position_embeddings if hasattr(story.base.config, "n_positions") else 4 * LENGTH
     length = reach // 4
-    judged = sample_batches(story.unseen, 24, BATCH // 2, reach, seed=0)
+    judged = sample_batches(story.unseen, 12, BATCH // 2, reach, seed=0)
 
     def measured(seed: int) -> Row:
         model = story.converted(story.batches(seed, SHORT * LENGTH // length, length))
@@ -80,7 +80,7 @@ def texts(story: Story) -> None:
     sources = [story.text, None, *story.other]
     names = ["Python's library" if source is None else Path(source).stem for source in sources]
     parts = {name: story.cut(load_text(source, 1_200_000)) for name, source in zip(names, sources, strict=True)}
-    judged = {name: sample_batches(unseen, 12, BATCH, LENGTH, seed=0) for name, (_, unseen) in parts.items()}
+    judged = {name: sample_batches(unseen, 6, BATCH, LENGTH, seed=0) for name, (_, unseen) in parts.items()}
 
     def measured(name: str, seed: int) -> Row:
         model = story.converted(sample_batches(parts[name][0], SHORT, BATCH, LENGTH, seed=seed))
