@@ -16,26 +16,24 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from conversion import BATCH, LENGTH, SHARED, Story, run
+from least_squares import Key, norms, put, solve, squares
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
+from hf_qknorm.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.convert.fit import fit_gains
 from hf_qknorm.convert.text import sample_batches
 from hf_qknorm.norms import HeadNorm
-from hf_qknorm.ops.reference import head_norm
 
 CURVE = (1.0, 2.0, 4.0, 8.0, 16.0)
 KNEES = (4.0,)
 FITTED, JUDGED = 8, 8
-Key = tuple[str, str]  # a layer's name and its norm's
 Epsilons = Callable[[float, Mapping[Key, Tensor]], Mapping[Key, Tensor]]  # of a knee and of squares [N, H], per norm
 
 
@@ -101,74 +99,6 @@ class Judge:
     def head(self) -> None:
         print("\n| variant, knee | bound | rise | KL | KL over the plain recipe's at that bound |")
         print("|---|---:|---:|---:|---:|")
-
-
-@torch.no_grad()
-def squares(model: Any, batches: list[dict[str, Tensor]]) -> dict[Key, Tensor]:
-    """The mean square of each head's vectors `[N, H]` as they arrive at each norm, in the unpatched model."""
-    seen: dict[Key, list[Tensor]] = {}
-
-    def add(key: Key, norm: HeadNorm, x: Tensor) -> None:
-        x = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
-        seen.setdefault(key, []).append(x.pow(2).mean(-1))
-
-    watch(model, batches, add)
-    return {key: torch.cat(parts) for key, parts in seen.items()}
-
-
-@torch.no_grad()
-def solve(model: Any, batches: list[dict[str, Tensor]]) -> None:
-    """Gains (and biases) by least squares, x ≈ gain·norm(x) + bias, for whatever ε the norms have."""
-    sums: dict[Key, Tensor] = {}
-
-    def add(key: Key, norm: HeadNorm, x: Tensor) -> None:
-        n = head_norm(x, norm.norm, eps=norm.eps)
-        new = torch.stack([y.sum(0) for y in (n * n, n * x, n, x, torch.ones_like(x))])
-        sums[key] = sums[key] + new if key in sums else new
-
-    watch(model, batches, add)
-    for key, norm in norms(model).items():
-        if norm.weight is None:
-            continue
-        pooled = {2: (), 1: (1,) if norm.weight.numel() > 1 else (1, 2)}[norm.weight.dim()]
-        square, nx, n, x, count = sums[key].sum(pooled, keepdim=True) if pooled else sums[key]
-        if norm.bias is not None:
-            square, nx = square - n * n / count, nx - n * x / count
-        gain = nx / square
-        factor = 1.0
-        other = norms(model).get((key[0], "k_norm"))
-        if key[1] == "q_norm" and other is not None and other.weight is None:  # a scalar gain is the queries'
-            keys = sums[key[0], "k_norm"].sum((1, 2))
-            factor = float(keys[1] / keys[0])
-        norm.weight.copy_((gain * factor).reshape(norm.weight.shape))
-        if norm.bias is not None:
-            norm.bias.copy_(((x - gain * n) / count).reshape(norm.bias.shape))
-
-
-@torch.no_grad()
-def watch(model: Any, batches: list[dict[str, Tensor]], add: Callable[[Key, HeadNorm, Tensor], None]) -> None:
-    """Show `add` the vectors `[N, H, D]` that arrive at each norm of the unpatched model, in fp64."""
-
-    def show(key: Key, norm: HeadNorm, args: tuple[Tensor, ...]) -> None:
-        add(key, norm, args[0].flatten(0, 1).double())
-
-    hooks = [norm.register_forward_pre_hook(partial(show, key)) for key, norm in norms(model).items()]
-    with as_unpatched(model):
-        for batch in batches:
-            model(**batch, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-
-
-def norms(model: Any) -> dict[Key, HeadNorm]:
-    return {(n, m): norm for n, layer in patched_layers(model).items() for m, norm in head_norms(layer).items()}
-
-
-def put(model: Any, epsilons: Mapping[Key, Tensor]) -> None:
-    """Set each norm's ε: a number, or one for each head as `[H, 1]`, which no scheme has."""
-    for key, norm in norms(model).items():
-        del norm.eps
-        norm.register_buffer("eps", (epsilons[key] + norm.floor).float())
 
 
 def worst_bound(model: Any) -> float:
