@@ -98,6 +98,8 @@ def head(story: Story, first: str) -> None:
 
 def spread(values: list[float], form: str = "+.4f") -> str:
     """Their mean, and from where to where they go."""
+    if len(values) == 1:
+        return format(values[0], form)
     mean, least, most = (format(f(values), form) for f in (statistics.fmean, min, max))
     return f"{mean} ({least} to {most})"
 
@@ -179,15 +181,16 @@ def training(story: Story) -> None:
         return {"losses": continued(story, start(), None, seed)}
 
     rows: dict[str, list[list[float]]] = {}
-    for seed in SEEDS:
+    baseline = "fresh gains"
+    compared = [(label, seed) for seed in SEEDS for label in starts if label != baseline]
+    for label, seed in [*compared, (baseline, SEEDS[0])]:
         story.training = story.batches(100 + seed, BLENDED)
-        for label, start in starts.items():
-            row = story.get("training", partial(losses_of, start, seed), start=label, seed=seed)
-            rows.setdefault(label, []).append(row["losses"])
+        row = story.get("training", partial(losses_of, starts[label], seed), start=label, seed=seed)
+        rows.setdefault(label, []).append(row["losses"])
     print(f"\n{story.name}, {BLENDED} steps at {RATE:g}\n\n| from | before | after | end, over the unpatched model's |")
     print("|---|---:|---:|---:|")
     for label, runs in rows.items():
-        over = [own[-1] - other[-1] for own, other in zip(runs, rows["unpatched"], strict=True)]
+        over = [own[-1] - other[-1] for own, other in zip(runs, rows["unpatched"], strict=False)]
         first, last = (statistics.fmean(losses[i] for losses in runs) for i in (0, -1))
         print(f"| {label} | {first:.4f} | {last:.4f} | {spread(over)} |")
 
