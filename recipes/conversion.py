@@ -282,7 +282,7 @@ def run(parts: list[Callable[[Story], None]], text: str | None) -> None:
     story = Story(options.checkpoint, options.text, options.runs, options.other)
     named[options.part](story)
     if story.runs.used:
-        print(f"\n{provenance(story.runs.rows)}")
+        print(f"\n{provenance(story.runs.used)}")
 
 
 if __name__ == "__main__":
