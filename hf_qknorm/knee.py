@@ -25,8 +25,8 @@ Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of what arrives at a
 def put_knee(model: Any, knee: float, powers: Powers) -> None:
     """Give the norms of a patched model a knee, in place, and record it in layers and config; gains stay as they are.
 
-    Raises ValueError, before anything changes, for a knee that the scheme can't have, an offloaded one, and a power that
-    is negative or not finite.
+    Raises ValueError, before anything changes, for a knee that the scheme can't have, an offloaded one, and a power
+    that is negative or not finite.
     """
     layers = patched_layers(model)
     schemes = {name: dataclasses.replace(layer.scheme, knee=knee) for name, layer in layers.items()}
