@@ -121,7 +121,7 @@ def methods(story: Story) -> None:
     def swept() -> Row:
         fitted, judged = ([{"input_ids": batch} for batch in part] for part in (story.batches(1, TEXT), story.judged))
         found = sweep(story.patched(SHARED), fitted, judged, lambda: None)
-        return {f"{knee:g}": loss for knee, (loss, _) in found.items()}
+        return {f"{knee:g}": own.loss for knee, (own, _) in found.items()}
 
     defaults = default_calls(story)
     knees = story.get("methods", swept, call="knees", seed=1)

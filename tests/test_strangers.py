@@ -105,7 +105,7 @@ REPORT = Calibration(
     None,
     Prediction(2.0),
     {"layers.0": LAYER},
-    knees={0.0: 1.5, 4.0: 2.0},
+    knees={0.0: Prediction(1.5), 4.0: Prediction(2.0, 0.1, 0.9)},
 )
 
 

@@ -21,20 +21,26 @@ LEVELS = ("calm", "raised", "large", "runaway")  # of a cap: up to half, up to a
 class KneeTrial:
     """A knee that was put on for a moment, with gains in closed form.
 
-    `rise` is that of the loss (nats a token) over the unpatched model's; `bound` the largest |logit| of any layer that
-    any input can give, None where there is no bound.
+    `rise` is that of the loss (nats a token) over the unpatched model's, `kl` the KL from it; `cost` is the larger.
+    `bound` is the largest |logit| of any layer that any input can give, None where there is no bound.
     """
 
     knee: float
     rise: float
+    kl: float
     bound: float | None
+
+    @property
+    def cost(self) -> float:
+        """By which `calibrate` judges, as `convert.knees.cost`."""
+        return max(self.rise, self.kl)
 
 
 @dataclass(frozen=True)
 class KneeTrials:
     """What each knee costs, put on with a `scheme`; `jump` is the rise in loss with fresh gains and no knee.
 
-    `limit` is the rise that `calibrate` allows by default.
+    `limit` is the cost that `calibrate` allows by default.
     """
 
     scheme: Scheme
@@ -45,7 +51,7 @@ class KneeTrials:
     @property
     def chosen(self) -> KneeTrial | None:
         """The smallest knee that costs no more than the limit; None if all cost more."""
-        return next((trial for trial in self.trials if trial.rise <= self.limit), None)
+        return next((trial for trial in self.trials if trial.cost <= self.limit), None)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON-ready data; `chosen` is the knee alone."""
@@ -187,8 +193,8 @@ def _of_knees(situation: Situation, knees: KneeTrials, kept: KneeTrial) -> list[
     """What the knee that calibrate() would choose costs and bounds, and what others would."""
     bound = "" if kept.bound is None else f", and no input can give a |logit| over {kept.bound:.0f}"
     lead = (
-        f"calibrate() finds gains and a knee of {kept.knee:g} for it: the loss rises by {kept.rise:.3f} nats (allowed: "
-        f"{knees.limit:.3f}; with fresh gains and no knee: {knees.jump:.3f}){bound}"
+        f"calibrate() finds gains and a knee of {kept.knee:g} for it: the loss rises by {kept.rise:.3f} nats, with "
+        f"a KL of {kept.kl:.3f} (allowed: {knees.limit:.3f}; fresh gains and no knee: {knees.jump:.3f}){bound}"
     )
     told = [lead]
     tighter = [trial for trial in knees.trials if trial.knee < kept.knee and trial.bound is not None]
@@ -279,10 +285,10 @@ def _of_no_knee(situation: Situation) -> list[str]:
     """That no knee was good enough, where knees were tried."""
     if not situation.knees or situation.knees.chosen:
         return []
-    best = min(situation.knees.trials, key=lambda trial: trial.rise)
+    best = min(situation.knees.trials, key=lambda trial: trial.cost)
     return [
         f"norms with a knee cost more than the {situation.knees.limit:.3f} nats that calibrate() allows: "
-        f"{best.rise:.3f} with a knee of {best.knee:g} (max_loss_increase allows more)"
+        f"{best.cost:.3f} with a knee of {best.knee:g} (max_loss_increase allows more)"
     ]
 
 

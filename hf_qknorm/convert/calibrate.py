@@ -17,7 +17,7 @@ from hf_qknorm.convert.knees import KNEES, restored, search
 from hf_qknorm.convert.measure import judge, layer_reports, predictions, require_causal
 from hf_qknorm.convert.moments import fit_spread, moments, norm_sizes, norms_of
 from hf_qknorm.convert.ranks import Ranks, gathered, ranks_of, reshard, share_first, unwrapped
-from hf_qknorm.convert.report import Calibration
+from hf_qknorm.convert.report import Calibration, Prediction
 from hf_qknorm.convert.text import as_batches, check_batches
 from hf_qknorm.convert.trained import load_tokenizer
 from hf_qknorm.files import hub_name
@@ -32,7 +32,7 @@ METHODS = ("ones", "moments", "fit", "fit_qk")
 LENGTH = 256
 MAX_TOKENS = 262_144
 START_BATCHES = 16  # moments of these are a good enough start for a fit
-LOSS_BATCHES = 8  # at most, and one in eight: they judge, and the others are what gains and knee come from
+LOSS_BATCHES = 8  # at most, and one in ten: they judge, and the others are what gains and knee come from
 
 Knee = float | Literal["auto"]
 
@@ -58,9 +58,10 @@ def calibrate(
     `max_tokens` tokens are used. Text needs a tokenizer, by default the one of `model.name_or_path`.
 
     By default one pass through the unpatched model gives the gains for every knee, and the knee is the smallest of
-    `convert.knees.KNEES` that raises the loss by no more than `max_loss_increase` nats (by default 1 % of the jump that
-    fresh gains make, or 0.005 if that is more) on batches that the pass leaves out. From eight batches on, the forward
-    passes are at most twice those over the data.
+    `convert.knees.KNEES` that costs no more than `max_loss_increase` nats a token (by default 1 % of what fresh gains
+    cost, or 0.005 if that is more) on batches that the pass leaves out. The cost is the rise in loss, or the KL from
+    the unpatched model where that is more. From ten batches on, the forward passes are at most twice those over the
+    data.
 
     `method` names how gains are found. "moments", the default, is the closed form: per channel the least-squares fit of
     the model's own projection by its normalised self, x ≈ gain·norm(x) + bias. "fit" goes on from there and trains the
@@ -128,7 +129,7 @@ def _calibrate(
     ranks: Ranks,
 ) -> Calibration:
     """Calibrate a bare model by the batches."""
-    cut, cap = min(LOSS_BATCHES, max(len(batches) // 8, 1)), model.config.attn_logit_softcapping or CAP
+    cut, cap = min(LOSS_BATCHES, max(len(batches) // 10, 1)), model.config.attn_logit_softcapping or CAP
     watched, fitted = batches[:cut], batches[cut:] or batches
     training = model.training
     model.eval()
@@ -137,10 +138,10 @@ def _calibrate(
         if not model.config.scheme.pre_norm and not is_exact(model):
             fit_spread(model, batches[:START_BATCHES])
         base, ones = predictions(model, watched)  # None without a head, where nothing is searched
-        losses: dict[float, float] = {}
+        tried: dict[float, Prediction] = {}
         if knee == "auto" and base is not None and ones is not None:
             found = moments(model, fitted, norm_sizes(model, watched[:1], ranks), KNEES, ranks)
-            losses = search(found, watched, base.loss, ones.loss, most)
+            tried = search(found, watched, base, ones, most)
         elif method != "ones" or knee:
             text = batches if method == "moments" else fitted[:START_BATCHES]
             found = moments(model, text, norm_sizes(model, watched[:1], ranks), (float(knee),), ranks)
@@ -170,7 +171,7 @@ def _calibrate(
         chosen=judged.own,
         layers=layers,
         judged=tokens_judged,
-        knees=losses,
+        knees=tried,
     )
 
 

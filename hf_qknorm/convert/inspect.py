@@ -100,10 +100,10 @@ class Inspection:
     def _knees(self) -> str:
         if self.knees is None:
             return ""
-        rows = [["knee", "loss rises by", "bound on |logit|", ""]]
+        rows = [["knee", "loss rises by", "KL", "bound on |logit|", ""]]
         for trial in self.knees.trials:
-            mark = f"← the smallest of at most +{self.knees.limit:.3f}" if trial is self.knees.chosen else ""
-            rows.append([f"{trial.knee:g}", f"{trial.rise:+.3f}", bound_cell(trial.bound), mark])
+            mark = f"← the smallest that costs at most {self.knees.limit:.3f}" if trial is self.knees.chosen else ""
+            rows.append([f"{trial.knee:g}", f"{trial.rise:+.3f}", f"{trial.kl:.3f}", bound_cell(trial.bound), mark])
         return (
             f"{name_of(self.knees.scheme)}, calibrated in one pass over half of the text and judged on the other, by "
             f"knee\n(largest |logit| seen unpatched: {self.largest:.1f}; fresh gains and no knee: "

@@ -9,72 +9,82 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from hf_qknorm.convert.measure import Batches, mean_loss
+from hf_qknorm.convert.measure import Batches, predictions
 from hf_qknorm.convert.moments import Moments, moments, norm_sizes, norms_of
 from hf_qknorm.convert.ranks import reshard
+from hf_qknorm.convert.report import Prediction
 from hf_qknorm.knee import put_knee
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KNEES: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-SHARE, LEAST = 0.01, 0.005  # of the naive jump, and in nats: the rise in loss that a knee may leave by default
+SHARE, LEAST = 0.01, 0.005  # of what fresh gains cost, and in nats: what a knee may cost by default
 
 
-def tolerance(base: float, fresh: float) -> float:
-    """The rise in loss (nats) that is accepted by default, for the losses unpatched and with fresh gains."""
-    return max(SHARE * (fresh - base), LEAST)
+def cost(base: Prediction, own: Prediction) -> float:
+    """What a model loses against its unpatched self, in nats a token: the rise in loss, or the KL where that is more.
+
+    On text that a model predicts badly the loss may fall while its predictions go astray.
+    """
+    return max(own.loss - base.loss, own.kl)
 
 
-def search(found: Moments, judged: Batches, base: float, fresh: float, most: float | None) -> dict[float, float]:
-    """Put the smallest of `KNEES` in place whose loss on `judged` is at most `most` above `base`; losses by knee tried.
+def tolerance(base: Prediction, fresh: Prediction) -> float:
+    """The cost (nats) that is accepted by default, for the predictions unpatched and with fresh gains."""
+    return max(SHARE * cost(base, fresh), LEAST)
 
-    Larger knees keep more: the search halves. Where none keeps the loss, as a cap may cost more, the knee is the
+
+def search(
+    found: Moments, judged: Batches, base: Prediction, fresh: Prediction, most: float | None
+) -> dict[float, Prediction]:
+    """Put the smallest of `KNEES` in place that costs at most `most` (nats) on `judged`; predictions by knee tried.
+
+    Larger knees keep more: the search halves. Where none keeps the predictions, as a cap may cost more, the knee is the
     smallest that does as well as the largest, within the tolerance.
 
-    Raises ValueError where no knee keeps the loss within a `most` that is given.
+    Raises ValueError where no knee costs as little as a `most` that is given.
     """
-    losses: dict[float, float] = {}
+    tried: dict[float, Prediction] = {}
 
-    def loss(knee: float) -> float:
-        if knee not in losses:
+    def costs(knee: float) -> float:
+        if knee not in tried:
             found.put(knee)
-            losses[knee] = found.ranks.first(mean_loss(found.model, judged))
-        return losses[knee]
+            tried[knee] = found.ranks.first(predictions(found.model, judged)[1])
+        return cost(base, tried[knee])
 
-    allowed = tolerance(base, fresh) if most is None else most
-    limit = base + allowed
-    chosen = _smallest(loss, limit)
+    limit = tolerance(base, fresh) if most is None else most
+    chosen = _smallest(costs, limit)
     if chosen is None and most is not None:
-        best = min(losses.values())
         raise ValueError(
-            f"the knee {KNEES[-1]:g} leaves a loss of {best:.4f}, {best - base:.4f} nats above the unpatched model's, "
-            f"more than max_loss_increase={most:g}. A higher or no cap keeps more, as does "
-            "queries alone (q_norm); or raise max_loss_increase"
+            f"the knee {KNEES[-1]:g} costs {costs(KNEES[-1]):.4f} nats (loss {tried[KNEES[-1]].loss:.4f} over "
+            f"{base.loss:.4f}, KL {tried[KNEES[-1]].kl:.4f}), more than max_loss_increase={most:g}. A higher or no cap "
+            "keeps more, as do queries alone (q_norm); or raise max_loss_increase"
         )
     if chosen is None:
-        limit = losses[KNEES[-1]] + allowed
-        chosen = _smallest(loss, limit)
+        least = costs(KNEES[-1])
+        chosen = _smallest(costs, least + limit)
         logger.warning(
-            "no knee keeps the loss within %.4f nats of the unpatched model's (%.4f; %.4f with a knee of %g): the "
-            "scheme's other parts cost the rest. The knee %g comes as close",
-            allowed,
-            base,
-            losses[KNEES[-1]],
+            "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f), as the scheme's other parts do. "
+            "The knee %g comes as close",
+            limit,
             KNEES[-1],
+            least,
+            tried[KNEES[-1]].loss,
+            base.loss,
             chosen,
         )
     assert chosen is not None
     found.put(chosen)
-    return dict(sorted(losses.items()))
+    return dict(sorted(tried.items()))
 
 
-def _smallest(loss: Callable[[float], float], limit: float) -> float | None:
-    """The smallest of `KNEES` with a loss up to `limit`, by halving; None if the largest has more."""
+def _smallest(costs: Callable[[float], float], limit: float) -> float | None:
+    """The smallest of `KNEES` that costs up to `limit`, by halving; None if the largest costs more."""
     low, high = 0, len(KNEES)
     while low < high:
         middle = (low + high) // 2
-        if loss(KNEES[middle]) <= limit:
+        if costs(KNEES[middle]) <= limit:
             high = middle
         else:
             low = middle + 1
@@ -83,17 +93,21 @@ def _smallest(loss: Callable[[float], float], limit: float) -> float | None:
 
 def sweep(
     model: Any, fitted: Batches, judged: Batches, measure: Callable[[], T], knees: Sequence[float] = KNEES
-) -> dict[float, tuple[float, T]]:
-    """The loss (nats) on `judged` and a measurement at each knee of a patched model, with gains by moments.
+) -> dict[float, tuple[Prediction, T]]:
+    """The predictions on `judged` and a measurement at each knee of a patched model, with gains by moments.
 
-    One pass over `fitted` serves all of them. The model is left as it was.
+    One pass over `fitted` serves all of them. The model is left as it was. Raises ValueError for a model without a
+    language-modelling head.
     """
     with restored(model):
         found = moments(model, fitted, norm_sizes(model, judged), knees)
         swept = {}
         for knee in knees:
             found.put(knee)
-            swept[knee] = (mean_loss(model, judged), measure())
+            own = predictions(model, judged)[1]
+            if own is None:
+                raise ValueError(f"{type(model).__name__} predicts no tokens, by which knees are compared")
+            swept[knee] = (own, measure())
     return swept
 
 

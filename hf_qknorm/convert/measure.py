@@ -66,21 +66,6 @@ def predictions(model: Any, batches: Batches) -> tuple[Prediction, Prediction] |
 
 
 @torch.no_grad()
-def mean_loss(model: Any, batches: Batches) -> float:
-    """Mean next-token loss (nats) of a model with a language-modelling head, as it is, in one forward pass a batch."""
-    total, targets = 0.0, 0.0
-    for batch in batches:
-        inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
-        logits = model(**inputs, use_cache=False).logits
-        real = _real(inputs)
-        for row in range(len(logits)):
-            p = F.log_softmax(logits[row].float(), -1)
-            nll, count = _nll(p, inputs["input_ids"][row].to(p.device), real[row].to(p.device))
-            total, targets = total + float(nll), targets + float(count)
-    return total / _some(targets)
-
-
-@torch.no_grad()
 def _compared(model: Any, batches: Batches, watch: Callable[[bool], None]) -> Tensor:
     """Sums over all tokens, as `_row_sums` has them; `watch(True)` comes before an unpatched pass, else False.
 

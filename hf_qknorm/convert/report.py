@@ -135,7 +135,7 @@ class Calibration:
     None for a model without a language-modelling head. `layers` has every attention layer by name; shares of large
     logits are relative to `cap`. `judged` says over how many of the `tokens` all this was measured. `base_model` and
     `dataset` are the Hub names of what was converted and of the text, None for what came from this machine. `knees` has
-    the loss with each knee that was tried; the one that was chosen is `scheme.knee`.
+    the predictions with each knee that was tried; the one that was chosen is `scheme.knee`.
     """
 
     method: str
@@ -149,7 +149,7 @@ class Calibration:
     judged: int | None = None
     base_model: str | None = None
     dataset: str | None = None
-    knees: Mapping[float, float] = dataclasses.field(default_factory=dict)
+    knees: Mapping[float, Prediction] = dataclasses.field(default_factory=dict)
 
     @property
     def base_loss(self) -> float | None:
@@ -218,7 +218,7 @@ class Calibration:
             "dataset": self.dataset,
             **{name: None if made is None else made.to_dict() for name, made in predictions.items()},
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
-            **({"knees": [{"knee": knee, "loss": loss} for knee, loss in self.knees.items()]} if self.knees else {}),
+            **({"knees": [{"knee": knee, **p.to_dict()} for knee, p in self.knees.items()]} if self.knees else {}),
         }
 
     @classmethod
@@ -285,17 +285,18 @@ def _names(data_class: type[DataclassInstance]) -> tuple[list[str], list[str]]:
     return names
 
 
-def _knees(value: Any) -> dict[float, float]:
+def _knees(value: Any) -> dict[float, Prediction]:
     if not isinstance(value, list | tuple) or len(value) > KNEES:
-        raise ValueError(f"report.knees is {brief(value)}, expected a list of at most {KNEES} losses by knee")
+        raise ValueError(f"report.knees is {brief(value)}, expected a list of at most {KNEES} predictions by knee")
     found = {}
     for i, item in enumerate(value):
         where = f"report.knees[{i}]"
-        check_keys(item, ("knee", "loss"), where)
+        if not isinstance(item, Mapping) or "knee" not in item:
+            raise ValueError(f"{where} is {brief(item)}, expected a mapping with a knee and its predictions")
         knee = number(item["knee"], f"{where}.knee")
         if not (math.isfinite(knee) and knee >= 0):
             raise ValueError(f"{where}.knee is {knee}, expected a finite number ≥ 0")
-        found[knee] = number(item["loss"], f"{where}.loss")
+        found[knee] = Prediction.from_dict({key: x for key, x in item.items() if key != "knee"}, where)
     return found
 
 

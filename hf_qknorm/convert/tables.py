@@ -33,7 +33,7 @@ def calibration_table(report: Calibration) -> str:
     parts = (
         f"{report.method} on {report.tokens:,} tokens: {report.scheme}",
         predictions_table({name: found for name, found in named.items() if found is not None}),
-        "losses by knee: " + ", ".join(f"{knee:g}: {loss:.3f}" for knee, loss in report.knees.items())
+        "loss, KL by knee: " + ", ".join(f"{knee:g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in report.knees.items())
         if report.knees
         else "",
         aligned(rows) + rest(len(worst)),

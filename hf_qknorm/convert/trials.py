@@ -50,8 +50,8 @@ def try_knees(model: PreTrainedModel, batches: Batches, situation: Situation) ->
         if base is None or ones is None:
             return None
         found = sweep(model, fitted, judged, partial(worst_bound, model))
-    trials = (KneeTrial(knee, loss - base.loss, bound) for knee, (loss, bound) in found.items())
-    return KneeTrials(scheme, ones.loss - base.loss, tolerance(base.loss, ones.loss), tuple(trials))
+    trials = (KneeTrial(knee, own.loss - base.loss, own.kl, bound) for knee, (own, bound) in found.items())
+    return KneeTrials(scheme, ones.loss - base.loss, tolerance(base, ones), tuple(trials))
 
 
 @contextmanager

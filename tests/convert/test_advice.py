@@ -25,7 +25,8 @@ from hf_qknorm.convert.report import LayerStatistics, Prediction
 CHEAP, DEAR = Prediction(1.4, 0.001, 0.99), Prediction(1.9, 0.4, 0.7)
 NORMED = Scheme(q="rms", k="rms")
 TRIALS = tuple(
-    KneeTrial(knee, rise, 40 * (1 + knee)) for knee, rise in ((0.0, 0.4), (1.0, 0.08), (4.0, 0.007), (8.0, 0.002))
+    KneeTrial(knee, rise, rise / 2, 40 * (1 + knee))
+    for knee, rise in ((0.0, 0.4), (1.0, 0.08), (4.0, 0.007), (8.0, 0.002))
 )
 KEPT = KneeTrials(SCHEMES["qk_norm_cap"], 1.1, 0.011, TRIALS)
 LOST = KneeTrials(SCHEMES["qk_norm_cap"], 0.3, 0.005, TRIALS[:3])
@@ -105,8 +106,8 @@ CASES = {
     "a knee keeps the loss": (
         situation(80.0, knees=KEPT, trials={Scheme(softcap=50.0): CHEAP}),
         "qk_norm_cap",
-        "finds gains and a knee of 4 for it: the loss rises by 0.007 nats (allowed: 0.011; with fresh gains "
-        "and no knee: 1.100), and no input can give a |logit| over 200",
+        "finds gains and a knee of 4 for it: the loss rises by 0.007 nats, with a KL of 0.004 (allowed: "
+        "0.011; fresh gains and no knee: 1.100), and no input can give a |logit| over 200",
     ),
     "smaller knees bound tighter": (situation(20.0, knees=KEPT), "qk_norm_cap", "(0: +0.400, at most 40, 1: +0.080,"),
     "no knee keeps the loss": (
@@ -189,7 +190,7 @@ def test_the_chosen_knee_is_the_smallest_that_costs_no_more_than_the_limit():
     assert KEPT.chosen == TRIALS[2]
     assert LOST.chosen is None
     assert KEPT.to_dict()["chosen"] == 4
-    assert KEPT.to_dict()["trials"][0] == {"knee": 0.0, "rise": 0.4, "bound": 40.0}
+    assert KEPT.to_dict()["trials"][0] == {"knee": 0.0, "rise": 0.4, "kl": 0.2, "bound": 40.0}
 
 
 def test_names_are_what_a_user_would_type():

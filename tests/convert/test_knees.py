@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from hf_qknorm.convert import knees
 from hf_qknorm.convert.knees import KNEES, search, sweep, tolerance
 from hf_qknorm.convert.moments import moments, norm_sizes, norms_of
 from hf_qknorm.convert.ranks import ALONE
+from hf_qknorm.convert.report import Prediction
 from hf_qknorm.convert.sums import NormSums
 from hf_qknorm.norms import HeadNorm
 from hf_qknorm.ops.reference import head_norm
@@ -106,7 +107,7 @@ def test_a_fixed_knee_is_that_of_all_the_text(scheme):
         assert float(norm.eps) ** (norm.order / 2) == pytest.approx(4 * norm.power + norm.floor ** (norm.order / 2))
 
 
-@pytest.mark.parametrize("count", [8, 10, 17, 40])
+@pytest.mark.parametrize("count", [10, 17, 20, 40])
 def test_the_default_takes_at_most_twice_the_forward_passes(count):
     model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm")
     passes = []
@@ -115,40 +116,54 @@ def test_the_default_takes_at_most_twice_the_forward_passes(count):
     assert len(passes) <= 2 * count
 
 
-def judged_by(losses: dict[float, float]) -> SimpleNamespace:
-    """Stands in for `Moments`: the knee that is put, and the loss that it would have."""
-    put: list[float] = []
-    return SimpleNamespace(put=put.append, tried=put, model=None, ranks=ALONE, losses=losses)
+class Judged:
+    """Stands in for `Moments`: the knees that are put, and the predictions that they would have."""
+
+    model, ranks = None, ALONE
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, predicted: Callable[[float], Prediction]) -> None:
+        self.tried: list[float] = []
+        monkeypatch.setattr(knees, "predictions", lambda *_: (BASE, predicted(self.tried[-1])))
+
+    def put(self, knee: float) -> None:
+        self.tried.append(knee)
 
 
+BASE, FRESH = Prediction(2.0), Prediction(3.0, kl=0.8)
+
+
+@pytest.mark.parametrize("by", ["loss", "kl"])
 @pytest.mark.parametrize("most", [None, 0.02, 0.2])
 @pytest.mark.parametrize("first", range(len(KNEES)))
-def test_the_search_ends_with_the_smallest_knee_that_keeps_the_loss(first, most, monkeypatch):
-    limit = tolerance(2.0, 3.0) if most is None else most
-    rises = {knee: limit * (0.9 if i >= first else 1.1) for i, knee in enumerate(KNEES)}
-    found = judged_by(rises)
-    monkeypatch.setattr(knees, "mean_loss", lambda *_: 2.0 + rises[found.tried[-1]])
-    losses = search(found, [], 2.0, 3.0, most)
+def test_the_search_ends_with_the_smallest_knee_that_keeps_loss_and_predictions(first, most, by, monkeypatch):
+    limit = tolerance(BASE, FRESH) if most is None else most
+    costs = {knee: limit * (0.9 if i >= first else 1.1) for i, knee in enumerate(KNEES)}
+
+    def predicted(knee: float) -> Prediction:
+        return Prediction(2.0 + costs[knee]) if by == "loss" else Prediction(1.9, kl=costs[knee])
+
+    found = Judged(monkeypatch, predicted)
+    tried = search(found, [], BASE, FRESH, most)
     assert found.tried[-1] == KNEES[first]
-    assert losses[KNEES[first]] == 2.0 + rises[KNEES[first]]
-    assert len(losses) <= 4
-    assert [*losses] == sorted(losses)
+    assert tried[KNEES[first]] == predicted(KNEES[first])
+    assert len(tried) <= 4
+    assert [*tried] == sorted(tried)
 
 
-def test_the_accepted_rise_is_a_share_of_the_naive_jump_or_a_few_thousandths():
-    assert tolerance(1.6, 2.6) == pytest.approx(0.01)
-    assert tolerance(1.6, 1.7) == 0.005
+def test_the_accepted_cost_is_a_share_of_that_of_fresh_gains_or_a_few_thousandths():
+    assert tolerance(Prediction(1.6), Prediction(2.6, kl=0.9)) == pytest.approx(0.01)
+    assert tolerance(Prediction(6.2), Prediction(6.1, kl=0.9)) == pytest.approx(0.009)
+    assert tolerance(Prediction(1.6), Prediction(1.7, kl=0.1)) == 0.005
 
 
 def test_where_no_knee_is_enough_the_smallest_that_comes_as_close_is_taken(monkeypatch, caplog):
-    found = judged_by({})
-    monkeypatch.setattr(knees, "mean_loss", lambda *_: 2.3 + 0.004 / (1 + found.tried[-1]))
+    found = Judged(monkeypatch, lambda knee: Prediction(2.3 + 0.004 / (1 + knee), kl=0.1))
     with caplog.at_level(logging.WARNING, logger="hf_qknorm"):
-        search(found, [], 2.0, 2.5, None)
+        search(found, [], BASE, Prediction(2.5, kl=0.4), None)
     assert found.tried[-1] == 0
-    assert "no knee keeps the loss within 0.0050 nats" in caplog.text
-    with pytest.raises(ValueError, match=r"the knee 32 leaves a loss of 2.3001, 0.3001 nats .* max_loss_increase=0.01"):
-        search(found, [], 2.0, 2.5, 0.01)
+    assert "no knee costs less than 0.0050 nats: 32 costs 0.3001 (loss 2.3001 over 2.0000)" in caplog.text
+    with pytest.raises(ValueError, match=r"the knee 32 costs 0.3001 nats .* more than max_loss_increase=0.01"):
+        search(found, [], BASE, Prediction(2.5, kl=0.4), 0.01)
 
 
 @pytest.mark.parametrize("start", [0.0, 2.0])
@@ -186,7 +201,7 @@ def test_a_sweep_measures_every_knee_and_leaves_the_model_as_it_was():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = sweep(model, data[1:], data[:1], lambda: model.config.scheme.knee)
     assert [measured for _, measured in found.values()] == [*found] == [*KNEES]
-    assert all(math.isfinite(loss) for loss, _ in found.values())
+    assert all(math.isfinite(own.loss) and own.kl >= 0 for own, _ in found.values())
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -229,7 +244,7 @@ def test_impossible_knees_are_refused_by_name(options, error):
 
 
 def test_a_scheme_that_can_have_no_knee_says_so():
-    with pytest.raises(ValueError, match="knee.* norms with a knee keep the scale"):
+    with pytest.raises(ValueError, match="with a knee they keep the scale that the norm in front"):
         calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches(2), knee=4)
     with pytest.raises(ValueError, match='predicts no tokens, which knee="auto" compares'):
         calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), batches(2))

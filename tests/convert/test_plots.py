@@ -108,7 +108,7 @@ def test_matplotlib_is_imported_only_to_draw():
 
 def with_knees(rises: dict[float, tuple[float, float | None]], largest: float = 10.0) -> Inspection:
     """An inspection with the rise in loss and the bound at each knee."""
-    trials = tuple(KneeTrial(knee, rise, bound) for knee, (rise, bound) in rises.items())
+    trials = tuple(KneeTrial(knee, rise, 0.0, bound) for knee, (rise, bound) in rises.items())
     return dataclasses.replace(inspection(2, 2, largest), knees=KneeTrials(SCHEMES["qk_norm_cap"], 1.0, 0.01, trials))
 
 

@@ -89,7 +89,7 @@ def with_a_knee(layers: int = 2) -> Calibration:
         report,
         method="moments",
         scheme=dataclasses.replace(SCHEMES["qk_norm_cap"], knee=4.0),
-        knees={0.0: 1.7, 4.0: 1.531},
+        knees={0.0: Prediction(1.7, 0.2, 0.8), 4.0: Prediction(1.531, 0.004, 0.97)},
         layers={
             name: dataclasses.replace(layer, bound=150.0 + i, after=dataclasses.replace(layer.after, **shares))
             for i, (name, layer) in enumerate(report.layers.items())
@@ -103,7 +103,7 @@ def test_a_knee_and_its_bound_are_in_line_and_table():
     assert str(report).endswith("; KL 0.1097; |logit| ≤ 164.0 for any input")
     lines = [line.split() for line in report.table().splitlines()]
     assert ["moments,", "knee", "4", "1.531", "4.62", "0.1097", "90.0%"] in lines
-    assert "losses by knee: 0: 1.700, 4: 1.531" in report.table()
+    assert "loss, KL by knee: 0: 1.700, 0.2000, 4: 1.531, 0.0040" in report.table()
     cells = "60.0 → 22.0 164.0 0.50 → 2.00 20.00% → 0.00% 2, 2 25.00%, 50.00% 1.5, -"
     assert ["layers.14", *cells.split()] in lines
     assert "beyond: the share of vectors beyond the knee" in report.table()
@@ -125,7 +125,10 @@ def test_the_bound_of_a_model_is_that_of_its_worst_layer():
 def test_json_holds_the_knee_and_gives_it_back():
     report = with_a_knee()
     data = json.loads(json.dumps(report.to_dict()))
-    assert data["knees"] == [{"knee": 0.0, "loss": 1.7}, {"knee": 4.0, "loss": 1.531}]
+    assert [(item["knee"], item["loss"], item["kl"]) for item in data["knees"]] == [
+        (0.0, 1.7, 0.2),
+        (4.0, 1.531, 0.004),
+    ]
     assert data["layers"]["layers.1"]["bound"] == 151
     again = Calibration.from_dict(data)
     assert again == report
@@ -140,6 +143,9 @@ def test_a_report_without_a_knee_has_no_new_keys():
     assert set(data["layers"]["layers.0"]["after"]) == {
         "max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k"
     }  # fmt: skip
+
+
+PREDICTED = Prediction(1.0).to_dict()
 
 
 def changed(path: str, value: object) -> dict:
@@ -185,13 +191,13 @@ def changed(path: str, value: object) -> dict:
         ("layers/layers.1/before/median", [1.0], "report.layers.layers.1.before.median is unknown"),
         ("layers/layers.1/after/beyond_q", 0.5, "report.layers.layers.1.after.beyond_q is 0.5, expected a list"),
         ("layers/layers.1/bound", "50", "report.layers.layers.1.bound is '50', expected a number"),
-        ("knees", {"4": {}}, "report.knees is .*, expected a list of at most 1000 losses by knee"),
-        ("knees", [{}] * 1001, "report.knees is .*, expected a list of at most 1000 losses by knee"),
+        ("knees", {"4": {}}, "report.knees is .*, expected a list of at most 1000 predictions by knee"),
+        ("knees", [{}] * 1001, "report.knees is .*, expected a list of at most 1000 predictions by knee"),
         ("knees", [4.0], r"report.knees\[0\] is 4.0, expected a mapping"),
         ("knees", [{"knee": 4.0}], r"report.knees\[0\].loss is missing"),
-        ("knees", [{"knee": 4.0, "loss": None}], r"report.knees\[0\].loss is None, expected a number"),
-        ("knees", [{"knee": -1, "loss": 1.0}], r"report.knees\[0\].knee is -1.0, expected a finite number ≥ 0"),
-        ("knees", [{"knee": math.inf, "loss": 1.0}], r"report.knees\[0\].knee is inf, expected a finite number ≥ 0"),
+        ("knees", [{"knee": 4.0, **PREDICTED, "loss": None}], r"report.knees\[0\].loss is None, expected a number"),
+        ("knees", [{"knee": -1, **PREDICTED}], r"report.knees\[0\].knee is -1.0, expected a finite number ≥ 0"),
+        ("knees", [{"knee": math.inf, **PREDICTED}], r"report.knees\[0\].knee is inf, expected a finite number ≥ 0"),
     ],
 )
 def test_malformed_reports_are_refused_by_key(path, value, message):

@@ -105,7 +105,7 @@ def test_on_what_it_was_judged(tmp_path, method, judged, clause):
 
 def test_knee_and_bound_are_told(tmp_path):
     checkpoint(tmp_path, Scheme(q="rms", k="lp", p=3.0, softcap=50.0, knee=4.0))
-    report = edit(tmp_path, knees={2.0: 1.5, 4.0: 1.482})
+    report = edit(tmp_path, knees={2.0: Prediction(1.5), 4.0: Prediction(1.482)})
     text = render_card(tmp_path)
     largest = [max(max(getattr(x, side).max_logit) for x in report.layers.values()) for side in ("before", "after")]
     for line in (
