@@ -3,8 +3,8 @@
     python recipes/model_cards.py --text ../shared/data/tinyshakespeare.txt --schemes qk_norm_cap qk_norm \\
         --checkpoints ../shared/checkpoints/llama-shakespeare ../shared/checkpoints/gpt2-shakespeare
 
-Each conversion fits the gains of the norms on 262,144 tokens of the text, of which 16,384 are kept to judge it: three
-minutes on a core. The checkpoints themselves are thrown away, their reports kept.
+Each conversion finds knee and gains on 262,144 tokens of the text, of which 16,384 judge it: about a minute on a core.
+The checkpoints themselves are thrown away, their reports kept.
 """
 
 from __future__ import annotations

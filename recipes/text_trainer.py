@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from hf_qknorm import LogitMonitor
+from hf_qknorm.convert.calibrate import METHODS
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import byte_tokenizer, small_llama, train
 
@@ -68,7 +69,9 @@ class BaseOptions(TextOptions):
     base_steps: int = field(default=200, metadata={"help": "steps of training for the small Llama"})
     scheme: str = "qk_norm_cap"
     calibration: int = field(default=16, metadata={"help": "batches that the gains are fitted to"})
-    method: str = field(default="fit", metadata={"choices": ["ones", "moments", "fit", "fit_qk"]})
+    method: str | None = field(
+        default=None, metadata={"choices": list(METHODS), "help": "default: gains in closed form, and a knee found"}
+    )
 
 
 def parse(options: type[T], out: str, command: list[str] | None) -> tuple[T, Arguments]:

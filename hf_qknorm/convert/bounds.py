@@ -1,19 +1,4 @@
-"""The bound that norms put on a layer's attention logits, whatever the input.
-
-By Cauchy–Schwarz |scale·q·k| ≤ scale·‖q‖·‖k‖, and a norm bounds both lengths. Let n be a normed vector of D entries,
-g its gain and b its bias:
-
-    rms, layer   ‖n‖₂ ≤ √D, as mean n² = mean x² / (mean x² + ε) ≤ 1
-    l2           ‖n‖₂ ≤ 1
-    lp           ‖n‖ₚ ≤ 1, so ‖n‖₂ ≤ 1 for p ≤ 2
-
-so that ‖g∘n + b‖₂ ≤ max|g|·‖n‖₂ + ‖b‖₂. For lp with p > 2, Hölder's inequality gives ‖g∘n‖₂ ≤ ‖g‖ᵣ with r = 2p/(p − 2),
-which is D^(1/2 − 1/p) for gains of 1. RoPE turns queries and keys and keeps their lengths; YaRN and LongRoPE multiply
-both by the attention factor on the way.
-
-The knee does not enter: vectors that are much longer than it reach the bound. It acts through the gains, which
-calibration sets higher the higher the knee is, about as √(1 + knee) for the queries and for the keys.
-"""
+"""The bound that norms put on a layer's attention logits, whatever the input: derived in `ops/README.md`."""
 
 from __future__ import annotations
 
@@ -41,9 +26,12 @@ def logit_bound(layer: QKNormAttention) -> float | None:
     if q is None or k is None or any(norm.bypass or norm.blend is not None for norm in (q, k)):
         return None
     style = layer.family.style
-    heads, heads_kv, head_dim = style.heads(layer)
-    groups = _lengths(q, head_dim).expand(heads).view(heads_kv, -1)  # the query heads of each key head
-    largest = float((groups * _lengths(k, head_dim).expand(heads_kv)[:, None]).max())
+    head_dim = style.heads(layer)[2]
+    queries, keys = _lengths(q, head_dim), _lengths(k, head_dim)
+    if 1 in (len(queries), len(keys)):
+        largest = float(queries.max() * keys.max())
+    else:  # the query heads of each key head
+        largest = float((queries.view(len(keys), -1) * keys[:, None]).max())
     return abs(layer.logit_scale) * style.query_scale(layer) * rotary_scale(layer) ** 2 * largest
 
 
