@@ -51,7 +51,7 @@ def test_convert(tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(out).config.scheme.gain == "per_head"
     assert json.loads((out / "qk_norm_report.json").read_text())["method"] == "moments"
     assert cli.main(["convert", source, str(tmp_path / "new"), *options, "--max-loss-increase", "-9"]) == 1
-    assert "more than max_loss_increase=-9: nothing was written" in capsys.readouterr().err
+    assert "more than max_loss_increase=-9. A larger knee" in capsys.readouterr().err
 
 
 def test_demo_writes_everything(tmp_path, capsys):
@@ -101,7 +101,7 @@ def test_inspect_tells_and_draws(tmp_path, capsys, monkeypatch):
         "model: llama, 2 layers of 4 heads",
         "unpatched",
         "model.layers.1.self_attn",
-        "knee  loss rises by  bound on |logit|",
+        "knee  loss rises by     KL  bound on |logit|",
         "Advice: Scheme(q='auto', k='auto', softcap=30.0)",
     ):
         assert line in told

@@ -149,9 +149,10 @@ def test_on_the_meta_device_it_has_a_shape_alone() -> None:
         assert module.eps.is_meta
         assert module(draw().to("meta")).shape == draw().shape
         assert "eps=buffer, knee=4" in repr(module)
-        module.set_knee(2.0, 9.0)
+        with pytest.raises(ValueError, match="the eps of a norm is on the meta device"):
+            module.set_knee(2.0, 9.0)
         module.half()
-        assert (module.eps.dtype, module.knee) == (torch.float32, 2.0)
+        assert (module.eps.dtype, module.knee) == (torch.float32, 4.0)
     with META:
         assert make().eps.is_meta
 
