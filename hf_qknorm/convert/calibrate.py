@@ -29,7 +29,7 @@ from hf_qknorm.strangers import brief
 from hf_qknorm.training.monitor import CAP
 
 METHODS = ("ones", "moments", "fit", "fit_qk")
-LENGTH = 256
+LENGTH, LEARNED = 256, 1024  # tokens in a sequence, and at most where positions are learned
 MAX_TOKENS = 262_144
 START_BATCHES = 16  # moments of these are a good enough start for a fit
 LOSS_BATCHES = 8  # at most, and one in ten: they judge, and the others are what gains and knee come from
@@ -54,8 +54,8 @@ def calibrate(
 
     `data` is a list of strings, a `datasets.Dataset`, a file, a folder, the name of a Hub dataset, or an iterable of
     batches: tensors `[B, T]` or mappings with "input_ids" and perhaps "attention_mask" (padding is left out). Text is
-    cut into batches `[batch_size, length]`, by default 256 long or as far as the model's positions reach; at most
-    `max_tokens` tokens are used. Text needs a tokenizer, by default the one of `model.name_or_path`.
+    cut into batches `[batch_size, length]`, by default 256 long, or half of the positions where these are learned; at
+    most `max_tokens` tokens are used. Text needs a tokenizer, by default the one of `model.name_or_path`.
 
     By default one pass through the unpatched model gives the gains for every knee, and the knee is the smallest of
     `convert.knees.KNEES` that costs no more than `max_loss_increase` nats a token (by default 1 % of what fresh gains
@@ -239,8 +239,13 @@ def _require_calibratable(model: Any, method: str, knee: Knee) -> None:
 
 
 def length_for(config: Any) -> int:
-    """How long sequences are by default: 256, or as far as the positions of a model of this config reach."""
-    return min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))
+    """The default length of sequences: 256, or as far as the positions of a model of this config reach.
+
+    Learned positions show in the lengths of queries and keys: of these, text has half, at most 1024.
+    """
+    positions = getattr(config, "max_position_embeddings", None) or LENGTH
+    learned = getattr(config, "rope_parameters", None) is None
+    return min(positions, max(LENGTH, min(positions // 2, LEARNED)) if learned else LENGTH)
 
 
 def tokenizer_of(model: PreTrainedModel) -> Any:

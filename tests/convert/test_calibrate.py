@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from hf_qknorm import Scheme, patch_model, set_blend
 from hf_qknorm.attention import as_unpatched, patched_layers
 from hf_qknorm.convert import calibrate, fit
+from hf_qknorm.convert.calibrate import length_for
 from hf_qknorm.convert.fit import fit_gains
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.testing import tiny_model
@@ -105,6 +107,22 @@ def test_ones_restores_fresh_gains_and_the_mode():
     assert model.training
     assert report.loss == report.fresh_loss
     assert all((layer.q_norm.weight == 1).all() for layer in patched_layers(model).values())
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        (LlamaConfig(max_position_embeddings=4096), 256),
+        (LlamaConfig(max_position_embeddings=128), 128),
+        (GPT2Config(n_positions=1024), 512),
+        (GPT2Config(n_positions=512), 256),
+        (GPT2Config(n_positions=200), 200),
+        (OPTConfig(max_position_embeddings=8192), 1024),
+        (BloomConfig(), 256),
+    ],
+)
+def test_sequences_are_longer_where_positions_are_learned(config, length):
+    assert length_for(config) == length
 
 
 def test_refusals():
