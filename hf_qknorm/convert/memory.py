@@ -135,9 +135,7 @@ def placed(source: Source, length: int, left: int, scratch: Path) -> Iterator[Pl
 
     Raises ValueError where the largest tensor and one sequence do not fit, OSError where the disk has no room.
     """
-    if (
-        getattr(source.config, "quantization_config", None) is not None
-    ):  # how large it becomes is its quantiser's affair
+    if getattr(source.config, "quantization_config", None) is not None:  # its size in memory is the quantiser's
         yield Placement({"device_map": "auto"} if torch.cuda.is_available() else {})
         return
     size, most = source.weights.size, int(ROOM * left)
