@@ -3,10 +3,10 @@
     python recipes/conversion_knees.py --checkpoint ../shared/checkpoints/llama-shakespeare \\
         --text ../shared/data/tinyshakespeare.txt --part knees
 
-A knee trades a bound on the logits for what the model keeps, so a variant is
-compared at equal bounds: each row has a variant's bound (worst layer), its rise in loss and its KL from the unpatched
-model, and its KL over the KL that the plain recipe (one knee, mean squares, shared gains, moments) has at that bound.
-Below 1 the variant pays. Gains are fitted to 8 batches of 8×256 tokens; losses are over 8 batches of the last tenth.
+A knee trades a bound on the logits for what the model keeps, so variants are compared at equal bounds: each row has a
+variant's bound (worst layer), its rise in loss and its KL from the unpatched model, and its KL over the KL that the
+plain recipe (one knee, mean squares, shared gains, moments) has at that bound. Below 1 the variant pays. Gains are
+fitted to 8 batches of 8×256 tokens; losses are over 8 batches of the last tenth.
 Prints Markdown.
 """
 
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.attention import QKNormAttention, head_norms, patched_layers
+from hf_qknorm.attention import QKNormAttention, patched_layers
+from hf_qknorm.convert.bounds import logit_bound
 from hf_qknorm.convert.fit import fit_gains
 from hf_qknorm.convert.text import sample_batches
 from hf_qknorm.norms import HeadNorm
@@ -102,25 +103,13 @@ class Judge:
 
 
 def worst_bound(model: Any) -> float:
-    """The largest of the layers' bounds: scale·(max|g_q|·√D + ‖b_q‖)·(max|g_k|·√D + ‖b_k‖) for the worst head."""
+    """The largest of the layers' bounds on |logit|; infinite where queries or keys have no norm."""
     return max(bound_of(layer) for layer in patched_layers(model).values())
 
 
 def bound_of(layer: QKNormAttention) -> float:
-    sides = [longest(head_norms(layer).get(name), layer.head_dim) for name in ("q_norm", "k_norm")]
-    heads = max(map(len, sides))
-    q, k = (side.repeat_interleave(heads // len(side)) for side in sides)
-    return layer.own_scale * float((q * k).max())
-
-
-def longest(norm: HeadNorm | None, head_dim: int) -> Tensor:
-    """The length that no head's normed vectors pass, `[H]` or `[1]`."""
-    if norm is None:
-        return torch.full((1,), math.inf)
-    gain = torch.ones(1) if norm.weight is None else norm.weight.detach()
-    bias = torch.zeros(1) if norm.bias is None else norm.bias.detach()
-    gain, bias = (x.view(-1, x.shape[-1]) for x in (gain, bias))
-    return gain.abs().amax(-1) * head_dim**0.5 + bias.norm(dim=-1)
+    bound = logit_bound(layer)
+    return math.inf if bound is None else bound
 
 
 def whole(statistic: Callable[[Tensor], Tensor]) -> Epsilons:
