@@ -206,6 +206,6 @@ def _largest_logits(calibration: Calibration) -> str:
     if not calibration.scheme.knee:
         return bounded
     return (
-        f"{bounded}\nThe knee of {calibration.scheme.knee:g} is how: vectors shorter than it keep the length that the "
-        "model uses, longer ones are bounded"
+        f"{bounded}\nthe norms have a knee of {calibration.scheme.knee:g}: shorter vectors keep their length, longer "
+        "ones are bounded"
     )
