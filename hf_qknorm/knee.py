@@ -55,7 +55,7 @@ def powers_of(model: Any) -> dict[tuple[str, str], float]:
 
 
 def take_knee(model: Any, knee: float) -> None:
-    """Take weights, gains and ε, that were just loaded into a patched model from a checkpoint, for those of `knee`."""
+    """Record that the weights just loaded into a patched model, gains and ε among them, are those of `knee`."""
     for layer in patched_layers(model).values():
         for norm in chain(*norm_copies(layer).values()):
             norm.knee = knee
@@ -63,7 +63,7 @@ def take_knee(model: Any, knee: float) -> None:
 
 
 def centred_and_size(norm: HeadNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a norm divides, x `[..., D]` or for "layer" x without its mean, and its mean |x|ᵖ `[...]`; fp32 at least."""
+    """The dividend of a norm, x `[..., D]` or for "layer" x − mean x, and its mean |x|ᵖ `[...]`; fp32 at least."""
     x = x if x.dtype == torch.float64 else x.float()
     y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
     return y, (y * y).mean(-1) if norm.order == 2 else y.abs().pow(norm.order).mean(-1)

@@ -45,7 +45,7 @@ class HeadNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.norm, self.p, self.fresh = norm, scheme.p, fresh
-        self.floor = scheme.eps  # what is added where the knee is 0
+        self.floor = scheme.eps  # ε without a knee
         self.eps = self.floor
         self.knee = 0.0
         self.bypass, self.rescale = False, 1.0

@@ -285,9 +285,9 @@ def _log(model: PreTrainedModel, scheme: Scheme) -> None:
     log: Callable[..., None] = logger.info
     if model.name_or_path and norms:
         log = logger.warning
-        what = "its gains are fresh"
+        fresh = "its gains are fresh"
         if scheme.knee:
-            what += f", and its knee of {scheme.knee:g} assumes that the mean square of what arrives at each norm is 1"
-        note += f"; {what}, so that it lost part of what it knew: calibrate(model, texts) keeps it"
+            fresh += f", and its knee of {scheme.knee:g} assumes that the mean square of what arrives at each norm is 1"
+        note += f"; {fresh}, so that it lost part of what it knew: calibrate(model, texts) keeps it"
     backend = model.config._attn_implementation
     log("patched %d attention layers (%s), %s, attention by %s%s", len(layers), scheme, text, backend, note)

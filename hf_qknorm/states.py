@@ -1,4 +1,4 @@
-"""What a patched layer's state dict holds of its knees."""
+"""The knees in a patched layer's state dict."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class KneeTrial:
 
 @dataclass(frozen=True)
 class KneeTrials:
-    """What each knee costs, put on with a `scheme`; `jump` is the rise in loss with fresh gains and no knee.
+    """The cost of each knee, put on with a `scheme`; `jump` is the rise in loss with fresh gains and no knee.
 
     `limit` is the cost that `calibrate` allows by default.
     """
@@ -180,7 +180,7 @@ def advise(situation: Situation) -> Advice:
 def scheme_for_knees(situation: Situation) -> Scheme:
     """The scheme that knees are tried with: norms on queries and keys and, unless the model has one, a cap.
 
-    The cap is the tightest that leaves the model what it is.
+    The cap is the tightest that leaves the predictions as they are.
     """
     if situation.own_cap is not None:
         return SCHEMES["qk_norm"]
@@ -190,22 +190,22 @@ def scheme_for_knees(situation: Situation) -> Scheme:
 
 
 def _of_knees(situation: Situation, knees: KneeTrials, kept: KneeTrial) -> list[str]:
-    """What the knee that calibrate() would choose costs and bounds, and what others would."""
+    """Cost and bound of the knee that calibrate() would choose, and of smaller ones."""
     bound = "" if kept.bound is None else f", and no input can give a |logit| over {kept.bound:.0f}"
     lead = (
         f"calibrate() finds gains and a knee of {kept.knee:g} for it: the loss rises by {kept.rise:.3f} nats, with "
         f"a KL of {kept.kl:.3f} (allowed: {knees.limit:.3f}; fresh gains and no knee: {knees.jump:.3f}){bound}"
     )
-    told = [lead]
+    reasons = [lead]
     tighter = [trial for trial in knees.trials if trial.knee < kept.knee and trial.bound is not None]
     if tighter:
         costs = ", ".join(f"{trial.knee:g}: +{trial.rise:.3f}, at most {trial.bound:.0f}" for trial in tighter[-2:])
-        told.append(
+        reasons.append(
             f"a smaller knee bounds the logits tighter and costs more ({costs}); KneeSchedule lowers it in training"
         )
     if cap := _cap(situation):
-        told.append(f"without calibration: {cap[1][0]} (Scheme(softcap={cap[0]:g}))")
-    return told
+        reasons.append(f"without calibration: {cap[1][0]} (Scheme(softcap={cap[0]:g}))")
+    return reasons
 
 
 def _capped(situation: Situation, own: float) -> tuple[Scheme, list[str]]:

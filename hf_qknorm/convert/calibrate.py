@@ -32,7 +32,7 @@ METHODS = ("ones", "moments", "fit", "fit_qk")
 LENGTH, LEARNED = 256, 1024  # tokens in a sequence, and at most where positions are learned
 MAX_TOKENS = 262_144
 START_BATCHES = 16  # moments of these are a good enough start for a fit
-LOSS_BATCHES = 8  # at most, and one in ten: they judge, and the others are what gains and knee come from
+LOSS_BATCHES = 8  # at most, and one in ten: they judge; gains and knee come from the others
 
 Knee = float | Literal["auto"]
 
@@ -79,8 +79,8 @@ def calibrate(
     Raises ValueError for data with hardly a token to predict, a model that is not patched or in a blend, an unknown
     method, a knee that the scheme can't have, a loss that rises by more than `max_loss_increase`, a search or a fit of
     a model without a language-modelling head, a fit of a sharded model, a model sharded by DeepSpeed, a model whose
-    folded norms (`pre_norm=False`) a checkpoint did not keep, and weights to be moved that are offloaded, quantised or
-    under adapters.
+    folded norms (`pre_norm=False`) a checkpoint did not keep, gains that are offloaded, and weights to be moved that
+    are offloaded, quantised or under adapters.
     """
     wrapped, model = model, unwrapped(model)
     ranks = ranks_of(wrapped)
@@ -220,6 +220,12 @@ def _require_calibratable(model: Any, method: str, knee: Knee) -> None:
             "this model is in a blend: calibrate it before the blend is begun, or set_blend(model, 1) first"
         )
     require_base(model)
+    for (layer, name), norm in norms_of(model).items():
+        if any(p.is_meta for p in norm.parameters()):
+            raise ValueError(
+                f"the gains of {layer}.{name} are offloaded, where new values are lost: load the model into memory, or "
+                "calibrate the original checkpoint while it is converted (convert_checkpoint with max_memory)"
+            )
     moves = method == "fit_qk" or (not model.config.scheme.pre_norm and not is_exact(model))
     if (moves or method.startswith("fit")) and any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
@@ -231,10 +237,10 @@ def _require_calibratable(model: Any, method: str, knee: Knee) -> None:
     elif moves:
         check_movable(model, "a scheme with pre_norm=False")
     if (method.startswith("fit") or knee == "auto") and model.get_output_embeddings() is None:
-        what = 'knee="auto"' if knee == "auto" else f'method="{method}"'
+        argument = 'knee="auto"' if knee == "auto" else f'method="{method}"'
         raise ValueError(
-            f"{type(model).__name__} predicts no tokens, which {what} compares: calibrate the causal language model, "
-            "or use knee=4"
+            f"{type(model).__name__} predicts no tokens, which {argument} compares: calibrate the causal language "
+            "model, or use knee=4"
         )
 
 

@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KNEES: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-SHARE, LEAST = 0.01, 0.005  # of what fresh gains cost, and in nats: what a knee may cost by default
+SHARE, LEAST = 0.01, 0.005  # the cost that is accepted by default: a share of fresh gains' cost, and nats at least
 
 
 def cost(base: Prediction, own: Prediction) -> float:
-    """What a model loses against its unpatched self, in nats a token: the rise in loss, or the KL where that is more.
+    """The cost of a conversion, in nats a token: the rise in loss, or the KL from the unpatched model if that is more.
 
     On text that a model predicts badly the loss may fall while its predictions go astray.
     """
@@ -65,8 +65,8 @@ def search(
         least = costs(KNEES[-1])
         chosen = _smallest(costs, least + limit)
         logger.warning(
-            "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f), as the scheme's other parts do. "
-            "The knee %g comes as close",
+            "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f). Other parts of the scheme, such "
+            "as its cap, cost that much. The knee is %g, which costs hardly more",
             limit,
             KNEES[-1],
             least,

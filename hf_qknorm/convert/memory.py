@@ -36,7 +36,7 @@ UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
                 "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]I?B)?", re.IGNORECASE)
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_UNLIMITED: Final = 2**60  # what version 1 of cgroups says instead of "max" is next to 2⁶³
+_UNLIMITED: Final = 2**60  # version 1 of cgroups states a number next to 2⁶³ instead of "max"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _free() -> int:
 
 
 def _process_limits() -> list[int]:
-    """What the process's own limits on address space and data leave, where there are any."""
+    """Bytes that the process's own limits on address space and data leave, where there are any."""
     if resource is None:
         return []
     held = psutil.Process().memory_info()
@@ -94,7 +94,7 @@ def _process_limits() -> list[int]:
 
 
 def _cgroup_rooms(process: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> list[int]:
-    """What each memory cgroup of this process, and each one above it, leaves: files that it caches can go."""
+    """Bytes that each memory cgroup of this process and those above it leave; cached files count as free."""
     rooms = []
     for line in process.read_text(encoding="utf-8").splitlines() if process.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -114,7 +114,7 @@ def _cgroup_rooms(process: Path = Path("/proc/self/cgroup"), root: Path = _CGROU
 
 
 def _room(folder: Path, limit: str, usage: str, cached: str) -> int | None:
-    """What a cgroup leaves; None for one without a limit, or that can't be read."""
+    """Bytes that a cgroup leaves; None for one without a limit, or that can't be read."""
     try:
         most, used = ((folder / name).read_text(encoding="ascii").strip() for name in (limit, usage))
         stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())

@@ -30,7 +30,7 @@ class Ranks(NamedTuple):
     heads: Any = None
 
     def dealt(self, batches: Batches) -> list[tuple[dict[str, Tensor], bool]]:
-        """This rank's part of the batches, as many on each rank, and whether they count: each does on one rank."""
+        """This rank's part of the batches, and whether each counts: a rank that is short of one repeats the last."""
         if self.data is None:
             return [(batch, True) for batch in batches]
         rank, size = dist.get_rank(self.data), dist.get_world_size(self.data)

@@ -1,4 +1,4 @@
-"""What a conversion did to a model: predictions and, layer by layer, logits and gains; read from JSON and written."""
+"""The effect of a conversion on a model: predictions and, layer by layer, logits and gains; from and to JSON."""
 
 from __future__ import annotations
 

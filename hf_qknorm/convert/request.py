@@ -1,4 +1,4 @@
-"""What a conversion is asked for: a scheme, and whether and how it is calibrated."""
+"""The request of a conversion: a scheme, and whether and how it is calibrated."""
 
 from __future__ import annotations
 

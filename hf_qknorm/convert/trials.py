@@ -1,4 +1,4 @@
-"""What schemes and knees cost, put on an unpatched model for a moment."""
+"""The cost of schemes and knees, put on an unpatched model for a moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_qknorm.scheme import SCHEMES, Scheme
 
 
 def try_schemes(model: PreTrainedModel, batches: Batches, situation: Situation) -> dict[Scheme, Prediction]:
-    """What the schemes in question cost, put on an unpatched model one after the other, with fresh gains."""
+    """The cost of the schemes in question, put on an unpatched model one after the other, with fresh gains."""
     schemes = []
     if situation.own_cap is None:
         wide = wide_cap(situation.largest, situation.cap)
@@ -36,7 +36,7 @@ def try_schemes(model: PreTrainedModel, batches: Batches, situation: Situation) 
 
 
 def try_knees(model: PreTrainedModel, batches: Batches, situation: Situation) -> KneeTrials | None:
-    """What knees cost and bound on an unpatched model; None for one that takes no norms on queries and keys.
+    """Costs and bounds of knees on an unpatched model; None for one that takes no norms on queries and keys.
 
     Gains come from one half of the batches and are judged on the other; a single batch serves for both.
     """

@@ -30,7 +30,7 @@ def set_knee(model: nn.Module, knee: float) -> None:
 
     Gains are rescaled, so that a vector of the calibration's mean length keeps its length. Where the keys have no gain
     (gain="scalar"), the queries' takes the keys' factor. At 0 the model is one of the plain scheme, for good: its ε
-    buffers are gone from model and checkpoints, and what the calibration measured with them.
+    buffers are gone from model and checkpoints, and the calibration's means with them.
 
     The optimizer must step the model's own weights: one with copies of its own, as DeepSpeed has, would overwrite the
     gains. PEFT's copies of a norm change with it; an adapter's file does not hold the knee: merge it, and save the
@@ -99,7 +99,7 @@ class KneeSchedule(TrainerCallback, ExportableState):
         return self.target + (start - self.target) * (1 - done) ** 2
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the schedule, in trainer_state.json."""
+        """The schedule's entry in trainer_state.json."""
         arguments = {"share": self.share, "target": self.target}
         return {"args": arguments, "attributes": {"start": self.start, "knee": self.knee}}
 
@@ -190,13 +190,13 @@ def _saved(state: TrainerState) -> tuple[float, float]:
 
 
 def _factor(norm: HeadNorm, power: float, knee: float) -> float:
-    """What a gain is multiplied by so that a vector of mean |x|ᵖ `power` keeps its length at another knee."""
+    """The factor of a gain with which a vector of mean |x|ᵖ `power` keeps its length at another knee."""
     own = power + norm.floor ** (norm.order / 2)
     return ((own + knee * power) / (own + norm.knee * power)) ** (1 / norm.order)
 
 
 def _scale_gain(norm: HeadNorm, factor: float) -> None:
-    """Multiply the norm's gain; while there is a knee, `rest` keeps what 16 bits can't hold of the product.
+    """Multiply the norm's gain; while there is a knee, `rest` keeps the part of the product beyond 16 bits.
 
     Without it the roundings of many small steps would add up to several units in the last place.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from hf_qknorm import Scheme, patch_model, set_blend
 from hf_qknorm.attention import as_unpatched, patched_layers
@@ -140,6 +140,18 @@ def test_refusals():
         calibrate(patch_model(tiny_model("llama"), "qk_norm"), ["text"])
     with pytest.raises(ValueError, match="predicts no tokens"):
         calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), [tokens(2, 20)])
+
+
+def test_offloaded_gains_are_refused_before_anything_runs(tmp_path):
+    patch_model(tiny_model("llama"), "qk_norm").save_pretrained(tmp_path)
+    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    places = dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "weights")
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(None))
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.q_norm are offloaded.*convert_checkpoint"):
+        calibrate(model, [tokens(2, 20)])
+    assert not passes
 
 
 @pytest.mark.parametrize("method", ["moments", "fit", "fit_qk"])
