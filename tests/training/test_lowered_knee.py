@@ -2,65 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import peft
 import pytest
 import torch
-from short_runs import StopAt, assert_equal_weights, trainer
-from tables import assert_near, fingerprint, make_batch, randomise, sharp_model
+from kneed import KNEE, SCHEMES, kneed, logits, norms, plain, without_gain, wrapped
+from tables import assert_near, fingerprint, make_batch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_qknorm import KneeSchedule, Scheme, export_native, patch_model, peft_modules_to_save, set_knee
+from hf_qknorm import KneeSchedule, export_native, set_knee
 from hf_qknorm.attention import head_norms, patched_layers
-from hf_qknorm.knee import powers_of, put_knee
-from hf_qknorm.norms import HeadNorm
 from hf_qknorm.testing import tiny_model
 from hf_qknorm.training import knee as knees
 
-RMS = Scheme(q="rms", k="rms")
-SCHEMES = {
-    "rms": ("llama", RMS),
-    "layer": ("gpt2", Scheme(q="layer", k="layer", v="layer", softcap=5.0)),
-    "l2": ("llama", Scheme(q="l2", k="rms", v="l2", gain="per_head", bias=True)),
-    "lp": ("llama", Scheme(q="lp", k="lp", gain="per_head", p=3.0)),
-    "scalar": ("llama", Scheme(q="lp", k="rms", v="rms", gain="scalar", p=3.0, scale=1.0)),
-    "keys": ("llama", Scheme(k="rms", gain="scalar")),
-}
-KNEE = 4.0
-
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
-
-
-def kneed(case: str = "rms", knee: float = KNEE, **settings: Any) -> PreTrainedModel:
-    """A patched model with a knee; every norm has gains and a mean |x|ᵖ of its own."""
-    model_type, scheme = SCHEMES[case]
-    model = randomise(patch_model(sharp_model(model_type, **settings), dataclasses.replace(scheme, knee=knee)))
-    powers = {key: 0.1 + 0.2 * i for i, key in enumerate(powers_of(model))}
-    put_knee(model, knee, powers)
-    return model.eval()
-
-
-def plain(case: str = "rms", **settings: Any) -> PreTrainedModel:
-    model_type, scheme = SCHEMES[case]
-    return patch_model(sharp_model(model_type, **settings), scheme).eval()
-
-
-def norms(model: Any) -> list[HeadNorm]:
-    return [norm for layer in patched_layers(model).values() for norm in head_norms(layer).values()]
-
-
-@torch.no_grad()
-def logits(model: Any, kind: str = "left") -> Tensor:
-    return model(**make_batch(kind, labels=False)).logits
 
 
 @torch.no_grad()
@@ -177,64 +137,6 @@ def test_a_knee_that_goes_down_compiles_into_two_programs():
     torch.compiler.reset()
 
 
-class Record(TrainerCallback):
-    """The knee that each step was trained with."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seen.append(knees.knee_of(kwargs["model"]))
-
-
-def run(model: PreTrainedModel, folder: Path, *callbacks: TrainerCallback, **options: Any) -> Trainer:
-    made = trainer(model, folder, save_strategy="steps", save_steps=1, **options)
-    for callback in callbacks:
-        made.add_callback(callback)
-    return made
-
-
-WAY = [4.0, 2.25, 1.0, 0.25, 0.0, 0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("stop", [3, 6])
-def test_a_run_resumes_where_it_was(stop, tmp_path):
-    whole, record = kneed(), Record()
-    run(whole, tmp_path / "whole", KneeSchedule(), record).train()
-    assert record.seen == WAY
-    run(kneed(), tmp_path / "parts", KneeSchedule(), StopAt(stop)).train()
-    checkpoint = tmp_path / "parts" / f"checkpoint-{stop}"
-    loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert loaded.config.scheme.knee == WAY[stop]
-    for resumed in (kneed(), loaded):  # as the run began, and as its checkpoint was saved
-        record = Record()
-        run(resumed, tmp_path / "parts", KneeSchedule(), record).train(resume_from_checkpoint=str(checkpoint))
-        assert record.seen == WAY[stop:]
-        assert resumed.config.scheme == whole.config.scheme == RMS
-        assert list(resumed.state_dict()) == list(whole.state_dict())
-        assert_equal_weights(resumed, whole)
-
-
-def test_a_checkpoint_from_the_midst_loads_as_it_was(tmp_path):
-    model = kneed()
-    run(model, tmp_path, KneeSchedule(share=1.0, target=1.0), StopAt(4)).train()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
-    assert 1 < knees.knee_of(loaded) == knees.knee_of(model) < KNEE
-    assert torch.equal(logits(loaded.eval()), logits(model.eval()))
-    assert powers_of(loaded) == pytest.approx(powers_of(kneed()))
-
-
-def wrapped(model: PreTrainedModel) -> peft.PeftModel:
-    """A model with an adapter, and with copies of its norms that differ from the originals."""
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, init_lora_weights=False, modules_to_save=peft_modules_to_save(model))
-    adapted = peft.get_peft_model(model, config).eval()
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    return adapted
-
-
 @pytest.mark.parametrize("case", ["rms", "scalar"])
 @pytest.mark.parametrize("knee", [0.0, 1.0])
 def test_every_copy_of_a_norm_changes(case, knee):
@@ -276,10 +178,6 @@ def marked(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def without_gain() -> PreTrainedModel:
-    return patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", gain="none", knee=1.0))
-
-
 @pytest.mark.parametrize(
     ("make", "knee", "message"),
     [
@@ -300,46 +198,3 @@ def test_refusals(make, knee, message):
     assert (str(model), model.config.to_dict()) == before[1:]
     for name, value in model.state_dict().items():
         assert value.is_meta or torch.equal(value, before[0][name]), name
-
-
-def test_refused_settings():
-    with pytest.raises(ValueError, match=r"share=0 of the run: expected more than 0"):
-        KneeSchedule(share=0)
-    for target in (-1.0, float("inf")):
-        with pytest.raises(ValueError, match=f"target={target}: expected a knee"):
-            KneeSchedule(target=target)
-
-
-@pytest.mark.parametrize(
-    ("make", "best", "message"),
-    [
-        (plain, False, "the model's knee is 0, and KneeSchedule lowers it to 0: calibrate"),
-        (without_gain, False, 'gain="none"'),
-        (lambda: wrapped(kneed()), False, "an adapter's checkpoint does not hold the knee"),
-        (kneed, True, "load_best_model_at_end puts weights of another knee"),
-    ],
-)
-def test_runs_that_are_refused_when_they_begin(make, best, message, tmp_path):
-    made = run(make(), tmp_path, KneeSchedule())
-    made.args.load_best_model_at_end = best
-    with pytest.raises(ValueError, match=message):
-        made.train()
-
-
-def test_deepspeed_is_refused():
-    arguments: Any = SimpleNamespace(deepspeed_plugin=object(), load_best_model_at_end=False)
-    with pytest.raises(ValueError, match="DeepSpeed steps copies of the weights .* use DDP or FSDP 2"):
-        KneeSchedule().on_train_begin(arguments, SimpleNamespace(global_step=0), None, model=kneed())  # type: ignore[arg-type]
-
-
-def test_a_checkpoint_that_can_not_be_gone_on_from_is_refused(tmp_path):
-    run(kneed(), tmp_path / "without", max_steps=2).train()
-    with pytest.raises(ValueError, match="the checkpoint holds no state of one KneeSchedule"):
-        run(kneed(), tmp_path / "again", KneeSchedule()).train(
-            resume_from_checkpoint=str(tmp_path / "without" / "checkpoint-2")
-        )
-    run(kneed(), tmp_path / "with", KneeSchedule(), StopAt(2)).train()
-    with pytest.raises(RuntimeError, match="eps is there, and the norm has no knee"):
-        run(plain(), tmp_path / "again", KneeSchedule()).train(
-            resume_from_checkpoint=str(tmp_path / "with" / "checkpoint-2")
-        )

@@ -1,0 +1,109 @@
+"""Runs of Trainer that lower a knee: they resume, save checkpoints that load, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kneed import KNEE, RMS, kneed, logits, plain, without_gain, wrapped
+from short_runs import StopAt, assert_equal_weights, trainer
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
+
+from hf_qknorm import KneeSchedule
+from hf_qknorm.knee import powers_of
+from hf_qknorm.training import knee as knees
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+
+
+class Record(TrainerCallback):
+    """The knee that each step was trained with."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(knees.knee_of(kwargs["model"]))
+
+
+def run(model: PreTrainedModel, folder: Path, *callbacks: TrainerCallback, **options: Any) -> Trainer:
+    made = trainer(model, folder, save_strategy="steps", save_steps=1, **options)
+    for callback in callbacks:
+        made.add_callback(callback)
+    return made
+
+
+WAY = [4.0, 2.25, 1.0, 0.25, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("stop", [3, 6])
+def test_a_run_resumes_where_it_was(stop, tmp_path):
+    whole, record = kneed(), Record()
+    run(whole, tmp_path / "whole", KneeSchedule(), record).train()
+    assert record.seen == WAY
+    run(kneed(), tmp_path / "parts", KneeSchedule(), StopAt(stop)).train()
+    checkpoint = tmp_path / "parts" / f"checkpoint-{stop}"
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert loaded.config.scheme.knee == WAY[stop]
+    for resumed in (kneed(), loaded):  # as the run began, and as its checkpoint was saved
+        record = Record()
+        run(resumed, tmp_path / "parts", KneeSchedule(), record).train(resume_from_checkpoint=str(checkpoint))
+        assert record.seen == WAY[stop:]
+        assert resumed.config.scheme == whole.config.scheme == RMS
+        assert list(resumed.state_dict()) == list(whole.state_dict())
+        assert_equal_weights(resumed, whole)
+
+
+def test_a_checkpoint_from_the_midst_loads_as_it_was(tmp_path):
+    model = kneed()
+    run(model, tmp_path, KneeSchedule(share=1.0, target=1.0), StopAt(4)).train()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert 1 < knees.knee_of(loaded) == knees.knee_of(model) < KNEE
+    assert torch.equal(logits(loaded.eval()), logits(model.eval()))
+    assert powers_of(loaded) == pytest.approx(powers_of(kneed()))
+
+
+def test_refused_settings():
+    with pytest.raises(ValueError, match=r"share=0 of the run: expected more than 0"):
+        KneeSchedule(share=0)
+    for target in (-1.0, float("inf")):
+        with pytest.raises(ValueError, match=f"target={target}: expected a knee"):
+            KneeSchedule(target=target)
+
+
+@pytest.mark.parametrize(
+    ("make", "best", "message"),
+    [
+        (plain, False, "the model's knee is 0, and KneeSchedule lowers it to 0: calibrate"),
+        (without_gain, False, 'gain="none"'),
+        (lambda: wrapped(kneed()), False, "an adapter's checkpoint does not hold the knee"),
+        (kneed, True, "load_best_model_at_end puts weights of another knee"),
+    ],
+)
+def test_runs_that_are_refused_when_they_begin(make, best, message, tmp_path):
+    made = run(make(), tmp_path, KneeSchedule())
+    made.args.load_best_model_at_end = best
+    with pytest.raises(ValueError, match=message):
+        made.train()
+
+
+def test_deepspeed_is_refused():
+    arguments: Any = SimpleNamespace(deepspeed_plugin=object(), load_best_model_at_end=False)
+    with pytest.raises(ValueError, match="DeepSpeed steps copies of the weights .* use DDP or FSDP 2"):
+        KneeSchedule().on_train_begin(arguments, SimpleNamespace(global_step=0), None, model=kneed())  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_can_not_be_gone_on_from_is_refused(tmp_path):
+    run(kneed(), tmp_path / "without", max_steps=2).train()
+    with pytest.raises(ValueError, match="the checkpoint holds no state of one KneeSchedule"):
+        run(kneed(), tmp_path / "again", KneeSchedule()).train(
+            resume_from_checkpoint=str(tmp_path / "without" / "checkpoint-2")
+        )
+    run(kneed(), tmp_path / "with", KneeSchedule(), StopAt(2)).train()
+    with pytest.raises(RuntimeError, match="eps is there, and the norm has no knee"):
+        run(plain(), tmp_path / "again", KneeSchedule()).train(
+            resume_from_checkpoint=str(tmp_path / "with" / "checkpoint-2")
+        )
