@@ -19,12 +19,23 @@ from transformers import PreTrainedModel
 
 from hf_qknorm.attention import QKNormAttention, patched_layers
 from hf_qknorm.convert.advice import Advice, KneeTrials, Risk, Situation, advise, name_of, rank
+from hf_qknorm.convert.bounds import logit_bound
 from hf_qknorm.convert.calibrate import length_for, tokenizer_of
 from hf_qknorm.convert.measure import Batches, layer_statistics, predictions, require_causal
 from hf_qknorm.convert.memory import SEQUENCES, memory_left, placed
 from hf_qknorm.convert.report import FORMAT, LayerStatistics, Prediction, save_json
 from hf_qknorm.convert.source import open_source
-from hf_qknorm.convert.tables import READING, ROWS, aligned, bound_cell, mean, over_names, predictions_table, rest
+from hf_qknorm.convert.tables import (
+    READING,
+    ROWS,
+    aligned,
+    bound_cell,
+    mean,
+    over_names,
+    pair_of_means,
+    predictions_table,
+    rest,
+)
 from hf_qknorm.convert.text import CHARACTERS, as_batches, check_batches, check_text, load_text, tokenize
 from hf_qknorm.convert.trained import load_causal, load_tokenizer
 from hf_qknorm.convert.trials import try_knees, try_schemes
@@ -45,8 +56,8 @@ class Inspection:
     `base` predicts as the unpatched model does, `patched` as a patched one does now (else None). `trials` are schemes
     put on for a moment, with fresh gains: what they cost before any calibration. `knees` has the loss and the bound at
     each knee that `calibrate` tries (None for a model that is patched, takes no norms, or predicts no tokens). `scheme`
-    is what the model is patched with. Shares of large logits are relative to `cap`; `even` is the entropy (nats) of
-    even attention by layer.
+    is what the model is patched with, and `bounds` the largest |logit| that any input can give, by layer, where norms
+    bound it. Shares of large logits are relative to `cap`; `even` is the entropy (nats) of even attention by layer.
     """
 
     model: str
@@ -63,6 +74,7 @@ class Inspection:
     risks: tuple[Risk, ...]
     advice: Advice
     knees: KneeTrials | None = None
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def largest(self) -> float:
@@ -85,7 +97,10 @@ class Inspection:
         named = {"unpatched": self.base, "as it is": self.patched}
         named |= {name_of(scheme) + (", fresh gains" if scheme.norms else ""): p for scheme, p in self.trials.items()}
         measured = predictions_table({name: p for name, p in named.items() if p is not None})
+        bounded = ["bound"] if self.bounds else []
+        beyond = ["beyond q, k"] if self.scheme is not None and self.scheme.knee else []
         rows = [["layer", "", "max |logit|", "head", "entropy", "head", *over_names(self.cap), "rms q", "rms k"]]
+        rows[0] += bounded + beyond
         for risk in self.risks[:ROWS]:
             layer = self.layers[risk.layer]
             logit = [f"{risk.max_logit:.1f}", str(risk.max_head), f"{risk.entropy:.2f}", str(risk.entropy_head)]
@@ -93,6 +108,8 @@ class Inspection:
             rows.append(
                 [risk.layer, risk.level, *logit, *shares, f"{mean(layer.rms_q):.3g}", f"{mean(layer.rms_k):.3g}"]
             )
+            rows[-1] += [bound_cell(self.bounds.get(risk.layer))] * len(bounded)
+            rows[-1] += [pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * len(beyond)
         layers = aligned(rows) + rest(len(self.risks))
         parts = (title, measured, self._knees(), layers, READING, self._advice())
         return "\n\n".join(part for part in parts if part)
@@ -132,6 +149,7 @@ class Inspection:
             "knees": None if self.knees is None else self.knees.to_dict(),
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
             "even": dict(self.even),
+            "bounds": dict(self.bounds),
             "risks": [risk.to_dict() for risk in self.risks],
             "advice": self.advice.to_dict(),
         }
@@ -173,6 +191,7 @@ def inspect_model(
             with _watchable(model):
                 situation = _situation(model, batches, cap)
                 base, now = predictions(model, batches)
+                bounds = {name: logit_bound(layer) for name, layer in patched_layers(model).items()}
             if scheme is None and base is not None:
                 situation = dataclasses.replace(situation, trials=try_schemes(model, batches, situation))
                 situation = dataclasses.replace(situation, knees=try_knees(model, batches, situation))
@@ -193,6 +212,7 @@ def inspect_model(
         risks=rank(situation),
         advice=advise(situation),
         knees=situation.knees,
+        bounds={name: bound for name, bound in bounds.items() if bound is not None},
     )
 
 

@@ -48,6 +48,7 @@ def heat_map(inspection: Inspection, path: str | Path) -> None:
     bar.locator = MaxNLocator(nbins=5)
     _outline(middle, collapsed, width=1.8 if layers <= LETTERED else 0.7)
     _profile(right, logits, cap, scale)
+    _bounds(right, [inspection.bounds.get(name) for name in inspection.layers])
     for axes in (left, middle):
         axes.set_xlabel("head", color=INK)
         axes.set_xticks(range(0, heads, -(-heads // 16)))
@@ -205,3 +206,15 @@ def _profile(axes: Any, logits: Rows, cap: float, scale: Normalize) -> None:
     axes.set_xlabel("worst head (| median)", color=INK)
     axes.tick_params(length=2, colors=INK, labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _bounds(axes: Any, bounds: Sequence[float | None]) -> None:
+    """The bound of each layer that has one, as a number at the end of its row."""
+    if len(bounds) > LETTERED or not any(bounds):
+        return
+    for i, bound in enumerate(bounds):
+        if bound is not None:
+            axes.text(
+                1.02, i, f"≤ {bound:.0f}", transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=INK
+            )
+    axes.set_xlabel("worst head (| median), ≤ bound", color=INK)

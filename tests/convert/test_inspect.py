@@ -15,9 +15,11 @@ from tables import MODEL_TYPES, fingerprint, sharp_model
 
 from hf_qknorm import SCHEMES, Inspection, Scheme, calibrate, inspect_model, patch_model, unpatch_model
 from hf_qknorm.attention import patched_layers
+from hf_qknorm.convert.bounds import logit_bound
 from hf_qknorm.convert.inspect import inspect_checkpoint
 from hf_qknorm.convert.knees import KNEES
 from hf_qknorm.convert.measure import layer_statistics, predictions
+from hf_qknorm.convert.plots import heat_map
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.testing import tiny_model
@@ -158,6 +160,21 @@ def test_json_holds_everything(tmp_path):
     assert data["knees"]["limit"] == found.knees.limit
     assert [trial["knee"] for trial in data["knees"]["trials"]] == list(KNEES)
     assert data["knees"]["chosen"] == (found.knees.chosen and found.knees.chosen.knee)
+
+
+def test_a_patched_model_is_inspected_with_its_bounds(tmp_path):
+    model = patch_model(sharp_model("llama"), Scheme(q="rms", k="rms", knee=4))
+    calibrate(model, [tokens(2, 20, seed) for seed in range(3)], "moments")
+    found = inspect_model(model, [tokens(2, 20)])
+    layers = patched_layers(model)
+    assert found.bounds == {name: logit_bound(layer) for name, layer in layers.items()}
+    assert all(max(found.layers[name].max_logit) <= bound for name, bound in found.bounds.items())
+    assert found.to_dict()["bounds"] == found.bounds
+    header = next(line for line in found.table().splitlines() if line.startswith("layer "))
+    assert header.split()[-4:] == ["bound", "beyond", "q,", "k"]
+    heat_map(found, tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 1000
+    assert inspect_model(sharp_model("llama"), [tokens(2, 20)]).bounds == {}
 
 
 def test_without_a_head_there_are_layers_and_no_predictions():
