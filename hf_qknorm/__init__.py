@@ -7,34 +7,32 @@ Importing the package registers its attention functions, masks and Auto classes 
 then refuse patched checkpoints.
 """
 
-__version__ = "0.1.0"  # first: modules below take it from here
-
-from hf_qknorm import functions
+from hf_qknorm.backends import functions
 from hf_qknorm.convert import (
     Calibration,
     Inspection,
-    NativeExport,
     Plan,
     calibrate,
     convert_checkpoint,
-    export_native,
     inspect_model,
     plan_conversion,
 )
+from hf_qknorm.export import NativeExport, export_native
 from hf_qknorm.families import FAMILIES
-from hf_qknorm.hub import auto, plain
 from hf_qknorm.hub.push import push_to_hub
-from hf_qknorm.hub.standalone import add_standalone
+from hf_qknorm.model import auto, plain_classes
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.standalone import add_standalone
+from hf_qknorm.stats.logit_statistics import LogitStatistics, logit_statistics
 from hf_qknorm.training import adapters
 from hf_qknorm.training.adapters import peft_modules_to_save
 from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
-from hf_qknorm.training.callback import LogitMonitor
 from hf_qknorm.training.clip import QKClip
 from hf_qknorm.training.knee import KneeSchedule, set_knee
-from hf_qknorm.training.monitor import LogitStatistics, logit_statistics
+from hf_qknorm.training.logit_monitor import LogitMonitor
 from hf_qknorm.training.quack import QuacK
+from hf_qknorm.version import __version__
 
 __all__ = [
     "FAMILIES",
@@ -51,6 +49,7 @@ __all__ = [
     "QKClip",
     "QuacK",
     "Scheme",
+    "__version__",
     "add_standalone",
     "calibrate",
     "convert_checkpoint",
@@ -69,5 +68,5 @@ __all__ = [
 
 functions.register()
 auto.register()
-plain.register()
+plain_classes.register()
 adapters.register()

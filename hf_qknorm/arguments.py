@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hf_qknorm import __version__
 from hf_qknorm.convert.calibrate import METHODS
 from hf_qknorm.convert.memory import memory_size
 from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.version import __version__
 
 OVERWRITE = "replace a checkpoint at the destination, where the folder holds nothing else"
 MOST = 10**12  # of what is counted: tokens, steps

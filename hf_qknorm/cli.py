@@ -15,13 +15,13 @@ from types import FrameType
 from typing import Final
 
 from hf_qknorm.arguments import parser
-from hf_qknorm.checkpoint_files import CARD
+from hf_qknorm.checkpoint.destinations import check_apart, check_files
 from hf_qknorm.convert import convert_checkpoint, plan_conversion
-from hf_qknorm.convert.native import export_native
 from hf_qknorm.convert.text import check_text
-from hf_qknorm.destinations import check_apart, check_files
+from hf_qknorm.export import export_native
 from hf_qknorm.families import table
-from hf_qknorm.files import check_writable, user_path
+from hf_qknorm.files.atomic_io import check_writable, user_path
+from hf_qknorm.files.names import CARD
 from hf_qknorm.hub.push import check_push, check_target, push_to_hub
 from hf_qknorm.scheme import SCHEMES
 
@@ -202,8 +202,8 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _monitor(options: argparse.Namespace) -> None:
+    from hf_qknorm.training.logit_log import read_log
     from hf_qknorm.training.plots import draw  # brings matplotlib
-    from hf_qknorm.training.record import read_log
 
     out = user_path(options.out, "--out")
     check_writable(out)

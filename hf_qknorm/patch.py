@@ -10,19 +10,20 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_qknorm import functions
-from hf_qknorm.attention import PREFIX, install, own_layers, patched_layers, uninstall
+from hf_qknorm.backends import functions
 from hf_qknorm.families import Family, check_scheme, family_of
-from hf_qknorm.fold import check_foldable, fold_pre_norms
-from hf_qknorm.hooks import check_room
-from hf_qknorm.hub.configs import check_names, derived_architectures
-from hf_qknorm.hub.derived import QKNormModel, adopt, derived_config, set_class
-from hf_qknorm.norms import HeadNorm
-from hf_qknorm.parallel import plan_norms, unplan_norms
-from hf_qknorm.probe import can_probe, is_causal
+from hf_qknorm.families.class_names import PREFIX
+from hf_qknorm.model.attention import install, own_layers, patched_layers, uninstall
+from hf_qknorm.model.configs import check_names, derived_architectures
+from hf_qknorm.model.derived import QKNormModel, adopt, derived_config, set_class
+from hf_qknorm.model.fold import check_foldable, fold_pre_norms
+from hf_qknorm.model.hooks import check_room
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.model.probe import can_probe, is_causal
+from hf_qknorm.model.settings import no_attention
+from hf_qknorm.model.tensor_parallel import plan_norms, unplan_norms
+from hf_qknorm.model.towers import check_travels, pick_tower, towers_of, with_config
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.settings import no_attention
-from hf_qknorm.towers import check_travels, pick_tower, towers_of, with_config
 
 logger = logging.getLogger("hf_qknorm")
 

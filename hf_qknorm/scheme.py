@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hf_qknorm.strangers import brief
+from hf_qknorm.files.untrusted import brief
 
 NORMS: Final = ("rms", "layer", "l2", "lp")
 GAINS: Final = ("shared", "per_head", "scalar", "none")

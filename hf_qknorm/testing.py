@@ -1,15 +1,12 @@
-"""Helpers for tests, here and in projects that build on this one: inputs, tiny models, and the error budget."""
+"""Random heads and the error budget, for tests and benchmarks."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-
-from hf_qknorm.families.tiny import TINY, TINY_BY_TYPE
 
 
 def make_qkv(
@@ -32,24 +29,6 @@ def make_qkv(
         return x.to(dtype).requires_grad_()
 
     return draw(heads, queries, spread), draw(heads_kv, keys, spread), draw(heads_kv, keys, 1.0)
-
-
-def tiny_config(model_type: str, **settings: Any) -> PretrainedConfig:
-    """The config of `tiny_model`."""
-    return CONFIG_MAPPING[model_type](**{**TINY, **TINY_BY_TYPE.get(model_type, {}), **settings})
-
-
-def tiny_model(model_type: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:
-    """A causal LM of `model_type` with random weights and two small layers, in eval mode; `settings` override."""
-    config = tiny_config(model_type, **settings)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # biases start at zero: a test must see them
-                torch.nn.init.normal_(parameter, std=0.1)
-    return model.eval()
 
 
 def error(actual: Tensor, exact: Tensor) -> float:

@@ -32,7 +32,7 @@ from bench_plan import Item, full_plan, gate_jobs, quick_plan, tiny_plan
 from bench_table import INTERPRETED, Report, Row, environment
 from bench_timing import Clock, Dead, Late, Run, limit, reason
 
-from hf_qknorm.files import replace_text
+from hf_qknorm.files.atomic_io import replace_text
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLED = 0.15  # seconds of samples for each run

@@ -23,7 +23,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from hf_qknorm.ops import library
-from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.types import Norm, Rotary
 
 LARGE_GAIN = 3.0  # gains that drive the bound of the logits over the limits of the fast loops
 Attend = Callable[[Case, Inputs], Any]  # gives the output; of a prologue, queries and keys

@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from hf_qknorm import convert_checkpoint
 from hf_qknorm.convert.memory import memory_size
-from hf_qknorm.files import replace_text
+from hf_qknorm.files.atomic_io import replace_text
 
 SCHEMES = ("qk_norm_cap", "qkv_norm")
 WORKERS = ("copy", *SCHEMES)

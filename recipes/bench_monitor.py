@@ -27,7 +27,7 @@ from bench_tiled import busy_seconds, commit, cpu_name
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import LogitMonitor, patch_model
-from hf_qknorm.files import replace_text
+from hf_qknorm.files.atomic_io import replace_text
 
 CASES = (  # scheme, attention, batch, length, sequences that are watched
     ("none", "sdpa", 8, 256, 2),

@@ -16,7 +16,7 @@ import transformers
 from bench_cases import Case
 from bench_tiled import commit, cpu_name
 
-from hf_qknorm.files import replace_file
+from hf_qknorm.files.atomic_io import replace_file
 
 PASSES = ("forward", "backward", "both")
 INTERPRETED = "Triton's interpreter on a CPU: its numbers mean nothing"

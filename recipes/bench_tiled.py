@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_qknorm.files import replace_text
+from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.ops import library, reference
 from hf_qknorm.testing import assert_within_budget, make_qkv
 

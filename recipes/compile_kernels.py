@@ -26,9 +26,8 @@ import torch
 import triton
 from compiled import Failure, Report, compiling
 
-from hf_qknorm.ops.heads import Norm, Rotary
-from hf_qknorm.ops.tiling import Options
-from hf_qknorm.ops.triton import flash, gluon, norm_rope
+from hf_qknorm.ops.triton import attention, gluon, norm_rope
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 ARCHES = (80, 90, 100)
 HOPPER = 90
@@ -134,12 +133,12 @@ class Case:
         rotary = Rotary(cos, cos, self.interleaved) if self.rotary else None
         ranges = torch.zeros(b, t, 2, dtype=torch.int32) if self.ranges else None
         seed = torch.zeros(1, dtype=torch.int64) if self.dropout else None
-        heads = flash.Heads(q, k, v, norm, norm, rotary)
-        visible = flash.Visible(ranges, empty(h) if self.sinks else None, seed)
+        heads = Heads(q, k, v, norm, norm, rotary)
+        visible = Visible(ranges, empty(h) if self.sinks else None, seed)
         options = Options(d**-0.5, self.softcap, True, self.window, self.dropout)
-        out = flash.forward(heads, visible, options, self.statistics)
+        out = attention.forward(heads, visible, options, self.statistics)
         if not self.statistics and not self.gluon:
-            flash.backward(torch.empty_like(out.out), heads, visible, options, out.out, out.normaliser)
+            attention.backward(torch.empty_like(out.out), heads, visible, options, out.out, out.normaliser)
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class Step:
         cache = norm_rope.Cache(keys, values, v, torch.zeros(1, dtype=torch.int64))
         made = norm_rope.forward(q, k, norm, norm, Rotary(cos, cos), cache=cache)
         options = Options(d**-0.5, self.softcap, causal=True)
-        flash.forward(flash.Heads(made.q, keys, values), flash.Visible(), options)
+        attention.forward(Heads(made.q, keys, values), Visible(), options)
 
 
 def stored_eps(knee: bool) -> dict[str, torch.Tensor]:

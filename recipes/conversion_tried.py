@@ -19,9 +19,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from hf_qknorm import Scheme
-from hf_qknorm.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.convert import fit
 from hf_qknorm.demo.training import mean_loss
+from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 
 STEPS = 60
 

@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
 from hf_qknorm import SCHEMES
-from hf_qknorm.files import replace_text
+from hf_qknorm.files.atomic_io import replace_text
 
 VOCABULARY = 512
 BASELINE = "none"

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from bench_table import environment
 
-from hf_qknorm.files import replace_text
+from hf_qknorm.files.atomic_io import replace_text
 
 HERE = Path(__file__).parent
 TESTS = ("tests/ops/triton", "tests/test_kernels_in_models.py", "tests/recipes/test_bench_model.py")

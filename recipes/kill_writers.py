@@ -40,13 +40,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model, unpatch_model
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.files import is_leftover
-from hf_qknorm.testing import tiny_model
+from hf_qknorm.files.atomic_io import is_leftover
 
 OUTCOMES = ("nothing", "old", "new", "refused", "usable", "fault")
 ATOMIC = ("nothing", "old", "new")

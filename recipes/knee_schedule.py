@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from hf_qknorm import BlendSchedule, KneeSchedule, Scheme, calibrate, patch_model, set_blend, set_knee
-from hf_qknorm.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss
-from hf_qknorm.files import replace_text
-from hf_qknorm.knee import put_knee
+from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.knees import put_knee
 
 ARMS = ("blend", "knee")
 SCHEME = Scheme(q="auto", k="auto", softcap=50.0)

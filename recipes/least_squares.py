@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.attention import as_unpatched, head_norms, patched_layers
-from hf_qknorm.norms import HeadNorm
+from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.reference import head_norm
 
 Key = tuple[str, str]  # a layer's name and its norm's

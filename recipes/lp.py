@@ -28,8 +28,8 @@ from torch.optim import AdamW
 from transformers import HfArgumentParser
 
 from hf_qknorm import SCHEMES
-from hf_qknorm.files import replace_text
-from hf_qknorm.norms import fresh_scalar
+from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.model.norms import fresh_scalar
 from hf_qknorm.scheme import Scheme
 
 ORDERS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)

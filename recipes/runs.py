@@ -13,7 +13,7 @@ import torch
 import transformers
 from bench_tiled import commit, cpu_name
 
-from hf_qknorm.files import replace_text
+from hf_qknorm.files.atomic_io import replace_text
 
 Row = dict[str, Any]
 

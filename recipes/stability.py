@@ -28,7 +28,7 @@ from torch.optim import Adam
 from transformers import HfArgumentParser
 
 from hf_qknorm import logit_statistics
-from hf_qknorm.files import replace_text
+from hf_qknorm.files.atomic_io import replace_text
 
 LOOKS = 20  # times that a run's largest logit is noted
 POINTS = 30  # of its training loss that are kept

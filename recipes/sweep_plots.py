@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from hf_qknorm.files import replace_file
+from hf_qknorm.files.atomic_io import replace_file
 
 INK = "#333333"
 COLOURS = ("#4d4d4d", "#c8553d", "#2a7f9e", "#7aa6c2", "#3c8d5a", "#d9a441", "#8d5a97")  # told apart by everyone

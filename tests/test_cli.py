@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import torch
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import FAMILIES, SCHEMES, LogitMonitor, cli, patch_model
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.testing import tiny_model
 
 
 def test_schemes_and_families_list_the_tables(capsys):

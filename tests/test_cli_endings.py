@@ -13,13 +13,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tiny import tiny_model
 
 from hf_qknorm import cli, patch_model
 from hf_qknorm.convert import checkpoint
 from hf_qknorm.demo import story
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub import card
-from hf_qknorm.testing import tiny_model
 from hf_qknorm.training import plots
 
 STOPS = {"Ctrl-C": signal.SIGINT, "terminated": signal.SIGTERM, "hung up": getattr(signal, "SIGHUP", signal.SIGTERM)}
@@ -92,7 +92,7 @@ def test_what_is_stopped_says_what_was_kept(places, capsys, monkeypatch):
     monkeypatch.setattr(card, "replace_text", stopping())
     assert stopped(["card", "ours"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
     monkeypatch.setattr(plots, "draw", stopping())
-    monkeypatch.setattr("hf_qknorm.training.record.read_log", lambda path: [path])
+    monkeypatch.setattr("hf_qknorm.training.logit_log.read_log", lambda path: [path])
     assert stopped(["monitor", "log"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
     monkeypatch.setattr("hf_qknorm.convert.plots.heat_map", stopping())
     status, error = stopped(["inspect", "source", "--texts", "text.txt", "--tokens", "256"], capsys)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from hf_qknorm import cli, patch_model
 from hf_qknorm.demo import story
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.testing import tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
 

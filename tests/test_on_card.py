@@ -20,8 +20,8 @@ from tables import TRIED, assert_identical, randomise
 
 from hf_qknorm import patch_model
 from hf_qknorm.ops import library
-from hf_qknorm.ops.heads import Norm, Rotary
-from hf_qknorm.ops.triton import decode
+from hf_qknorm.ops.triton import attention_decode
+from hf_qknorm.ops.types import Norm, Rotary
 from hf_qknorm.testing import assert_within_budget
 
 interpreter.install()
@@ -268,7 +268,7 @@ def test_each_of_two_devices_gets_its_half(options: dict[str, Any], copied: bool
 
 def test_each_of_two_devices_gets_its_half_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many splits of the keys for half of the heads: by themselves they would get twice as many."""
-    monkeypatch.setattr(decode, "splits", lambda q, k: 3)
+    monkeypatch.setattr(attention_decode, "splits", lambda q, k: 3)
     x = draw_step(0)
     whole = decode_step(x)
     for i in range(2):

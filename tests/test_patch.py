@@ -7,12 +7,13 @@ import logging
 import pytest
 import torch
 from tables import MODEL_TYPES, PAIRS, applies, fingerprint, make_batch, randomise, sharp_model
+from tiny import TINY
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
-from hf_qknorm.attention import as_unpatched, patched_layers
-from hf_qknorm.norms import HeadNorm
-from hf_qknorm.testing import TINY, error
+from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.testing import error
 
 PER_HEAD = (
     Scheme(q="rms", k="rms", gain="per_head", bias=True),

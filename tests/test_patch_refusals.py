@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from tables import MODEL_TYPES, fingerprint, sharp_model
+from tiny import TINY
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -22,8 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_qknorm import FAMILIES, patch_model
-from hf_qknorm.hub.derived import QKNormModel
-from hf_qknorm.testing import TINY
+from hf_qknorm.model.derived import QKNormModel
 
 LORA = peft.LoraConfig(r=2, target_modules=["q_proj"])
 

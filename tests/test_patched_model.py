@@ -10,12 +10,12 @@ import sys
 import pytest
 import torch
 from tables import KNEES, MODEL_TYPES, PAIRS, TRIED, assert_near, fingerprint, make_batch, randomise, sharp_model
+from tiny import TINY
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import FAMILIES, Scheme, patch_model, unpatch_model
-from hf_qknorm.attention import as_unpatched, patched_layers
-from hf_qknorm.norms import HeadNorm
-from hf_qknorm.testing import TINY
+from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.norms import HeadNorm
 
 every_model = pytest.mark.parametrize(("model_type", "preset"), [*PAIRS, *KNEES])
 

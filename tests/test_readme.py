@@ -9,7 +9,7 @@ import pytest
 from tables import MODEL_TYPES
 
 from hf_qknorm import SCHEMES
-from hf_qknorm.functions import CAP_BACKENDS
+from hf_qknorm.backends.functions import CAP_BACKENDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_qknorm.convert.report import LayerStatistics, Prediction
 from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.stats.records import LayerStatistics, Prediction
 
 BENT = 0.1  # a cap may bend the largest logit by so much without being asked what that costs
 COST = 0.01  # nats of KL that a cap may cost, where it was measured

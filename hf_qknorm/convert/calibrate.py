@@ -11,22 +11,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_qknorm.attention import patched_layers, require_base
 from hf_qknorm.convert.fit import check_movable, fit_gains
 from hf_qknorm.convert.knees import KNEES, restored, search
-from hf_qknorm.convert.measure import judge, layer_reports, predictions, require_causal
 from hf_qknorm.convert.moments import fit_spread, moments, norm_sizes, norms_of
-from hf_qknorm.convert.ranks import Ranks, gathered, ranks_of, reshard, share_first, unwrapped
-from hf_qknorm.convert.report import Calibration, Prediction
 from hf_qknorm.convert.text import as_batches, check_batches
 from hf_qknorm.convert.trained import load_tokenizer
-from hf_qknorm.files import hub_name
-from hf_qknorm.fold import is_exact
-from hf_qknorm.hub.derived import QKNormModel
-from hf_qknorm.knee import put_knee
+from hf_qknorm.files.atomic_io import hub_name
+from hf_qknorm.files.untrusted import brief
+from hf_qknorm.model.attention import patched_layers, require_base
+from hf_qknorm.model.derived import QKNormModel
+from hf_qknorm.model.fold import is_exact
+from hf_qknorm.model.knees import put_knee
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.strangers import brief
-from hf_qknorm.training.monitor import CAP
+from hf_qknorm.stats.distributed import Ranks, gathered, ranks_of, reshard, share_first, unwrapped
+from hf_qknorm.stats.logit_statistics import CAP
+from hf_qknorm.stats.measure import judge, layer_reports, predictions, require_causal
+from hf_qknorm.stats.records import Prediction
+from hf_qknorm.stats.report import Calibration
 
 METHODS = ("ones", "moments", "fit", "fit_qk")
 LENGTH, LEARNED = 256, 1024  # tokens in a sequence, and at most where positions are learned

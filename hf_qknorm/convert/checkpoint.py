@@ -16,23 +16,24 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_qknorm.attention import TYPE_PREFIX, head_norms, patched_layers
-from hf_qknorm.checkpoint_files import REPORT
+from hf_qknorm.checkpoint.destinations import check_folder, check_new
+from hf_qknorm.checkpoint.safetensors_files import Weights, copy_file
+from hf_qknorm.checkpoint.source import Source, check_readable, open_source
 from hf_qknorm.convert.calibrate import MAX_TOKENS, Knee, calibrate, length_for
 from hf_qknorm.convert.memory import SEQUENCES, memory_left, placed
 from hf_qknorm.convert.plan import Plan, check_exact_fold, converted_config, make_plan, new_tensors, stored_name
-from hf_qknorm.convert.report import Calibration
 from hf_qknorm.convert.request import Request
-from hf_qknorm.convert.shards import Weights, copy_file
-from hf_qknorm.convert.source import Source, check_readable, open_source
 from hf_qknorm.convert.text import as_batches, check_batches, check_text, regrouped
 from hf_qknorm.convert.trained import load_tokenizer
-from hf_qknorm.destinations import check_folder, check_new
 from hf_qknorm.families import check_scheme, family_of
-from hf_qknorm.files import check_space, hub_name, new_folder, user_path
-from hf_qknorm.hub.standalone import carry_code
+from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.files.atomic_io import check_space, hub_name, new_folder, user_path
+from hf_qknorm.files.names import REPORT
+from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
+from hf_qknorm.standalone import carry_code
+from hf_qknorm.stats.report import Calibration
 
 
 def plan_conversion(

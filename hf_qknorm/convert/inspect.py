@@ -17,34 +17,25 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_qknorm.attention import QKNormAttention, patched_layers
+from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert.advice import Advice, KneeTrials, Risk, Situation, advise, name_of, rank
-from hf_qknorm.convert.bounds import logit_bound
 from hf_qknorm.convert.calibrate import length_for, tokenizer_of
-from hf_qknorm.convert.measure import Batches, layer_statistics, predictions, require_causal
 from hf_qknorm.convert.memory import SEQUENCES, memory_left, placed
-from hf_qknorm.convert.report import FORMAT, LayerStatistics, Prediction, save_json
-from hf_qknorm.convert.source import open_source
-from hf_qknorm.convert.tables import (
-    READING,
-    ROWS,
-    aligned,
-    bound_cell,
-    mean,
-    over_names,
-    pair_of_means,
-    predictions_table,
-    rest,
-)
 from hf_qknorm.convert.text import CHARACTERS, as_batches, check_batches, check_text, load_text, tokenize
 from hf_qknorm.convert.trained import load_causal, load_tokenizer
 from hf_qknorm.convert.trials import try_knees, try_schemes
 from hf_qknorm.families import family_of
-from hf_qknorm.hub.configs import QKNormConfig
-from hf_qknorm.hub.derived import QKNormModel
+from hf_qknorm.model.attention import QKNormAttention, patched_layers
+from hf_qknorm.model.configs import QKNormConfig
+from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.training.monitor import CAP
+from hf_qknorm.stats.bounds import logit_bound
+from hf_qknorm.stats.logit_statistics import CAP
+from hf_qknorm.stats.measure import Batches, layer_statistics, predictions, require_causal
+from hf_qknorm.stats.records import LayerStatistics, Prediction, predictions_table
+from hf_qknorm.stats.report import FORMAT, save_json
+from hf_qknorm.stats.tables import READING, ROWS, aligned, bound_cell, mean, over_names, pair_of_means, rest
 
 WIDTH = 100  # of the advice, in characters
 

@@ -9,11 +9,11 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from hf_qknorm.convert.measure import Batches, predictions
 from hf_qknorm.convert.moments import Moments, moments, norm_sizes, norms_of
-from hf_qknorm.convert.ranks import reshard
-from hf_qknorm.convert.report import Prediction
-from hf_qknorm.knee import put_knee
+from hf_qknorm.model.knees import put_knee
+from hf_qknorm.stats.distributed import reshard
+from hf_qknorm.stats.measure import Batches, predictions
+from hf_qknorm.stats.records import Prediction
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

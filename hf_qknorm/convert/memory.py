@@ -20,9 +20,9 @@ from accelerate.utils import get_max_memory
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from hf_qknorm.convert.shards import DTYPES, Weights
-from hf_qknorm.convert.source import Source
-from hf_qknorm.files import check_space, readable, scratch_folder
+from hf_qknorm.checkpoint.safetensors_files import DTYPES, Weights
+from hf_qknorm.checkpoint.source import Source
+from hf_qknorm.files.atomic_io import check_space, readable, scratch_folder
 
 try:
     import resource

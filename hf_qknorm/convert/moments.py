@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_qknorm.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
-from hf_qknorm.convert.ranks import ALONE, Ranks, reshard, write
 from hf_qknorm.convert.sums import NormSums, Sizes
-from hf_qknorm.fold import set_spread
-from hf_qknorm.hooks import input_device
-from hf_qknorm.knee import centred_and_size, put_knee
-from hf_qknorm.norms import HeadNorm
+from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.fold import set_spread
+from hf_qknorm.model.hooks import input_device
+from hf_qknorm.model.knees import centred_and_size, put_knee
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.stats.distributed import ALONE, Ranks, reshard, write
 
 Batches = Sequence[dict[str, Tensor]]
 Key = tuple[str, str]  # of a norm: its layer's name and its own

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_qknorm.attention import PREFIX, TYPE_PREFIX, QKNormAttention, head_norms, patched_layers
-from hf_qknorm.checkpoint_files import CONFIG, INDEX
-from hf_qknorm.convert.complete import check_complete
+from hf_qknorm.checkpoint.complete import check_complete
+from hf_qknorm.checkpoint.safetensors_files import New, Weights
+from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.convert.request import Request
-from hf_qknorm.convert.shards import New, Weights
-from hf_qknorm.convert.source import Source
-from hf_qknorm.fold import fold_weight
-from hf_qknorm.hub.derived import derived_model
+from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
+from hf_qknorm.files.names import CONFIG, INDEX
+from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
+from hf_qknorm.model.derived import derived_model
+from hf_qknorm.model.fold import fold_weight
 from hf_qknorm.patch import patched_config
 from hf_qknorm.scheme import Scheme
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_qknorm.convert.ranks import Ranks
-from hf_qknorm.knee import centred_and_size
-from hf_qknorm.norms import HeadNorm
+from hf_qknorm.model.knees import centred_and_size
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.stats.distributed import Ranks
 
 STEP = math.log(2) / 2  # between the logarithms of two e that sums are kept for
 MARGIN = 4.0  # the mean size of vectors may differ by this factor from the one that the sums are planned for

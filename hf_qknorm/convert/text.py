@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.files import is_path
-from hf_qknorm.strangers import brief, hub_token, repo_name
+from hf_qknorm.files.atomic_io import is_path
+from hf_qknorm.files.untrusted import brief, hub_token, repo_name
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
 LEAST = 16  # tokens to predict: of fewer, nothing can be said

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm.checkpoint_files import CONFIG, INDEX
-from hf_qknorm.convert.complete import check_complete
-from hf_qknorm.convert.source import Source, check_readable
-from hf_qknorm.settings import CAUSED, describe
+from hf_qknorm.checkpoint.complete import check_complete
+from hf_qknorm.checkpoint.source import Source, check_readable
+from hf_qknorm.files.names import CONFIG, INDEX
+from hf_qknorm.model.settings import CAUSED, describe
 
 
 def load_tokenizer(name: str | Path) -> Any:

@@ -9,13 +9,13 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from hf_qknorm.convert.advice import KneeTrial, KneeTrials, Situation, scheme_for_knees, wide_cap
-from hf_qknorm.convert.bounds import worst_bound
 from hf_qknorm.convert.knees import sweep, tolerance
-from hf_qknorm.convert.measure import Batches, predictions
-from hf_qknorm.convert.report import Prediction
 from hf_qknorm.families import family_of
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.stats.bounds import worst_bound
+from hf_qknorm.stats.measure import Batches, predictions
+from hf_qknorm.stats.records import Prediction
 
 
 def try_schemes(model: PreTrainedModel, batches: Batches, situation: Situation) -> dict[Scheme, Prediction]:

@@ -11,9 +11,9 @@ matplotlib.use("Agg")  # no display
 
 from matplotlib import pyplot
 
-from hf_qknorm.convert.plots import COLOURS
-from hf_qknorm.convert.report import Calibration
-from hf_qknorm.files import replace_file
+from hf_qknorm.files.atomic_io import replace_file
+from hf_qknorm.stats.plotting import COLOURS
+from hf_qknorm.stats.report import Calibration
 
 
 def plot_losses(runs: dict[str, Any], calibration: Calibration, path: Path) -> None:

@@ -19,22 +19,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from hf_qknorm.checkpoint_files import foreign_files
+from hf_qknorm.checkpoint.destinations import check_folder
+from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert.calibrate import calibrate, length_for
-from hf_qknorm.convert.measure import require_causal
-from hf_qknorm.convert.report import Calibration, save_json
-from hf_qknorm.convert.source import open_source
 from hf_qknorm.convert.text import check_batches, check_text, load_text, sample_batches, tokenize
 from hf_qknorm.convert.trained import load_causal, load_tokenizer
 from hf_qknorm.demo.plots import plot_logits, plot_losses
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
-from hf_qknorm.destinations import check_folder
 from hf_qknorm.families import check_scheme, family_of
-from hf_qknorm.files import new_folder, user_path
-from hf_qknorm.hub.configs import QKNormConfig
+from hf_qknorm.files.atomic_io import new_folder, user_path
+from hf_qknorm.files.names import foreign_files
+from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.training.monitor import logit_statistics
+from hf_qknorm.stats.logit_statistics import logit_statistics
+from hf_qknorm.stats.measure import require_causal
+from hf_qknorm.stats.report import Calibration, save_json
 
 HELD_OUT = 0.1  # the last tenth of the text
 EVAL_BATCHES = 6

@@ -17,7 +17,7 @@ class Family:
 
     `norm` is what "auto" means for it; `pre_norm` names the norm in front of attention on the decoder layer, ""
     where there is none or others read it too; its gain may be held as 1 + weight. `rope` tells kernels what turns, and
-    how the model's cos and sin hold the angles (`hf_qknorm.attention`); None where only the model's own code will do.
+    how the model's cos and sin hold the angles (`model/attention.py`); None where only the model's own code will do.
 
     `own_norms`: the model norms its queries and keys; a string is the switch in its config that says so. `own_cap`: it
     caps its logits, by `attn_logit_softcapping`. `latent`: keys and values are projected from a latent that is cached.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_qknorm.families import FAMILIES, REFUSED, Family
-from hf_qknorm.files import replace_text
+from hf_qknorm.files.atomic_io import replace_text
 
 HEADINGS: Final = ("model type", "style", "auto norm", "already has", "schemes")
 PAGE: Final = Path(__file__).with_name("FAMILIES.md")

@@ -16,19 +16,21 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from hf_qknorm import __version__, strangers
-from hf_qknorm.checkpoint_files import CARD, CODE_FILE, KEPT_CARD, REPORT, TOKENIZER_FILES
-from hf_qknorm.convert.native.targets import find_target
-from hf_qknorm.convert.report import Calibration, LayerReport, LayerStatistics, Numbers, Prediction
-from hf_qknorm.convert.source import read_config
-from hf_qknorm.convert.tables import mean
+from hf_qknorm.backends.functions import CAP_BACKENDS
+from hf_qknorm.checkpoint.source import read_config
+from hf_qknorm.export.targets import find_target
 from hf_qknorm.families import FAMILIES
-from hf_qknorm.files import replace_file, replace_text, user_path
-from hf_qknorm.functions import CAP_BACKENDS
+from hf_qknorm.files import untrusted
+from hf_qknorm.files.atomic_io import replace_file, replace_text, user_path
+from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, REPORT, TOKENIZER_FILES
+from hf_qknorm.files.untrusted import fixed
 from hf_qknorm.hub import papers
-from hf_qknorm.hub.configs import QKNormConfig
 from hf_qknorm.hub.metadata import is_ours, loader, metadata
-from hf_qknorm.strangers import fixed
+from hf_qknorm.model.configs import QKNormConfig
+from hf_qknorm.stats.records import LayerReport, LayerStatistics, Numbers, Prediction
+from hf_qknorm.stats.report import Calibration
+from hf_qknorm.stats.tables import mean
+from hf_qknorm.version import __version__
 
 PLACEHOLDER = "OWNER/NAME"
 FIELDS = (("loss", 3), ("perplexity", 2), ("kl", 4))  # of the table of predictions, with their decimals
@@ -134,7 +136,7 @@ def _escaped(value: object) -> str:
 
 def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str | None) -> dict[str, Any]:
     """Everything that the template names."""
-    strangers.repo_id(repo_id, "repo_id")
+    untrusted.repo_id(repo_id, "repo_id")
     scheme = config.scheme
     name = _name(config, report, repo_id)
     card = metadata(folder / CARD, config, report, name)

@@ -10,10 +10,9 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
-from hf_qknorm.attention import PREFIX
-from hf_qknorm.convert.report import Calibration
-from hf_qknorm.hub.auto_classes import AUTO_CLASSES
-from hf_qknorm.strangers import brief, read_text, repo_id
+from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX
+from hf_qknorm.files.untrusted import brief, read_text, repo_id
+from hf_qknorm.stats.report import Calibration
 
 TAG = "hf_qknorm"  # by which a card of ours is known
 CARD_BYTES, FRONT_BYTES, ENTRIES, LENGTH = 4 * 2**20, 2**16, 200, 200

@@ -11,11 +11,12 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from hf_qknorm.checkpoint_files import LOGITS_PLOT, LOSS_PLOT
-from hf_qknorm.convert.plots import COLOURS, GRID, INK
-from hf_qknorm.convert.report import Calibration, LayerStatistics
-from hf_qknorm.files import replace_file
-from hf_qknorm.strangers import fixed
+from hf_qknorm.files.atomic_io import replace_file
+from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
+from hf_qknorm.files.untrusted import fixed
+from hf_qknorm.stats.plotting import COLOURS, GRID, INK
+from hf_qknorm.stats.records import LayerStatistics
+from hf_qknorm.stats.report import Calibration
 
 COLOUR = {"unpatched": COLOURS["unpatched"], "fresh gains": COLOURS["fresh gains"], "this model": COLOURS["calibrated"]}
 SHIFT = {"unpatched": -0.13, "this model": 0.13}  # of a layer's two rows of dots

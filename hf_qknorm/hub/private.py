@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.checkpoint_files import CONFIGS, REPORT, TOKENIZER_FILES
-from hf_qknorm.convert.source import Source
-from hf_qknorm.files import hub_name
-from hf_qknorm.strangers import brief
+from hf_qknorm.checkpoint.source import Source
+from hf_qknorm.files.atomic_io import hub_name
+from hf_qknorm.files.names import CONFIGS, REPORT, TOKENIZER_FILES
+from hf_qknorm.files.untrusted import brief
 
 SETTINGS = (*CONFIGS, "special_tokens_map.json", REPORT)  # JSON whose values are no words of a model
 WORDS = {*TOKENIZER_FILES} - {*SETTINGS}  # vocabularies hold anything

@@ -13,14 +13,14 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_qknorm.checkpoint_files import CARD, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
-from hf_qknorm.convert.shards import copy_file
-from hf_qknorm.convert.source import Source
-from hf_qknorm.files import is_path, user_path
-from hf_qknorm.hub.derived import QKNormModel
-from hf_qknorm.hub.parcel import companions, open_checkpoint, packed
+from hf_qknorm.checkpoint.safetensors_files import copy_file
+from hf_qknorm.checkpoint.source import Source
+from hf_qknorm.files.atomic_io import is_path, user_path
+from hf_qknorm.files.names import CARD, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
+from hf_qknorm.files.untrusted import hub_token, repo_name
 from hf_qknorm.hub.repository import Repository, check_repository, patiently, said, told
-from hf_qknorm.strangers import hub_token, repo_name
+from hf_qknorm.hub.upload_files import companions, open_checkpoint, packed
+from hf_qknorm.model.derived import QKNormModel
 
 LIBRARY = "hf_qknorm"  # as it tells the Hub
 PLOT = re.compile(r"qk_norm_\w+\.png")  # of any version

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
-from hf_qknorm.attention import TYPE_PREFIX
-from hf_qknorm.convert.source import LEFT_SUFFIXES, HTTPError
+from hf_qknorm.checkpoint.source import LEFT_SUFFIXES, HTTPError
+from hf_qknorm.families.class_names import TYPE_PREFIX
 
 T = TypeVar("T")
 WAITS = (1, 2)  # seconds before the second and the third try

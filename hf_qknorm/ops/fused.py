@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_qknorm.ops.checks import refuse_forward_mode
 from hf_qknorm.ops.fused_checks import why_not_fused
 from hf_qknorm.ops.fused_ops import OPERATORS, flatten
-from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.types import Norm, Rotary
 
 __all__ = ["fused_attention", "fused_statistics", "norm_rope", "norm_rope_into", "norm_rope_one", "why_not_fused"]
 

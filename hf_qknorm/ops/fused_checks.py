@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.checks import check_call, check_rules
-from hf_qknorm.ops.heads import Norm, Rotary
-from hf_qknorm.ops.tiling import Options
+from hf_qknorm.ops.types import Norm, Options, Rotary
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NORMS = ("none", "rms", "layer", "l2", "lp")

@@ -15,8 +15,7 @@ from hf_qknorm.ops.fused_checks import (
     check_norm_rope,
     check_positions,
 )
-from hf_qknorm.ops.heads import Norm, Rotary, laid_out
-from hf_qknorm.ops.tiling import Options
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible, laid_out
 
 OPERATORS: Final = torch.ops.hf_qknorm
 
@@ -94,12 +93,12 @@ class _Call(NamedTuple):
 
 @torch.library.impl("hf_qknorm::fused_attention", "default")
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from hf_qknorm.ops.triton import flash
+    from hf_qknorm.ops.triton import attention
 
     call, statistics = _Call.of(rest[:-1]), rest[-1]
     call.check(q, k, v)
-    heads = flash.Heads(q, k, v, *call.ends)
-    result = flash.forward(heads, flash.Visible.of(q, *call.visible), Options(*call.options), statistics)
+    heads = Heads(q, k, v, *call.ends)
+    result = attention.forward(heads, Visible.of(q, *call.visible), Options(*call.options), statistics)
     largest, entropy = (result.normaliser.new_empty(0) if x is None else x for x in (result.largest, result.entropy))
     return result.out, result.normaliser, largest, entropy
 
@@ -116,13 +115,13 @@ def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
 def _attend_backward(
     grad: Tensor, out: Tensor, normaliser: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> list[Tensor]:
-    from hf_qknorm.ops.triton import flash
+    from hf_qknorm.ops.triton import attention
 
     call = _Call.of(rest)
     call.check(q, k, v)
     check_gradients(q, grad, out, normaliser)
-    heads, visible = flash.Heads(q, k, v, *call.ends), flash.Visible.of(q, *call.visible)
-    found = flash.backward(grad, heads, visible, Options(*call.options), out, normaliser.contiguous())
+    heads, visible = Heads(q, k, v, *call.ends), Visible.of(q, *call.visible)
+    found = attention.backward(grad, heads, visible, Options(*call.options), out, normaliser.contiguous())
     return [q.new_empty(0) if x is None else x for x in found]
 
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.tiling import Options, Problem
+from hf_qknorm.ops.tiled_blocks import Problem
+from hf_qknorm.ops.types import Options
 
 LOG2E = math.log2(math.e)
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 from peft.utils import constants
 from torch import nn
 
-from hf_qknorm.attention import TYPE_PREFIX, head_norms, patched_layers
 from hf_qknorm.families import known_families
-from hf_qknorm.norms import HeadNorm
+from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.norms import HeadNorm
 
 
 def peft_modules_to_save(model: nn.Module) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_qknorm.attention import QKNormAttention, end_blend, head_norms, norm_copies, patched_layers, start_blend
+from hf_qknorm.model.attention import QKNormAttention, end_blend, head_norms, norm_copies, patched_layers, start_blend
 
 CAP_LEVELS = 4
 Shape = Literal["linear", "cosine"]

@@ -20,14 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_qknorm.attention import QKNormAttention, patched_layers
-from hf_qknorm.masks import Structure
-from hf_qknorm.ops.tiling import Options, Problem
-from hf_qknorm.strangers import positive
-from hf_qknorm.training.heads import along_outputs, attention_parts, by_projection
-from hf_qknorm.training.logits import visible
-from hf_qknorm.training.monitor import Passes
-from hf_qknorm.training.observers import join, leave, observers
+from hf_qknorm.backends.masks import Structure
+from hf_qknorm.files.untrusted import positive
+from hf_qknorm.model.attention import QKNormAttention, patched_layers
+from hf_qknorm.ops.tiled_blocks import Problem
+from hf_qknorm.ops.types import Options
+from hf_qknorm.stats.logit_statistics import Passes
+from hf_qknorm.stats.logits import visible
+from hf_qknorm.stats.observers import join, leave, observers
+from hf_qknorm.training.head_weights import along_outputs, attention_parts, by_projection
 
 
 class QKClip(TrainerCallback):

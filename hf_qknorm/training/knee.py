@@ -16,9 +16,9 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from hf_qknorm.attention import QKNormAttention, head_norms, norm_copies, patched_layers
-from hf_qknorm.knee import powers_of, put_knee, take_knee
-from hf_qknorm.norms import HeadNorm
+from hf_qknorm.model.attention import QKNormAttention, head_norms, norm_copies, patched_layers
+from hf_qknorm.model.knees import powers_of, put_knee, take_knee
+from hf_qknorm.model.norms import HeadNorm
 
 LEVELS: Final = 32  # of a schedule's way: few enough that a change is large beside the training between two of them
 IN_16_BITS: Final = (torch.float16, torch.bfloat16)

@@ -11,9 +11,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hf_qknorm.convert.plots import COLD, GRID, HOT, INK, by_doublings, cells, logit_scale
-from hf_qknorm.files import replace_file
-from hf_qknorm.training.record import LayerSample, Sample
+from hf_qknorm.files.atomic_io import replace_file
+from hf_qknorm.stats.plotting import COLD, GRID, HOT, INK, by_doublings, cells, logit_scale
+from hf_qknorm.training.logit_log import LayerSample, Sample
 
 WORST = 6  # heads with a curve
 CURVES = ("#c8553d", "#2a7f9e", "#4d4d4d", "#d99a2b", "#7a5195", "#5b8c5a")  # for every kind of colour vision, nearly

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_qknorm.strangers import positive
-from hf_qknorm.training.heads import along_outputs, attention_parts, by_projection
+from hf_qknorm.files.untrusted import positive
+from hf_qknorm.training.head_weights import along_outputs, attention_parts, by_projection
 
 PREFIX = "quack_"  # of the first norms in a parameter's state
 Norms = dict[str, Tensor]  # part name → `[heads]`

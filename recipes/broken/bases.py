@@ -62,13 +62,13 @@ def twin(root: Path, base: Base, layout: str) -> Path:
 def build(root: Path) -> None:
     """Write every base, in every layout, under `root`."""
     import torch
+    from tiny_models import tiny_model
     from transformers import AutoModel
     from transformers.utils import logging
 
     from hf_qknorm import patch_model
     from hf_qknorm.demo.training import byte_tokenizer
-    from hf_qknorm.norms import HeadNorm
-    from hf_qknorm.testing import tiny_model
+    from hf_qknorm.model.norms import HeadNorm
     from hf_qknorm.training.blend import set_blend
 
     logging.disable_progress_bar()

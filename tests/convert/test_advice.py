@@ -20,7 +20,7 @@ from hf_qknorm.convert.advice import (
     scheme_for_knees,
     wide_cap,
 )
-from hf_qknorm.convert.report import LayerStatistics, Prediction
+from hf_qknorm.stats.records import LayerStatistics, Prediction
 
 CHEAP, DEAR = Prediction(1.4, 0.001, 0.99), Prediction(1.9, 0.4, 0.7)
 NORMED = Scheme(q="rms", k="rms")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from hf_qknorm import Scheme, patch_model, set_blend
-from hf_qknorm.attention import as_unpatched, patched_layers
 from hf_qknorm.convert import calibrate, fit
 from hf_qknorm.convert.calibrate import length_for
 from hf_qknorm.convert.fit import fit_gains
+from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.ops.reference import head_norm
-from hf_qknorm.testing import tiny_model
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -15,10 +15,10 @@ from test_fold import trained_like
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, convert_checkpoint, patch_model, plan_conversion
-from hf_qknorm.convert import source
-from hf_qknorm.convert.report import Calibration
-from hf_qknorm.convert.shards import INDEX, Weights
+from hf_qknorm.checkpoint import source
+from hf_qknorm.checkpoint.safetensors_files import INDEX, Weights
 from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.stats.report import Calibration
 
 STREAMED = [(t, name) for t, name in PAIRS if SCHEMES[name].pre_norm or FAMILIES[t].norm == "rms"]
 TEXTS = ["to be, or not to be: that is the question. " * 12]

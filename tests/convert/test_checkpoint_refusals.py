@@ -14,8 +14,8 @@ from folders import contents, loaded, save
 from test_fold import trained_like
 
 from hf_qknorm import SCHEMES, convert_checkpoint, plan_conversion
+from hf_qknorm.checkpoint.safetensors_files import INDEX
 from hf_qknorm.convert import checkpoint
-from hf_qknorm.convert.shards import INDEX
 
 
 def _truncate(path: Path) -> None:

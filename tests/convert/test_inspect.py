@@ -12,17 +12,17 @@ import pytest
 import torch
 from folders import configure, edit
 from tables import MODEL_TYPES, fingerprint, sharp_model
+from tiny import tiny_model
 
 from hf_qknorm import SCHEMES, Inspection, Scheme, calibrate, inspect_model, patch_model, unpatch_model
-from hf_qknorm.attention import patched_layers
-from hf_qknorm.convert.bounds import logit_bound
 from hf_qknorm.convert.inspect import inspect_checkpoint
 from hf_qknorm.convert.knees import KNEES
-from hf_qknorm.convert.measure import layer_statistics, predictions
 from hf_qknorm.convert.plots import heat_map
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
-from hf_qknorm.testing import tiny_model
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.stats.bounds import logit_bound
+from hf_qknorm.stats.measure import layer_statistics, predictions
 
 CAP = Scheme(softcap=50.0)
 

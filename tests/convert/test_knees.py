@@ -8,19 +8,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiny import tiny_model
 
 from hf_qknorm import Scheme, calibrate, patch_model
-from hf_qknorm.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.convert import knees
 from hf_qknorm.convert.knees import KNEES, search, sweep, tolerance
 from hf_qknorm.convert.moments import moments, norm_sizes, norms_of
-from hf_qknorm.convert.ranks import ALONE
-from hf_qknorm.convert.report import Prediction
 from hf_qknorm.convert.sums import NormSums
-from hf_qknorm.norms import HeadNorm
+from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.scheme import NORMS
-from hf_qknorm.testing import tiny_model
+from hf_qknorm.stats.distributed import ALONE
+from hf_qknorm.stats.records import Prediction
 
 ORDERS = {"rms": 2.0, "layer": 2.0, "l2": 2.0, "lp": 3.0}
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from folders import contents, save
 from tables import sharp_model
+from tiny import tiny_model
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, convert_checkpoint
+from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert import checkpoint, inspect, memory
 from hf_qknorm.convert.inspect import inspect_checkpoint
 from hf_qknorm.convert.memory import memory_left, memory_size, placed, working_memory
-from hf_qknorm.convert.source import open_source
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.testing import tiny_model
 
 KNEE = Scheme(q="rms", k="rms", knee=4)
 BATCHES = [torch.randint(3, 60, (1, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(9)]

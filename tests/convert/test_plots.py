@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from hf_qknorm import SCHEMES, Inspection
 from hf_qknorm.convert.advice import KneeTrial, KneeTrials, Situation, advise, rank
 from hf_qknorm.convert.plots import heat_map, knee_curve
-from hf_qknorm.convert.report import LayerStatistics
+from hf_qknorm.stats.records import LayerStatistics
 
 
 def inspection(layers: int, heads: int, size: float = 10.0, cap: float = 50.0) -> Inspection:

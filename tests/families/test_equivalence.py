@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tables import assert_near, make_batch, randomise, sharp_model
+from tiny import TINY
 from torch import Tensor, nn
 from transformers import PhiConfig, Qwen3Config, Qwen3ForCausalLM, StableLmConfig
 from transformers.models.gemma2 import modeling_gemma2
@@ -16,8 +17,8 @@ from transformers.models.phi.modeling_phi import PhiAttention
 from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.attention import patched_layers
-from hf_qknorm.testing import TINY, error
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.testing import error
 
 EPS = 1e-6
 TOLERANCE = 3e-6  # some tens of fp32 roundings

@@ -15,17 +15,17 @@ import pytest
 import torch
 import transformers
 from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, real, sharp_model, step, swept
+from tiny import tiny_config
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
-from hf_qknorm.attention import QKNormAttention, _angles, as_unpatched, head_norms, patched_layers
 from hf_qknorm.families import REFUSED, family_of
-from hf_qknorm.hub.derived import derived_model
-from hf_qknorm.layer import PlainAttention
-from hf_qknorm.ops.heads import Rotary
-from hf_qknorm.testing import tiny_config
+from hf_qknorm.model.attention import QKNormAttention, _angles, as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.derived import derived_model
+from hf_qknorm.model.plain_attention import PlainAttention
+from hf_qknorm.ops.types import Rotary
 
 KINDS = ("plain", "left", "right")
 NEW = 8

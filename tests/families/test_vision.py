@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, real
+from tiny import tiny_config
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
@@ -30,10 +31,10 @@ from hf_qknorm import (
     patch_model,
     unpatch_model,
 )
-from hf_qknorm.attention import as_unpatched, own_layers, patched_layers
 from hf_qknorm.families import known_families
-from hf_qknorm.hub.derived import derived_model
-from hf_qknorm.testing import error, tiny_config
+from hf_qknorm.model.attention import as_unpatched, own_layers, patched_layers
+from hf_qknorm.model.derived import derived_model
+from hf_qknorm.testing import error
 
 TOLERANCE = 1e-5
 BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tables import causal_families, sharp_model
+from tiny import tiny_config
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, patch_model
 from hf_qknorm.families.windows import nowhere
-from hf_qknorm.testing import tiny_config
 
 BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")
 LENGTH = 12

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from card_cases import REPORT, checkpoint, edit, front
+from tiny import tiny_model
 from transformers import AutoModelForSequenceClassification
 
 import hf_qknorm
 from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, cli, patch_model, set_blend
-from hf_qknorm.checkpoint_files import LOGITS_PLOT, LOSS_PLOT
-from hf_qknorm.convert.report import Prediction
 from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import render_card, write_card
 from hf_qknorm.hub.plots import draw
-from hf_qknorm.testing import tiny_model
+from hf_qknorm.stats.records import Prediction
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])

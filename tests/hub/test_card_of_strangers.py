@@ -8,7 +8,7 @@ import re
 import pytest
 from card_cases import checkpoint, edit, front
 
-from hf_qknorm.checkpoint_files import LOGITS_PLOT, LOSS_PLOT
+from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import _template, has_card, render_card, write_card
 
 

@@ -10,10 +10,10 @@ from card_cases import REPORT, checkpoint
 from matplotlib.image import imread
 
 from hf_qknorm import SCHEMES, Calibration
-from hf_qknorm.checkpoint_files import LOGITS_PLOT, LOSS_PLOT
-from hf_qknorm.convert.report import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import write_card
 from hf_qknorm.hub.plots import draw
+from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
 
 
 def test_a_drawing_that_fails_leaves_the_card(tmp_path, monkeypatch):

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from push_cases import SHARDS, checkpoint, contents, logits, patched
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_qknorm import Scheme, patch_model, push_to_hub, set_blend
-from hf_qknorm.checkpoint_files import REPORT
 from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.files.names import REPORT
 from hf_qknorm.hub.card import PLACEHOLDER, write_card
-from hf_qknorm.hub.parcel import open_checkpoint
-from hf_qknorm.testing import tiny_model
+from hf_qknorm.hub.upload_files import open_checkpoint
 
 CODE, WEIGHTS = "modeling_qknorm.py", "model.safetensors"
 LITTER = "optimizer.pt trainer_state.json training_args.bin pytorch_model.bin .env notes.txt events.out secret.json"

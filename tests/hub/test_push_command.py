@@ -11,12 +11,12 @@ import pytest
 import torch
 from push_cases import checkpoint, logits
 from server import Fault, Hub
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import cli
-from hf_qknorm.checkpoint_files import REPORT
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.testing import tiny_model
+from hf_qknorm.files.names import REPORT
 
 PLOTS = ("qk_norm_loss.png", "qk_norm_logits.png")
 # What someone runs who has transformers, and not this package.

@@ -13,10 +13,10 @@ from huggingface_hub import constants
 from push_cases import checkpoint
 from safetensors.torch import load_file, save_file
 from server import Hub
+from tiny import tiny_model
 
 from hf_qknorm import push_to_hub
 from hf_qknorm.hub.push import check_push, check_target
-from hf_qknorm.testing import tiny_model
 
 WEIGHTS = "model.safetensors"
 

@@ -7,7 +7,7 @@ import torch
 from tables import dense
 from tiled_cases import Case, draw_inputs, draw_ranges, drawn_dropout, oracle_results, tiled_results
 
-from hf_qknorm.ops import reference, tiled, tiling
+from hf_qknorm.ops import reference, tiled, tiled_blocks
 from hf_qknorm.testing import assert_within_budget
 
 KINDS = ("left_padding", "right_padding", "packed", "window", "shared", "nothing")
@@ -47,8 +47,8 @@ def test_the_oracle_takes_ranges_for_a_mask(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tiled_is_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw_inputs(case, torch.float64)
-    for logits in (tiling.BLOCK_LOGITS, 1):  # the batch at once, and an entry at a time
-        monkeypatch.setattr(tiling, "BLOCK_LOGITS", logits)
+    for logits in (tiled_blocks.BLOCK_LOGITS, 1):  # the batch at once, and an entry at a time
+        monkeypatch.setattr(tiled_blocks, "BLOCK_LOGITS", logits)
         expected = oracle_results(case, inputs, drawn_dropout(case, inputs))
         for name, result in tiled_results(case, inputs).items():
             torch.testing.assert_close(
@@ -83,7 +83,7 @@ def test_statistics_are_the_oracles(case: Case) -> None:
 def test_a_block_reads_no_keys_outside_its_ranges() -> None:
     inputs = draw_inputs(Case(batch=1, queries=200, ranges="packed"), torch.float32)
     inputs.ranges[0, 70:80] = 0  # as rows of padding are where statistics leave them out
-    problem = tiling.Problem(inputs.q, inputs.k, inputs.v, None, inputs.ranges, None, tiled.Options(1.0))
+    problem = tiled_blocks.Problem(inputs.q, inputs.k, inputs.v, None, inputs.ranges, None, tiled.Options(1.0))
     for block in problem.blocks:
         rows = [(start, stop) for start, stop in inputs.ranges[0, block.rows].tolist() if stop > start]
         assert (block.cols.start, block.cols.stop) == (rows[0][0], min(rows[-1][1], 200))

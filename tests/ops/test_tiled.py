@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results, tiled_results
 
-from hf_qknorm.ops import reference, tiled, tiling
+from hf_qknorm.ops import reference, tiled, tiled_blocks
 
 F64 = torch.float64
 LENGTHS = (1, 63, 64, 65, 111, 128, 129)
@@ -82,7 +82,7 @@ def test_every_option_is_the_oracle(case: Case) -> None:
 @pytest.mark.parametrize("logits", [1, 4 * 64 * 70 * 2])
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
 def test_a_batch_in_parts_is_the_oracle(case: Case, logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "BLOCK_LOGITS", logits)
+    monkeypatch.setattr(tiled_blocks, "BLOCK_LOGITS", logits)
     assert_is_the_oracle(case)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import kill_writers
 import pytest
 import torch
+from tiny import tiny_model
 
 from hf_qknorm import patch_model
-from hf_qknorm.testing import tiny_model
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 MOMENT = kill_writers.Moment(after_first=True, seconds=0.3)

@@ -8,9 +8,9 @@ from typing import Any
 import knee_schedule
 import pytest
 from knee_schedule import ARMS, END, WAY, Compared
+from tiny import tiny_model
 
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.testing import tiny_model
 
 
 def runs(*pairs: tuple[float, float]) -> list[dict[str, Any]]:

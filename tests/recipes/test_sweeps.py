@@ -19,7 +19,7 @@ from stability_table import MARGIN, Sweep, diverged, largest_stable, told
 from sweep import FOLDS, Characters, Size, decayed, train
 
 from hf_qknorm import QKClip
-from hf_qknorm.attention import patched_layers
+from hf_qknorm.model.attention import patched_layers
 
 NAN, INF = math.nan, math.inf
 

@@ -10,11 +10,11 @@ import pretrain
 import pytest
 import scratch
 import torch
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm.attention import patched_layers
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.testing import tiny_model
+from hf_qknorm.model.attention import patched_layers
 
 SMALL = ["--length", "32", "--max_steps", "4", "--every", "2", "--use_cpu", "true", "--disable_tqdm", "true"]
 

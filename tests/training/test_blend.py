@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tables import PAIRS, fingerprint, make_batch, randomise, sharp_model
+from tiny import tiny_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_qknorm import SCHEMES, BlendSchedule, CapSchedule, Scheme, patch_model, set_blend, set_cap, unpatch_model
-from hf_qknorm.attention import patched_layers
-from hf_qknorm.testing import tiny_model
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.training.blend import blend_of
 
 BLENDED = [(model_type, name) for model_type, name in PAIRS if SCHEMES[name].pre_norm]

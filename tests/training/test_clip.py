@@ -10,13 +10,13 @@ import pytest
 import torch
 from head_rows import ROWS, attention_layers, outputs_first
 from tables import fingerprint, make_batch, real, sharp_model
+from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_qknorm import QKClip, Scheme, logit_statistics, patch_model
-from hf_qknorm.attention import QKNormAttention, patched_layers
-from hf_qknorm.masks import Structure
-from hf_qknorm.testing import tiny_model
+from hf_qknorm.backends.masks import Structure
+from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.training.clip import largest_logits
 
 Calls = dict[str, list[tuple[Tensor, Tensor, float, dict[str, Any]]]]

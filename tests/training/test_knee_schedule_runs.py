@@ -13,7 +13,7 @@ from short_runs import StopAt, assert_equal_weights, trainer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 
 from hf_qknorm import KneeSchedule
-from hf_qknorm.knee import powers_of
+from hf_qknorm.model.knees import powers_of
 from hf_qknorm.training import knee as knees
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name

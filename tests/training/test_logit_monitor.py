@@ -9,13 +9,13 @@ from contextlib import ExitStack
 import pytest
 import torch
 from tables import BATCHES, make_batch, randomise, sharp_model
+from tiny import tiny_model
 from watched import gradients_by_hand, hooks
 
 from hf_qknorm import LogitMonitor, patch_model
-from hf_qknorm.attention import patched_layers
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
-from hf_qknorm.testing import tiny_model
-from hf_qknorm.training.record import read_log
+from hf_qknorm.training.logit_log import read_log
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "phi3", "mistral", "qwen3"]  # GQA, one weight for all, windows, own norms
 

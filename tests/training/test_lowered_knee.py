@@ -9,6 +9,7 @@ import pytest
 import torch
 from kneed import KNEE, SCHEMES, kneed, logits, norms, plain, without_gain, wrapped
 from tables import assert_near, fingerprint, make_batch
+from tiny import tiny_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,8 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import KneeSchedule, export_native, set_knee
-from hf_qknorm.attention import head_norms, patched_layers
-from hf_qknorm.testing import tiny_model
+from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.training import knee as knees
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name

@@ -10,8 +10,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from watched import gradients_by_hand, hooks
 
 from hf_qknorm import LogitMonitor, patch_model
-from hf_qknorm.attention import patched_layers
-from hf_qknorm.training.record import read_log
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.training.logit_log import read_log
 
 
 class Looker(TrainerCallback):

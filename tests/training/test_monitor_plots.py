@@ -9,8 +9,8 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from hf_qknorm.training.logit_log import LayerSample, Sample
 from hf_qknorm.training.plots import DRAWN, WORST, draw
-from hf_qknorm.training.record import LayerSample, Sample
 
 
 def samples(count, layers, heads, size=10.0):

@@ -10,15 +10,15 @@ import pytest
 import torch
 from peft.utils import constants
 from tables import assert_near, make_batch, randomise, sharp_model
+from tiny import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, calibrate, logit_statistics, patch_model, peft_modules_to_save, set_blend
-from hf_qknorm.attention import as_unpatched, head_norms, norm_copies, patched_layers
 from hf_qknorm.families import known_families
-from hf_qknorm.knee import powers_of, put_knee
-from hf_qknorm.norms import HeadNorm
-from hf_qknorm.testing import tiny_model
+from hf_qknorm.model.attention import as_unpatched, head_norms, norm_copies, patched_layers
+from hf_qknorm.model.knees import powers_of, put_knee
+from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.training.blend import blend_of
 
 TABLES = [name for name in vars(constants) if name.startswith("TRANSFORMERS_MODELS_TO_")]

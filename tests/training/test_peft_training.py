@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from hf_qknorm import Scheme, patch_model, peft_modules_to_save
-from hf_qknorm.hub.derived import QKNormModel
+from hf_qknorm.model.derived import QKNormModel
 
 SCHEME = Scheme(q="rms", k="layer", v="rms", bias=True, softcap=5.0)
 WIDE = {"intermediate_size": 128}  # of whole blocks, as 4-bit weights need

@@ -10,11 +10,11 @@ import pytest
 import torch
 from head_rows import ROWS, attention_layers, outputs_first
 from tables import make_batch, sharp_model
+from tiny import tiny_model
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_qknorm import QuacK, patch_model
-from hf_qknorm.testing import tiny_model
 
 ADAMW = {"lr": 0.2, "weight_decay": 0.1, "eps": 1e-5}  # a smaller eps makes steps of the noise in gradients of zero
 OPTIMISERS = {

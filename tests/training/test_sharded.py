@@ -15,7 +15,7 @@ from sharded_run import KNEES, MODELS, STEPS, WAYS, kneed, lower, made, rules, t
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """The weights that two processes came to."""
-    return run_once(tmp_path_factory, "sharded", lambda folder: run_pair("training.sharded_run", folder))
+    return run_once(tmp_path_factory, "sharded", lambda folder: run_pair("sharded_run", folder))
 
 
 @pytest.mark.parametrize("way", WAYS)

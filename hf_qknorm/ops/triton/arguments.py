@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.types import Norm, Rotary
 
 
 def norm_arguments(norm: Norm) -> tuple[object, ...]:

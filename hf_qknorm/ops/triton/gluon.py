@@ -14,11 +14,11 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_qknorm.ops.tiling import Options
 from hf_qknorm.ops.triton.launch import INTERPRETED, Loop, descriptor, launch, padded
+from hf_qknorm.ops.types import Options, Visible
 
 if TYPE_CHECKING:
-    from hf_qknorm.ops.triton.flash import Ready, Visible
+    from hf_qknorm.ops.triton.attention import Ready
 
 SWITCH = "HF_QKNORM_GLUON"
 QUERIES = 128  # of a program: 64 for each warpgroup

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from hf_qknorm.ops.triton.forward import NEVER
-from hf_qknorm.ops.triton.scores import keys_seen, not_mine, query_block, tanh
+from hf_qknorm.ops.triton.attention_forward import NEVER
+from hf_qknorm.ops.triton.score_math import keys_seen, not_mine, query_block, tanh
 
 # Triton 3.6 has other names for the copies
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.heads import Norm, Rotary, laid_out
 from hf_qknorm.ops.triton.arguments import norm_arguments, rotary_arguments, sum_to
 from hf_qknorm.ops.triton.launch import launch, padded
-from hf_qknorm.ops.triton.prologue import prologue_gradient_kernel, prologue_kernel
+from hf_qknorm.ops.triton.norm_rope_kernel import prologue_gradient_kernel, prologue_kernel
+from hf_qknorm.ops.types import Norm, Rotary, laid_out
 
 ROWS = {16: 128, 32: 64, 64: 32, 128: 16, 256: 8}  # of a tile, by its columns: two loads of 16 bytes a thread
 WARPS = 4

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.heads import Norm, Rotary
-from hf_qknorm.ops.tiling import Options
-from hf_qknorm.ops.triton import decode, norm_rope
-from hf_qknorm.ops.triton.flash import Visible
+from hf_qknorm.ops.triton import attention_decode, norm_rope
+from hf_qknorm.ops.types import Norm, Options, Rotary, Visible
 from hf_qknorm.testing import assert_within_budget, make_qkv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,14 +119,14 @@ def generate(steps: Steps, tokens: Tokens) -> Tensor:
             keys, values = torch.cat([keys, made.k], 2), torch.cat([values, tokens.v[:, :, now]], 2)
         visible = Visible(steps.ranges[:, now].contiguous(), tokens.sinks)
         options = Options(steps.head_dim**-0.5, steps.softcap)
-        outs.append(decode.forward(made.q, keys, values, visible, options)[0])
+        outs.append(attention_decode.forward(made.q, keys, values, visible, options)[0])
         done += size
     return torch.cat(outs, 2)
 
 
 @pytest.mark.parametrize("steps", GENERATIONS, ids=str)
 def test_generation_gives_what_the_full_pass_does(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "splits", lambda q, k: steps.splits)
+    monkeypatch.setattr(attention_decode, "splits", lambda q, k: steps.splits)
     tokens = Tokens.draw(steps)
     exact, eager = (tokens.full_pass(steps, dtype) for dtype in (torch.float64, steps.dtype))
     assert_within_budget(generate(steps, tokens), exact, eager)

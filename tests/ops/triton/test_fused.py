@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 from hf_qknorm.ops import library
 from hf_qknorm.ops.fused_ops import OPERATORS, flatten
-from hf_qknorm.ops.heads import Norm, Rotary
+from hf_qknorm.ops.types import Norm, Rotary
 from hf_qknorm.testing import error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

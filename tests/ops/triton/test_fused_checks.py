@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 
 from hf_qknorm.ops import library
 from hf_qknorm.ops.fused_ops import OPERATORS, flatten
-from hf_qknorm.ops.heads import Norm, Rotary
 from hf_qknorm.ops.triton import norm_rope
+from hf_qknorm.ops.types import Norm, Rotary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, HK, T, S, D = 2, 4, 2, 3, 8, 16

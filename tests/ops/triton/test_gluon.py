@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from flash_cases import Problem, Raw, plain_problem, raw_problem, shrink_tiles
+from kernel_cases import Problem, Raw, plain_problem, raw_problem, shrink_tiles
 from tiled_cases import Case
 
-from hf_qknorm.ops.triton import flash, gluon
+from hf_qknorm.ops.triton import attention, gluon
 from hf_qknorm.ops.triton.launch import Loop, launch
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -118,7 +118,7 @@ def record(monkeypatch: pytest.MonkeyPatch, run: bool) -> list[tuple[str, dict[s
             launch(kernel, grid, *arguments, **options)
 
     monkeypatch.setattr(gluon, "launch", recorded)
-    monkeypatch.setattr(flash, "launch", recorded)
+    monkeypatch.setattr(attention, "launch", recorded)
     return seen
 
 
@@ -132,11 +132,11 @@ def test_each_loop_of_normed_heads_is_a_launch(
     softcap: float | None, loops: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [Loop(*loop) for loop in loops]
-    monkeypatch.setattr(flash, "loops", lambda *_: expected)
+    monkeypatch.setattr(attention, "loops", lambda *_: expected)
     seen = record(monkeypatch, run=False)
     raw = Raw(heads=(6, 2), dtype=BRAIN, length=300, head_dim=96, batch=1)
     problem = raw_problem(raw, Case(causal=True, softcap=softcap))
-    flash.forward(problem.heads, problem.visible, problem.options)
+    attention.forward(problem.heads, problem.visible, problem.options)
     assert [name for name, _ in seen] == ["gluon_forward_kernel"] * 2
     for (_, options), loop in zip(seen, expected, strict=True):
         assert (options["TANH"], options["ONLINE"], options["WHEN"]) == loop[:3]
@@ -149,14 +149,14 @@ def test_each_loop_of_normed_heads_is_a_launch(
 def test_others_get_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = record(monkeypatch, run=False)
     problem = plain_problem(Case(**{**vars(TAKEN), "window": 7}), BRAIN)
-    flash.forward(problem.heads, problem.visible, problem.options)
+    attention.forward(problem.heads, problem.visible, problem.options)
     assert [name for name, _ in seen] == ["forward_kernel"]
 
 
 def test_it_compiles_to_what_it_says() -> None:
     """Loads by the copy engine, in four dimensions; products of warpgroups; registers handed from the loading warp."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("gluon_code.py")
+    script = Path(__file__).parents[2] / "helpers" / "gluon_code.py"
     environment["PYTHONPATH"] = str(Path(__file__).parents[3])
     run = subprocess.run([sys.executable, script, "64", "128"], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

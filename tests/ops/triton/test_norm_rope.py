@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_qknorm.ops.heads import Norm, Rotary
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.ops.triton import norm_rope
 from hf_qknorm.ops.triton.launch import launch
-from hf_qknorm.ops.triton.prologue import _entries
+from hf_qknorm.ops.triton.norm_rope_kernel import _entries
+from hf_qknorm.ops.types import Norm, Rotary
 from hf_qknorm.testing import assert_within_budget
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,1 @@
+"""Attention functions, masks and static caches: transformers' contract for attention."""

@@ -1,0 +1,124 @@
+"""Where a command may write: never over a source, and in place of nothing but what it writes itself."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from hf_qknorm.files.atomic_io import check_parent
+from hf_qknorm.files.names import CONFIG, FOLDERS, foreign_files
+from hf_qknorm.files.untrusted import read_json
+
+SHOWN = 3  # names in an error
+CHECKPOINT = (CONFIG, "model_type")  # the file that shows that a folder is a checkpoint, and a key in it
+
+
+def check_new(path: Path, *, overwrite: bool) -> None:
+    """Raise OSError unless a folder can be put at `path`; FileExistsError where one is there and not to be replaced.
+
+    The working directory, and a folder that holds it, can't be: a rename would leave shells in a folder that is gone.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise FileExistsError(f"{path} is a file or a link: give the name of a new folder")
+    check_parent(path)
+    if not path.is_dir():
+        return
+    if _holds(path, Path.cwd()):
+        raise FileExistsError(f"{path} is the working directory, or holds it: give the name of a new folder")
+    if os.path.ismount(path):
+        raise FileExistsError(f"{path} is a mount point, which can't be replaced: give the name of a folder in it")
+    if any(path.iterdir()) and not overwrite:
+        raise FileExistsError(
+            f"{path} exists and is not empty: give another destination, or overwrite=True (--overwrite)"
+        )
+
+
+def check_folder(
+    path: Path,
+    *,
+    overwrite: bool,
+    sources: Iterable[Any] = (),
+    sign: tuple[str, str] = CHECKPOINT,
+    foreign: Callable[[Path], list[str]] = foreign_files,
+) -> None:
+    """Raise FileExistsError, touching nothing, unless a command may put its folder at `path`, or replace one there.
+
+    `sources` are what it reads: none may be the folder that is replaced, lie in it, or be linked into it; what is no
+    path of this machine (Hub names, texts in memory, None) can't be. What may be replaced, with `overwrite` alone, is a
+    folder with the file and key of `sign`, and without `foreign` files; copies of a source's own files are none.
+    """
+    here = _on_this_machine(sources)
+    for source in here:
+        check_apart(path, source)
+        if path.name in FOLDERS and path.parent.exists() and os.path.samefile(path.parent, source):
+            raise FileExistsError(f"{path} would become a part of {source}: give another destination")
+    check_new(path, overwrite=overwrite)
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not _has_key(path, *sign):
+        raise FileExistsError(
+            f"{path} holds no {sign[0]} with {sign[1]!r}, so it is nothing that may be overwritten: move it away"
+        )
+    others = [name for name in foreign(path) if not any(_is_copy(path / name, source / name) for source in here)]
+    if others:
+        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        raise FileExistsError(
+            f"{path} holds more than what may be overwritten, which would be deleted: {', '.join(others[:SHOWN])}"
+            f"{more}. Move that away, or give another destination"
+        )
+
+
+def check_files(folder: Path, names: Iterable[str], *, sources: Iterable[Any], sign: tuple[str, str]) -> None:
+    """Raise FileExistsError, touching nothing, unless a command may write these files into `folder`.
+
+    They may not be among its `sources`, nor become a part of one; and they may replace only what the same command
+    wrote, which the file and key of `sign` show.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file: give a folder")
+    there = [folder / name for name in names if os.path.lexists(folder / name)]
+    for source in _on_this_machine(sources):
+        if folder.exists() and os.path.samefile(folder, source):
+            raise FileExistsError(f"{folder} is the source: give another folder, so that nothing is added to it")
+        for path in there:
+            check_apart(path, source)
+    if there and not _has_key(folder, *sign):
+        raise FileExistsError(f"{there[0]} is there, and not from this command: move it away, or give another folder")
+
+
+def check_apart(path: Path, source: Path) -> None:
+    """Raise FileExistsError where a source that is there, or what its links point to, is `path`, or lies in it."""
+    linked = [source]
+    if source.is_dir():
+        linked += [item for place in ("*", *(f"{name}/*" for name in FOLDERS)) for item in source.glob(place)]
+    for item in linked:
+        if (item is source or item.is_symlink()) and _holds(path, item):
+            what = "is where the source lies" if item is source else f"holds what {item} points to"
+            raise FileExistsError(f"{path} {what} ({source}): give another destination")
+
+
+def _on_this_machine(sources: Iterable[Any]) -> list[Path]:
+    paths = [Path(os.path.expanduser(source)) for source in sources if isinstance(source, str | os.PathLike)]
+    return [path for path in paths if os.path.exists(path)]
+
+
+def _holds(path: Path, item: Path) -> bool:
+    """Whether `path` is `item`, or a folder around it, behind all links."""
+    real = Path(os.path.realpath(item))
+    return path.exists() and any(p.exists() and os.path.samefile(path, p) for p in (real, *real.parents))
+
+
+def _has_key(folder: Path, name: str, key: str) -> bool:
+    """Whether a JSON file of the folder is a mapping with a key."""
+    try:
+        data = read_json(folder / name)
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and key in data
+
+
+def _is_copy(path: Path, original: Path) -> bool:
+    return path.is_file() and original.is_file() and filecmp.cmp(path, original, shallow=False)

@@ -1,0 +1,204 @@
+"""Which of transformers' own models computes what a patched one does. A new target is an entry of `TARGETS`.
+
+What each is, as its modelling file says:
+
+qwen3, qwen3_moe  RMSNorm over head_dim on q and k, before RoPE, one gain a layer, with the eps of all norms
+phi               LayerNorm there, with a bias; attention and MLP side by side, behind one norm
+vaultgemma        a cap on the logits, no norms on q and k; gains as weight + 1, embeddings times √hidden_size
+
+None has norms with a knee, each of which has an eps of its own. None has both norms and a cap: Gemma 3's config can
+state a cap, but its attention does not apply it. OLMo 2's norms run over all heads at once, HunYuan's stand behind
+RoPE; StableLM and Cohere have LayerNorm where Llama has RMSNorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hf_qknorm.export import phi, transforms
+from hf_qknorm.export.tensor_plan import Draft
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.scheme import Scheme
+
+SEPARATE: Final = ("gemma2", "llama", "mistral", "mixtral", "qwen2", "qwen3")  # with a projection for q alone
+RMS: Final = ("rms", "l2", "lp")  # l2, and lp with p = 2, are rms/√D
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model type of transformers, the norms that its queries and keys have, and whether it caps their products.
+
+    `settings` gives what its config says otherwise than the source's; `steps` move the tensors, in this order;
+    `obstacle` says what of a config would be lost, if anything.
+    """
+
+    model_type: str
+    norms: tuple[str, ...]
+    cap: bool
+    settings: Callable[[Any], dict[str, Any]]
+    steps: tuple[Callable[[Draft, Any, Scheme], None], ...]
+    obstacle: Callable[[Any], str | None]
+    bias: bool = False  # beside the norms' gains
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window; a Llama's config may name one, but the model has none."""
+    return None if config.base_model_type == "llama" else config.sliding_window
+
+
+def _layer_types(config: Any) -> list[str]:
+    if config.base_model_type == "qwen2":
+        return list(config.layer_types)
+    return ["full_attention" if _window(config) is None else "sliding_attention"] * config.num_hidden_layers
+
+
+def _qwen3(config: Any) -> dict[str, Any]:
+    return {
+        "head_dim": transforms.head_dim(config),
+        "attention_bias": transforms.biased(config),
+        "use_sliding_window": _window(config) is not None,
+        "sliding_window": _window(config),
+        "max_window_layers": _layer_types(config).count("full_attention"),
+        "layer_types": _layer_types(config),
+    }
+
+
+def _qwen3_moe(config: Any) -> dict[str, Any]:
+    return {
+        "head_dim": transforms.head_dim(config),
+        "attention_bias": False,
+        "use_sliding_window": _window(config) is not None,
+        "sliding_window": _window(config),
+        "moe_intermediate_size": config.intermediate_size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _vaultgemma(config: Any) -> dict[str, Any]:
+    window = _window(config)
+    return {
+        "head_dim": transforms.head_dim(config),
+        "attention_bias": transforms.biased(config),
+        "query_pre_attn_scalar": transforms.head_dim(config),
+        "attn_logit_softcapping": config.attn_logit_softcapping,
+        "final_logit_softcapping": None,
+        "hidden_activation": config.hidden_act,
+        "sliding_window": config.max_position_embeddings if window is None else window,  # it makes that mask always
+        "layer_types": _layer_types(config),
+        "tie_word_embeddings": False,
+    }
+
+
+def _phi(config: Any) -> dict[str, Any]:
+    return {
+        "num_key_value_heads": config.num_attention_heads,
+        "qk_layernorm": True,
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+    }
+
+
+def _of_llama(config: Any) -> str | None:
+    if getattr(config, "mlp_bias", False):
+        return "the biases of the MLP would be lost (mlp_bias=True)"
+    rope = config.rope_parameters
+    if config.base_model_type == "phi3" and (rope["rope_type"] != "default" or rope["partial_rotary_factor"] != 1):
+        return (
+            f"rope_type={rope['rope_type']!r}, partial_rotary_factor={rope['partial_rotary_factor']:g} would be lost: "
+            "only Phi-3 rotates a part of each head, and starts its cache anew where LongRoPE switches factors"
+        )
+    return None
+
+
+def _of_neox(config: Any) -> str | None:
+    return (
+        None
+        if config.use_parallel_residual
+        else "attention and MLP are side by side there (use_parallel_residual=False)"
+    )
+
+
+_NORMS = (transforms.align_eps, transforms.share_gains)
+QWEN3 = Target("qwen3", RMS, False, _qwen3, (transforms.split_fused, transforms.fill_output_bias, *_NORMS), _of_llama)
+QWEN3_MOE = Target("qwen3_moe", RMS, False, _qwen3_moe, (transforms.rename_experts, *_NORMS), _of_llama)
+PHI = Target("phi", ("layer",), False, _phi, (phi.name_as_phi, *_NORMS, phi.name_norms), _of_neox, True)
+VAULTGEMMA = Target(
+    "vaultgemma", (), True, _vaultgemma,
+    (
+        transforms.split_fused, transforms.fill_output_bias, transforms.scale_queries, transforms.centre_gains,
+        transforms.shrink_embedding,
+    ),
+    _of_llama,
+)  # fmt: skip
+
+# By the model type that was patched. A scheme without norms, on a model whose cap is its own affair, goes back there.
+TARGETS: Final[dict[str, tuple[Target, ...]]] = {
+    "gpt_neox": (PHI,),
+    "llama": (QWEN3, VAULTGEMMA),
+    "mistral": (QWEN3, VAULTGEMMA),
+    "mixtral": (QWEN3_MOE,),
+    "phi3": (QWEN3, VAULTGEMMA),
+    "qwen2": (QWEN3, VAULTGEMMA),
+}
+
+
+def find_target(config: Any) -> Target:
+    """The counterpart of a patched model's config. Raises ValueError, with what would be lost, where there is none."""
+    base, scheme = config.base_model_type, config.scheme
+    norms, capped = set(scheme.norms), scheme.softcap is not None
+    if not norms and (not capped or FAMILIES[base].own_cap):
+        return _itself(base, scheme)
+    for target in TARGETS.get(base, ()):
+        if capped == target.cap and bool(norms) == bool(target.norms) and norms <= set(target.norms):
+            if lost := target.obstacle(config) or _lost(target, scheme):
+                raise ValueError(f"{target.model_type} would be its counterpart, but {lost}")
+            return target
+    raise ValueError(_nothing_like(config))
+
+
+def _itself(base: str, scheme: Scheme) -> Target:
+    """The unpatched model: the scheme does nothing that its config can't say."""
+    if scheme.scale is not None and base not in SEPARATE:
+        raise ValueError(
+            f"scale={scheme.scale:g} would be lost: {base} has no projection of the queries alone to fold it into"
+        )
+    return Target(base, (), FAMILIES[base].own_cap, lambda config: {}, (transforms.scale_queries,), lambda config: None)
+
+
+def _lost(target: Target, scheme: Scheme) -> str | None:
+    """What `target` has no place for in a scheme whose kinds of norms, and cap, it has."""
+    if scheme.knee:
+        return (
+            f"the knee of {scheme.knee:g} would be lost: one eps serves all norms there, and each norm with a knee has "
+            "its own. Lower it to 0 in training (KneeSchedule), or calibrate with knee=0"
+        )
+    if scheme.v is not None:
+        return "the norm of the values would be lost: convert with a scheme on q and k alone, such as qk_norm"
+    if scheme.norms and None in (scheme.q, scheme.k):
+        return "it norms queries and keys, not one of them: convert with a scheme on both, such as qk_norm"
+    if "lp" in scheme.norms and scheme.p != 2:
+        return f"its norms are of order 2, not p={scheme.p:g}: convert with henry or qk_norm"
+    if scheme.gain == "per_head" and scheme.norms:
+        return 'it shares gains among the heads of a layer, those of each would be lost: convert with gain="shared"'
+    if not target.bias and any(scheme.has_bias(norm) for norm in scheme.norms):
+        return "the biases of the norms on q and k would be lost there: convert with bias=False"
+    return None
+
+
+def _nothing_like(config: Any) -> str:
+    """Why there is no target with the norms and the cap of the scheme."""
+    base, scheme, cap = config.base_model_type, config.scheme, config.attn_logit_softcapping
+    possible = ["any model with the scheme none", "gemma2 with a cap"]
+    for model_type, targets in TARGETS.items():
+        possible += [f"{model_type} with {'a cap' if t.cap else '/'.join(t.norms)}" for t in targets]
+    what = [f"norms (q={scheme.q}, k={scheme.k})"] if scheme.norms else []
+    if cap is not None:
+        what.append(f"the cap of {cap:g}")
+    return (
+        f"{' or '.join(what)} would be lost: no model of transformers is a {base} but for "
+        f"{'both' if len(what) > 1 else what[0]}. What can be exported: {', '.join(possible)}; never norms and a cap"
+    )

@@ -1,0 +1,55 @@
+"""The names of a checkpoint's files, and which files of a folder are none of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hf_qknorm.files.atomic_io import is_leftover
+from hf_qknorm.files.untrusted import read_json
+
+CONFIG = "config.json"
+CONFIGS = (CONFIG, "generation_config.json", "tokenizer_config.json")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
+    "special_tokens_map.json", "added_tokens.json", "spiece.model", "tekken.json",
+)  # fmt: skip
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+FOLDERS = ("additional_chat_templates",)
+LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([._-]\w+)?(\.(txt|md))?", re.IGNORECASE)
+REPORT = "qk_norm_report.json"  # of a calibration, beside the weights that it gave
+CARD = "README.md"
+KEPT_CARD = "README.original.md"  # the text that a card took the place of
+PLOTS = LOSS_PLOT, LOGITS_PLOT = "qk_norm_loss.png", "qk_norm_logits.png"
+CODE_FILE = "modeling_qknorm.py"
+_NAMES = {
+    SINGLE, INDEX, REPORT, CARD, KEPT_CARD, CODE_FILE,
+    *CONFIGS, *TOKENIZER_FILES, *PROCESSOR_FILES, *TEMPLATES, *PLOTS,
+}  # fmt: skip
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """The names of what lies in a folder and is no file of a checkpoint; those of folders end in "/"."""
+    indexed = _indexed(folder)
+    found: list[str] = []
+    for item in sorted(folder.iterdir()):
+        if item.is_symlink() or not item.is_dir():
+            if item.name not in _NAMES | indexed and not (WEIGHTS.fullmatch(item.name) or LICENCE.fullmatch(item.name)):
+                found.append(item.name)
+        elif item.name in FOLDERS:
+            found += [f"{item.name}/{inner.name}" for inner in sorted(item.iterdir()) if inner.suffix != ".jinja"]
+        elif not is_leftover(item):
+            found.append(f"{item.name}/")
+    return found
+
+
+def _indexed(folder: Path) -> set[str]:
+    """The safetensors that the folder's own index names; none where it can't be read."""
+    try:
+        index = read_json(folder / INDEX)
+        return {name for name in index["weight_map"].values() if name.endswith(".safetensors")}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()

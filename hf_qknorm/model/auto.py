@@ -1,0 +1,44 @@
+"""Registration of the derived classes with transformers' Auto classes, by name.
+
+It imports nothing of any family: the Auto classes look a name up in the module that `_modules` gives for its model
+type, as they do for their own, and `hf_qknorm.model.derived` makes the class when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
+from transformers.models.auto.tokenization_auto import (
+    MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
+    TOKENIZER_MAPPING,
+    TOKENIZER_MAPPING_NAMES,
+)
+
+from hf_qknorm.families import known_families
+from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX
+from hf_qknorm.model import derived
+
+
+def register() -> None:
+    """Register every family's derived config and models with transformers' Auto classes."""
+    auto_mappings = {auto: getattr(transformers, auto)._model_mapping for auto in AUTO_CLASSES}
+    mappings = (*auto_mappings.values(), TOKENIZER_MAPPING)
+    for model_type in known_families():
+        derived_type, config = f"{TYPE_PREFIX}{model_type}", f"{PREFIX}{CONFIG_MAPPING_NAMES[model_type]}"
+        CONFIG_MAPPING_NAMES[derived_type] = config
+        for mapping in (CONFIG_MAPPING, *mappings):
+            mapping._modules[model_type_to_module_name(derived_type)] = derived
+        for mapping in mappings:
+            mapping._reverse_config_mapping[config] = derived_type
+        if tokenizer := TOKENIZER_MAPPING_NAMES.get(model_type):
+            TOKENIZER_MAPPING_NAMES[derived_type] = tokenizer
+        if model_type in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
+            MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.add(derived_type)
+        for names in AUTO_CLASSES.values():
+            if model_type in names:
+                names[derived_type] = derived_names(names[model_type])
+
+
+def derived_names(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Of a model class, or of several, as DeiT has two classifiers: transformers picks by `architectures` then."""
+    return f"{PREFIX}{names}" if isinstance(names, str) else tuple(f"{PREFIX}{name}" for name in names)

@@ -1,0 +1,107 @@
+"""Folding the norm in front of attention into the projections, for schemes with `pre_norm=False`.
+
+A norm there gives gain·(x − μ)/σ + bias, with μ = 0 for RMSNorm. Behind it stands a projection, and behind that the
+scheme's own norms, which remove any scale. So the gain (and the centring) goes into the projection's columns, and σ
+falls away: exactly, where neither the norm nor the projection has a bias. A bias would have to grow with σ; it is
+right where σ is the `spread`, the mean σ of a text, by which the columns are divided.
+
+Source: Rybakov et al. 2024 (arXiv 2410.16682), QKV_norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_qknorm.families import Family
+from hf_qknorm.model.attention import QKNormAttention, own_layers, patched_layers
+
+
+class FoldedNorm(nn.Module):
+    """What stands for a folded norm while the base model is asked for: x·spread/σ(x), over the last axis.
+
+    σ is that of x, about its mean where `centred`; `eps` the norm's own, under the root.
+    """
+
+    def __init__(self, eps: float, centred: bool) -> None:
+        super().__init__()
+        self.eps, self.centred, self.spread = eps, centred, 1.0
+
+    def sigma(self, x: Tensor) -> Tensor:
+        """σ of each row, `[..., 1]`, in fp32 at least."""
+        y = x if x.dtype == torch.float64 else x.float()
+        y = y - y.mean(-1, keepdim=True) if self.centred else y
+        return (y.pow(2).mean(-1, keepdim=True) + self.eps).sqrt()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * (self.spread / self.sigma(x))).to(x.dtype)
+
+
+def fold_weight(weight: Tensor, norm_weight: Tensor, family: Family, *, transposed: bool) -> Tensor:
+    """A projection's weight with the norm's gain (and centring) in its columns; `transposed`: columns are rows."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    columns = weight.to(wide).t() if transposed else weight.to(wide)
+    columns = columns * (norm_weight.to(wide) + family.gain_plus_one)
+    columns = columns - columns.mean(1, keepdim=True) if family.norm == "layer" else columns
+    return (columns.t() if transposed else columns).to(weight.dtype).contiguous()
+
+
+def fold_bias(weight: Tensor, bias: Tensor, shift: Tensor, *, transposed: bool) -> Tensor:
+    """A projection's bias with the norm's own bias `shift` behind its (unfolded) weight."""
+    columns = weight.double().t() if transposed else weight.double()
+    return (bias.double() + columns @ shift.double()).to(bias.dtype)
+
+
+def check_foldable(model: nn.Module, family: Family) -> None:
+    """Raise ValueError, before anything changes, for weights that aren't here or a bias that has nowhere to go."""
+    for name, layer in own_layers(model, family).items():
+        norm = getattr(model.get_submodule(name.rpartition(".")[0]), family.pre_norm)
+        projections = [layer.get_submodule(part) for part in family.style.weights]
+        if any(p.is_meta for part in (norm, *projections) for p in part.parameters()):
+            raise ValueError(
+                f"{name}: pre_norm=False folds a norm into weights that are not in memory (on the meta device, or "
+                "offloaded). Load the model whole and patch it, or convert its checkpoint with convert_checkpoint"
+            )
+        shift = getattr(norm, "bias", None)
+        if shift is not None and bool(shift.any()) and any(part.bias is None for part in projections):
+            raise ValueError(f"{name}: its norm has a bias, and its projections have none that it could be folded into")
+
+
+@torch.no_grad()
+def fold_pre_norms(model: nn.Module) -> None:
+    """Fold every norm that the scheme has removed into the projections behind it, in place; spread 1."""
+    for layer in patched_layers(model).values():
+        norm: Any = layer.removed_norm[0]
+        shift = getattr(norm, "bias", None)
+        for part in _projections(layer):
+            transposed = isinstance(part, Conv1D)
+            if part.bias is not None and shift is not None:
+                part.bias.copy_(fold_bias(part.weight, part.bias, shift, transposed=transposed))
+            part.weight.copy_(fold_weight(part.weight, norm.weight, layer.family, transposed=transposed))
+        layer.removed_norm = (FoldedNorm(_eps(norm), centred=layer.family.norm == "layer"),)
+
+
+def is_exact(model: nn.Module) -> bool:
+    """Whether a folded model's projections have no bias: then σ is removed without a trace."""
+    layers = patched_layers(model).values()
+    return all(part.bias is None or not part.bias.any() for layer in layers for part in _projections(layer))
+
+
+@torch.no_grad()
+def set_spread(layer: QKNormAttention, spread: float) -> None:
+    """Say for which σ of the layer's input the projections' biases are right, and scale the weights to it."""
+    norm: Any = layer.removed_norm[0]
+    for part in _projections(layer):
+        part.weight.mul_(norm.spread / spread)
+    norm.spread = spread
+
+
+def _projections(layer: QKNormAttention) -> list[Any]:
+    return [layer.get_submodule(part) for part in layer.family.style.weights]
+
+
+def _eps(norm: Any) -> float:
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)

@@ -1,0 +1,78 @@
+"""The knee of a patched model: how much of a vector's length its norms keep.
+
+With ε = knee·P, where P is the mean |x|ᵖ of what arrives at a norm in calibration text, x/(mean |x|ᵖ + ε)^(1/p) leaves
+vectors much shorter than (knee·P)^(1/p) as they are, up to a constant, and bounds longer ones as the plain norm does.
+It is RMSNorm's own ε, made large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.model.attention import head_norms, norm_copies, patched_layers, place
+from hf_qknorm.model.norms import HeadNorm
+
+Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of what arrives at a norm, by its layer's name and its own
+
+
+def put_knee(model: Any, knee: float, powers: Powers) -> None:
+    """Give the norms of a patched model a knee, in place, and record it in layers and config; gains stay as they are.
+
+    Raises ValueError, before anything changes, for a knee that the scheme can't have, an offloaded one, and a power
+    that is negative or not finite.
+    """
+    layers = patched_layers(model)
+    schemes = {name: dataclasses.replace(layer.scheme, knee=knee) for name, layer in layers.items()}
+    norms = [
+        (norm, powers[name, norm_name], place(layer)[0])
+        for name, layer in layers.items()
+        for norm_name, copies in norm_copies(layer).items()
+        for norm in copies
+    ]
+    for norm, power, _ in norms:
+        norm.check_present()
+        if knee:
+            norm.eps_of(knee, power)
+    for name, layer in layers.items():
+        config: Any = layer.config
+        config.set_scheme(schemes[name])
+        layer.scheme = schemes[name]
+    for norm, power, device in norms:
+        norm.set_knee(knee, power, device)
+
+
+def powers_of(model: Any) -> dict[tuple[str, str], float]:
+    """The mean |x|ᵖ that each norm of a patched model was given. Raises ValueError for norms without a knee."""
+    layers = patched_layers(model).items()
+    return {(name, norm_name): norm.power for name, layer in layers for norm_name, norm in head_norms(layer).items()}
+
+
+def take_knee(model: Any, knee: float) -> None:
+    """Record that the weights just loaded into a patched model, gains and ε among them, are those of `knee`."""
+    for layer in patched_layers(model).values():
+        for norm in chain(*norm_copies(layer).values()):
+            norm.knee = knee
+    put_knee(model, knee, powers_of(model) if knee else defaultdict(float))
+
+
+def centred_and_size(norm: HeadNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The dividend of a norm, x `[..., D]` or for "layer" x − mean x, and its mean |x|ᵖ `[...]`; fp32 at least."""
+    x = x if x.dtype == torch.float64 else x.float()
+    y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
+    return y, (y * y).mean(-1) if norm.order == 2 else y.abs().pow(norm.order).mean(-1)
+
+
+def beyond_knee(norm: HeadNorm, x: Tensor) -> Tensor:
+    """Which vectors of x `[..., D]` are longer than the knee of a norm, mean |x|ᵖ > ε^(p/2): `[...]` of bool.
+
+    Of such a vector the norm keeps the direction rather than the length.
+    """
+    _, size = centred_and_size(norm, x)
+    return size > torch.as_tensor(norm.eps, dtype=size.dtype, device=size.device).pow(norm.order / 2)

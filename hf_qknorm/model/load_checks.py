@@ -1,0 +1,139 @@
+"""Whether the weights that were loaded fit the scheme that a config tells of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.modeling_utils import load_state_dict
+
+from hf_qknorm.model.attention import NORM_NAMES, head_norms, patched_layers
+from hf_qknorm.model.norms import eps_problem
+from hf_qknorm.model.settings import config_file
+
+PARAMETERS: Final = ("weight", "bias", "blend", "eps")  # of a norm
+DTYPES_OF_TORCH: Final = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES: Final = frozenset(DTYPES_OF_TORCH.values())
+_ELSEWHERE = ContextVar("tensors are compared by the caller of the loading", default=False)
+
+
+@contextmanager
+def checked_elsewhere() -> Iterator[None]:
+    """Leave missing tensors and shapes to the caller, who knows the files that they are in."""
+    token = _ELSEWHERE.set(True)
+    try:
+        yield
+    finally:
+        _ELSEWHERE.reset(token)
+
+
+def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None) -> None:
+    """Raise ValueError for parameters of norms with a dtype other than floating point of 16 bits or more, and for a
+    knee's ε that is not finite or below the scheme's.
+
+    It looks before the weights are loaded: the model casts them, and a rounded or cut gain changes what it computes.
+    """
+    norms = {name: norm.floor for layer in patched_layers(model).values() for name, norm in head_norms(layer).items()}
+    if not norms:
+        return
+    for where, name, tensor in _tensors(state_dict, files or []):
+        *_, norm, parameter = ["", *name.split(".")]
+        if norm not in norms or parameter not in PARAMETERS:
+            continue
+        dtype = _called(tensor)
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"{where}: {name!r} has dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}: norms are never "
+                "quantised. Restore the weights"
+            )
+        if parameter == "eps" and not _shape(tensor) and (problem := eps_problem(tensor[...], norms[norm])):
+            raise ValueError(f"{where}: {name!r} {problem}")
+
+
+def _tensors(state_dict: dict[str, Any] | None, files: list[str]) -> Iterator[tuple[str, str, Any]]:
+    """Where each tensor is, its name, and the tensor or, of a safetensors file, what reads it."""
+    if state_dict is not None:
+        yield from (("state_dict", name, value) for name, value in state_dict.items())
+        return
+    for file in filter(os.path.isfile, files):  # of others transformers says what is wrong
+        if file.endswith(".safetensors"):
+            with safe_open(file, "pt") as weights:
+                names = weights.keys()
+                yield from ((file, name, weights.get_slice(name)) for name in names)
+        else:
+            yield from ((file, name, value) for name, value in load_state_dict(file, map_location="cpu").items())
+
+
+def _called(tensor: Any) -> str:
+    """A tensor's dtype, as safetensors calls it."""
+    return tensor.get_dtype() if hasattr(tensor, "get_dtype") else DTYPES_OF_TORCH.get(tensor.dtype, str(tensor.dtype))
+
+
+def _shape(tensor: Any) -> list[int]:
+    return list(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
+
+
+def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, Any]], *, others: bool = False) -> None:
+    """Raise ValueError for norms of another shape in the weights, given as name, shape there, and shape in the model.
+
+    Also with `ignore_mismatched_sizes=True`: a fresh gain in the place of a trained one is another model. `others`:
+    raise RuntimeError, as transformers does, for other tensors.
+    """
+    if _ELSEWHERE.get():
+        return
+    own = _norm_parameters(model)
+    mismatched = sorted((name, list(got), list(expected)) for name, got, expected in mismatched)
+    wrong = [found for found in mismatched if found[0] in own]
+    if wrong:
+        name, got, expected = wrong[0]
+        what = f"of another shape in the weights ({name!r} is {got}, expected {expected})"
+        raise _disagreement(model, what, [name for name, _, _ in wrong])
+    for name, got, expected in mismatched if others else ():
+        raise RuntimeError(
+            f"{config_file(model.config)} asks for {name} in shape {expected}, and the weights have it in {got} "
+            f"({len(mismatched)} tensors in all). Restore the config.json or the weights that belong together"
+        )
+
+
+def check_loaded(model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Raise ValueError for norms that a loading found missing, or without a place in the scheme."""
+    if _ELSEWHERE.get():
+        return
+    own = _norm_parameters(model)
+    prefix = f"{model.base_model_prefix}."
+
+    def ours(keys: Iterable[str]) -> list[str]:
+        return sorted(key for key in keys if key in own or f"{prefix}{key}" in own or key.removeprefix(prefix) in own)
+
+    problems = {
+        "missing from the weights": ours(missing),
+        "in the weights but not in the scheme": ours(unexpected),
+    }
+    for what, keys in problems.items():
+        if keys:
+            raise _disagreement(model, what, keys)
+
+
+def _norm_parameters(model: PreTrainedModel) -> set[str]:
+    """What the norms' parameters may be called, those of any scheme."""
+    return {
+        f"{layer}.{norm}.{parameter}"
+        for layer in patched_layers(model)
+        for norm in NORM_NAMES.values()
+        for parameter in PARAMETERS
+    }
+
+
+def _disagreement(model: PreTrainedModel, what: str, keys: list[str]) -> ValueError:
+    scheme = {str(layer.scheme): None for layer in patched_layers(model).values()}
+    return ValueError(
+        f"{model.config._name_or_path or 'the checkpoint'}: {len(keys)} norm parameters are {what}, first "
+        f"{keys[0]!r}. config.json says qk_norm = {' and '.join(scheme)}; loading would silently change the "
+        "model. Restore the matching config.json or weights"
+    )

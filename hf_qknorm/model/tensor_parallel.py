@@ -1,0 +1,47 @@
+"""Tensor parallelism: what a model's plan must say of the new norms."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_qknorm.model.attention import head_norms, patched_layers
+
+
+def plan_norms(model: nn.Module) -> None:
+    """Add the norms to the tensor-parallel plans of `model` and of the models inside it, in place.
+
+    Where the projections are sharded, each rank norms the heads that it has: gains of its own heads are sharded with
+    them, and of gains that all heads share it sees a part of the gradient, to be summed over the ranks.
+    """
+    for module, entries in _entries(model):
+        module._tp_plan = {**module._tp_plan, **entries}
+
+
+def unplan_norms(model: nn.Module) -> None:
+    """Undo `plan_norms`, while the norms are still there."""
+    for module, entries in _entries(model):
+        module._tp_plan = {key: style for key, style in module._tp_plan.items() if key not in entries}
+
+
+def _entries(model: nn.Module) -> list[tuple[Any, dict[str, str]]]:
+    """The models that have a plan, with what it says of their norms; layers' numbers are wildcards."""
+    found = []
+    for module in model.modules():
+        plan: dict[str, str] = (getattr(module, "_tp_plan", None) or {}) if isinstance(module, PreTrainedModel) else {}
+        entries: dict[str, str] = {}
+        for path, layer in patched_layers(module).items() if plan else ():
+            path = re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
+            if plan.get(f"{path}.{layer.family.style.weights[0]}") != "colwise":
+                continue  # each rank has all heads
+            for name, norm in head_norms(layer).items():
+                for kind, parameter in norm.named_parameters():
+                    by_head = parameter.ndim == 2
+                    key = f"{path}.{name}.{kind}" if by_head else f"{path}.{name}"
+                    entries[key] = "colwise" if by_head else "replicated_with_grad_allreduce"
+        if plan:
+            found.append((module, entries))
+    return found

@@ -1,0 +1,80 @@
+"""Multimodal models: which tower of one is patched, and that its checkpoint gives the patched tower back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hf_qknorm.families import FAMILIES, Family
+from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.families.refused import REFUSED
+from hf_qknorm.model.attention import own_layers, patched_layers
+from hf_qknorm.model.plain_classes import PlainClassError
+
+
+def towers_of(model: PreTrainedModel) -> dict[str, str]:
+    """For each model within a multimodal `model`, by its path, the key under which the config has its own."""
+    if model.config.model_type.removeprefix(TYPE_PREFIX) in FAMILIES:
+        return {}
+    keys = {id(getattr(model.config, key, None)): key for key in model.config.sub_configs}
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        inner = any(path.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, PreTrainedModel) and id(module.config) in keys and not inner:
+            found[path] = keys[id(module.config)]
+    return found
+
+
+def pick_tower(model: PreTrainedModel, name: str | None) -> tuple[str, str] | None:
+    """Path and config key of the tower of that name, by default the text tower; None for a model that has no towers.
+
+    Raises ValueError for a name that no tower has, and where there is not one text tower to be the default.
+    """
+    towers = towers_of(model)
+    if name is None:
+        text = id(model.config.get_text_config(decoder=True))
+        picked = [path for path, key in towers.items() if id(getattr(model.config, key)) == text]
+    else:
+        picked = [path for path in towers if path == name or path.rpartition(".")[2] == name]
+    if len(picked) == 1:
+        return picked[0], towers[picked[0]]
+    if name is None and not towers:
+        return None
+    if name is None:
+        reason = REFUSED.get(model.config.model_type, "it has no one text tower")
+        raise ValueError(f"{type(model).__name__}: {reason}. Name one, as tower=...: {', '.join(towers)}")
+    has = f"its towers are {', '.join(towers)}" if towers else "it has no towers"
+    raise ValueError(f"tower={name!r} is not possible for {type(model).__name__}: {has}")
+
+
+def check_travels(model: PreTrainedModel, path: str, key: str, config: PretrainedConfig, family: Family) -> None:
+    """Raise ValueError unless a checkpoint of `model` whose `key` is the patched `config` has the patched tower again.
+
+    The model is built once more from what would be saved, without memory for its weights.
+    """
+    saved = with_config(model.config, key, config)
+    expected = {f"{path}.{name}" for name in own_layers(model.get_submodule(path), family)}
+    there: set[str] = set()
+    try:
+        again = type(saved).from_dict(copy.deepcopy(saved.to_dict()))
+    except PlainClassError:
+        again = None
+    if again is not None and type(getattr(again, key)) is type(config):
+        with torch.device("meta"):
+            there = {name for name in patched_layers(type(model)(again)) if name.startswith(f"{path}.")}
+    if there != expected:
+        raise ValueError(
+            f"{type(model).__name__} builds its {path} from a class of its own, whatever {key} says: a checkpoint of "
+            f"the whole would lose the scheme. Patch and save that tower by itself: "
+            f"patch_model(model.{path}, ...).save_pretrained(...)"
+        )
+
+
+def with_config(config: PretrainedConfig, key: str, part: Any) -> PretrainedConfig:
+    """A copy of a multimodal config with another `part` under `key`; the rest is shared."""
+    changed = copy.copy(config)
+    setattr(changed, key, part)
+    return changed

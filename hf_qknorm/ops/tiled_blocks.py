@@ -1,0 +1,253 @@
+"""The blocks that `tiled` works through: which queries meet which keys, their logits, masks and dropout.
+
+Shapes: B batch, H query heads, Hk key/value heads, G = H / Hk, T queries, S keys, D head_dim. The query heads of a
+group are extra rows of a block, so that K and V are never repeated for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.ops.types import Options
+
+BLOCK_ROWS = 64  # rows of logits a head and block: small enough for the cache, large enough for a good matmul
+BLOCK_LOGITS = 1 << 22  # logits in one block at most (16 MiB in fp32)
+
+# tanh(x) ≈ x·P(x²) on |x| ≤ SMALL to 3.5e-8, by interpolation at Chebyshev nodes; highest power first.
+SMALL = 0.35
+TANH_SMALL = (-0.04895564, 0.13295752, -0.3333242, 0.99999997)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries `rows` of batch entries `batch` against the keys `cols`, the only ones that they may see."""
+
+    batch: slice
+    rows: slice
+    cols: slice
+    number: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Batch entries, queries and keys."""
+        b, n, w = (s.stop - s.start for s in (self.batch, self.rows, self.cols))
+        return b, n, w
+
+
+class Problem:
+    """One attention call in the layout that the loops work on: q `[B·Hk, G, T, D]`, k and v `[B·Hk, S, D]`."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        ranges: Tensor | None,
+        sinks: Tensor | None,
+        options: Options,
+    ) -> None:
+        self.batch, heads, self.queries, self.dim = q.shape
+        self.heads_kv, self.keys = k.shape[1], k.shape[2]
+        self.group = heads // self.heads_kv
+        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.mask, self.options, self.device = mask, options, q.device
+        self.ranges = None if ranges is None else ranges.clamp(0, self.keys)  # differences of int32 must not overflow
+        self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads_kv, self.group, 1, 1)
+        self.q, self.k, self.v = self.grouped(q), self.flat(k), self.flat(v)
+        self.blocks = list(self._blocks())
+
+    def flat(self, x: Tensor) -> Tensor:
+        """`[B, Hk, S, D]` to `[B·Hk, S, D]`, in the dtype of the computation."""
+        return x.to(self.dtype).flatten(0, 1)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """`[B, H, T, *]` to `[B·Hk, G, T, *]`, in the dtype of the computation."""
+        return x.to(self.dtype).reshape(self.batch * self.heads_kv, self.group, *x.shape[2:])
+
+    def buffer(self) -> Tensor:
+        """Room for the logits of the largest block."""
+        largest = max((math.prod(block.shape) for block in self.blocks), default=0)
+        return self.q.new_empty(largest * self.heads_kv * self.group)
+
+    def _blocks(self) -> Iterator[Block]:
+        """The blocks in order; the same for forward, backward and the dropout mask."""
+        rows = max(BLOCK_ROWS // self.group, 16)
+        batches = max(BLOCK_LOGITS // (self.heads_kv * self.group * rows * max(self.keys, 1)), 1)
+        number = 0
+        for first in range(0, self.batch, batches):
+            batch = slice(first, min(first + batches, self.batch))
+            for start in range(0, self.queries, rows):
+                block_rows = slice(start, min(start + rows, self.queries))
+                cols = self._seen(batch, block_rows)
+                if cols.stop > cols.start:
+                    yield Block(batch, block_rows, cols, number)
+                number += 1
+
+    def _seen(self, batch: slice, rows: slice) -> slice:
+        """The range of keys that any of the queries may attend to."""
+        offset, window = self.keys - self.queries, self.options.window
+        first, last = rows.start + offset, rows.stop - 1 + offset
+        lo = 0 if window is None else first - window + (1 if self.options.causal else 0)
+        hi = self.keys
+        if self.options.causal:
+            hi = last + 1
+        elif window is not None:
+            hi = last + window + 1
+        lo, hi = max(lo, 0), min(max(hi, 0), self.keys)
+        if self.ranges is not None and self.device.type == "cpu":
+            spans = self._spans(self.ranges, batch, rows)
+            spans = spans[spans[..., 1] > spans[..., 0]]
+            if not len(spans):
+                return slice(0, 0)
+            lo, hi = max(lo, int(spans[:, 0].min())), min(hi, int(spans[:, 1].max()))
+        if self.mask is not None and self.mask.dtype == torch.bool and self.device.type == "cpu":
+            part = self._masks(batch, rows, slice(lo, hi)).flatten(0, -2).any(0)
+            used = part.expand(max(hi - lo, 0)).nonzero()
+            return slice(lo + int(used[0]), lo + int(used[-1]) + 1) if len(used) else slice(0, 0)
+        return slice(lo, max(lo, hi))
+
+    def _spans(self, ranges: Tensor, batch: slice, rows: slice) -> Tensor:
+        """The part of the ranges for a block, `[b or 1, n, 2]`."""
+        return ranges[batch if ranges.shape[0] > 1 else slice(None), rows]
+
+    def _masks(self, batch: slice, rows: slice, cols: slice) -> Tensor:
+        """The mask's part for a block, broadcastable to `[b, Hk, G, n, w]`."""
+        assert self.mask is not None
+        part = self.mask[batch if self.mask.shape[0] > 1 else slice(None)]
+        part = part[:, :, rows if part.shape[2] > 1 else slice(None), cols if part.shape[3] > 1 else slice(None)]
+        if part.shape[1] == 1:
+            return part.unsqueeze(2)
+        return part.view(part.shape[0], self.heads_kv, self.group, *part.shape[2:])
+
+    def part(self, x: Tensor, block: Block) -> Tensor:
+        """The block's rows of x `[B·Hk, G, T, *]`, as `[b·Hk, G·n, *]`."""
+        heads = slice(block.batch.start * self.heads_kv, block.batch.stop * self.heads_kv)
+        return x[heads, :, block.rows].flatten(1, 2)
+
+    def put(self, x: Tensor, block: Block, rows: Tensor) -> None:
+        """Write `[b·Hk, G·n, *]` to the block's rows of x `[B·Hk, G, T, *]`."""
+        heads = slice(block.batch.start * self.heads_kv, block.batch.stop * self.heads_kv)
+        x[heads, :, block.rows] = rows.view(rows.shape[0], self.group, -1, rows.shape[-1])
+
+    def span(self, x: Tensor, block: Block) -> Tensor:
+        """The block's keys of x `[B·Hk, S, D]`."""
+        return x[block.batch.start * self.heads_kv : block.batch.stop * self.heads_kv, block.cols]
+
+    def scores(self, block: Block, factor: float, out: Tensor) -> Tensor:
+        """factor·q·kᵀ of a block, `[b·Hk, G·n, w]`, into the buffer `out`."""
+        b, n, w = block.shape
+        logits = out[: b * self.heads_kv * self.group * n * w].view(b * self.heads_kv, self.group * n, w)
+        keys = self.span(self.k, block).transpose(1, 2)
+        return torch.baddbmm(logits, self.part(self.q, block), keys, beta=0, alpha=factor, out=logits)
+
+    def tanh_scores(self, block: Block, cap: float, out: Tensor, spare: Tensor) -> Tensor:
+        """tanh(scale·q·kᵀ / cap) of a block, `[b·Hk, G·n, w]`, into the buffer `out`, with the help of `spare`.
+
+        Where all of it is small, as after norms, a polynomial takes a third of the time of torch.tanh on a CPU.
+        """
+        x = self.scores(block, self.options.scale, out).div_(cap)  # scale / cap would round once for all logits
+        if self.device.type != "cpu" or x.dtype == torch.float64 or not _is_small(x):
+            return x.tanh_()
+        square = torch.mul(x, x, out=spare[: x.numel()].view(x.shape))
+        leading, *others, last = TANH_SMALL
+        factor = torch.mul(square, leading)
+        for coefficient in others:
+            factor.add_(coefficient).mul_(square)
+        return x.mul_(factor.add_(last))
+
+    def logits(self, block: Block, out: Tensor, spare: Tensor) -> Tensor:
+        """The block's capped and masked logits, `[b·Hk, G·n, w]`, in the buffer `out`."""
+        cap = self.options.softcap
+        if cap is None:
+            logits = self.scores(block, self.options.scale, out)
+        else:
+            logits = self.tanh_scores(block, cap, out, spare).mul_(cap)
+        self.hide(logits, block)
+        return logits
+
+    def hide(self, logits: Tensor, block: Block) -> None:
+        """Apply mask, ranges, causality and window to the block's logits, in place."""
+        b, n, w = block.shape
+        self._hide_in(logits.view(b, self.heads_kv, self.group, n, w), block)
+
+    def seen(self, block: Block) -> Tensor:
+        """Which of the block's keys each query may attend to, `[b, Hk, G, n, w]`, whatever their logits."""
+        b, n, w = block.shape
+        alike = self.mask is None or self.mask.shape[1] == 1  # for all heads
+        view = self.q.new_zeros((b, *((1, 1) if alike else (self.heads_kv, self.group)), n, w))
+        self._hide_in(view, block)
+        return (view != -math.inf).expand(b, self.heads_kv, self.group, n, w)
+
+    def empty(self, block: Block, largest: Tensor) -> Tensor:
+        """Which rows may attend to nothing, given their largest logits; both `[b·Hk, G·n, 1]`.
+
+        Logits of keys that a row does see can be -inf too, by overflow: that row is NaN, and not empty.
+        """
+        empty = largest == -math.inf
+        if self.device.type == "cpu" and not bool(empty.any()):
+            return empty
+        return ~self.seen(block).any(-1).view(largest.shape)
+
+    def _hide_in(self, view: Tensor, block: Block) -> None:
+        if self.mask is not None:
+            part = self._masks(block.batch, block.rows, block.cols)
+            if part.dtype == torch.bool:
+                view.masked_fill_(~part, -math.inf)
+            else:
+                view.add_(part.to(self.dtype))
+                view.masked_fill_(part <= torch.finfo(part.dtype).min, -math.inf)
+        if self.ranges is not None:
+            self._hide_outside(view, block, self._spans(self.ranges, block.batch, block.rows))
+        causal, window = self.options.causal, self.options.window
+        n, w = view.shape[3:]
+        first = block.rows.start + self.keys - self.queries - block.cols.start  # the column of row 0's own key
+        if causal and first + 1 < w:  # keys after the first query's own: a triangle
+            self._hide(view, max(first + 1, 0), w, first, lambda distance: distance < 0)
+        if window is not None and causal and first + n - 1 - window >= 0:
+            self._hide(view, 0, min(first + n - window, w), first, lambda distance: distance >= window)
+        if window is not None and not causal:
+            self._hide(view, 0, w, first, lambda distance: distance.abs() > window)
+
+    def _hide(self, view: Tensor, lo: int, hi: int, first: int, hidden: Callable[[Tensor], Tensor]) -> None:
+        rows = torch.arange(first, first + view.shape[3], device=self.device)
+        distance = rows[:, None] - torch.arange(lo, hi, device=self.device)
+        view[..., lo:hi].masked_fill_(hidden(distance), -math.inf)
+
+    def _hide_outside(self, view: Tensor, block: Block, spans: Tensor) -> None:
+        start, stop = (spans - block.cols.start)[:, None, None, ..., None].unbind(-2)
+        width = view.shape[-1]
+        parts = [(0, width)]
+        if self.device.type == "cpu":  # most columns are seen by all rows: leave them be
+            parts = [(0, min(int(start.max()), width)), (max(int(stop.min()), 0), width)]
+        for lo, hi in parts:
+            if lo < hi:
+                col = torch.arange(lo, hi, device=self.device)
+                view[..., lo:hi].masked_fill_((col < start) | (col >= stop), -math.inf)
+
+    def keep(self, block: Block, seed: Tensor) -> Tensor:
+        """The block's dropout mask, `[b·Hk, G·n, w]`: 0, or 1/(1 − rate). A function of the seed and the block."""
+        b, n, w = block.shape
+        generator = torch.Generator(self.device).manual_seed((int(seed) + block.number) % (1 << 63))
+        shape = (b * self.heads_kv, self.group * n, w)
+        drawn = torch.rand(shape, generator=generator, device=self.device, dtype=self.dtype)
+        return (drawn >= self.options.dropout).to(self.dtype).div_(1 - self.options.dropout)
+
+    def sink_rows(self, block: Block) -> Tensor | None:
+        """The sinks' logits for the block's rows, `[b·Hk, G·n, 1]`."""
+        if self.sinks is None:
+            return None
+        b, n, _ = block.shape
+        rows = self.sinks.expand(-1, -1, n, 1).flatten(1, 2)
+        return rows.repeat(b, 1, 1)
+
+
+def _is_small(x: Tensor) -> bool:
+    """Whether all of x is within SMALL; NaN is not."""
+    least, most = map(float, x.aminmax())
+    return least >= -SMALL and most <= SMALL

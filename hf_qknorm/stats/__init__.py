@@ -1,0 +1,1 @@
+"""Statistics of logits and predictions, reports and plots."""

@@ -1,0 +1,84 @@
+"""The bound that norms put on a layer's attention logits, whatever the input: derived in `ops/README.md`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.stats.distributed import whole
+
+
+def logit_bound(layer: QKNormAttention) -> float | None:
+    """The largest |logit| of a patched layer, before any cap, that any input can give; rounding may add to it.
+
+    None where queries or keys have no norm of the scheme, or one that is in a blend. In models that scale queries by
+    their position it holds as far as the model's positions reach.
+    """
+    norms = head_norms(layer)
+    q, k = norms.get("q_norm"), norms.get("k_norm")
+    if q is None or k is None or any(norm.bypass or norm.blend is not None for norm in (q, k)):
+        return None
+    style = layer.family.style
+    head_dim = style.heads(layer)[2]
+    queries, keys = _lengths(q, head_dim), _lengths(k, head_dim)
+    if 1 in (len(queries), len(keys)):
+        largest = float(queries.max() * keys.max())
+    else:  # the query heads of each key head
+        largest = float((queries.view(len(keys), -1) * keys[:, None]).max())
+    return abs(layer.logit_scale) * style.query_scale(layer) * rotary_scale(layer) ** 2 * largest
+
+
+def worst_bound(model: Any) -> float | None:
+    """The largest of the bounds of a patched model's layers; None where a layer has none."""
+    bounds = [logit_bound(layer) for layer in patched_layers(model).values()]
+    return None if None in bounds else max(bound for bound in bounds if bound is not None)
+
+
+def rotary_scale(layer: QKNormAttention) -> float:
+    """The most that rotation multiplies the length of a query or a key by: the attention factor of YaRN and LongRoPE.
+
+    At least 1, as a part of each head may not be turned.
+    """
+    config = layer.config
+    rope: Mapping[str, Any] | None = getattr(config, "rope_parameters", None)
+    thetas = getattr(config, "layer_rope_theta", None)  # Granite's: 0 for a layer that does not rotate
+    if not rope or not layer.family.style.rotates(layer) or (thetas and not thetas[layer.layer_idx]):
+        return 1.0
+    kind = None
+    if "rope_type" not in rope:  # a mapping from each type of layer
+        kind = getattr(layer, "layer_type", None) or config.layer_types[layer.layer_idx]
+        rope = rope[kind]
+    if rope is None or rope["rope_type"] == "default":
+        return 1.0
+    _, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=kind)
+    own = (rope.get(name) or 1.0 for name in ("short_mscale", "long_mscale"))  # Phi-3.5-MoE's, in place of the factor
+    return float(max(1.0, factor, *own))
+
+
+def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:
+    """The longest vector that comes out of a norm, for each head that has a gain of its own: `[H]` or `[1]`, fp64."""
+    gain, bias = (_rows(parameter, head_dim) for parameter in (norm.weight, norm.bias))
+    gain = torch.ones(1, head_dim, dtype=torch.float64) if gain is None else gain.abs()
+    longest = gain.amax(-1)
+    if norm.norm in ("rms", "layer"):
+        longest = longest * math.sqrt(head_dim)
+    elif norm.norm == "lp" and norm.p > 2:
+        order = 2 * norm.p / (norm.p - 2)
+        unit = longest.clamp_min(torch.finfo(torch.float64).tiny)[:, None]  # a power of the gains may overflow
+        longest = longest * (gain / unit).pow(order).sum(-1).pow(1 / order)
+    return longest if bias is None else longest + bias.norm(dim=-1)
+
+
+def _rows(parameter: Any, head_dim: int) -> Tensor | None:
+    """A gain or bias as rows of D, `[H, D]` or `[1, D]`, with those of all ranks; None without one."""
+    if parameter is None:
+        return None
+    values = whole(parameter.detach()).double().cpu()
+    return values.reshape(-1, values.shape[-1]).expand(-1, head_dim)

@@ -1,0 +1,115 @@
+"""The logits of one attention call, measured: by the kernels where they can tell, else a block at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_qknorm.backends.masks import Structure, structure
+from hf_qknorm.ops import library, tiled
+
+
+def visible(
+    layer: nn.Module, q: Tensor, k: Tensor, mask: Any, options: dict[str, Any], real: Tensor | None
+) -> Structure:
+    """Which keys each real query may see; `mask` and `options` are what the attention function gets.
+
+    `real` `[B, T]` says which queries are no padding, which right of the tokens may attend to them; None: all.
+
+    Raises ValueError for flex attention's block masks, which are programs.
+    """
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError(
+            f"the mask of {layer.config._attn_implementation} is a {type(mask).__name__}, which can't be watched: "  # type: ignore[union-attr]
+            'set_attn_implementation("hf_qknorm") first'
+        )
+    padding = mask if mask is not None and mask.dim() == 2 else None  # flash attention's; causality is the layer's
+    mask = None if padding is not None else mask
+    boundaries = options.get("cu_seq_lens_q")
+    seen = structure(layer, q, k, k, mask, options["sliding_window"], options.get("is_causal"), boundaries)
+    if padding is not None:
+        seen = _between(seen, q.shape[2], padding.bool())
+    if real is None:
+        return seen
+    if seen.ranges is not None:
+        return seen._replace(ranges=seen.ranges.where(real[..., None], 0))
+    if seen.mask is None:
+        return seen
+    rows, mask = real[:, None, :, None], seen.mask
+    mask = mask & rows if mask.dtype == torch.bool else mask.masked_fill(~rows, torch.finfo(mask.dtype).min)
+    return seen._replace(mask=mask)
+
+
+def measure(
+    q: Tensor, seen: Structure, scale: float, softcap: float | None, cap: float
+) -> tuple[tiled.Statistics, Tensor]:
+    """`tiled.statistics` of q `[B, H, T, D]`, and the entropy (nats) of attention that is even over what is seen.
+
+    The largest logit of a head whose queries or keys are not all finite is NaN.
+    """
+    keys = _keys_seen(q, seen)
+    even = keys.clamp_min(1).float().log().sum() / (keys > 0).sum().clamp_min(1)
+    found = measure_by_kernels(q, seen, scale, softcap, cap) if q.is_cuda else None
+    if found is None:
+        options = tiled.Options(scale, softcap, seen.causal, seen.window)
+        found = tiled.statistics(q, seen.key, seen.mask, seen.ranges, None, options, cap)
+    finite = [x.isfinite().all(-1).all(2).all(0) for x in (q, seen.key)]  # by head
+    broken = ~(finite[0] & finite[1].repeat_interleave(len(finite[0]) // len(finite[1])))
+    return found._replace(max_logit=found.max_logit.masked_fill(broken, torch.nan)), even
+
+
+def measure_by_kernels(
+    q: Tensor, seen: Structure, scale: float, softcap: float | None, cap: float
+) -> tiled.Statistics | None:
+    """The same in one launch; None where kernels don't serve, or logits are over cap/2, as they count none."""
+    if seen.mask is not None or scale <= 0 or library.why_not_fused(q, seen.key, seen.key) is not None:
+        return None
+    found = library.fused_statistics(
+        q,
+        seen.key,
+        seen.key,
+        scale=scale,
+        softcap=softcap,
+        causal=seen.causal,
+        window=seen.window,
+        ranges=seen.ranges,
+    )
+    if not bool(found.largest.max() <= cap / 2):
+        return None
+    keys = _keys_seen(q, seen).expand(q.shape[0], 1, -1)
+    entropy = found.entropy.where(keys > 0, 0.0).sum((0, 2)) / (keys > 0).sum().clamp_min(1)
+    none = torch.zeros_like(entropy, dtype=torch.int64)
+    return tiled.Statistics(found.largest.amax((0, 2)), entropy, none + keys.sum(), none, none)
+
+
+def _between(seen: Structure, queries: int, padding: Tensor) -> Structure:
+    """The structure, of keys from the first real one to the last: `padding` `[B, S]` is True for these."""
+    key = torch.arange(padding.shape[1], device=padding.device)
+    start, stop = torch.where(padding, key, len(key)).amin(-1), torch.where(padding, key + 1, 0).amax(-1)
+    own = torch.arange(queries, device=padding.device) + seen.key.shape[2] - queries
+    first, last = _span(own, seen)
+    ranges = torch.stack([torch.maximum(first, start[:, None]), torch.minimum(last, stop[:, None])], -1)
+    return seen._replace(ranges=ranges.to(torch.int32), causal=False, window=None)
+
+
+def _span(own: Tensor, seen: Structure) -> tuple[Tensor, Tensor]:
+    """The keys that causality and window let a query see whose own is `own`: the first, and the one behind the last."""
+    keys, window = seen.key.shape[2], seen.window
+    stop = own + 1 if seen.causal else torch.full_like(own, keys) if window is None else own + window + 1
+    start = torch.zeros_like(own) if window is None else own - window + (1 if seen.causal else 0)
+    return start.clamp(0, keys), stop.clamp(0, keys)
+
+
+def _keys_seen(q: Tensor, seen: Structure) -> Tensor:
+    """How many keys each query sees, `[B or 1, H or 1, T]`."""
+    if seen.mask is not None:
+        mask = seen.mask if seen.mask.dtype == torch.bool else seen.mask > torch.finfo(seen.mask.dtype).min
+        return mask.sum(-1).expand(-1, -1, q.shape[2])
+    if seen.ranges is not None:
+        start, stop = seen.ranges[:, None].unbind(-1)
+    else:
+        own = torch.arange(q.shape[2], device=q.device) + seen.key.shape[2] - q.shape[2]
+        start, stop = (x[None, None] for x in _span(own, seen))
+    return (stop - start).clamp_min(0)

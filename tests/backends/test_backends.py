@@ -1,0 +1,255 @@
+"""Choosing a backend: a cap is never dropped, norm and cap survive every switch, and other outputs still work."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tables import LENGTH, MODEL_TYPES, PAIRS, applies, assert_near, make_batch, randomise, real, sharp_model
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2ForCausalLM, PreTrainedModel
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
+from hf_qknorm.backends import functions
+from hf_qknorm.backends.functions import CAP_BACKENDS, REGISTERED
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.derived import QKNormModel
+from hf_qknorm.ops import reference
+from hf_qknorm.testing import error
+
+CAPPED = {"cap": Scheme(softcap=2.0), "norm and cap": Scheme(q="auto", k="auto", softcap=2.0)}
+MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in CAPPED.items() if applies(t, scheme)]
+TOLERANCE = 1e-5
+
+Register = Callable[[str, Callable[..., Any]], None]
+
+
+@pytest.fixture
+def register() -> Iterator[Register]:
+    """Registers an attention function with transformers, for the length of a test."""
+    names = []
+
+    def add(name: str, function: Callable[..., Any]) -> None:
+        AttentionInterface.register(name, function)
+        names.append(name)
+
+    yield add
+    for name in names:
+        del AttentionInterface._global_mapping[name]
+
+
+def capped_model(model_type: str, scheme: str = "norm and cap") -> PreTrainedModel:
+    return randomise(patch_model(sharp_model(model_type), CAPPED[scheme]))
+
+
+def assert_lists_backends(message: str) -> None:
+    assert "softcap=2" in message
+    for name in CAP_BACKENDS:
+        assert name in message
+
+
+@pytest.mark.parametrize(("model_type", "scheme"), MODELS)
+def test_sdpa_with_a_cap_is_refused_at_once(model_type, scheme):
+    model = sharp_model(model_type)
+    with pytest.raises(ValueError, match="can't cap attention logits") as refusal:
+        patch_model(model, CAPPED[scheme], attn_implementation="sdpa")
+    assert_lists_backends(str(refusal.value))
+    assert not isinstance(model, QKNormModel)
+
+    patch_model(model, CAPPED[scheme])
+    with pytest.raises(ValueError, match="can't cap attention logits") as refusal:
+        model.set_attn_implementation("sdpa")
+    assert_lists_backends(str(refusal.value))
+    assert model.config._attn_implementation == "hf_qknorm"
+
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="can't cap attention logits") as refusal:
+        model(**make_batch("plain"))
+    assert_lists_backends(str(refusal.value))
+
+
+def test_loading_with_a_backend_that_cannot_cap_is_refused(tmp_path):
+    capped_model("llama").save_pretrained(tmp_path)
+    for name, why in (("sdpa", "can't cap attention logits"), ("no_such_backend", "is unknown")):
+        with pytest.raises(ValueError, match=why) as refusal:
+            AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+        assert_lists_backends(str(refusal.value))
+    for name in (None, "eager"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+        assert loaded.config._attn_implementation == (name or "hf_qknorm")
+
+
+@pytest.mark.skipif(Gemma2ForCausalLM._supports_sdpa, reason="older transformers drop Gemma 2's cap under sdpa")
+def test_sdpa_never_drops_the_cap_that_gemma2_was_born_with():
+    model = patch_model(sharp_model("gemma2"), "qk_norm")
+    with pytest.raises(ValueError, match="sdpa|scaled_dot_product"):
+        model.set_attn_implementation("sdpa")
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="softcap"):
+        model(**make_batch("plain"))
+
+
+@pytest.mark.parametrize(("model_type", "preset"), PAIRS)
+def test_the_backend_follows_from_the_cap(model_type, preset):
+    """A scheme with a cap brings its own backend; one without keeps the model's; an explicit one wins."""
+    scheme = SCHEMES[preset]
+    own = sharp_model(model_type).config._attn_implementation
+    model = patch_model(sharp_model(model_type), scheme)
+    assert model.config._attn_implementation == ("hf_qknorm" if scheme.softcap else own)
+    model = patch_model(sharp_model(model_type), scheme, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    model = patch_model(sharp_model(model_type), scheme, attn_implementation="hf_qknorm_tiled")
+    assert model.config._attn_implementation == "hf_qknorm_tiled"
+
+
+@pytest.mark.parametrize(("model_type", "scheme"), MODELS)
+@torch.no_grad()
+def test_switching_back_and_forth_loses_neither_norm_nor_cap(model_type, scheme):
+    model = capped_model(model_type, scheme)
+    batch = make_batch("left")
+    expected = model(**batch).logits
+    for backend in ("eager", "hf_qknorm_eager", "hf_qknorm_tiled", "hf_qknorm"):
+        model.set_attn_implementation(backend)
+        assert model.config._attn_implementation == backend
+        assert_near(model(**batch).logits[real(batch)], expected[real(batch)], TOLERANCE, backend)
+    assert torch.equal(model(**batch).logits, expected)
+    assert model.config.scheme == CAPPED[scheme].resolve(FAMILIES[model_type].norm)
+
+
+@pytest.mark.parametrize("backend", ["eager", "hf_qknorm_eager", "hf_qknorm"])
+@pytest.mark.parametrize("scheme", [None, *CAPPED])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@torch.no_grad()
+def test_output_attentions(model_type, scheme, backend):
+    chosen = SCHEMES["none"] if scheme is None else CAPPED[scheme]
+    if not applies(model_type, chosen):
+        chosen = CAPPED["cap"]
+    model = patch_model(sharp_model(model_type), chosen, attn_implementation=backend)
+    batch = make_batch("left")
+    plain = model(**batch).logits
+    result = model(**batch, output_attentions=True)
+    assert_near(result.logits[real(batch)], plain[real(batch)], 0 if "eager" in backend else TOLERANCE)
+    assert len(result.attentions) == 2
+    for weights in result.attentions:
+        assert weights.shape == (2, 4, LENGTH, LENGTH)
+        rows = weights.transpose(1, 2)[real(batch)]  # [tokens, H, S]
+        torch.testing.assert_close(rows.sum(-1), torch.ones(rows.shape[:-1]))
+        assert (weights.triu(1).transpose(1, 2)[real(batch)] == 0).all()
+        assert (weights[0, :, 6:, :6] == 0).all(), "padding gets no weight"
+
+
+@pytest.mark.parametrize("backend", ["hf_qknorm_tiled", "hf_qknorm_triton"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_output_attentions_of_a_backend_without_weights_is_refused_with_advice(model_type, backend):
+    model = capped_model(model_type, "cap")
+    model.set_attn_implementation(backend)
+    with pytest.raises(
+        ValueError, match=rf"{backend}.*output_attentions.*set_attn_implementation\(.hf_qknorm_eager.\)"
+    ):
+        model(**make_batch("plain"), output_attentions=True)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
+@torch.no_grad()
+def test_weights_that_the_config_asks_for(model_type, tmp_path):
+    """transformers takes and saves that wish with "eager" alone, which a cap's layers compute themselves."""
+    batch = make_batch("plain", labels=False)
+    model = sharp_model(model_type)
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    expected = model(**batch).attentions
+    patch_model(model, Scheme(softcap=1e4)).save_pretrained(tmp_path)
+    for patched in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert patched.config._attn_implementation == "eager"
+        for weights, others in zip(patched(**batch).attentions, expected, strict=True):
+            assert_near(weights, others, TOLERANCE)
+
+
+@torch.no_grad()
+def test_the_way_weights_are_formed_is_told_once(caplog, monkeypatch):
+    monkeypatch.setattr(functions, "_told", set())
+    caplog.set_level(logging.INFO, "hf_qknorm")
+    model = capped_model("gpt2", "cap")
+    for _ in range(2):
+        assert len(model(**make_batch("plain"), output_attentions=True).attentions) == 2
+    assert caplog.text.count("forms every logit in memory, for output_attentions=True") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("hf_qknrom", "is unknown: did you mean 'hf_qknorm'?"), ("foo", "'foo' is unknown."), ("a/kernel", "can't cap")],
+)
+def test_a_backend_that_is_not_known(name, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as refusal:
+        patch_model(sharp_model("llama"), CAPPED["cap"], attn_implementation=name)
+    assert_lists_backends(str(refusal.value))
+
+
+@pytest.mark.parametrize(("model_type", "scheme"), MODELS)
+@torch.no_grad()
+def test_output_hidden_states_of_a_patched_and_a_reloaded_model(model_type, scheme, tmp_path):
+    model = capped_model(model_type, scheme)
+    batch = make_batch("left")
+    states = model(**batch, output_hidden_states=True).hidden_states
+    assert [tuple(state.shape) for state in states] == [(2, LENGTH, 64)] * 3
+    model.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = reloaded(**batch, output_hidden_states=True).hidden_states
+    assert len(again) == 3
+    assert all(torch.equal(a, b) for a, b in zip(again, states, strict=True))
+
+
+def test_a_backend_without_a_mask_function_is_caught(register):
+    """Only a registered mask function makes transformers build a mask: without one, all tokens see each other."""
+
+    def blind(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        result = reference.attention(query, key, value, mask=mask, scale=options["scaling"])
+        return result.out.transpose(1, 2).contiguous(), None
+
+    register("blind", blind)
+    model = sharp_model("llama")
+    batch = make_batch("left")
+    expected = model(**batch).logits
+    with pytest.raises(RuntimeError, match="causality is lost"):
+        patch_model(model, "qk_norm", attn_implementation="blind")
+    assert not isinstance(model, QKNormModel)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(**batch).logits, expected)
+
+
+@pytest.mark.parametrize(("model_type", "scheme"), MODELS)
+@torch.no_grad()
+def test_a_server_that_replaces_the_attention_function(model_type, scheme, register, tmp_path):
+    """As vLLM's transformers backend: a function of its own, which reads scale and cap, and no mask."""
+
+    def serve(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        assert mask is None
+        cap = module.config.attn_logit_softcapping
+        window = options.get("sliding_window")
+        result = reference.attention(
+            query, key, value, causal=True, window=window, scale=options["scaling"], softcap=cap
+        )
+        return result.out.transpose(1, 2).contiguous(), None
+
+    register("vllm", serve)
+    model = capped_model(model_type, scheme)
+    batch = make_batch("plain")
+    expected = model(**batch).logits
+    model.save_pretrained(tmp_path)
+    served = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="vllm")
+    assert_near(served(**batch).logits, expected, TOLERANCE)
+    served.config.attn_logit_softcapping = None
+    assert error(served(**batch).logits, expected) > 1e-3, "the server reads the cap there"
+
+
+@pytest.mark.parametrize("argument", ["position_bias", "cache"])
+@pytest.mark.parametrize("name", REGISTERED)
+def test_an_argument_that_would_change_the_result_is_never_ignored(name, argument):
+    q, k, v = (torch.randn(1, 2, 3, 16) for _ in range(3))
+    module = next(iter(patched_layers(capped_model("llama")).values()))
+    with pytest.raises(ValueError, match=argument):
+        REGISTERED[name](module, q, k, v, None, **{argument: torch.zeros(1)})

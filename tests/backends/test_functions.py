@@ -1,0 +1,266 @@
+"""The attention functions: every backend computes the same, keeps causality, and none drops a cap."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tables import BATCHES, LENGTH, MODEL_TYPES, applies, assert_near, make_batch, randomise, real, sharp_model
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
+from hf_qknorm.backends import functions
+from hf_qknorm.backends.functions import CAP_BACKENDS, REGISTERED
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.testing import error, make_qkv
+
+OWN = tuple(name for name in REGISTERED if name != "hf_qknorm_triton")  # test_kernels_in_models.py has that one
+CAPPING = (*OWN, "eager")
+TOLERANCE = 1e-5
+# The published caps of 50 change almost nothing on tiny models: these act.
+CAPPED = {name: replace(SCHEMES[name], softcap=2.0) for name in ("soft_cap", "qk_norm_cap")}
+MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in CAPPED.items() if applies(t, scheme)]
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="flex_attention on the CPU needs a C++ compiler, and AVX2",
+)
+
+
+def capped_model(model_type: str, scheme: str, **settings: Any) -> PreTrainedModel:
+    return randomise(patch_model(sharp_model(model_type, **settings), CAPPED[scheme]))
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return capped_model(*request.param)
+
+
+def outcome(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Logits at the tokens that are no padding, and every gradient."""
+    model.zero_grad()
+    result = model(**batch)
+    result.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"logits": result.logits[real(batch)].detach(), **grads}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_backends_with_a_cap_agree(model, kind):
+    batch = make_batch(kind)
+    model.set_attn_implementation("hf_qknorm_eager")
+    expected = outcome(model, batch)
+    for backend in CAPPING:
+        model.set_attn_implementation(backend)
+        for name, value in outcome(model, batch).items():
+            # A bias that softmax cannot see has a gradient of rounding errors alone.
+            if expected[name].abs().max() > 1e-6:
+                assert_near(value, expected[name], TOLERANCE, f"{backend}: {name}")
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@torch.no_grad()
+def test_backends_without_a_cap_agree(model_type, kind):
+    scheme = SCHEMES["none"] if FAMILIES[model_type].own_norms else SCHEMES["qk_norm"]
+    settings = {"attn_logit_softcapping": None} if FAMILIES[model_type].own_cap else {}
+    model = randomise(patch_model(sharp_model(model_type, **settings), scheme))
+    batch = make_batch(kind)
+    logits = {}
+    for backend in (*CAPPING, *(() if FAMILIES[model_type].own_cap else ("sdpa",))):
+        model.set_attn_implementation(backend)
+        logits[backend] = model(**batch).logits[real(batch)]
+        assert_near(logits[backend], logits["hf_qknorm"], TOLERANCE, backend)
+
+
+@torch.no_grad()
+def test_packed_rows_are_separate_sequences(model):
+    batch = make_batch("packed", labels=False)
+    starts = (batch["position_ids"][1] == 0).nonzero().flatten().tolist()
+    alone = [
+        model(input_ids=batch["input_ids"][1:, start:stop]).logits
+        for start, stop in zip(starts, [*starts[1:], LENGTH], strict=True)
+    ]
+    for backend in CAPPING:
+        model.set_attn_implementation(backend)
+        assert_near(model(**batch).logits[1:], torch.cat(alone, dim=1), TOLERANCE, backend)
+
+
+@torch.no_grad()
+def test_packed_rows_by_their_lengths(model):
+    """`cu_seq_lens_q`, as the flattening collator gives it, also where transformers reads no packing from positions."""
+    batch = make_batch("packed", labels=False)
+    starts = (batch["position_ids"].flatten() == 0).nonzero().flatten()
+    ends = torch.cat([starts, torch.tensor([2 * LENGTH])]).to(torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 13, "max_length_k": 13}
+    for backend in CAPPING:
+        model.set_attn_implementation(backend)
+        expected = model(**batch).logits
+        for use_cache in (False, True):
+            actual = model(**{**batch, "use_cache": use_cache}, **lengths).logits
+            assert_near(actual, expected, TOLERANCE, f"{backend}, cache {use_cache}")
+    first, rest = batch["input_ids"].split([8, LENGTH - 8], dim=1)
+    cache = model(input_ids=first, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        model(input_ids=rest, past_key_values=cache, **lengths)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:.*(_compile flag|script_method):DeprecationWarning")  # theirs
+@pytest.mark.parametrize(("model_type", "cap"), [("llama", None), ("mistral", 2.0), ("gpt_neox", 2.0)])
+@torch.no_grad()
+def test_flex_attention_agrees(model_type, cap):
+    model = randomise(patch_model(sharp_model(model_type), Scheme(q="auto", k="auto", softcap=cap)))
+    batch = make_batch("left")
+    expected = model(**batch).logits[real(batch)]
+    model.set_attn_implementation("flex_attention")
+    assert_near(model(**batch).logits[real(batch)], expected, TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_changed_last_token_moves_nothing_earlier(model):
+    batch = make_batch("plain", labels=False)
+    changed = {"input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][:, -1] = 1
+    for backend in CAPPING:
+        model.set_attn_implementation(backend)
+        before, after = model(**batch).logits, model(**changed).logits
+        assert torch.equal(before[:, :-1], after[:, :-1]), backend
+        assert not torch.equal(before[:, -1], after[:, -1]), backend
+
+
+@torch.no_grad()
+def test_a_window_hides_what_is_behind_it():
+    """With two layers and a window of 4, the first token reaches 6 positions further and no more."""
+    model = capped_model("mistral", "qk_norm_cap", sliding_window=4)
+    batch = make_batch("plain", labels=False)
+    changed = {"input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][:, 0] = 1
+    for backend in CAPPING:
+        model.set_attn_implementation(backend)
+        moved = (model(**batch).logits - model(**changed).logits).abs().amax((0, 2)) > 0
+        assert moved.tolist() == [True] * 7 + [False] * (LENGTH - 7), backend
+
+
+@pytest.mark.parametrize("backend", CAPPING)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@torch.no_grad()
+def test_a_full_pass_in_pieces(model_type, backend):
+    """A prompt in two chunks and then single tokens, into a cache that keeps all keys: windows are masked."""
+    model = capped_model(model_type, "soft_cap")
+    model.set_attn_implementation(backend)
+    tokens = make_batch("plain")["input_ids"]
+    cache = DynamicCache()
+    pieces = [model(input_ids=piece, past_key_values=cache).logits for piece in tokens.split([6, 7, 1, 1, 1, 4], dim=1)]
+    assert_near(torch.cat(pieces, dim=1), model(input_ids=tokens).logits, TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", CAPPING)
+@torch.no_grad()
+def test_a_mask_of_the_users_own(backend):
+    """The 4D mask of two packed sequences, boolean or additive, is what restarting positions say."""
+    model = capped_model("llama", "qk_norm_cap")
+    model.set_attn_implementation(backend)
+    packed = make_batch("packed", labels=False)
+    row = (packed["position_ids"] == 0).cumsum(1)
+    seen = (row[:, :, None] == row[:, None, :]).tril()[:, None]
+    additive = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = model(**packed).logits
+    for mask in (additive,) if backend == "eager" else (additive, seen):
+        assert_near(model(**packed, attention_mask=mask).logits, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@torch.no_grad()
+def test_the_cap_acts(model_type):
+    batch = make_batch("plain")
+    settings = {"attn_logit_softcapping": None} if FAMILIES[model_type].own_cap else {}
+    for backend in CAPPING:
+        uncapped, *capped = (
+            patch_model(sharp_model(model_type, **settings), scheme, attn_implementation=backend)(**batch).logits
+            for scheme in ("none", *(Scheme(softcap=c) for c in (0.5, 5.0, 50.0, 1e6)))
+        )
+        moved = [error(logits, uncapped) for logits in capped]
+        assert moved == sorted(moved, reverse=True), backend
+        assert moved[0] > 0.05, backend
+        assert moved[1] > 1e-3, backend
+        assert moved[2] > 1e-6, backend
+        assert moved[3] < TOLERANCE, backend
+
+
+def test_a_model_without_causality_is_bidirectional():
+    """`config.is_causal = False` and the module's flag: what text embedders set."""
+    batch = make_batch("left", labels=False)
+    expected = None
+    for backend in CAPPING:
+        model = capped_model("llama", "qk_norm_cap")
+        model.config.is_causal = False
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+        model.set_attn_implementation(backend)
+        logits = model(**batch).logits[real(batch)]
+        expected = logits if expected is None else expected
+        assert_near(logits, expected, TOLERANCE, backend)
+    causal = capped_model("llama", "qk_norm_cap")(**batch).logits[real(batch)]
+    assert error(causal.detach(), expected.detach()) > 0.01
+
+
+def test_backends_that_can_cap_are_the_ones_listed():
+    assert set(OWN) < set(CAP_BACKENDS)
+    assert "sdpa" not in CAP_BACKENDS
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A query that says it is on a GPU; no attention is computed."""
+    monkeypatch.setattr(functions, "_told", set())
+    monkeypatch.setattr(functions, "_attend", lambda *heads, **options: None)
+    return SimpleNamespace(is_cuda=True)
+
+
+def test_what_runs_is_told_once(on_cuda, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "hf_qknorm")
+    for reason in (None, "head_dim is 264", None, "head_dim is 264"):
+        monkeypatch.setattr(functions, "_why_not_kernels", lambda *call, reason=reason: reason)
+        functions.best_attention(None, on_cuda, None, None, None)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "hf_qknorm attention runs its Triton kernels"),
+        ("INFO", "hf_qknorm attention runs tiled in PyTorch: head_dim is 264"),
+    ]
+
+
+def test_a_traced_graph_tells_nothing(on_cuda, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "hf_qknorm")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    functions.fused_attention(None, on_cuda, None, None, None, None, None, None)
+    assert not caplog.records
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    functions.fused_attention(None, on_cuda, None, None, None, None, None, None)
+    assert "norm and RoPE included" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 7), (2, 5, 0), (0, 5, 7), (2, 0, 0)], ids=str)
+@pytest.mark.parametrize("backend", OWN)
+def test_nothing_to_attend_is_no_fault(backend, shape):
+    layer = next(iter(patched_layers(patch_model(sharp_model("llama"), Scheme(softcap=2.0))).values()))
+    batch, queries, keys = shape
+    leaves = make_qkv(batch, 4, 2, queries, keys, 16)
+    out, _ = REGISTERED[backend](layer, *leaves, None, scaling=0.25, softcap=2.0)
+    assert out.shape == (batch, queries, 4, 16)
+    assert not out.any()
+    assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), leaves))
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5, math.nan])
+@pytest.mark.parametrize("backend", OWN)
+def test_a_dropout_that_is_no_rate_is_refused(backend, rate):
+    layer = next(iter(patched_layers(patch_model(sharp_model("llama"), Scheme(softcap=2.0))).values()))
+    with pytest.raises((ValueError, RuntimeError), match="dropout|probability|expects p"):
+        REGISTERED[backend](layer, *make_qkv(1, 4, 2, 5, 5, 16), None, scaling=0.25, dropout=rate)

@@ -1,0 +1,289 @@
+"""Masks as ranges of keys: row by row what transformers' own mask says, in linear memory, or that mask itself."""
+
+from __future__ import annotations
+
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mask_cases import CREATE, HOLES, PADDING, POSITIONS, assert_ranges, config, create, even, says, transformers_own
+from memory import LargestStorage
+from tables import BATCHES, LENGTH, dense, make_batch, sharp_model
+from torch import Tensor
+from transformers import DynamicCache, StaticCache, masking_utils
+
+from hf_qknorm import Scheme, patch_model
+from hf_qknorm.backends import spans
+from hf_qknorm.backends.masks import CHUNK, is_ranges, structure, structured_mask
+from hf_qknorm.ops import reference
+from hf_qknorm.patch import patched_config
+
+
+@pytest.mark.parametrize("window", [1, 4, 9, 20])
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("kind", CREATE)
+def test_padded_batches_are_ranges(kind, padding, window):
+    given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
+    expected = transformers_own(kind, config(kind, window), 9, given)
+    mask = create(kind, config(kind, window), 9, given)
+    if mask is None:
+        assert padding in ("none", "full")
+    else:
+        assert_ranges(mask, 2, 9, 9)
+    causal = "bidirectional" not in kind
+    assert torch.equal(says(mask, expected, causal, window if "window" in kind else None), expected)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "chunked"])
+@pytest.mark.parametrize("rows", [POSITIONS, POSITIONS[:1], POSITIONS + 5], ids=["each", "shared", "offset"])
+def test_packed_positions_are_ranges(kind, rows):
+    expected = transformers_own(kind, config(kind), 9, position_ids=rows)
+    mask = create(kind, config(kind), 9, position_ids=rows)
+    assert_ranges(mask, 2, 9, 9)
+    assert torch.equal(dense(mask[:, 0], 9), expected)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "window", "chunked"])
+@pytest.mark.parametrize("steps", [(9, 1, 1, 1), (3, 3, 1, 1, 3), (1, 1, 1, 1, 1, 1), (2, 9)], ids=str)
+def test_steps_into_a_cache_are_ranges(steps, kind, padded, static):
+    settings = config(kind, num_key_value_heads=1, num_attention_heads=1, hidden_size=4)
+    cache = StaticCache(settings, max_cache_len=16) if static else DynamicCache(config=settings)
+    for number, length in enumerate(steps):
+        done = sum(steps[: number + 1])
+        given = torch.ones(2, done, dtype=torch.long)
+        given[0, :2] = 0
+        given = given if padded else None
+        expected = transformers_own(kind, settings, length, given, cache)
+        mask = create(kind, settings, length, given, cache)
+        if mask is not None:
+            assert_ranges(mask, 2, length, expected.shape[3])
+        seen = says(mask, expected, True, settings.sliding_window if kind == "window" else None)
+        assert torch.equal(seen, expected)
+        k = torch.zeros(2, 1, length, 4)
+        assert cache.update(k, k, 0)[0].shape[2] == expected.shape[3]
+
+
+@pytest.mark.parametrize("kind", CREATE)
+def test_holes_are_a_mask(kind):
+    expected = transformers_own(kind, config(kind), 9, HOLES)
+    mask = create(kind, config(kind), 9, HOLES)
+    assert mask.dtype == torch.bool
+    assert torch.equal(mask, expected)
+
+
+def prefix(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """An image's tokens, of which each sees all."""
+    return key < 4
+
+
+def not_the_third(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return query != 2
+
+
+def backwards(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key + query == 8
+
+
+OWN = [
+    ({"or_mask_function": prefix}, True),
+    ({"and_mask_function": even}, False),
+    ({"and_mask_function": not_the_third}, False),  # between rows that see the first key, none can be empty
+    ({"and_mask_function": lambda b, h, query, key: (query >= 3) & (query < 7)}, True),
+    ({"and_mask_function": backwards}, False),  # a key each, but starts that decrease
+    ({"or_mask_function": backwards}, False),
+    ({"block_sequence_ids": torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1]] * 2)}, True),
+    ({"block_sequence_ids": torch.tensor([[0, 0, -1, -1, -1, 0, 0, -1, -1]] * 2)}, False),
+]
+
+
+@pytest.mark.parametrize("chunk", [1, 40, CHUNK])
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize(("function", "contiguous"), OWN)
+def test_functions_of_the_users_own_are_ranges_where_they_can_be(function, contiguous, padding, chunk, monkeypatch):
+    monkeypatch.setattr("hf_qknorm.backends.masks.CHUNK", chunk)
+    given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
+    expected = transformers_own("causal", config("causal"), 9, given, **function)
+    mask = create("causal", config("causal"), 9, given, **function)
+    assert is_ranges(mask) == contiguous
+    if contiguous:
+        assert_ranges(mask, 2, 9, 9)
+        mask = dense(mask[:, 0], 9)
+    assert torch.equal(mask, expected)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "bidirectional", "bidirectional_window"])
+@pytest.mark.parametrize("given", ["padding", "positions", "cache"])
+def test_the_usual_masks_are_linear(kind, given):
+    """Nothing is larger than a few numbers a token: the closed forms are found, in every version of transformers."""
+    length, window = 4096, 100
+    padding = torch.ones(2, length, dtype=torch.bool)
+    padding[0, :7] = False
+    arguments: dict[str, Any] = {"padding": padding}
+    if given == "positions":
+        arguments = {"position_ids": torch.arange(length).remainder(1000)[None]}
+    elif given == "cache":
+        settings = config(kind, num_key_value_heads=1, num_attention_heads=1, hidden_size=4)
+        arguments["cache"] = StaticCache(settings, max_cache_len=2 * length)
+    with LargestStorage() as largest:
+        create(kind, config(kind, window), length, **arguments)
+    assert largest.elements <= 8 * length
+
+
+@pytest.mark.parametrize("function", [{"or_mask_function": prefix}, {"block_sequence_ids": -torch.ones(2, 4096)}])
+def test_a_mask_that_must_be_looked_at_is_looked_at_in_parts(function):
+    with LargestStorage() as largest:
+        mask = create("causal", config("causal"), 4096, **function)
+    assert_ranges(mask, 2, 4096, 4096)
+    assert largest.elements <= CHUNK < 4096**2
+
+
+def test_sequences_that_come_back_are_a_mask():
+    ids = torch.tensor([[0, 0, 1, 1, 0, 0]])
+    arguments = {"batch_size": 1, "q_length": 6, "kv_length": 6, "allow_is_causal_skip": False}
+    arguments["mask_function"] = masking_utils.packed_sequence_mask_function(ids)
+    assert torch.equal(structured_mask(**arguments), masking_utils.sdpa_mask(**arguments))
+
+
+def test_ranges_end_where_the_keys_do():
+    ranges = torch.tensor([[0, 3], [2, 8]], dtype=torch.int32).view(1, 1, 2, 2)
+    q, k = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 5, 1)
+    assert structure(SimpleNamespace(), q, k, k, ranges, None).ranges.tolist() == [[[0, 3], [2, 5]]]
+    everything = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
+    assert structured_mask(1, 2, 5, **everything).tolist() == [[[[0, 5], [0, 5]]]]
+
+
+def test_the_mask_is_none_where_structure_says_all():
+    """Plain causal and windowed batches need no mask; padding and packed rows do."""
+    masks: list[Tensor | None] = []
+    model = patch_model(sharp_model("qwen2"), "soft_cap")  # one full layer, one with a window
+    for layer in (layer.self_attn for layer in model.model.layers):
+        layer.observer = lambda module, q, k, v, mask, options: masks.append(mask)
+    for kind in BATCHES:
+        masks.clear()
+        model(**make_batch(kind))
+        assert len(masks) == 2
+        if kind == "plain":
+            assert masks == [None, None]
+        else:
+            assert all(is_ranges(mask) and mask.shape == (2, 1, LENGTH, 2) for mask in masks)
+            assert not torch.equal(*masks), "a padded window is in its mask"
+
+
+def test_a_window_that_the_layers_do_not_pass_is_masked():
+    arguments: dict[str, Any] = {"batch_size": 1, "q_length": 8, "kv_length": 8}
+    arguments["config"] = patch_model(sharp_model("mistral"), "soft_cap").config
+    assert structured_mask(**arguments, local_size=8) is None
+    assert structured_mask(**arguments, local_size=3) is not None
+    arguments["config"].attention_chunk_size = 8  # then the size is that of the chunks, which no layer knows
+    assert structured_mask(**arguments, local_size=8) is not None
+    arguments["config"] = sharp_model("mistral").config  # whose layers are transformers' own
+    assert structured_mask(**arguments, local_size=8) is not None
+    arguments["config"] = patch_model(sharp_model("llama", sliding_window=8), "soft_cap").config
+    assert structured_mask(**arguments, local_size=8) is not None
+
+
+def first_half(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key <= query // 2
+
+
+def wider_window(sliding_window: int) -> Any:
+    """transformers' `sliding_window_overlay`, with one key more."""
+
+    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> Any:
+        return kv_idx >= q_idx - sliding_window
+
+    return inner_mask
+
+
+def either(*mask_functions: Any) -> Any:
+    """transformers' `and_masks`, which has become a union."""
+
+    def and_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+        result = q_idx.new_zeros((), dtype=torch.bool)
+        for mask in mask_functions:
+            result = result | mask(batch_idx, head_idx, q_idx, kv_idx)
+        return result
+
+    return and_mask
+
+
+def renamed_window(size: int) -> Any:
+    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> Any:
+        return kv_idx > q_idx - size
+
+    return inner_mask
+
+
+def as_transformers(function: Any, name: str) -> Any:
+    """The function, under the name of one of transformers' own; so are those that it makes."""
+
+    def named(result: Any) -> Any:
+        result.__module__ = masking_utils.__name__
+        result.__qualname__ = result.__qualname__.replace(function.__name__, name).removeprefix("<lambda>.")
+        return result
+
+    if function is first_half:
+        return named(FunctionType(function.__code__, vars(masking_utils), name))
+    return lambda *captured: named(function(*captured))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "kind", "padding"),
+    [
+        ("causal_mask_function", first_half, "causal", "left"),
+        ("sliding_window_overlay", wider_window, "window", "none"),
+        ("sliding_window_overlay", wider_window, "window", "left"),
+        ("sliding_window_overlay", renamed_window, "window", "left"),
+        ("and_masks", either, "window", "none"),
+    ],
+)
+def test_a_function_that_changes_under_its_name_is_read(name, changed, kind, padding, monkeypatch, caplog):
+    function = as_transformers(changed, name)
+    monkeypatch.setattr(masking_utils, name, function)
+    given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
+    settings = patched_config(config(kind), Scheme(softcap=2.0))  # a window that layers pass goes by its function too
+    expected = transformers_own(kind, settings, 9, given)
+    spans._keeps_promise.cache_clear()
+    for _ in range(2):
+        mask = create(kind, settings, 9, given)
+        assert torch.equal(dense(mask[:, 0], 9) if is_ranges(mask) else mask, expected)
+    assert sum(name in record.getMessage() for record in caplog.records) == 1
+
+
+def test_transformers_own_functions_do_what_they_are_known_for(caplog):
+    spans._keeps_promise.cache_clear()
+    for name in spans._PROMISED:
+        factory = getattr(masking_utils, name)
+        captured, _ = spans._PROMISED[name]
+        values = captured.get("mask_functions", tuple(captured.values()))
+        code = (factory(*values) if captured else factory).__code__
+        assert spans._keeps_promise(code, name), name
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None), (False, 2)])
+@pytest.mark.parametrize("given", ["nothing", "ranges", "mask"])
+@pytest.mark.parametrize("ends", [(0, 4, 9, 13, 18), (0, 6, 12, 12, 18), (3, 11)], ids=str)
+def test_ends_of_packed_sequences_are_ranges(ends, given, causal, window):
+    """Also of sequences that go on in the next row of the batch, and of tokens outside any."""
+    padding = torch.tensor(PADDING["both"]).bool()[:, None, None]
+    padding = None if given == "nothing" else padding & reference.visible(9, 9, causal, window)
+    mask = padding
+    if given == "ranges":
+        mask = create("causal", config("causal"), 9, torch.tensor(PADDING["both"]))
+        padding, causal, window = dense(mask[:, 0], 9), False, None
+    q = torch.zeros(2, 1, 9, 1)
+    module = SimpleNamespace(scheme="none", is_causal=causal)
+    seen = structure(module, q, q, q, mask, window, boundaries=torch.tensor(ends, dtype=torch.int32))
+    of = torch.tensor([sum(place >= end for end in ends) for place in range(18)]).view(2, 1, 9)
+    expected = (of[..., :, None] == of[..., None, :]) & reference.visible(9, 9, causal, window)
+    expected = expected if padding is None else expected & padding
+    if given == "mask":
+        assert torch.equal(seen.mask, expected)
+    else:
+        assert_ranges(seen.ranges[:, None], 2, 9, 9)
+        assert (seen.mask, seen.causal, seen.window) == (None, False, None)
+        assert torch.equal(dense(seen.ranges, 9), expected)

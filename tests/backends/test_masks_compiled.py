@@ -1,0 +1,101 @@
+"""Masks in a model that torch.compile traces: the same ranges, without a look at what they hold, and linear too."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mask_cases import HOLES, PADDING, POSITIONS, config, create, even, transformers_own
+from tables import assert_near
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from transformers import masking_utils
+
+from hf_qknorm.backends.masks import is_padded_ranges, structure, structured_mask
+from hf_qknorm.ops import reference
+from hf_qknorm.testing import make_qkv
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("kind", ["causal", "window"])
+def test_a_trace_reads_the_same_ranges(kind):
+    settings = config(kind)
+    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
+    arguments = {"position_ids": POSITIONS}
+    assert torch.equal(compiled(kind, settings, 9, **arguments), create(kind, settings, 9, **arguments))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    seen = structure(SimpleNamespace(is_causal=True), q, k, v, mask, None)
+    masks = {"causal": seen.causal, "window": seen.window, "mask": seen.mask, "ranges": seen.ranges}
+    return reference.attention(q, seen.key, seen.value, **masks).out
+
+
+@pytest.mark.parametrize("queries", [9, 1])
+@pytest.mark.parametrize("given", [*(name for name, rows in PADDING.items() if rows), "holes"])
+@pytest.mark.parametrize("kind", ["causal", "window", "bidirectional"])
+def test_a_trace_gets_ranges_and_padding(kind, given, queries):
+    """Which keys each query sees is what it is without a trace, in memory linear in the length."""
+    settings = config(kind)
+    padding = HOLES if given == "holes" else torch.tensor(PADDING[given])
+    mask = torch.compile(create, fullgraph=True, backend="aot_eager")(kind, settings, 9, padding)[..., :]
+    assert is_padded_ranges(mask)
+    assert mask.shape == (2, 1, 1, 2 * 9 + 9)
+    q, k, v = make_qkv(2, 4, 2, 9, 9, 8)
+    expected = transformers_own(kind, settings, 9, padding)
+    if queries == 1:  # as a decode step has it: the last query alone
+        mask = torch.cat([mask[..., 2 * 8 : 2 * 9], mask[..., 2 * 9 :]], -1)
+        q, expected = q[:, :, -1:], expected[:, :, -1:]
+    assert_near(attend(q, k, v, mask), attend(q, k, v, expected), 1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
+@pytest.mark.parametrize("given", ["positions", "padding"])
+@pytest.mark.parametrize("kind", ["causal", "window"])
+def test_a_compiled_mask_is_linear(kind, given):
+    """Inductor fuses the T×S mask into what is read from it: no buffer is that large."""
+    length, settings = 500, config(kind, 100)
+    arguments = {"position_ids": torch.arange(length).remainder(200)[None]}
+    if given == "padding":
+        arguments = {"padding": torch.arange(length).expand(2, -1) % 7 > 0}
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        mask, code = run_and_get_code(torch.compile(create, fullgraph=True), kind, settings, length, **arguments)
+    traced = torch.compile(create, fullgraph=True, backend="aot_eager")(kind, settings, length, **arguments)
+    assert torch.equal(mask, traced)
+    shapes = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", "".join(code))
+    assert 0 < max(math.prod(int(n) for n in re.findall(r"\d+", shape)) for shape in shapes) <= 8 * length
+
+
+def test_a_trace_keeps_the_mask_of_a_users_own_function():
+    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
+    expected = transformers_own("causal", config("causal"), 9, and_mask_function=even)
+    assert torch.equal(compiled("causal", config("causal"), 9, and_mask_function=even), expected)
+
+
+@pytest.mark.parametrize("ids", [[-1, 0, 0, 0, -1, 1, 1, -1, -1], [0, 0, -1, -1, -1, 0, 0, -1, -1]])
+def test_blocks_in_a_trace_are_a_mask(ids):
+    """Tokens of a block see each other, which may leave a gap: a trace can't look whether it does."""
+    blocks = torch.tensor([ids] * 2)
+    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
+    expected = transformers_own("causal", config("causal"), 9, block_sequence_ids=blocks)
+    assert torch.equal(compiled("causal", config("causal"), 9, block_sequence_ids=blocks), expected)
+
+
+def test_a_gap_that_a_trace_did_not_expect_is_refused():
+    function = masking_utils.and_masks(masking_utils.causal_mask_function, even)
+
+    def build() -> Tensor | None:
+        return structured_mask(1, 9, 9, mask_function=function, allow_is_causal_skip=False)
+
+    with pytest.raises(RuntimeError, match=r"keys without a gap.*boolean attention_mask \[B, 1, T, S\]"):
+        torch.compile(build, fullgraph=True, backend="aot_eager")()

@@ -1,0 +1,170 @@
+"""Which files a checkpoint is read from, as transformers reads them; and which class its config names."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from folders import configure, contents, loaded, logits, save
+from tables import sharp_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_qknorm import convert_checkpoint, export_native, patch_model, plan_conversion
+from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE
+from hf_qknorm.checkpoint.source import open_source
+from hf_qknorm.hub.upload_files import open_checkpoint, packed
+
+MODELS = {"single": {}, "sharded": {"max_shard_size": "60KB"}}
+
+
+@torch.no_grad()
+def shifted(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with other weights, in place."""
+    for parameter in model.parameters():
+        parameter.add_(0.1)
+    return model
+
+
+def twice(model: PreTrainedModel, folder: Path, first: str, last: str) -> Path:
+    """A folder that holds two saves of different weights, as `save_pretrained` does not clean it up."""
+    save(model, folder, **MODELS[first])
+    kept = contents(folder)
+    save(shifted(model), folder, **MODELS[last])
+    for name, data in kept.items():  # transformers removes some of them, and copying or an older release none
+        if not (folder / name).exists():
+            (folder / name).write_bytes(data)
+    assert (folder / SINGLE).is_file()
+    assert (folder / INDEX).is_file()
+    return folder
+
+
+@pytest.mark.parametrize(("first", "last"), [("single", "sharded"), ("sharded", "single")])
+def test_of_two_saves_it_reads_what_transformers_reads(first, last, tmp_path, caplog):
+    source = twice(sharp_model("llama"), tmp_path / "source", first, last)
+    read = AutoModelForCausalLM.from_pretrained(source)
+    with caplog.at_level(logging.WARNING, "hf_qknorm"):
+        plan = plan_conversion(source, tmp_path / "out", "qk_norm")
+    assert INDEX in plan.unread
+    shards = {path.name for path in source.glob("model-*.safetensors")}
+    assert set(plan.unread) == {INDEX, *shards}
+    assert f"not read    {', '.join(plan.unread)}: transformers reads other files" in str(plan)
+    assert f"{source} holds weights twice: {SINGLE} is read, as transformers does, and these are not" in caplog.text
+    assert all(name in caplog.text for name in shards)
+    convert_checkpoint(source, tmp_path / "out", "qk_norm")
+    assert [path.name for path in (tmp_path / "out").iterdir() if "safetensors" in path.name] == [SINGLE]
+    expected = patch_model(read, "qk_norm", attn_implementation="hf_qknorm")
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(expected))
+
+
+def test_left_over_shards_are_neither_pushed_nor_exported(tmp_path):
+    source = twice(patch_model(sharp_model("llama"), "none"), tmp_path / "source", "sharded", "single")
+    with open_checkpoint(source) as opened, packed(opened, "me/tiny", None) as files:
+        assert {name for name in files if "safetensors" in name} == {SINGLE}
+    export_native(source, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir() if "safetensors" in path.name} == {SINGLE}
+    model = AutoModelForCausalLM.from_pretrained(source)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
+
+
+def test_of_shards_the_index_is_pushed(tmp_path):
+    source = save(patch_model(sharp_model("llama"), "none"), tmp_path / "source", max_shard_size="60KB")
+    with open_checkpoint(source) as opened, packed(opened, "me/tiny", None) as files:
+        assert {name for name in files if "safetensors" in name} == {INDEX, *opened.weights.files}
+
+
+def test_variants_and_pickles_are_left(tmp_path):
+    source = save(sharp_model("llama"), tmp_path / "source")
+    others = ("model.fp16.safetensors", "consolidated.safetensors", "pytorch_model.bin")
+    indices = ("model.safetensors.index.fp16.json", "pytorch_model.bin.index.json")
+    for name in (*others, *indices):
+        (source / name).write_text("{}")
+    plan = plan_conversion(source, tmp_path / "out")
+    assert plan.unread == ("consolidated.safetensors", "model.fp16.safetensors")
+    assert set(plan.left) >= {*others, *indices}
+    convert_checkpoint(source, tmp_path / "out")
+    assert not {*others, *indices} & set(os.listdir(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("settings", [{"max_new_tokens": "x"}, {"cache_implementation": 3}], ids=str)
+def test_settings_with_which_nothing_loads_are_refused(settings, tmp_path):
+    save(sharp_model("llama"), tmp_path / "source")
+    (tmp_path / "source" / "generation_config.json").write_text(json.dumps(settings))
+    with pytest.raises(Exception) as loading:  # noqa: PT011  # whatever transformers raises
+        AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    assert loading
+    with pytest.raises(
+        ValueError, match=r"source.generation_config.json: a checkpoint with these settings does not load"
+    ):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", "soft_cap")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_warning_is_for_two_saves_alone(tmp_path, caplog):
+    source = save(sharp_model("llama"), tmp_path / "source", max_shard_size="60KB")
+    plan = plan_conversion(source, tmp_path / "out")
+    assert plan.unread == ()
+    assert "not read" not in str(plan)
+    assert "holds weights twice" not in caplog.text
+
+
+def test_what_transformers_would_read_instead_is_refused(tmp_path):
+    source = save(sharp_model("llama"), tmp_path / "source")
+    configure(source, transformers_weights="other.safetensors")
+    with pytest.raises(ValueError, match=r'config.json: "transformers_weights" is \'other.safetensors\', which is not'):
+        convert_checkpoint(source, tmp_path / "out")
+    configure(source, transformers_weights=SINGLE)
+    plan_conversion(source, tmp_path / "out")
+    (source / "shard-00000-model-00001-of-00001.safetensors").write_bytes((source / SINGLE).read_bytes())
+    with pytest.raises(ValueError, match=r"shard-00000-.*safetensors is of a distributed checkpoint"):
+        convert_checkpoint(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["Nobody"], ["PreTrainedModel"], ["PretrainedConfig"]])
+def test_a_config_names_a_class_of_transformers(architectures, tmp_path):
+    source = save(sharp_model("llama"), tmp_path / "source")
+    configure(source, architectures=architectures)
+    message = r'source/config.json: "architectures" is .*, expected the name of a class of transformers for .*\'llama\''
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(source, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_patched_checkpoint_names_a_derived_class(tmp_path):
+    source = save(patch_model(sharp_model("llama"), "qk_norm"), tmp_path / "source")
+    with open_source(source) as opened:
+        assert opened.model_class.__name__ == "QKNormLlamaForCausalLM"
+    configure(source, architectures=None)
+    with pytest.raises(ValueError, match=r'"architectures" is .missing., .*\["QKNormLlamaForCausalLM"\]'):
+        export_native(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("harm", ["absent", "shape"])
+def test_incomplete_pickles_are_refused(harm, tmp_path):
+    model = sharp_model("llama")
+    source = save(model, tmp_path / "source")
+    state = model.state_dict()
+    if harm == "absent":
+        del state["model.norm.weight"]
+    else:
+        state["model.norm.weight"] = torch.ones(3)
+    torch.save(state, source / "pytorch_model.bin")
+    (source / SINGLE).unlink()
+    with pytest.raises(ValueError, match=r"in the pickled weights, the values of model.norm.weight (are missing|have)"):
+        convert_checkpoint(source, tmp_path / "out", allow_pickle=True)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_an_entry_twice_in_a_header_is_refused(tmp_path):
+    source = save(sharp_model("llama"), tmp_path / "source")
+    data = (source / SINGLE).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].decode().rstrip()
+    entry = json.dumps(json.loads(header)["model.norm.weight"])
+    header = (header[:-1] + f',"lm_head.weight":{entry}}}').encode()
+    (source / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    with pytest.raises(ValueError, match=r"model.safetensors"):
+        convert_checkpoint(source, tmp_path / "out")

@@ -1,0 +1,298 @@
+"""Configs, reports and weights from strangers: they are data, and never code; bad ones end in a clear ValueError."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tiny import tiny_model
+
+from hf_qknorm import FAMILIES, Calibration, Scheme, patch_model
+from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE, Weights
+from hf_qknorm.checkpoint.source import read_config
+from hf_qknorm.files.untrusted import DEPTH, brief, is_shallow, read_json
+from hf_qknorm.hub.metadata import carried, is_ours
+from hf_qknorm.model.derived import derived_config
+from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
+
+FUZZ = settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def nested(depth: int) -> Any:
+    """Lists and mappings in each other."""
+    value: Any = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"q": value}
+    return value
+
+
+NUMBERS = st.one_of(
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([10**400, -(10**400), 2**63, 0]),
+    st.floats(),
+    st.sampled_from([1e308]),
+)
+SCALARS = st.one_of(
+    st.none(), NUMBERS, st.text(max_size=8), st.sampled_from(["auto", "rms", "lp", "x" * 10**5, "\n---\n", "{{ x }}"])
+)
+JSON = st.one_of(
+    SCALARS,
+    st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner)),
+    st.sampled_from([5, 2000]).map(nested),
+    st.just(10**4).map(lambda count: {str(i): [i] for i in range(count)}),
+)
+
+
+def like(made: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """`made` with any values at a few keys, some of them unknown or missing."""
+    changes = st.dictionaries(st.sampled_from([*made, "unknown"]), JSON, max_size=3)
+    missing = st.sets(st.sampled_from([*made]), max_size=1)
+    return st.builds(lambda new, gone: {k: v for k, v in (made | new).items() if k not in gone}, changes, missing)
+
+
+NASTY = (
+    None, True, 0, -1, 1.5, 10**400, -(10**400), 2**64, math.nan, math.inf, 1e308, "", "auto", "x" * 10**5,
+    "\n---\n# x", [], [None], {}, {"a": 1}, nested(2000),
+)  # fmt: skip
+
+
+def variants(made: Any) -> Iterator[Any]:
+    """`made` with each of its parts, at any depth, replaced by everything nasty, gone, or with a stranger beside it."""
+    yield from NASTY
+    keys = list(made) if isinstance(made, dict) else range(len(made)) if isinstance(made, list) else ()
+    for key in keys:
+        for value in variants(made[key]):
+            changed = copy.copy(made)
+            changed[key] = value
+            yield changed
+        if isinstance(made, dict):
+            yield {other: value for other, value in made.items() if other != key}
+    if isinstance(made, dict):
+        yield made | {"unknown": 1}
+        yield made | {"x" * 10**5: 1}
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call gives, or None where it refused with a ValueError that tells something, in few words."""
+    try:
+        return call()
+    except ValueError as error:
+        told = str(error)
+    assert 10 < len(told) < 3000
+    return None
+
+
+SCHEME = Scheme(q="rms", k="lp", p=3.0, softcap=50.0, knee=4.0).to_dict()
+SIDE = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), (1.0, 3.0), (2.0,), (0.1, 0.2), (0.3,))
+LAYER = LayerReport(SIDE, SIDE, (1.0, 2.0), None, 150.0)
+REPORT = Calibration(
+    "moments",
+    10,
+    Scheme(q="rms", knee=4.0),
+    50.0,
+    Prediction(1.0),
+    None,
+    Prediction(2.0),
+    {"layers.0": LAYER},
+    knees={0.0: Prediction(1.5), 4.0: Prediction(2.0, 0.1, 0.9)},
+)
+
+
+def test_each_part_of_schemes_and_reports():
+    for data in variants(SCHEME):
+        outcome(lambda data=data: Scheme.from_dict(data))
+    for data in variants(REPORT.to_dict()):
+        report = outcome(lambda data=data: Calibration.from_dict(data))
+        assert report is None or report.table()
+
+
+@FUZZ
+@given(st.one_of(JSON, like(SCHEME)))
+def test_schemes(data):
+    for read in (Scheme.from_dict, Scheme.of):
+        scheme = outcome(lambda read=read: read(data))
+        if scheme is not None:
+            assert Scheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+            assert len(str(scheme)) < 300
+
+
+@FUZZ
+@given(st.one_of(JSON, like(REPORT.to_dict())))
+def test_reports(data):
+    report = outcome(lambda: Calibration.from_dict(data))
+    if report is not None:
+        again = Calibration.from_dict(json.loads(json.dumps(report.to_dict())))
+        assert again.to_dict().keys() == report.to_dict().keys()
+        assert report.table()
+        assert str(report)
+
+
+@FUZZ
+@given(st.one_of(JSON, like(Prediction(1.0).to_dict())), st.one_of(JSON, like(LAYER.to_dict())), like(SIDE.to_dict()))
+def test_parts_of_reports(prediction, layer, side):
+    outcome(lambda: Prediction.from_dict(prediction))
+    outcome(lambda: LayerReport.from_dict(layer))
+    outcome(lambda: LayerReport.from_dict(LAYER.to_dict() | {"after": side}))
+
+
+KEYS = {
+    "qk_norm": st.one_of(JSON, like(SCHEME)),
+    "qk_norm_base": st.one_of(JSON, like({"attn_logit_softcapping": 50.0})),
+    "qk_norm_blend": st.one_of(JSON, like({"norms": True, "softcap": 30.0})),
+    "attn_logit_softcapping": JSON,
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_each_part_of_configs(model_type):
+    made: dict[str, Any] = {"qk_norm": {"q": "rms", "softcap": 30.0}, "attn_logit_softcapping": 30.0}
+    made |= {"qk_norm_base": {"attn_logit_softcapping": 50.0}, "qk_norm_blend": {"norms": True, "softcap": 30.0}}
+    assert derived_config(model_type)(**made).scheme.softcap == 30
+    for keys in variants(made):
+        if isinstance(keys, dict) and (model_type == "llama" or type(keys.get("attn_logit_softcapping", 1.0)) is float):
+            outcome(lambda keys=keys: derived_config(model_type)(**keys))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@FUZZ
+@given(st.fixed_dictionaries({}, optional=KEYS))
+def test_configs(model_type, keys):
+    cap = keys.get("attn_logit_softcapping")
+    assume(model_type == "llama" or cap is None or type(cap) is float)  # Gemma's own field, which transformers checks
+    config = outcome(lambda: derived_config(model_type)(**keys))
+    if config is not None and config.qk_norm is not None:
+        assert config.scheme == Scheme.from_dict(config.qk_norm)
+        assert derived_config(model_type).from_dict(json.loads(config.to_json_string())).scheme == config.scheme
+
+
+@pytest.mark.parametrize("model_type", ["qknorm_llama", "qknorm_gemma2"])
+@FUZZ
+@given(st.fixed_dictionaries({}, optional=KEYS | {"hidden_size": JSON, "rope_parameters": JSON}))
+def test_config_files(tmp_path, model_type, keys):
+    written = json.dumps({"model_type": model_type, **{k: v for k, v in keys.items() if is_shallow(v)}})
+    (tmp_path / "config.json").write_text(written)
+    outcome(lambda: read_config(tmp_path))
+
+
+ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+
+
+def test_each_part_of_headers_and_indices(tmp_path):
+    for header in filter(is_shallow, variants({"weight": ENTRY, "__metadata__": {"format": "pt"}})):
+        text = json.dumps(header).encode()
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 16)
+        outcome(lambda: Weights(tmp_path).parameters)
+    shard = (tmp_path / SINGLE).rename(tmp_path / "shard.safetensors").name  # a single file would be read instead
+    for index in filter(is_shallow, variants({"metadata": {"total_size": 1}, "weight_map": {"weight": shard}})):
+        (tmp_path / INDEX).write_text(json.dumps(index))
+        with suppress(FileNotFoundError):
+            outcome(lambda: Weights(tmp_path))
+
+
+@FUZZ
+@given(st.one_of(JSON, like({"weight": ENTRY, "__metadata__": {"format": "pt"}}), st.builds(dict, weight=like(ENTRY))))
+def test_safetensors_headers(tmp_path, header):
+    text = json.dumps(header).encode() if is_shallow(header) else b"[" * 5000
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 16)
+    weights = outcome(lambda: Weights(tmp_path))
+    if weights is not None:
+        assert weights.parameters >= 0
+        assert weights.size <= 16
+
+
+@FUZZ
+@given(st.binary(max_size=64))
+def test_safetensors_that_are_none(tmp_path, data):
+    (tmp_path / "model.safetensors").write_bytes(data)
+    outcome(lambda: Weights(tmp_path))
+
+
+@FUZZ
+@given(
+    st.one_of(
+        JSON,
+        like({"metadata": {"total_size": 1}, "weight_map": {"weight": "a.safetensors"}}),
+        st.builds(
+            lambda file: {"weight_map": {"weight": file}}, st.one_of(JSON, st.text().map(lambda x: x + ".safetensors"))
+        ),
+    )
+)
+def test_indices(tmp_path, index):
+    text = json.dumps(index) if is_shallow(index) else "[" * 5000
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with suppress(FileNotFoundError):  # what an index names must be there
+        outcome(lambda: Weights(tmp_path))
+
+
+def test_an_index_must_have_room_for_the_size(tmp_path):
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": [], "weight_map": {"weight": SINGLE}}))
+    with pytest.raises(ValueError, match='"metadata" is .*, expected a mapping'):
+        Weights(tmp_path)
+
+
+OUTSIDE = ("../x", "/etc/x", "a/b", "..\\x", "C:x", "x\0", "\n", "x" * 300, "")
+
+
+@pytest.mark.parametrize("name", [*(f"{name}.safetensors" for name in OUTSIDE), "x.bin"])
+def test_an_index_names_files_of_its_folder_alone(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
+    with pytest.raises(ValueError, match=r"expected a \.safetensors file of this folder"):
+        Weights(tmp_path)
+
+
+@FUZZ
+@given(
+    st.one_of(
+        JSON.filter(is_shallow).map(json.dumps),
+        st.text(),
+        st.sampled_from(["[" * 900, "- " * 900, "a: " * 500, "? " * 900]),
+    )
+)
+def test_front_matter(tmp_path, matter):
+    (tmp_path / "README.md").write_text(f"---\n{matter}\n---\n", encoding="utf-8", errors="replace")
+    outcome(lambda: carried(tmp_path / "README.md"))
+    assert is_ours(tmp_path / "README.md") in (False, True)
+
+
+@FUZZ
+@given(
+    st.dictionaries(st.sampled_from(["license", "language", "datasets", "base_model", "tags"]), JSON.filter(is_shallow))
+)
+def test_front_matter_of_the_right_keys(tmp_path, data):
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps(data)}\n---\n")
+    known = outcome(lambda: carried(tmp_path / "README.md"))
+    assert all(line.isprintable() for values in (known or {}).values() for line in values)
+
+
+@given(JSON)
+@FUZZ
+def test_brief_is_brief(value):
+    assert len(brief(value)) < 2500
+
+
+def test_depth_is_limited(tmp_path):
+    assert is_shallow(nested(DEPTH - 1))
+    assert not is_shallow(nested(DEPTH))
+    (tmp_path / "x.json").write_text(json.dumps(nested(DEPTH)))
+    with pytest.raises(ValueError, match="x.json is nested too deeply"):
+        read_json(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text('{"a": 1}   ')
+    with pytest.raises(ValueError, match="x.json is larger than 10 bytes"):
+        read_json(tmp_path / "x.json", 10)
+
+
+def test_a_patched_model_refuses_a_strangers_scheme():
+    assert "llama" in FAMILIES
+    with pytest.raises(ValueError, match="unknown scheme field"):
+        patch_model(tiny_model("llama"), {"__class__": "x"})

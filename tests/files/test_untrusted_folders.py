@@ -1,0 +1,161 @@
+"""Checkpoints from strangers: nothing of theirs is run, and nothing of this machine's travels along."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+from hf_qknorm import calibrate, convert_checkpoint, export_native
+from hf_qknorm.convert.inspect import inspect_checkpoint
+from hf_qknorm.demo import story
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.hub.card import write_card
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A plain checkpoint with a tokenizer."""
+    folder = tmp_path / "source"
+    tiny_model("llama", vocab_size=300, initializer_range=0.2).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def booby_trap(folder: Path, sign: Path) -> None:
+    """Code and pickles that would leave a sign if they were run, under every name that transformers looks for."""
+    code = f"open({str(sign)!r}, 'w').close()\n"
+    for name in ("modeling_qknorm", "configuration_qknorm", "tokenization_qknorm", "custom_generate/generate"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text(code)
+
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return open, (str(sign), "w")
+
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "model.pkl"):
+        torch.save(Bomb(), folder / name)
+    maps = {"config.json": {}, "tokenizer_config.json": {"AutoTokenizer": ["tokenization_qknorm.Evil", None]}}
+    maps["config.json"] |= {f"Auto{kind}": "modeling_qknorm.Evil" for kind in ("Config", "Model", "ModelForCausalLM")}
+    for name, auto_map in maps.items():
+        held = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(held | {"auto_map": auto_map}))
+
+
+def test_nothing_is_run_without_being_asked(source, tmp_path):
+    sign, text = tmp_path / "sign", tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    booby_trap(source, sign)
+    inspect_checkpoint(str(source), texts=str(text), tokens=256)
+    for scheme, options in {"qk_norm": {"calibration": str(text), "method": "moments"}, "soft_cap": {}}.items():
+        converted = tmp_path / scheme
+        convert_checkpoint(source, converted, scheme, **options)
+        assert not list(converted.glob("*.bin"))
+        booby_trap(converted, sign)
+        model = AutoModelForCausalLM.from_pretrained(converted)
+        assert type(model).__module__.startswith("hf_qknorm")
+        calibrate(model, str(text), method="ones", max_tokens=256)
+        inspect_checkpoint(str(converted), texts=str(text), tokens=256)
+        write_card(converted)
+        export_native(converted, tmp_path / f"{scheme}-native")
+        assert not list((tmp_path / f"{scheme}-native").rglob("*.py"))
+    assert not sign.exists()
+
+
+def test_an_unknown_model_type_with_code_is_refused(source, tmp_path):
+    booby_trap(source, tmp_path / "sign")
+    config = json.loads((source / "config.json").read_text()) | {"model_type": "evil"}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="custom code"):
+        convert_checkpoint(source, tmp_path / "out")
+    with pytest.raises((ValueError, OSError), match="custom code"):
+        inspect_checkpoint(str(source))
+    with pytest.raises((ValueError, OSError), match="custom code"):
+        story.run(story.Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
+    assert not (tmp_path / "sign").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_pickled_weights_are_not_read(source, tmp_path):
+    booby_trap(source, tmp_path / "sign")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="only pickled weights are there"):
+        convert_checkpoint(source, tmp_path / "out")
+    with pytest.raises(ValueError, match="only pickled weights are there"):
+        inspect_checkpoint(str(source))
+    with pytest.raises(ValueError, match="only pickled weights are there"):
+        story.run(story.Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
+    assert not (tmp_path / "sign").exists()
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "README.md", "tokenizer_config.json", "additional_chat_templates"])
+def test_links_to_elsewhere_do_not_travel(source, tmp_path, name):
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "key.jinja").write_text("secret")
+    target = private if name == "additional_chat_templates" else private / "key.jinja"
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(target)
+    with pytest.raises(ValueError, match=f"{name}.* is a link to .*private.*, outside the folder"):
+        convert_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_hubs_cache_is_made_of_links_and_may_be(source, tmp_path):
+    repository = tmp_path / "hub" / "models--owner--name"
+    snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, path in enumerate(sorted(source.iterdir())):
+        shutil.copyfile(path, blobs / str(i))
+        (snapshot / path.name).symlink_to(os.path.relpath(blobs / str(i), snapshot))
+    convert_checkpoint(snapshot, tmp_path / "out", "qk_norm")
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_symlink()]
+    (tmp_path / "key").write_text("secret")
+    (snapshot / "LICENSE").symlink_to(tmp_path / "key")
+    with pytest.raises(ValueError, match="LICENSE is a link to"):
+        convert_checkpoint(snapshot, tmp_path / "again", "qk_norm")
+
+
+def test_archives_are_not_unpacked_and_nothing_is_written_elsewhere(source, tmp_path):
+    (tmp_path / "payload").write_text("x")
+    with tarfile.open(source / "extra.tar", "w") as archive:
+        archive.add(tmp_path / "payload", "../escaped")
+    (source / "..%2Fx.txt").write_text("x")
+    (source / ".out.partial").symlink_to(tmp_path / "payload")
+    before = {path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "out")}
+    convert_checkpoint(source, tmp_path / "out", "qk_norm")
+    assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "out")} == before
+    assert (tmp_path / "payload").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    "architectures", [["pipeline"], ["AutoModel"], [3], "LlamaForCausalLM", {"a": 1}, [["x"]], ["os.system"]]
+)
+def test_an_architecture_must_be_a_models_class(source, tmp_path, architectures):
+    config = json.loads((source / "config.json").read_text()) | {"architectures": architectures}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="architectures"):
+        convert_checkpoint(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "[" * 10**5, '{"a":' * 500 + "1" + "}" * 500])
+def test_a_config_that_is_none(source, tmp_path, text):
+    (source / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json"):
+        convert_checkpoint(source, tmp_path / "out")
+
+
+def test_an_adapter_beside_the_weights_is_refused(source, tmp_path):
+    """transformers would load the base model that it names instead."""
+    (source / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/model", "peft_type": "LORA"}')
+    with pytest.raises(ValueError, match="holds an adapter: merge it"):
+        convert_checkpoint(source, tmp_path / "out")

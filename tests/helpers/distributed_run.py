@@ -1,0 +1,199 @@
+"""What each of two processes does that share the work on a model.
+
+Without a step: each case is run data-parallel, sharded by FSDP2 and through accelerate, and calibrated; rank 0 writes
+what came of it into the folder, and both train with Trainer. They then start over, and rank 1 dies after step 5, as a
+worker does that is killed. With a step both go on from the checkpoint of that step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from accelerate.utils.launch import prepare_multi_gpu_env
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from short_runs import trainer
+from tables import make_batch, randomise, sharp_model
+from tiny import tiny_model
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel, TrainerCallback
+
+from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save
+
+NORMED = Scheme(q="rms", k="layer", v="rms", bias=True, softcap=5.0)
+CASES: dict[str, tuple[str, Scheme]] = {
+    "shared": ("llama", NORMED),
+    "per head": ("gpt2", Scheme(q="layer", k="rms", v="rms", gain="per_head", bias=True, softcap=5.0)),
+    "scalar": ("llama", Scheme(q="l2", k="l2", gain="scalar", scale=1.0)),
+    "sinks": ("gpt_oss", NORMED),
+    "knee": ("llama", replace(NORMED, knee=4.0)),
+}
+CALIBRATIONS: dict[str, dict[str, Any]] = {
+    "searched": {},
+    "moments": {"method": "moments", "knee": 2},
+    "fit": {"method": "fit", "steps": 4},
+    "fit_qk": {"method": "fit_qk", "steps": 4},
+}
+SHARDED_CALIBRATIONS = ("searched", "moments")
+FSDP2_YAML = Path(__file__).parents[2] / "recipes" / "accelerate" / "fsdp2.yaml"
+WORLD = 2
+STEPS, SAVED, KILLED = 8, 3, 5
+
+
+def made(case: str) -> PreTrainedModel:
+    model_type, scheme = CASES[case]
+    return randomise(patch_model(sharp_model(model_type), scheme)).eval()
+
+
+def adapted() -> nn.Module:
+    """A model with an adapter, and with copies of its norms beside the frozen originals."""
+    model = made("shared")
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, init_lora_weights=False, modules_to_save=peft_modules_to_save(model))
+    return get_peft_model(model, config).eval()
+
+
+def calibration_batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(3, 64, (2, 12), generator=generator)} for _ in range(5)]
+
+
+def backward(model: Any, rank: int) -> Tensor:
+    """The loss of this rank's row of the batch, after its backward pass."""
+    loss = model(**{name: rows[rank : rank + 1] for name, rows in make_batch("plain").items()}).loss
+    loss.backward()
+    return loss.detach()
+
+
+def whole(tensor: Any) -> Tensor:
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered.detach().contiguous()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def sharded(model: Any) -> Any:
+    """By FSDP2, a group for each layer and one for the rest."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for block in model.get_submodule(next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList))):
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def accelerated(model: nn.Module) -> Any:
+    """As `accelerate launch --config_file fsdp2.yaml` has it sharded; its Accelerator does that on GPUs alone."""
+    arguments = launch_command_parser().parse_args(["--config_file", str(FSDP2_YAML), "train.py"])
+    with mock.patch.dict(os.environ, prepare_multi_gpu_env(_validate_launch_command(arguments)[0])):
+        plugin = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.fsdp_plugin = plugin
+    return fsdp2_prepare_model(accelerator, model)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "DDP": DistributedDataParallel,
+    "FSDP2": sharded,
+    "accelerate": accelerated,
+}
+
+
+class Die(TrainerCallback):
+    """Kills this process in the middle of a run."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == KILLED and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: Path, **options: Any) -> Any:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = patch_model(tiny_model("llama"), NORMED)
+    settings = {"per_device_train_batch_size": 8, "ddp_backend": "gloo", "max_steps": STEPS}
+    return trainer(model, folder, **{**settings, **options})
+
+
+def run_cases(folder: Path, rank: int) -> None:
+    for case in CASES:
+        for way, wrap in WAYS.items():
+            model = wrap(made(case))
+            losses = backward(model, rank)
+            dist.all_reduce(losses)
+            found = {**gradients(model), "loss": losses / WORLD}
+            if way != "DDP":
+                state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+                if rank == 0:  # the others have an empty state
+                    model.save_pretrained(folder / f"{case} {way}", state_dict=state, max_shard_size="20KB")
+            if rank == 0:
+                save_file(found, folder / f"{case} {way}.safetensors")
+    model = DistributedDataParallel(adapted())
+    backward(model, rank)
+    if rank == 0:
+        save_file(gradients(model), folder / "adapter.safetensors")
+
+
+def run_calibrations(folder: Path, rank: int) -> None:
+    for name, options in CALIBRATIONS.items():
+        for kind, data in {
+            "dealt": calibration_batches()[rank::WORLD],
+            "same": calibration_batches(),
+        }.items():
+            model = DistributedDataParallel(made("shared"))
+            report = calibrate(model, data, max_tokens=4 * 24, **options)
+            (folder / f"{name} {kind} {rank}.json").write_text(repr(report))
+            loss = backward(model, rank)
+            save_file(
+                {**model.module.state_dict(), "loss": loss, "gradient": model.module.lm_head.weight.grad},
+                folder / f"{name} {kind} {rank}.safetensors",
+            )
+    for name in SHARDED_CALIBRATIONS:
+        for way, wrap in WAYS.items():
+            if way == "DDP":
+                continue
+            for case in ("shared", "per head"):
+                model = wrap(made(case))
+                data = calibration_batches()[rank::WORLD]
+                report = calibrate(model, data, max_tokens=4 * 24, **CALIBRATIONS[name])
+                (folder / f"{name} {case} {way} {rank}.json").write_text(repr(report))
+                state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+                backward(model, rank)
+                if rank == 0:
+                    save_file(state, folder / f"{name} {case} {way} calibrated.safetensors")
+
+
+def main(path: str, step: str | None = None) -> None:
+    torch.set_num_threads(1)
+    folder = Path(path)
+    rank = int(os.environ["RANK"])
+    if step is None:
+        Accelerator(cpu=True)  # starts the group
+        run_cases(folder, rank)
+        run_calibrations(folder, rank)
+        unharmed = train(folder / "whole")
+        unharmed.train()
+        unharmed.save_model(folder / "whole")
+        doomed = train(folder / "parts", save_strategy="steps", save_steps=SAVED)
+        doomed.add_callback(Die())
+        doomed.train()
+        raise SystemExit("rank 0 has finished a run whose other half is dead")
+    resumed = train(folder / "parts", save_strategy="steps", save_steps=SAVED)
+    resumed.train(resume_from_checkpoint=str(folder / "parts" / f"checkpoint-{step}"))
+    resumed.save_model(folder / "resumed")

@@ -1,0 +1,48 @@
+"""Prints, as JSON, what the Gluon kernel compiles to for Hopper: the counts of its instructions, by head_dim and loop.
+
+Run as a script: where TRITON_INTERPRET is set, nothing can be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import compiled
+import sass
+
+from hf_qknorm.ops.triton import attention, gluon
+from hf_qknorm.ops.types import Heads, Options, Visible
+
+
+def instructions(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """Stands in for the recipe's own description."""
+    _, code = sass.read(kernel.asm["cubin"], kernel.metadata.name)
+    counts = Counter(i.opcode.split(".")[0] for i in code)
+    loads = {i.opcode for i in code if i.opcode.startswith("UTMALDG")}
+    return {"constants": constants, "counts": counts, "loads": sorted(loads), "barriers": barriers(kernel)}
+
+
+def barriers(kernel: Any) -> dict[str, int]:
+    """What is asked of barriers, before it is machine code."""
+    names = ("init_barrier", "wait_barrier", "arrive_barrier", "barrier_expect", "fence_async_shared")
+    return {name: kernel.asm["ttgir"].count(f"ttng.{name} ") for name in names}
+
+
+if __name__ == "__main__":
+    os.environ[gluon.SWITCH] = "1"
+    compiled.describe = instructions
+    with compiled.compiling(90) as found:
+        for head_dim in map(int, sys.argv[1:]):
+            q, k = (torch.empty(1, 300, n, head_dim, dtype=torch.bfloat16).transpose(1, 2) for n in (4, 2))
+            options = Options(head_dim**-0.5, 50.0, causal=True)
+            attention.forward(Heads(q, k, k), Visible(), options)
+    json.dump(found, sys.stdout)

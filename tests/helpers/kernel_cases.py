@@ -1,0 +1,133 @@
+"""Problems for the fused attention, what it makes of them, and what the oracle does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_norm_rope import DEVICE, Call, draw, lay_out, plain, spread
+from test_norm_rope import Case as Raw
+from tiled_cases import Case, draw_inputs
+from torch import Tensor
+
+from hf_qknorm.ops import reference
+from hf_qknorm.ops.triton import attention, launch
+from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.testing import assert_within_budget
+
+
+class Problem(NamedTuple):
+    """One attention call and the gradient of its output."""
+
+    heads: Heads
+    visible: Visible
+    options: Options
+    grad: Tensor
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """What has a gradient, by its name in `attention.Gradients`."""
+        q, k, v, *rest = self.heads
+        named = Call(q, k, *rest, 1.0).leaves | {"v": v, "sinks": self.visible.sinks}
+        return {name: x for name, x in named.items() if x is not None}
+
+    def results(self) -> dict[str, Tensor]:
+        """Output and gradients of the kernels."""
+        result = attention.forward(self.heads, self.visible, self.options)
+        grads = attention.backward(self.grad, self.heads, self.visible, self.options, result.out, result.normaliser)
+        return {"out": result.out} | {name: x for name, x in grads._asdict().items() if x is not None}
+
+    def expected(self, dtype: torch.dtype, dropout_mask: Tensor | None = None) -> dict[str, Tensor]:
+        """Output and gradients of the oracle, computed in `dtype`; of parameters the terms that `verdict` takes."""
+        leaves = spread(self.leaves, dtype)
+        sinks = {"sinks": leaves["sinks"].transpose(1, 2)} if "sinks" in leaves else {}
+        out = self.attended(leaves | sinks, dropout_mask).out
+        grads = torch.autograd.grad(out, list(leaves.values()), self.grad.to(dtype))
+        return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+
+    def attended(self, leaves: dict[str, Tensor], dropout_mask: Tensor | None = None) -> reference.Attended:
+        """What the oracle makes of the leaves, in their dtype."""
+        q, k = (
+            plain(leaves[x], norm._replace(gain=leaves.get(f"{x}_gain"), bias=leaves.get(f"{x}_bias")), rotary)
+            for x, norm, rotary in (
+                ("q", self.heads.q_norm, self.heads.rotary),
+                ("k", self.heads.k_norm, self.heads.rotary),
+            )
+        )
+        return reference.attention(
+            q,
+            k,
+            leaves["v"],
+            scale=self.options.scale,
+            softcap=self.options.softcap,
+            causal=self.options.causal,
+            window=self.options.window,
+            ranges=self.visible.ranges,
+            sinks=leaves.get("sinks"),
+            dropout_mask=None if dropout_mask is None else dropout_mask.to(q.dtype),
+        )
+
+    def check(self, dropout_mask: Tensor | None = None) -> dict[str, Tensor]:
+        """Fail unless output and every gradient are within the budget; the kernels' results."""
+        dtype = self.heads.q.dtype
+        exact, eager = self.expected(torch.float64, dropout_mask), self.expected(dtype, dropout_mask)
+        got = self.results()
+        assert got.keys() == exact.keys()
+        for name, value in exact.items():
+            assert got[name].shape == (value if name == "out" else self.leaves[name]).shape
+            assert got[name].dtype == dtype
+            assert_within_budget(got[name], value, eager[name], name)
+        return got
+
+
+def plain_problem(case: Case, dtype: torch.dtype) -> Problem:
+    """The case's heads as they are."""
+    inputs = draw_inputs(case, dtype)
+    q, k, v, grad, sinks, ranges, seed = (
+        None if x is None else x.detach().to(DEVICE)
+        for x in (inputs.q, inputs.k, inputs.v, inputs.grad, inputs.sinks, inputs.ranges, inputs.seed)
+    )
+    if ranges is not None:
+        ranges = ranges.expand(case.batch, -1, -1).contiguous()
+    return Problem(Heads(q, k, v), Visible(ranges, sinks, seed), case.options, grad)
+
+
+def raw_problem(raw: Raw, case: Case, scale: float | None = None) -> Problem:
+    """The norms and the rotation of `raw` in the attention of `case`, whose shape and dtype do not count."""
+    call = draw(raw)
+    case = dataclasses.replace(
+        case,
+        batch=raw.batch,
+        heads=raw.heads[0],
+        heads_kv=raw.heads[1],
+        queries=raw.length,
+        head_dim=raw.head_dim,
+    )
+    heads, visible, options, grad = plain_problem(case, raw.dtype)
+    heads = heads._replace(q=call.q, k=call.k, q_norm=call.q_norm, k_norm=call.k_norm, rotary=call.rotary)
+    options = dataclasses.replace(options, scale=scale or options.scale)
+    return Problem(heads._replace(v=lay_out(heads.v, raw.layout)), visible, options, grad)
+
+
+def log_sum_exp(normaliser: Tensor) -> Tensor:
+    """Of the logits in nats, `[B, H, T]`, of peak and total `[B, H, T, 2]`; −∞ for a query without keys."""
+    peak, total = normaliser.double().unbind(-1)
+    return (peak + total.log2()) * math.log(2)
+
+
+SMALL = {
+    "FORWARD": launch.Tile(16, 32, 4, 1),
+    "QUERY_GRADIENT": launch.Tile(32, 16, 4, 1),
+    "KEY_GRADIENT": launch.Tile(16, 32, 4, 1),
+}
+
+
+def shrink_tiles(monkeypatch: pytest.MonkeyPatch, **tiles: launch.Tile) -> None:
+    """Let short sequences have many tiles."""
+    for name, tile in (SMALL | tiles).items():
+        table: dict[Any, launch.Tile] = getattr(launch, name)
+        for key in table:
+            monkeypatch.setitem(table, key, tile)

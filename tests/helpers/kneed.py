@@ -1,0 +1,67 @@
+"""Patched models with a knee, whose norms have gains and mean sizes of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import peft
+import torch
+from tables import make_batch, randomise, sharp_model
+from tiny import tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_qknorm import Scheme, patch_model, peft_modules_to_save
+from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.knees import powers_of, put_knee
+from hf_qknorm.model.norms import HeadNorm
+
+RMS = Scheme(q="rms", k="rms")
+SCHEMES = {
+    "rms": ("llama", RMS),
+    "layer": ("gpt2", Scheme(q="layer", k="layer", v="layer", softcap=5.0)),
+    "l2": ("llama", Scheme(q="l2", k="rms", v="l2", gain="per_head", bias=True)),
+    "lp": ("llama", Scheme(q="lp", k="lp", gain="per_head", p=3.0)),
+    "scalar": ("llama", Scheme(q="lp", k="rms", v="rms", gain="scalar", p=3.0, scale=1.0)),
+    "keys": ("llama", Scheme(k="rms", gain="scalar")),
+}
+KNEE = 4.0
+
+
+def kneed(case: str = "rms", knee: float = KNEE, **settings: Any) -> PreTrainedModel:
+    """A patched model with a knee; every norm has gains and a mean |x|ᵖ of its own."""
+    model_type, scheme = SCHEMES[case]
+    model = randomise(patch_model(sharp_model(model_type, **settings), dataclasses.replace(scheme, knee=knee)))
+    powers = {key: 0.1 + 0.2 * i for i, key in enumerate(powers_of(model))}
+    put_knee(model, knee, powers)
+    return model.eval()
+
+
+def plain(case: str = "rms", **settings: Any) -> PreTrainedModel:
+    model_type, scheme = SCHEMES[case]
+    return patch_model(sharp_model(model_type, **settings), scheme).eval()
+
+
+def norms(model: Any) -> list[HeadNorm]:
+    return [norm for layer in patched_layers(model).values() for norm in head_norms(layer).values()]
+
+
+@torch.no_grad()
+def logits(model: Any, kind: str = "left") -> Tensor:
+    return model(**make_batch(kind, labels=False)).logits
+
+
+def wrapped(model: PreTrainedModel) -> peft.PeftModel:
+    """A model with an adapter, and with copies of its norms that differ from the originals."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, modules_to_save=peft_modules_to_save(model))
+    adapted = peft.get_peft_model(model, config).eval()
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return adapted
+
+
+def without_gain() -> PreTrainedModel:
+    return patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", gain="none", knee=1.0))

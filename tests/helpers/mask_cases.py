@@ -1,0 +1,87 @@
+"""Masks as the models ask for them, ours and transformers' own, and what they say."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tables import dense
+from torch import Tensor
+from transformers import LlamaConfig, MistralConfig, masking_utils
+
+from hf_qknorm.backends.masks import is_ranges, structure
+from hf_qknorm.ops import reference
+
+CREATE: dict[str, Callable[..., Any]] = {
+    "causal": masking_utils.create_causal_mask,
+    "window": masking_utils.create_sliding_window_causal_mask,
+    "bidirectional": masking_utils.create_bidirectional_mask,
+    "bidirectional_window": masking_utils.create_bidirectional_sliding_window_mask,
+    "chunked": masking_utils.create_chunked_causal_mask,
+}
+PADDING = {
+    "none": [],
+    "full": [[1] * 9, [1] * 9],
+    "left": [[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9],
+    "right": [[1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0]],
+    "both": [[0, 1, 1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 1]],
+    "nothing": [[0] * 9, [1] * 9],
+}
+HOLES = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 1, 1, 1, 0]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
+
+
+def config(kind: str, window: int = 4, **settings: Any) -> Any:
+    """A config whose masks of this kind are the hf_qknorm ones."""
+    if kind == "chunked":
+        return LlamaConfig(attention_chunk_size=window, attn_implementation="hf_qknorm", **settings)
+    own = window if "window" in kind else None
+    return MistralConfig(sliding_window=own, attn_implementation="hf_qknorm", num_hidden_layers=1, **settings)
+
+
+def create(
+    kind: str, settings: Any, length: int, padding: Tensor | None = None, cache: Any = None, **options: Any
+) -> Any:
+    """The mask that a model of these settings would give its layers."""
+    hidden = torch.zeros(2, length, 1)
+    return CREATE[kind](settings, hidden, padding, past_key_values=cache, **options)
+
+
+def transformers_own(kind: str, settings: Any, *args: Any, **options: Any) -> Tensor:
+    """The boolean mask `[B, 1, T, S]` that the same call gives transformers' eager attention."""
+    settings._attn_implementation = "eager"
+    skip = "allow_is_bidirectional_skip"
+    always = {skip: False} if skip in inspect.signature(CREATE[kind]).parameters else {}
+    mask = create(kind, settings, *args, **always, **options)
+    settings._attn_implementation = "hf_qknorm"
+    return mask == 0
+
+
+def says(mask: Tensor | None, expected: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Who sees whom, `[B, 1, T, S]`, when a layer of this causality and window gets the mask."""
+    batch, _, queries, keys = expected.shape
+    q, k = torch.zeros(batch, 1, queries, 1), torch.zeros(batch, 1, keys, 1)
+    seen = structure(SimpleNamespace(scheme="none", is_causal=causal), q, k, k, mask, window)
+    kept = seen.key.shape[2]
+    visible = reference.visible(queries, kept, seen.causal, seen.window).expand(batch, 1, -1, -1)
+    if seen.ranges is not None:
+        visible = visible & dense(seen.ranges, kept)
+    visible = visible if seen.mask is None else visible & seen.mask
+    return torch.nn.functional.pad(visible, (0, keys - kept))
+
+
+def assert_ranges(mask: Tensor, batch: int, queries: int, keys: int) -> None:
+    """Fail unless the mask is ranges as `hf_qknorm.backends.masks` promises them."""
+    assert is_ranges(mask)
+    assert mask.shape == (batch, 1, queries, 2)
+    assert int(mask.min()) >= 0
+    assert int(mask.max()) <= keys
+    assert mask.is_contiguous()
+    assert (mask.diff(dim=2) >= 0).all()
+
+
+def even(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key % 2 == 0

@@ -1,0 +1,42 @@
+"""Checkpoints to push, and what tests of pushes ask of folders and models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tables import randomise
+from tiny import tiny_model
+from transformers import PreTrainedModel
+
+from hf_qknorm import patch_model
+from hf_qknorm.demo.training import byte_tokenizer
+
+CARD = "---\nlicense: mit\n---\n# Tiny\n\nA model of the tests.\n"
+SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]  # of `checkpoint` in three
+
+
+def patched(**settings: Any) -> PreTrainedModel:
+    return randomise(patch_model(tiny_model("llama", vocab_size=300, **settings), "qk_norm_cap"))
+
+
+def checkpoint(folder: Path, **options: Any) -> Path:
+    """A patched checkpoint with what may travel beside it."""
+    patched().save_pretrained(folder, **options)
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "README.md").write_text(CARD)
+    (folder / "LICENSE").write_text("MIT")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(40).reshape(2, 20)).logits

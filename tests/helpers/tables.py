@@ -1,0 +1,131 @@
+"""What the tests iterate over: families × schemes, models and batches.
+
+Random gains, because gains of 1 hide mistakes; large weights, because flat attention hides a lost mask, norm or cap.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import TINY, tiny_config, tiny_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme
+from hf_qknorm.families import known_families
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.testing import error
+
+# Those that most tests run over. Every other family goes through tests/families/test_sweep.py alone.
+MODEL_TYPES = ("gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3")
+
+BATCHES = ("plain", "left", "right", "packed")
+LENGTH = 20  # longer than the tiny models' sliding window of 8
+
+
+def applies(model_type: str, scheme: Scheme) -> bool:
+    """Whether a tiny model of the family can have the scheme: one with norms of its own takes no others."""
+    return FAMILIES[model_type].refusal(tiny_config(model_type), scheme) is None
+
+
+KNEE = Scheme(q="auto", k="auto", v="auto", knee=4.0)
+TRIED = {**SCHEMES, "knee": KNEE}
+PAIRS = [(model_type, name) for model_type in MODEL_TYPES for name in SCHEMES if applies(model_type, SCHEMES[name])]
+KNEES = [(model_type, "knee") for model_type in MODEL_TYPES if applies(model_type, KNEE)]
+
+
+def causal_families() -> list[str]:
+    """The model types that have a causal language model; tests/families/test_vision.py runs over the others."""
+    return [model_type for model_type in known_families() if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+
+
+def swept(config: pytest.Config) -> list[str]:
+    """The model types that a sweep runs over: one of each style, or with `--all-families` all."""
+    known = causal_families()
+    if config.getoption("--all-families"):
+        return known
+    return list({FAMILIES[model_type].style: model_type for model_type in reversed(known)}.values())
+
+
+def sharp_model(model_type: str, **settings: Any) -> PreTrainedModel:
+    """A tiny model whose attention logits spread over several nats; `tiny_model`'s own are near zero."""
+    return tiny_model(model_type, **{"initializer_range": 0.2, **settings})
+
+
+def make_batch(kind: str, *, labels: bool = True) -> dict[str, Any]:
+    """Two rows of tokens: without padding, padded at the left or the right, or several sequences packed into a row."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, TINY["vocab_size"], (2, LENGTH), generator=generator)
+    batch: dict[str, Any] = {"input_ids": tokens}
+    if kind in ("left", "right"):
+        mask = torch.ones_like(tokens)
+        mask[0, slice(0, 6) if kind == "left" else slice(-6, None)] = 0
+        batch |= {"input_ids": tokens * mask, "attention_mask": mask}
+    elif kind == "packed":
+        rows = ([7, 13], [11, 4, 5])
+        batch["use_cache"] = False  # with a cache, transformers reads no packing from the positions
+        batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    if labels:  # no prediction is asked of padding: what an empty row gives is a backend's own affair
+        batch["labels"] = tokens.where(real(batch) & real(batch).roll(1, dims=1), -100)
+    return batch
+
+
+def real(batch: dict[str, Any]) -> Tensor:
+    """Which positions hold a token and no padding, `[B, T]`."""
+    return batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+
+
+def dense(ranges: Tensor, keys: int) -> Tensor:
+    """The boolean mask `[B, 1, T, S]` that says what the ranges `[B, T, 2]` of keys do."""
+    start, stop = ranges[:, None].unbind(-1)
+    return torch.stack([(j >= start) & (j < stop) for j in range(keys)], -1)
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float, what: str = "result") -> None:
+    """Fail unless the relative error, in the Frobenius norm, is at most `tolerance`."""
+    got = error(actual.detach(), expected.detach())
+    assert got <= tolerance, f"{what}: relative error {got:.1e} > {tolerance:.0e}"
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Random gains, biases and knees in every head norm of `model`, in place: each changes the result by itself."""
+    generator = torch.Generator().manual_seed(seed)
+    for norm in (module for module in model.modules() if isinstance(module, HeadNorm)):
+        if norm.knee:
+            norm.set_knee(norm.knee, 2 * float(torch.rand((), generator=generator)))
+        for parameter, centre in ((norm.weight, norm.fresh), (norm.bias, 0.0)):
+            if parameter is not None:
+                noise = torch.randn(parameter.shape, generator=generator) * 0.3
+                parameter.copy_(centre * (1 + noise) if centre else noise)
+        if norm.knee:
+            norm.set_knee(norm.knee, 0.1 + float(torch.rand((), generator=generator)))
+    return model
+
+
+def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What a model is, apart from the numbers in it."""
+    flags = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    return type(model), str(model), model.config.to_dict(), type(model.config), list(model.state_dict()), flags
+
+
+def step(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Loss, logits and every gradient of one training step, its dropout seeded."""
+    model.train()
+    model.zero_grad()
+    torch.manual_seed(0)
+    result = model(**batch)
+    result.loss.backward()
+    model.eval()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": result.loss.detach(), "logits": result.logits.detach(), **gradients}
+
+
+def assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Fail unless both hold the same tensors, to the bit."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name

@@ -1,0 +1,101 @@
+"""A patched layer against the scheme, written out with the oracle: project, norm, rotate, attend, join."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tables import KNEES, MODEL_TYPES, PAIRS, TRIED, applies, assert_near, make_batch, randomise, real, sharp_model
+from torch import Tensor, nn
+
+from hf_qknorm import Scheme, patch_model
+from hf_qknorm.model.attention import NORM_NAMES, patched_layers
+from hf_qknorm.ops.reference import attention, head_norm
+
+OTHERS = {
+    "per head": Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, eps=1e-3, scale=0.3, softcap=3.0),
+    "no gain": Scheme(q="l2", k="l2", gain="none", scale=8.0),
+    "keys alone": Scheme(k="lp", p=4.0, gain="scalar", softcap=2.0),
+    "others with a knee": Scheme(q="l2", k="lp", v="layer", p=3.0, gain="per_head", knee=0.5, scale=4.0),
+    "no pre-norm": Scheme(q="rms", k="rms", v="rms", pre_norm=False, bias=True, softcap=1.0),
+}
+MODELS = [*PAIRS, *KNEES, *((t, name) for t in MODEL_TYPES for name, scheme in OTHERS.items() if applies(t, scheme))]
+BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "eager")
+
+
+def written_out(layer: Any, scheme: Scheme, arguments: dict[str, Any], seen: Tensor) -> Tensor:
+    """What `scheme` makes of an attention layer, for its arguments and which keys each query may see `[B, 1, T, T]`."""
+    style, config = layer.family.style, layer.config
+    projected = style.project(layer, arguments["hidden_states"])
+    heads = []
+    for field, x in zip(NORM_NAMES, projected, strict=True):
+        norm = getattr(scheme, field)
+        if norm is not None:
+            own = getattr(layer, NORM_NAMES[field])
+            x = head_norm(x, norm, own.weight, own.bias, own.eps if scheme.knee else scheme.eps, scheme.p)
+        elif layer.family.own_norms and field != "v":
+            x = getattr(layer, NORM_NAMES[field])(x)
+        heads.append(x.transpose(1, 2))
+    q, k, v = heads
+    if arguments.get("position_embeddings") is not None:
+        q, k = layer.modelling.apply_rotary_pos_emb(q, k, *arguments["position_embeddings"])
+    cap = scheme.softcap or (config.attn_logit_softcapping if layer.family.own_cap else None)
+    scale = layer.head_dim**-0.5 if scheme.scale is None and hasattr(layer, "head_dim") else scheme.scale
+    result = attention(q, k, v, scale=scale, softcap=cap, mask=seen)
+    return style.output(layer, result.out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("model_type", "name"), MODELS)
+@torch.no_grad()
+def test_a_layer_does_what_the_scheme_says(model_type, name):
+    scheme = {**TRIED, **OTHERS}[name]
+    model = randomise(patch_model(sharp_model(model_type), scheme))
+    batch = make_batch("left", labels=False)
+    calls: list[tuple[nn.Module, dict[str, Any], Tensor]] = []
+
+    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        calls.append((layer, {**kwargs, "hidden_states": hidden}, output[0]))
+
+    for layer in patched_layers(model).values():
+        layer.register_forward_hook(record, with_kwargs=True)
+    for backend in BACKENDS:
+        if scheme.softcap is None and backend != "eager":
+            continue
+        calls.clear()
+        model.set_attn_implementation(backend)
+        model(**batch)
+        assert len(calls) == 2
+        for layer, arguments, output in calls:
+            length = output.shape[1]
+            distance = torch.arange(length)[:, None] - torch.arange(length)
+            seen = (distance >= 0) & (distance < (layer.window or length)) & real(batch)[:, None, None]
+            expected = written_out(layer, scheme.resolve(layer.family.norm), arguments, seen)
+            assert_near(output[real(batch)], expected[real(batch)], 1e-5, backend)
+
+
+@pytest.mark.parametrize("field", ["scale", "softcap", "eps", "p", "knee"])
+@torch.no_grad()
+def test_every_number_of_a_scheme_matters(field):
+    scheme = Scheme(q="lp", k="lp", p=3.0, scale=4.0, softcap=1.0, eps=0.5, knee=0.5)
+    logits = [
+        patch_model(sharp_model("llama"), replace(scheme, **{field: getattr(scheme, field) * factor}))(
+            **make_batch("plain")
+        ).logits
+        for factor in (1.0, 2.0)
+    ]
+    assert not torch.allclose(*logits, atol=1e-3)
+
+
+@torch.no_grad()
+def test_norms_stand_before_the_rotation():
+    """A gain that differs within a rotated pair does not commute with RoPE: Qwen 3 has it before, and so do we."""
+    model = randomise(patch_model(sharp_model("llama"), "qk_norm"))
+    layer = next(iter(patched_layers(model).values()))
+    order: list[str] = []
+    layer.q_norm.register_forward_hook(lambda *_: order.append("norm"))
+    layer.observer = lambda module, q, *_: order.append(f"attend {tuple(q.shape)}")
+    model(**make_batch("plain"))
+    assert order == ["norm", "attend (2, 4, 20, 16)"]

@@ -1,0 +1,223 @@
+"""A saved model comes back as it was, through every Auto class and way of loading."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
+from tiny import TINY, TINY_BY_TYPE
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    QuantoConfig,
+)
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.derived import derived_config
+from hf_qknorm.model.norms import HeadNorm
+
+SAVED = {
+    **{name: SCHEMES[name] for name in ("none", "soft_cap", "qk_norm_cap", "qkv_norm", "henry", "lp")},
+    "per head": Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, eps=1e-5, scale=0.3),
+}
+MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in SAVED.items() if applies(t, scheme)]
+HEADS = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification")
+LOADING = {
+    "plain": {},
+    "device map": {"device_map": "cpu"},
+    "device dict": {"device_map": {"": "cpu"}},
+    "low memory": {"low_cpu_mem_usage": True},
+    "sequential": {"device_map": "sequential"},
+}
+
+
+def patched(model_type: str, scheme: str, **settings: object) -> PreTrainedModel:
+    return randomise(patch_model(sharp_model(model_type, **settings), SAVED[scheme]))
+
+
+def strongest(model_type: str) -> str:
+    """The scheme with most parts that a family can have."""
+    return "per head" if applies(model_type, SAVED["per head"]) else "soft_cap"
+
+
+def keys(folder: Path) -> set[str]:
+    return {key for file in folder.glob("*.safetensors") for key in safe_open(file, "pt").keys()}  # noqa: SIM118
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+def saved(request, tmp_path_factory):
+    """A patched model with random gains, and the folder that it was saved to."""
+    model = patched(*request.param)
+    folder = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("loading", LOADING)
+@torch.no_grad()
+def test_round_trip(saved, loading):
+    model, folder = saved
+    reloaded = AutoModelForCausalLM.from_pretrained(folder, **LOADING[loading])
+    assert type(reloaded) is type(model)
+    assert reloaded.config.scheme == model.config.scheme
+    assert reloaded.config._attn_implementation == model.config._attn_implementation
+    assert torch.equal(reloaded(**make_batch("left")).logits, model(**make_batch("left")).logits)
+
+
+@torch.no_grad()
+def test_in_bfloat16(saved):
+    model, folder = saved
+    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    state = reloaded.state_dict()
+    assert all(torch.equal(state[name], value.to(torch.bfloat16)) for name, value in model.state_dict().items())
+    logits = reloaded(**make_batch("left")).logits
+    assert logits.dtype == torch.bfloat16
+    assert_near(logits, model(**make_batch("left")).logits, 0.05)
+
+
+@torch.no_grad()
+def test_in_shards(saved, tmp_path):
+    model, _ = saved
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(reloaded(**make_batch("left")).logits, model(**make_batch("left")).logits)
+
+
+@torch.no_grad()
+def test_quantised(saved):
+    """The projections become eight-bit; the gains stay what they were."""
+    pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
+    model, folder = saved
+    quantised = AutoModelForCausalLM.from_pretrained(folder, quantization_config=QuantoConfig(weights="int8"))
+    layer, own = (next(iter(patched_layers(m).values())) for m in (quantised, model))
+    if model.config.base_model_type != "gpt2":  # its Conv1D is left alone
+        assert type(layer.get_submodule(layer.family.style.weights[0])).__name__ == "QLinear"
+    for name, parameter in own.named_parameters():
+        assert "_norm." not in name or torch.equal(layer.get_parameter(name), parameter)
+    assert_near(quantised(**make_batch("left")).logits, model(**make_batch("left")).logits, 0.1)
+
+
+def test_config_json(saved):
+    model, folder = saved
+    config = json.loads((folder / "config.json").read_text())
+    assert config["qk_norm"] == model.config.scheme.to_dict()
+    assert "auto" not in config["qk_norm"].values()
+    assert config["model_type"] == f"qknorm_{model.config.base_model_type}"
+    assert config["architectures"] == [type(model).__name__]
+    assert config["architectures"][0].startswith("QKNorm")
+    own = 50.0 if FAMILIES[model.config.base_model_type].own_cap else None
+    assert config["attn_logit_softcapping"] == (model.config.scheme.softcap or own)
+    again = AutoConfig.from_pretrained(folder)
+    assert type(again) is type(model.config)
+    assert again.to_dict() == {**model.config.to_dict(), "_name_or_path": str(folder)}
+    again.save_pretrained(folder / "again")
+    assert json.loads((folder / "again" / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@torch.no_grad()
+def test_the_names_in_the_file_are_the_base_models_and_the_gains(model_type, tmp_path):
+    """Also when the model was loaded first: transformers remembers how it renamed weights, and renames them back."""
+    sharp_model(model_type).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    randomise(patch_model(model, SAVED[strongest(model_type)])).save_pretrained(tmp_path / "loaded")
+    patched(model_type, strongest(model_type)).save_pretrained(tmp_path / "scratch")
+    assert keys(tmp_path / "loaded") == keys(tmp_path / "scratch")
+    added = keys(tmp_path / "loaded") - keys(tmp_path / "base")
+    assert len(added) == sum(len(list(m.parameters())) for m in model.modules() if isinstance(m, HeadNorm))
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "loaded")
+    assert torch.equal(reloaded(**make_batch("left")).logits, model(**make_batch("left")).logits)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@torch.no_grad()
+def test_tied_embeddings(model_type, tmp_path):
+    model = patched(model_type, strongest(model_type), tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight
+    assert torch.equal(reloaded(**make_batch("left")).logits, model(**make_batch("left")).logits)
+
+
+@torch.no_grad()
+def test_the_body_of_a_causal_model(saved, tmp_path):
+    """`AutoModel` and the classifiers load its layers and gains, and it loads theirs."""
+    model, folder = saved
+    batch = make_batch("right", labels=False)
+    expected = model.base_model(**batch).last_hidden_state
+    body = AutoModel.from_pretrained(folder)
+    assert torch.equal(body(**batch).last_hidden_state, expected)
+    for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+        classifier = auto.from_pretrained(folder, num_labels=3)
+        assert len(patched_layers(classifier)) == 2
+        assert torch.equal(classifier.base_model(**batch).last_hidden_state, expected)
+    body.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again.base_model(**batch).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("auto", HEADS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@torch.no_grad()
+def test_a_patched_classifier(model_type, auto, tmp_path):
+    batch = make_batch("right", labels=False)
+    auto_class = getattr(transformers, auto)
+    config = sharp_model(model_type).config
+    config.num_labels = 3
+    model = randomise(patch_model(auto_class.from_config(config).eval(), SAVED[strongest(model_type)]))
+    model.save_pretrained(tmp_path)
+    reloaded = auto_class.from_pretrained(tmp_path)
+    assert type(reloaded) is type(model)
+    assert torch.equal(reloaded(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize(("model_type", "scheme"), MODELS)
+@torch.no_grad()
+def test_from_scratch(model_type, scheme):
+    """A derived config builds what patching the base config's model gives."""
+    settings = {**TINY, **TINY_BY_TYPE.get(model_type, {}), "initializer_range": 0.2}
+    built = derived_config(model_type)(qk_norm=SAVED[scheme], **settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(built).eval()
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[model_type](**settings)).eval()
+    expected = patch_model(base, SAVED[scheme])
+    assert type(model) is type(expected)
+    assert str(model) == str(expected)
+    assert model.config.scheme == expected.config.scheme
+    assert model.config._attn_implementation == expected.config._attn_implementation
+    if not SAVED[scheme].pre_norm and FAMILIES[model_type].norm == "layer":
+        return  # folding a LayerNorm centres weights, which a fresh model draws as they come
+    assert torch.equal(model(**make_batch("left")).logits, expected(**make_batch("left")).logits)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_config_takes_a_presets_name(model_type):
+    config = AutoConfig.for_model(f"qknorm_{model_type}", qk_norm="soft_cap", **TINY)
+    assert config.scheme == SCHEMES["soft_cap"]
+    assert config.attn_logit_softcapping == 50.0
+    if FAMILIES[model_type].own_norms:
+        with pytest.raises(ValueError, match="already normalises"):
+            AutoConfig.for_model(f"qknorm_{model_type}", qk_norm="qk_norm", **TINY)
+    else:
+        config = AutoConfig.for_model(f"qknorm_{model_type}", qk_norm="qk_norm", **TINY)
+        assert config.scheme == SCHEMES["qk_norm"].resolve(FAMILIES[model_type].norm)
+
+
+def test_generation_settings_travel(tmp_path):
+    model = patched("llama", "qk_norm_cap")
+    model.generation_config.temperature = 0.7
+    model.generation_config.do_sample = True
+    model.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.temperature == 0.7

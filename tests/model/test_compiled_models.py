@@ -1,0 +1,146 @@
+"""torch.compile traces a patched model into one graph, without a break, and computes the same."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from tables import MODEL_TYPES, TRIED, applies, assert_near, make_batch, randomise, real, sharp_model
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import PreTrainedModel
+
+from hf_qknorm import SCHEMES, Scheme, patch_model
+from hf_qknorm.model.knees import powers_of, put_knee
+
+MODELS = [(t, "qk_norm_cap" if applies(t, SCHEMES["qk_norm_cap"]) else "soft_cap") for t in MODEL_TYPES]
+MODELS += [("llama", "none"), ("llama", "lp"), ("llama", "qkv_norm"), ("gpt2", "qkv_norm")]
+TOLERANCE = 1e-5
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+def outcome(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Logits and every gradient of their mean square. The loss of the model itself warns, in GPT-2, and so breaks."""
+    model.zero_grad()
+    logits = model(**batch, use_cache=False).logits
+    logits.square().mean().backward()
+    return {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        if value.abs().max() > 1e-6:  # a bias that softmax cannot see has a gradient of rounding errors alone
+            assert_near(actual[name], value, TOLERANCE, name)
+
+
+@pytest.mark.parametrize(("model_type", "preset"), MODELS)
+def test_one_graph(model_type, preset):
+    """In double precision: terms that cancel in a gradient are added up in another order."""
+    model = randomise(patch_model(sharp_model(model_type), preset)).double()
+    if model_type == "mixtral":  # the default's backward has no trace on the CPU in older transformers
+        model.set_experts_implementation("batched_mm")
+    batch = make_batch("left", labels=False)
+    expected = outcome(model, batch)
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert_same(outcome(model, batch), expected)
+
+
+@torch.no_grad()
+def test_one_graph_serves_every_knee():
+    """A knee that changes in place leaves all guards as they are, and so does a scheme that differs in it alone."""
+    model = randomise(patch_model(sharp_model("llama", num_hidden_layers=1), TRIED["knee"]))
+    batch = {**make_batch("left", labels=False), "use_cache": False}
+    counter, powers, found = CompileCounterWithBackend("aot_eager"), powers_of(model), []
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for knee, graphs in ((4.0, 1), (0.5, 1), (32.0, 1), (0.0, 2)):  # a number in place of a buffer is another graph
+        put_knee(model, knee, powers)
+        found.append(compiled(**batch).logits)
+        assert_near(found[-1], model(**batch).logits, TOLERANCE)
+        assert counter.frame_count == graphs
+    assert not any(torch.allclose(x, found[0], atol=1e-3) for x in found[1:])
+
+
+@torch.no_grad()
+def test_an_exported_model_holds_its_knees():
+    model = randomise(patch_model(sharp_model("llama"), TRIED["knee"]))
+    batch = {**make_batch("left", labels=False), "use_cache": False}
+    program = torch.export.export(model, (), batch, strict=False)
+    assert sum(name.endswith("_norm.eps") for name in program.state_dict) == 6
+    assert_near(program.module()(**batch).logits, model(**batch).logits, TOLERANCE)
+
+
+def padded(kind: str) -> dict[str, Tensor]:
+    """Padding at one side, or between a row's tokens, as where tokens are generated behind a right-padded prompt."""
+    batch = make_batch("right" if kind == "right" else "left", labels=False)
+    if kind == "gap":
+        batch["attention_mask"] = batch["attention_mask"].roll(4, dims=1)
+    return batch
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mistral"])
+@torch.no_grad()
+def test_padding_in_a_compiled_model(model_type):
+    """A trace can't look where padding stands, and is the same for all."""
+    model = randomise(patch_model(sharp_model(model_type), Scheme(softcap=2.0)))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for kind in ("left", "right", "gap"):
+        batch = padded(kind)
+        actual, expected = (f(**batch, use_cache=False).logits[real(batch)] for f in (compiled, model))
+        assert_near(actual, expected, TOLERANCE, kind)
+
+
+@torch.no_grad()
+def test_a_compiled_step_behind_a_right_padded_prompt():
+    model = randomise(patch_model(sharp_model("mistral"), Scheme(softcap=2.0)))
+    prompt = padded("right")
+    step = {
+        "input_ids": torch.full((2, 1), 5),
+        "attention_mask": torch.nn.functional.pad(prompt["attention_mask"], (0, 1), value=1),
+        "position_ids": prompt["attention_mask"].sum(1, keepdim=True),
+    }
+    caches = [model(**prompt).past_key_values for _ in range(2)]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    actual, expected = (f(**step, past_key_values=x).logits for f, x in zip((compiled, model), caches, strict=True))
+    assert_near(actual, expected, TOLERANCE)
+
+
+@torch.no_grad()
+def test_padding_in_an_exported_model():
+    model = randomise(patch_model(sharp_model("mistral"), Scheme(softcap=2.0)))
+    program = torch.export.export(model, (), {**padded("left"), "use_cache": False}, strict=False).module()
+    for kind in ("left", "right", "gap"):
+        batch = padded(kind)
+        actual, expected = (f(**batch, use_cache=False).logits[real(batch)] for f in (program, model))
+        assert_near(actual, expected, TOLERANCE, kind)
+
+
+@torch.no_grad()
+def test_weights_of_a_compiled_model_stand_where_their_keys_do():
+    model = randomise(patch_model(sharp_model("llama"), Scheme(softcap=2.0), attn_implementation="hf_qknorm_eager"))
+    batch = padded("gap")
+    expected = model(**batch, output_attentions=True).attentions
+    model.compile(backend="aot_eager")
+    for weights, others in zip(model(**batch, output_attentions=True).attentions, expected, strict=True):
+        rows = (x.transpose(1, 2)[real(batch)] for x in (weights, others))
+        assert_near(*rows, TOLERANCE)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="what inductor writes needs AVX2",
+)
+def test_inductor_with_backward():
+    model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
+    batch = make_batch("plain", labels=False)
+    expected = outcome(model, batch)
+    model.compile(fullgraph=True)
+    assert_same(outcome(model, batch), expected)

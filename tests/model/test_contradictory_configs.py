@@ -1,0 +1,224 @@
+"""A config.json that contradicts itself, its weights or the family is refused, by name; nothing in it is guessed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tables import randomise, sharp_model
+from tiny import TINY, tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from hf_qknorm import SCHEMES, Scheme, convert_checkpoint, patch_model
+from hf_qknorm.convert.inspect import inspect_checkpoint
+from hf_qknorm.model.derived import derived_config, derived_model
+from hf_qknorm.scheme import STORED
+
+LP = Scheme(q="lp", k="lp", p=3.0, gain="scalar", scale=0.7, softcap=5.0, eps=1e-3)
+PLAIN = Scheme(q="rms", k="rms", softcap=5.0)  # of the checkpoint that is edited
+BLEND = {"norms": True, "softcap": None}
+
+# What is edited in the config.json of a Llama with norms and a cap, and what the refusal says.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "base_model_type": ({"base_model_type": "mistral"}, "'base_model_type' is no setting"),
+    "scheme": ({"scheme": {"softcap": 3.0}}, "'scheme' is no setting"),
+    "a method": ({"set_scheme": 1}, "'set_scheme' is no setting"),
+    "another family's model_type": ({"model_type": "qknorm_mistral"}, "LlamaForCausalLM.* does not fit model_type"),
+    "another family's class": ({"architectures": ["QKNormMistralForCausalLM"]}, "MistralForCausalLM.* does not fit"),
+    "a preset's name": ({"qk_norm": "qk_norm_cap"}, "expected a scheme's fields, for 'qk_norm_cap' .*'softcap': 50.0"),
+    "an unknown preset": ({"qk_norm": "qk_nrom"}, "'qk_nrom', expected a scheme's fields"),
+    "no scheme": ({"qk_norm": None}, 'needs "qk_norm"'),
+    "an edited cap": ({"attn_logit_softcapping": 4.0}, "attn_logit_softcapping=4.0 contradicts"),
+    "a base cap": ({"qk_norm_base": {"attn_logit_softcapping": 9.0}}, '"qk_norm_base" is .*9.0.*, expected null'),
+    "a blend without buffers": ({"qk_norm_blend": BLEND}, "missing from the weights, first .*k_norm.blend"),
+    "a knee without buffers": (
+        {"qk_norm": replace(PLAIN, knee=4.0).to_dict()},
+        "4 norm parameters are missing from the weights, first .*k_norm.eps.*knee=4.0",
+    ),
+    "a negative knee": ({"qk_norm": {**PLAIN.to_dict(), "knee": -1}}, "knee=-1. is not possible: expected a finite"),
+    "a knee without a norm": (
+        {"qk_norm": {**Scheme(softcap=5.0).to_dict(), "knee": 1}},
+        "knee=1.0. is not possible: expected 0 unless q, k or v is normed",
+    ),
+    "cross-attention": ({"add_cross_attention": True}, "not supported with add_cross_attention=True"),
+    "hidden_size": ({"hidden_size": -64}, "config.json: hidden_size is -64"),
+    "no layers": ({"num_hidden_layers": 0}, "config.json: num_hidden_layers is 0"),
+    "no heads": ({"num_key_value_heads": 0}, "config.json: num_key_value_heads is 0"),
+    "too many layers": ({"num_hidden_layers": 10**30}, "num_hidden_layers is 10+, expected a whole number from 1 to"),
+    "too many heads": ({"num_attention_heads": 2**62}, "config.json.*(num_attention_heads|attention heads)"),
+    "heads in no groups": ({"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor of"),
+    "a window of text": ({"sliding_window": "4"}, "config.json: sliding_window is '4', expected a whole number"),
+    "a negative window": ({"sliding_window": -1}, "config.json: sliding_window is -1, expected a whole number"),
+    "architectures": ({"architectures": 3}, "config.json: architectures is 3, expected a list of names"),
+    "no architecture": ({"architectures": [None]}, "config.json: architectures is .None., expected a list of names"),
+    "a part without a type": (
+        {"text_config": {"x": 1}},
+        "config.json: text_config is .* expected nothing of that name",
+    ),
+    "a dtype of whole numbers": (
+        {"dtype": "int8"},
+        "config.json: dtype is torch.int8, expected the name of a",
+    ),
+    "is_causal": ({"is_causal": "no"}, "config.json: is_causal is 'no', expected true or false"),
+    "a dtype of no name": ({"dtype": 3}, "config.json.*dtype"),
+    "kinds of layers": ({"layer_types": ["full_attention"]}, "config.json can't be used.*num_hidden_layers"),
+    "a size of another type": ({"hidden_size": "64"}, "config.json can't be used.*hidden_size' expected int, got str"),
+    "hidden_act": ({"hidden_act": "bogus"}, "config.json: hidden_act is 'bogus', expected one of .*silu"),
+    "rope_type": (
+        {"rope_parameters": {"rope_type": "bogus", "rope_theta": 1e4}},
+        "config.json: rope_parameters.rope_type is 'bogus', expected one of default",
+    ),
+    "half of RoPE": ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "can't be used.*'factor'"),
+    "dtype": ({"dtype": "bogus"}, "config.json can't be used.*bogus"),
+}
+
+
+def edit(folder: Path, changes: dict[str, Any]) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    randomise(patch_model(sharp_model("llama"), PLAIN)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case, checkpoint):
+    changes, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(edit(checkpoint, changes))
+
+
+@pytest.mark.parametrize("field", STORED)
+def test_a_scheme_without_a_field(field, tmp_path):
+    randomise(patch_model(sharp_model("llama"), LP)).save_pretrained(tmp_path)
+    edit(tmp_path, {"qk_norm": {name: value for name, value in LP.to_dict().items() if name != field}})
+    with pytest.raises(ValueError, match=f"\"qk_norm\" has no '{field}', expected all of q, k, v"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_a_checkpoint_of_the_first_version(checkpoint):
+    """It has the ten fields, and nothing by which plain classes refuse it."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["qk_norm"] = {name: config["qk_norm"][name] for name in STORED}
+    for name in ("attn_implementation", "experts_implementation"):
+        del config[name]
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint)
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokens = torch.arange(3, 20)[None]
+    assert torch.equal(model(tokens).logits, expected(tokens).logits)
+    assert model.config._attn_implementation == expected.config._attn_implementation
+
+
+def test_a_class_without_the_scheme_becomes_the_one_that_has_it(checkpoint):
+    """Servers choose by `architectures`, and read it through this config."""
+    edit(checkpoint, {"architectures": ["LlamaForCausalLM"]})
+    assert AutoConfig.from_pretrained(checkpoint).architectures == ["QKNormLlamaForCausalLM"]
+    AutoModelForCausalLM.from_pretrained(checkpoint).config.save_pretrained(checkpoint / "again")
+    assert json.loads((checkpoint / "again/config.json").read_text())["architectures"] == ["QKNormLlamaForCausalLM"]
+
+
+def test_the_config_of_a_patched_model_names_its_class(tmp_path):
+    sharp_model("llama").save_pretrained(tmp_path / "base")
+    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "soft_cap")
+    assert model.config.architectures == ["QKNormLlamaForCausalLM"]
+
+
+def test_a_family_with_a_cap_of_its_own_says_what_that_was(tmp_path):
+    patch_model(sharp_model("gemma2"), Scheme(softcap=20.0)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='"qk_norm_base" is None, expected .*the cap without a scheme'):
+        AutoConfig.from_pretrained(edit(tmp_path, {"qk_norm_base": None}))
+
+
+@pytest.mark.parametrize("scheme", ["soft_cap", SCHEMES["soft_cap"], {"softcap": 50.0}], ids=["name", "scheme", "part"])
+def test_a_scheme_may_be_given_in_any_form_while_loading(scheme, checkpoint, tmp_path):
+    """It takes the place of the file's, and of the cap there; a plain checkpoint gets its first."""
+    config = AutoConfig.from_pretrained(checkpoint, qk_norm=scheme)
+    assert config.scheme == SCHEMES["soft_cap"]
+    assert config.attn_logit_softcapping == 50.0
+    plain = sharp_model("llama")
+    plain.save_pretrained(tmp_path / "plain")
+    model = derived_model(type(plain)).from_pretrained(tmp_path / "plain", qk_norm=scheme)
+    assert model.config.scheme == SCHEMES["soft_cap"]
+    assert model.config.attn_logit_softcapping == 50.0
+    assert derived_config("llama")(qk_norm=scheme).scheme == SCHEMES["soft_cap"]
+
+
+def test_a_cap_for_servers_alone_is_refused_while_loading(checkpoint):
+    with pytest.raises(ValueError, match="attn_logit_softcapping=20.0 contradicts"):
+        AutoConfig.from_pretrained(checkpoint, attn_logit_softcapping=20.0)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bert"])
+def test_cross_attention_is_refused_wherever_a_model_comes_from(model_type):
+    settings = {"is_decoder": True, "qk_norm": "soft_cap", **TINY}
+    with pytest.raises(ValueError, match="add_cross_attention=True"):
+        derived_config(model_type)(add_cross_attention=True, **settings)
+    config = derived_config(model_type)(**settings)
+    config.add_cross_attention = True
+    with pytest.raises(ValueError, match="add_cross_attention=True"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_a_derived_class_takes_a_derived_config():
+    model = patch_model(sharp_model("llama"), "soft_cap")
+    with pytest.raises(TypeError, match="QKNormLlamaForCausalLM takes a QKNormLlamaConfig, got a LlamaConfig"):
+        type(model)(LlamaConfig(**TINY))
+    with pytest.raises(ValueError, match="config.json.*model_type 'qknorm_mistral'"):
+        type(model)(derived_config("mistral")(qk_norm="soft_cap", **TINY))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model_type": "mistral"}, {"architectures": ["MistralForCausalLM"]}], ids=["model_type", "class"]
+)
+@pytest.mark.parametrize("scheme", ["soft_cap", "qk_norm"])
+def test_a_conversion_patches_at_least_one_layer(changes, scheme, tmp_path):
+    sharp_model("llama").save_pretrained(tmp_path / "source")
+    edit(tmp_path / "source", changes)
+    with pytest.raises(ValueError, match=r"config.json: .* has no \w+Attention to patch.*model_type.*architectures"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", scheme)
+    assert not (tmp_path / "out").exists()
+
+
+def test_patching_a_model_whose_config_is_of_another_family():
+    model = sharp_model("mistral")
+    model.config = tiny_config("llama")
+    with pytest.raises(ValueError, match="MistralForCausalLM has no LlamaAttention to patch"):
+        patch_model(model, "soft_cap")
+
+
+@pytest.mark.parametrize("case", ["hidden_act", "rope_type", "no layers", "a window of text", "architectures", "size"])
+def test_a_plain_checkpoint_with_impossible_settings(case, tmp_path):
+    sharp_model("llama").save_pretrained(tmp_path / "source")
+    changes, message = ({"hidden_size": -1}, "hidden size .-1") if case == "size" else REFUSED[case]
+    edit(tmp_path / "source", changes)
+    (tmp_path / "text.txt").write_text("to be or not to be " * 40)
+    with pytest.raises(ValueError, match=f"config.json.*{message.removeprefix('config.json')}"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", "soft_cap")
+    with pytest.raises(ValueError, match=f"config.json.*{message.removeprefix('config.json')}"):
+        inspect_checkpoint(str(tmp_path / "source"), texts=str(tmp_path / "text.txt"))
+
+
+def test_a_plain_config_with_a_name_of_ours_is_not_patched(tmp_path):
+    sharp_model("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(edit(tmp_path, {"base_model_type": "mistral"}))
+    with pytest.raises(ValueError, match="'base_model_type' is no setting"):
+        patch_model(model, "soft_cap")
+
+
+def test_a_tensor_of_another_size_is_named(checkpoint):
+    edit(checkpoint, {"intermediate_size": 32})
+    with pytest.raises(
+        RuntimeError, match="config.json asks for model.layers.0.mlp.down_proj.weight in shape .64, 32."
+    ):
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+    AutoModelForCausalLM.from_pretrained(checkpoint, ignore_mismatched_sizes=True)

@@ -1,0 +1,204 @@
+"""A checkpoint loads right or fails loudly: weights and config that disagree are never mended in silence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tables import MODEL_TYPES, applies, randomise, sharp_model
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+)
+
+from hf_qknorm import FAMILIES, Scheme, patch_model
+from hf_qknorm.model.derived import derived_model
+from hf_qknorm.training.blend import set_blend
+
+NORMED = [t for t in MODEL_TYPES if not FAMILIES[t].own_norms]
+SCHEME = Scheme(q="rms", k="rms", gain="per_head", softcap=30.0)
+AUTO_CLASSES = (AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification)
+
+
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    model_type = getattr(request, "param", "llama")
+    scheme = SCHEME if applies(model_type, SCHEME) else Scheme(softcap=30.0)
+    randomise(patch_model(sharp_model(model_type), scheme)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor], str], None]) -> str:
+    """Apply `edit` to the weights and the name of the last query gain, which is returned."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    name = sorted(name for name in weights if name.endswith("q_norm.weight"))[-1]
+    edit(weights, name)
+    save_file(weights, file, metadata={"format": "pt"})
+    return name
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    edit(config)
+    file.write_text(json.dumps(config))
+
+
+def refusal(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> str:
+    with pytest.raises(ValueError, match=r".") as error:
+        auto.from_pretrained(folder, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("auto", AUTO_CLASSES, ids=lambda auto: auto.__name__)
+@pytest.mark.parametrize("checkpoint", NORMED, indirect=True)
+def test_a_missing_gain(checkpoint, auto, ignore):
+    name = edit_weights(checkpoint, lambda weights, name: weights.pop(name))
+    message = refusal(checkpoint, auto, ignore_mismatched_sizes=ignore)
+    assert "1 norm parameters are missing" in message
+    assert name.split(".", 1)[1] in message
+    assert str(SCHEME) in message
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("checkpoint", NORMED, indirect=True)
+def test_a_gain_of_another_shape(checkpoint, ignore):
+    name = edit_weights(checkpoint, lambda weights, name: weights.update({name: torch.ones(7)}))
+    message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
+    assert f"of another shape in the weights ('{name}' is [7], expected [4, 16])" in message
+    assert str(SCHEME) in message
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64], ids=str)
+@pytest.mark.parametrize("auto", AUTO_CLASSES, ids=lambda auto: auto.__name__)
+def test_a_gain_that_is_no_floating_point_number(checkpoint, auto, dtype):
+    name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(dtype)}))
+    message = refusal(checkpoint, auto)
+    assert "model.safetensors" in message
+    assert f"{name!r} has dtype" in message
+
+
+@pytest.mark.parametrize("part", ["k_norm.bias", "v_norm.blend"])
+def test_a_bias_or_blend_that_is_none(part, tmp_path):
+    model = randomise(patch_model(sharp_model("llama"), Scheme(q="rms", k="rms", v="rms", bias=True)))
+    set_blend(model, 0.5)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.0.self_attn.{part}"
+    save_file(weights | {name: weights[name].to(torch.int8)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert f"{name!r} has dtype I8" in refusal(tmp_path)
+
+
+def test_a_gain_that_is_no_floating_point_number_in_memory_or_pickled(checkpoint):
+    name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(torch.int8)}))
+    weights = load_file(checkpoint / "model.safetensors")
+    config = AutoConfig.from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    torch.save(weights, checkpoint / "pytorch_model.bin")
+    assert f"pytorch_model.bin: {name!r} has dtype torch.int8" in refusal(checkpoint)
+    with pytest.raises(ValueError, match="state_dict: .* has dtype torch.int8"):
+        derived_model(LlamaForCausalLM).from_pretrained(None, config=config, state_dict=weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_a_gain_of_another_floating_dtype_is_cast(checkpoint, dtype):
+    name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(dtype)}))
+    expected = load_file(checkpoint / "model.safetensors")[name].float()
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()[name], expected
+    )
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("auto", AUTO_CLASSES, ids=lambda auto: auto.__name__)
+@pytest.mark.parametrize("checkpoint", NORMED, indirect=True)
+def test_gains_that_the_scheme_has_no_place_for(checkpoint, auto, ignore):
+    edit_config(checkpoint, lambda config: config["qk_norm"].update(q=None, k=None))
+    message = refusal(checkpoint, auto, ignore_mismatched_sizes=ignore)
+    assert "4 norm parameters are in the weights but not in the scheme" in message
+    assert "k_norm.weight" in message
+
+
+@pytest.mark.parametrize("checkpoint", NORMED, indirect=True)
+def test_gains_of_a_body_that_a_whole_model_has_no_place_for(checkpoint, tmp_path):
+    """A body's weights are named without the prefix that a model with a head puts in front of them."""
+    AutoModel.from_pretrained(checkpoint).save_pretrained(tmp_path / "body")
+    edit_config(tmp_path / "body", lambda config: config["qk_norm"].update(q=None, k=None))
+    assert "in the weights but not in the scheme" in refusal(tmp_path / "body")
+    assert "in the weights but not in the scheme" in refusal(tmp_path / "body", AutoModel)
+    edit_config(tmp_path / "body", lambda config: config["qk_norm"].update(q="rms", k="rms", bias=True))
+    assert "4 norm parameters are missing" in refusal(tmp_path / "body")
+
+
+def test_a_scheme_that_needs_more_or_other_parameters(checkpoint):
+    edit_config(checkpoint, lambda config: config["qk_norm"].update(bias=True))
+    assert "missing" in refusal(checkpoint)
+    edit_config(checkpoint, lambda config: config["qk_norm"].update(bias=None, gain="shared"))
+    assert "of another shape" in refusal(checkpoint, ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("checkpoint", MODEL_TYPES, indirect=True)
+def test_a_config_without_the_scheme(checkpoint, ignore):
+    edit_config(checkpoint, lambda config: config.pop("qk_norm"))
+    message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
+    assert 'needs "qk_norm"' in message
+    assert "qknorm_" in message
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("checkpoint", MODEL_TYPES, indirect=True)
+def test_a_scheme_from_a_later_version(checkpoint, ignore):
+    edit_config(checkpoint, lambda config: config["qk_norm"].update(soft_caps=1))
+    message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
+    assert "unknown scheme field 'soft_caps', did you mean 'softcap'" in message
+    assert "newer hf_qknorm" in message
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("checkpoint", MODEL_TYPES, indirect=True)
+def test_a_cap_for_servers_that_contradicts_the_scheme(checkpoint, ignore):
+    edit_config(checkpoint, lambda config: config.update(attn_logit_softcapping=20.0))
+    message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
+    assert "attn_logit_softcapping=20.0 contradicts" in message
+    assert "30.0" in message
+
+
+@pytest.mark.parametrize("value", ["qk_nrom", 3, {"q": "rmsnorm"}, {"softcap": -1.0}], ids=str)
+def test_a_scheme_that_makes_no_sense(checkpoint, value):
+    edit_config(checkpoint, lambda config: config.update(qk_norm=value))
+    assert "scheme" in refusal(checkpoint).lower()
+    with pytest.raises(ValueError, match="(?i)scheme"):
+        AutoConfig.from_pretrained(checkpoint)
+
+
+def test_without_the_plugin_loading_fails(tmp_path):
+    """It must: read as its base type, the model would load without its norms and without an error."""
+    folders = [tmp_path / model_type for model_type in MODEL_TYPES]
+    for folder in folders:
+        patch_model(sharp_model(folder.name), "soft_cap").save_pretrained(folder)
+    script = (
+        "import sys, transformers\n"
+        "assert not any(name.startswith('hf_qknorm') for name in sys.modules)\n"
+        "for folder in sys.argv[1:]:\n"
+        "    try:\n"
+        "        transformers.AutoModelForCausalLM.from_pretrained(folder)\n"
+        "    except ValueError as error:\n"
+        "        print(str(error).splitlines()[0])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script, *folders], capture_output=True, text=True, check=True)
+    messages = result.stdout.splitlines()
+    for model_type, message in zip(MODEL_TYPES, messages, strict=True):
+        assert f"`qknorm_{model_type}` but Transformers does not recognize this architecture" in message

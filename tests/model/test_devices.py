@@ -1,0 +1,185 @@
+"""Models that accelerate has put somewhere: a device map, or weights on the disk that a hook brings in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, randomise, real, sharp_model
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
+from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.norms import HeadNorm
+
+PRESETS = ("none", "soft_cap", "qk_norm_cap", "henry")
+MODELS = [(t, name) for t in MODEL_TYPES for name in PRESETS if applies(t, SCHEMES[name])]
+
+
+def device_map(model: PreTrainedModel) -> dict[str, str]:
+    """The last layer on the disk, everything else on the CPU."""
+    (layers,) = {
+        name.rpartition(".")[0] for name, m in model.named_modules() if type(m).__name__ in model._no_split_modules
+    }
+    places = {
+        name: "cpu" for name, m in model.named_modules() if not list(m.children()) and not name.startswith(layers)
+    }
+    return {**places, f"{layers}.0": "cpu", f"{layers}.1": "disk"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    sharp_model(request.param).save_pretrained(folder)
+    return folder
+
+
+def offloaded(folder: Path, tmp_path: Path, **options: str) -> PreTrainedModel:
+    places = device_map(AutoModelForCausalLM.from_pretrained(folder))
+    return AutoModelForCausalLM.from_pretrained(
+        folder, device_map=places, offload_folder=tmp_path / "offload", **options
+    )
+
+
+@pytest.mark.parametrize(("checkpoint", "preset"), MODELS, indirect=["checkpoint"])
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules:UserWarning")
+@torch.no_grad()
+def test_patching_a_model_with_a_layer_on_the_disk(checkpoint, preset, tmp_path):
+    batch = make_batch("left")
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
+    expected = randomise(patch_model(whole, preset))(**batch).logits
+    model = offloaded(checkpoint, tmp_path, attn_implementation="eager")
+    assert "meta" in {p.device.type for p in model.parameters()}
+    before, plain = fingerprint(model), model(**batch).logits
+    randomise(patch_model(model, preset))
+    assert all(p.device.type == "cpu" for m in model.modules() if isinstance(m, HeadNorm) for p in m.parameters())
+    assert torch.equal(model(**batch).logits, expected)
+    with as_unpatched(model):
+        assert_near(model(**batch).logits[real(batch)], plain[real(batch)], 1e-5)
+
+    model.save_pretrained(tmp_path / "saved")
+    backend = {"attn_implementation": model.config._attn_implementation}
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **backend)
+    assert torch.equal(reloaded(**batch).logits, expected)
+    again = offloaded(tmp_path / "saved", tmp_path, **backend)
+    assert torch.equal(again(**batch).logits, expected)
+
+    assert torch.equal(unpatch_model(model)(**batch).logits, plain)
+    assert fingerprint(model)[:-1] == before[:-1]
+
+
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
+@torch.no_grad()
+def test_folding_and_moving_weights_on_the_disk_is_refused(checkpoint, tmp_path):
+    model = offloaded(checkpoint, tmp_path)
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"layers.1.self_attn: pre_norm=False .* not in memory"):
+        patch_model(model, "qkv_norm")
+    assert fingerprint(model) == before
+    patch_model(model, "qk_norm")
+    with pytest.raises(ValueError, match="fit_qk.* moves weights, and some are offloaded"):
+        calibrate(model, [make_batch("plain", labels=False)], method="fit_qk")
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "gpt2"], indirect=True)
+@pytest.mark.parametrize("method", ["moments", "fit"])
+def test_calibrating_a_model_with_a_layer_on_the_disk(checkpoint, method, tmp_path):
+    batches = [torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    whole = patch_model(AutoModelForCausalLM.from_pretrained(checkpoint), "qk_norm")
+    model = patch_model(offloaded(checkpoint, tmp_path), "qk_norm")
+    expected, report = (calibrate(m, batches, method=method, steps=4) for m in (whole, model))
+    assert report.loss == pytest.approx(expected.loss, abs=1e-5)
+    for name, layer in patched_layers(model).items():
+        torch.testing.assert_close(layer.k_norm.weight, patched_layers(whole)[name].k_norm.weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("places", ["auto", "cpu", {"": "cpu"}], ids=str)
+@pytest.mark.parametrize("checkpoint", MODEL_TYPES, indirect=True)
+@torch.no_grad()
+def test_patching_a_model_with_a_device_map(checkpoint, places):
+    batch = make_batch("left")
+    expected = patch_model(AutoModelForCausalLM.from_pretrained(checkpoint), "soft_cap")(**batch).logits
+    model = patch_model(AutoModelForCausalLM.from_pretrained(checkpoint, device_map=places), "soft_cap")
+    assert torch.equal(model(**batch).logits, expected)
+
+
+def sharded(model: PreTrainedModel) -> nn.Module:
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module)
+    return fully_shard(model)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, sharded])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_patched_model_is_wrapped_for_several_devices(model_type, wrap):
+    preset = "qk_norm_cap" if applies(model_type, SCHEMES["qk_norm_cap"]) else "soft_cap"
+    batch = make_batch("left")
+    expected, model = (randomise(patch_model(sharp_model(model_type), preset)) for _ in range(2))
+    outcomes = [expected(**batch), wrap(model)(**batch)]
+    for outcome in outcomes:
+        outcome.loss.backward()
+    assert torch.equal(*(outcome.logits for outcome in outcomes))
+    for (name, parameter), other in zip(expected.named_parameters(), model.parameters(), strict=True):
+        grad = other.grad.full_tensor() if hasattr(other.grad, "full_tensor") else other.grad
+        assert torch.equal(grad, parameter.grad), name
+
+
+@torch.no_grad()
+def test_offloading_a_patched_model():
+    batch = make_batch("left")
+    model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
+    expected = model(**batch).logits
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert torch.equal(model(**batch).logits, expected)
+
+
+def by_leaf(model: PreTrainedModel, folder: Path) -> nn.Module:
+    """Every second module on the disk, each with a hook of its own."""
+    leaves = [name for name, module in model.named_modules() if not list(module.children())]
+    places = {name: ("cpu", "disk")[i % 2] for i, name in enumerate(leaves)}
+    return accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=folder, force_hooks=True)
+
+
+OFFLOADS = {
+    "cpu": lambda model, folder: accelerate.cpu_offload(model, execution_device="cpu"),
+    "buffers": lambda model, folder: accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=True),
+    "disk": lambda model, folder: accelerate.disk_offload(model, folder, execution_device="cpu"),
+    "leaves": by_leaf,
+}
+
+
+@pytest.mark.parametrize("preset", ["soft_cap", "qk_norm_cap"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("offload", OFFLOADS)
+@torch.no_grad()
+def test_patching_a_model_whose_projections_have_hooks(offload, model_type, preset, tmp_path):
+    batch = make_batch("left")
+    plain = sharp_model(model_type)(**batch).logits
+    expected = randomise(patch_model(sharp_model(model_type), preset))(**batch).logits
+    model = OFFLOADS[offload](sharp_model(model_type), tmp_path)
+    with pytest.raises(ValueError, match=r"pre_norm=False .* not in memory"):
+        patch_model(model, "qkv_norm")
+    patch_model(model, preset)
+    assert all(p.device.type == "cpu" for m in model.modules() if isinstance(m, HeadNorm) for p in m.parameters())
+    assert torch.equal(randomise(model)(**batch).logits, expected)
+    assert torch.equal(unpatch_model(model)(**batch).logits, plain)
+
+
+@pytest.mark.parametrize("together", ["LlamaAttention", "LlamaDecoderLayer"])
+@torch.no_grad()
+def test_weights_that_a_hook_brings_in_together(together):
+    """A new norm's are not among them; a cap has none."""
+    expected = patch_model(sharp_model("llama"), "soft_cap")(**make_batch("left")).logits
+    model = accelerate.cpu_offload(sharp_model("llama"), execution_device="cpu", preload_module_classes=[together])
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"layers\.0.*preload_module_classes.*Patch the model first"):
+        patch_model(model, "qk_norm")
+    assert fingerprint(model) == before
+    assert torch.equal(patch_model(model, "soft_cap")(**make_batch("left")).logits, expected)

@@ -1,0 +1,107 @@
+"""Folding the norm before attention: the base is still there behind it, and nothing is lost where nothing can be."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, sharp_model
+from tiny import TINY
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
+from hf_qknorm.convert.moments import fit_spread
+from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.fold import is_exact
+
+FOLDED = Scheme(q="auto", k="auto", v="auto", pre_norm=False, eps=1e-12)
+KEPT = Scheme(q="auto", k="auto", v="auto", eps=1e-12)
+TYPES = [model_type for model_type in MODEL_TYPES if applies(model_type, SCHEMES["qkv_norm"])]
+
+
+def trained_like(model_type: str, *, biases: bool = True, **settings: Any) -> PreTrainedModel:
+    """A model whose norms and projections have gains and biases that differ from channel to channel."""
+    model = sharp_model(model_type, **settings)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "ln_" in name or name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+            if name.endswith("bias") and not biases:
+                parameter.zero_()
+    return model
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model(**make_batch("plain")).logits
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_the_base_is_still_behind_a_fold(model_type, spread):
+    model = trained_like(model_type)
+    expected = logits(model)
+    patch_model(model, "qkv_norm")
+    if spread:
+        fit_spread(model, [make_batch("left", labels=False)])
+    with as_unpatched(model):
+        assert_near(logits(model), expected, 2e-5)
+    assert not torch.allclose(logits(model), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_without_biases_the_fold_is_exact(model_type):
+    """The scheme's norms remove the scale that the folded norm removed: with or without it, the same result."""
+    folded = trained_like(model_type, biases=False)
+    kept = copy.deepcopy(folded)
+    assert is_exact(patch_model(folded, FOLDED))
+    assert_near(logits(folded), logits(patch_model(kept, KEPT)), 2e-5)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "qwen2"])
+def test_with_biases_the_spread_of_the_text_brings_it_near(model_type):
+    folded = trained_like(model_type)
+    expected = logits(patch_model(copy.deepcopy(folded), KEPT))
+    patch_model(folded, FOLDED)
+    assert not is_exact(folded)
+    far = (logits(folded) - expected).norm()
+    fit_spread(folded, [make_batch("plain", labels=False)])
+    assert (logits(folded) - expected).norm() < 0.3 * far
+
+
+def test_the_spread_is_the_mean_deviation_of_what_is_no_padding():
+    model = trained_like("gpt2")
+    seen = []
+    hook = model.transformer.h[0].ln_1.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    batch = make_batch("left", labels=False)
+    model(**batch)
+    hook.remove()
+    rows = seen[0][batch["attention_mask"].bool()].double()
+    expected = (rows.var(-1, unbiased=False) + model.config.layer_norm_epsilon).sqrt().mean()
+    patch_model(model, "qkv_norm")
+    fit_spread(model, [batch])
+    first, _ = (layer.removed_norm[0].spread for layer in patched_layers(model).values())
+    assert first == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_undoing_is_refused():
+    model = patch_model(trained_like("llama"), "qkv_norm")
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"folded the norm .* can't be undone.*Load the original checkpoint"):
+        unpatch_model(model)
+    assert fingerprint(model) == before
+
+
+def test_what_can_not_be_folded_is_refused_untouched():
+    with torch.device("meta"):
+        meta = LlamaForCausalLM(LlamaConfig(**TINY))
+    homeless = trained_like("gpt_neox", attention_bias=False)
+    for model, message in ((meta, "not in memory"), (homeless, "its norm has a bias, and its projections have none")):
+        before = fingerprint(model)
+        with pytest.raises(ValueError, match=message):
+            patch_model(model, "qkv_norm")
+        assert fingerprint(model) == before

@@ -1,0 +1,96 @@
+"""Generation: every cache holds what the layers normed, and gives the tokens that a full pass at each step gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
+from tiny import TINY_BY_TYPE
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_qknorm import SCHEMES, patch_model
+from hf_qknorm.testing import error
+
+NEW = 12  # prompt and new tokens pass the window of 8
+SCHEMES_TESTED = {
+    "norm": SCHEMES["qk_norm"],
+    "norm and cap": replace(SCHEMES["qk_norm_cap"], softcap=2.0),
+    "cap": replace(SCHEMES["soft_cap"], softcap=2.0),
+}
+MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in SCHEMES_TESTED.items() if applies(t, scheme)]
+CACHES: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implementation": "static"}}
+QUANTISED = {
+    "cache_implementation": "quantized",
+    "cache_config": {"backend": "quanto", "nbits": 4, "q_group_size": 16, "residual_length": 4},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    model_type, scheme = request.param
+    return randomise(patch_model(sharp_model(model_type), SCHEMES_TESTED[scheme]))
+
+
+def generate(
+    model: PreTrainedModel, kind: str = "plain", rows: slice = slice(None), last: int = 0, **options: Any
+) -> Any:
+    """Greedy or beam search from a batch, or from the `last` tokens of each of its rows."""
+    batch = {name: tensor[rows, -last:] for name, tensor in make_batch(kind, labels=False).items()}
+    lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    return model.generate(
+        **batch, **lengths, do_sample=False, return_dict_in_generate=True, output_logits=True, **options
+    )
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("kind", "last"), [("plain", 0), ("left", 0), ("plain", 5), ("plain", 1)])
+def test_cached_generation(model, kind, last, cache):
+    expected = generate(model, kind, last=last, use_cache=False)
+    actual = generate(model, kind, last=last, **CACHES[cache])
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert len(actual.logits) == NEW
+    for step, logits in enumerate(expected.logits):
+        assert_near(actual.logits[step], logits, 1e-5, f"step {step}")
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_beam_search(model, cache):
+    expected = generate(model, "left", num_beams=3, use_cache=False)
+    actual = generate(model, "left", num_beams=3, **CACHES[cache])
+    assert torch.equal(actual.sequences, expected.sequences)
+    torch.testing.assert_close(actual.sequences_scores, expected.sequences_scores)
+
+
+def test_prompt_lookup(model):
+    """Guessed tokens are checked several at a time, and the cache is cut back where a guess was wrong."""
+    expected = generate(model, rows=slice(1), use_cache=False)
+    actual = generate(model, rows=slice(1), prompt_lookup_num_tokens=3)
+    assert torch.equal(actual.sequences, expected.sequences)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Several small integers out of each byte, as optimum-quanto's compiled function does it."""
+    return torch.cat([(packed >> bits * i) & (2**bits - 1) for i in range(8 // bits)])
+
+
+@pytest.mark.parametrize("model_type", sorted(set(MODEL_TYPES) - TINY_BY_TYPE.keys()))  # those without windows
+def test_quantised_cache(model_type, monkeypatch):
+    """4-bit keys and values: "none" gives what the unpatched model does; a normed model stays near its own."""
+    quanto = pytest.importorskip("optimum.quanto.library.extensions.cpp", reason="needs optimum-quanto")
+    monkeypatch.setattr(quanto.ext, "_lib", SimpleNamespace(unpack=unpack))  # it would compile C++ for a minute
+    plain = sharp_model(model_type)
+    expected = generate(plain, **QUANTISED)
+    actual = generate(patch_model(sharp_model(model_type), "none"), **QUANTISED)
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert all(torch.equal(a, e) for a, e in zip(actual.logits, expected.logits, strict=True))
+
+    scheme = "norm and cap" if applies(model_type, SCHEMES_TESTED["norm and cap"]) else "cap"
+    capped = randomise(patch_model(plain, SCHEMES_TESTED[scheme]))
+    exact, quantised = generate(capped), generate(capped, **QUANTISED)
+    assert torch.equal(quantised.logits[0], exact.logits[0]), "the prompt itself is not read from the cache"
+    assert 1e-4 < error(quantised.logits[1], exact.logits[1]) < 0.2

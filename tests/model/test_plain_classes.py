@@ -1,0 +1,127 @@
+"""transformers' own classes refuse a patched checkpoint, with the package imported or not installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import child
+from safetensors.torch import load_file, save_file
+from tables import MODEL_TYPES, randomise, sharp_model
+from tiny import tiny_config
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlavaForConditionalGeneration,
+    PretrainedConfig,
+)
+
+from hf_qknorm import Scheme, patch_model
+from hf_qknorm.standalone.notice import NOTICES
+
+NORMED = Scheme(q="rms", k="rms", softcap=5.0)
+WAYS = {
+    "model": lambda folder: LlamaForCausalLM.from_pretrained(folder),
+    "model with a backend": lambda folder: LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa"),
+    "body": lambda folder: LlamaModel.from_pretrained(folder),
+    "config": lambda folder: LlamaConfig.from_pretrained(folder),
+    "config as data": lambda folder: LlamaConfig(**json.loads((folder / "config.json").read_text())),
+    "Auto class and a plain config": lambda folder: AutoModel.from_pretrained(folder, config=tiny_config("llama")),
+    "plain class and its own config": lambda folder: LlamaForCausalLM.from_pretrained(
+        folder, config=AutoConfig.from_pretrained(folder)
+    ),
+}
+WITHOUT_PACKAGE = """
+import sys
+sys.modules["hf_qknorm"] = None
+import transformers
+for folder in sys.argv[1:]:
+    name = folder.rpartition("/")[2]
+    for auto in ("AutoModelForCausalLM", "AutoModel"):
+        base = transformers.CONFIG_MAPPING[name]
+        plain = getattr(transformers, auto)._model_mapping[base]
+        for options in ({}, {"attn_implementation": "eager"}, {"experts_implementation": "eager"}):
+            try:
+                plain.from_pretrained(folder, **options)
+            except ValueError as error:
+                print("qk_norm: load it after `import hf_qknorm`" in str(error))
+            else:
+                print("loaded", name, plain)
+"""
+
+
+@pytest.fixture(scope="module", params=[NORMED, Scheme(softcap=5.0)], ids=["normed", "capped"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("patched")
+    randomise(patch_model(sharp_model("llama"), request.param)).save_pretrained(folder)
+    return folder
+
+
+def as_first_version(folder: Path, copy: Path) -> Path:
+    """The checkpoint as version 0.1.0 wrote it: transformers by itself sees nothing wrong."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in NOTICES}))
+    return copy
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("first_version", [False, True], ids=["now", "0.1.0"])
+def test_with_the_package(way, first_version, folder, tmp_path):
+    if first_version:
+        folder = as_first_version(folder, tmp_path / "first")
+    with pytest.raises(ValueError, match="is a patched checkpoint of model_type 'qknorm_llama', and Llama"):
+        WAYS[way](folder)
+
+
+def test_the_base_class_of_configs_shows_what_a_file_holds(folder):
+    assert PretrainedConfig.from_pretrained(folder).model_type == "qknorm_llama"
+
+
+def test_plain_checkpoints_load_as_before(tmp_path):
+    sharp_model("llama").save_pretrained(tmp_path)
+    assert type(LlamaForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path, config=tiny_config("llama"))) is LlamaForCausalLM
+
+
+def test_without_the_package(tmp_path):
+    for model_type in MODEL_TYPES:
+        patch_model(sharp_model(model_type), "soft_cap").save_pretrained(tmp_path / model_type)
+    printed = child(WITHOUT_PACKAGE, *(tmp_path / model_type for model_type in MODEL_TYPES), home=tmp_path / "home")
+    assert printed.split("\n") == ["True"] * (len(MODEL_TYPES) * 2 * 3) + [""]
+
+
+def test_a_backend_of_the_users_choice_takes_the_place_of_the_notice(folder):
+    assert AutoModelForCausalLM.from_pretrained(folder).config._attn_implementation == "hf_qknorm"
+    for backend in ("hf_qknorm_eager", "hf_qknorm_tiled"):
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=backend)
+        assert model.config._attn_implementation == backend
+    assert not set(NOTICES) & set(vars(model.config))
+
+
+def llava() -> Any:
+    text = tiny_config("llama").to_dict()
+    vision = tiny_config("clip_vision_model").to_dict()
+    config = LlavaForConditionalGeneration.config_class(text_config=text, vision_config=vision, image_token_index=5)
+    return LlavaForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("damage", ["dtype", "shape"])
+def test_a_patched_tower_is_looked_at_too(damage, tmp_path):
+    randomise(patch_model(llava(), NORMED)).save_pretrained(tmp_path)
+    assert LlavaForConditionalGeneration.from_pretrained(tmp_path) is not None
+    weights = load_file(tmp_path / "model.safetensors")
+    name = sorted(name for name in weights if name.endswith("q_norm.weight"))[-1]
+    weights[name] = weights[name].to(torch.int8) if damage == "dtype" else torch.ones(7)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = "q_norm.weight' has dtype I8" if damage == "dtype" else r"q_norm.weight' is \[7\], expected \[16\]"
+    with pytest.raises(ValueError, match=expected):
+        LlavaForConditionalGeneration.from_pretrained(tmp_path)

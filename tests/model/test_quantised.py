@@ -1,0 +1,89 @@
+"""Patched checkpoints loaded by bitsandbytes: the projections shrink, the gains stay what they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tables import assert_near, make_batch, randomise, sharp_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+from hf_qknorm import Scheme, add_standalone, patch_model, push_to_hub
+from hf_qknorm.model.attention import head_norms, patched_layers
+
+SCHEME = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, softcap=5.0, knee=4.0)
+WIDE = {"intermediate_size": 128}  # of whole blocks, as 4-bit weights need
+CONFIGS: dict[str, Any] = {
+    "4 bit": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
+    "8 bit": lambda: BitsAndBytesConfig(load_in_8bit=True),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[PreTrainedModel, Path]:
+    model = randomise(patch_model(sharp_model("llama", **WIDE), SCHEME)).eval()
+    folder = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def quantised(name: str, folder: Path) -> PreTrainedModel:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=CONFIGS[name](), device_map="cpu").eval()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_the_gains_are_not_quantised(name, saved):
+    model, folder = saved
+    small = quantised(name, folder)
+    assert type(small.model.layers[0].self_attn.q_proj) is not torch.nn.Linear
+    for layer, own in zip(patched_layers(small).values(), patched_layers(model).values(), strict=True):
+        for norm, expected in head_norms(own).items():
+            for kind, value in expected.named_parameters():
+                gain = layer.get_parameter(f"{norm}.{kind}")
+                assert torch.equal(gain.float(), value.to(gain.dtype).float())
+                assert gain.is_floating_point()
+            eps = layer.get_buffer(f"{norm}.eps")
+            assert eps.dtype == torch.float32
+            assert torch.equal(eps, expected.eps)
+    if name == "8 bit":  # four bits of random weights leave too little to compare
+        assert_near(small(**make_batch("left")).logits, model(**make_batch("left")).logits, 0.1)
+
+
+@torch.no_grad()
+def test_four_bits_compute_what_their_values_do(saved):
+    small, whole = (quantised("4 bit", saved[1]) for _ in range(2))  # a call packs the weights anew
+    logits = whole.dequantize()(**make_batch("left")).logits
+    assert_near(small(**make_batch("left")).logits, logits, 0.02)  # dequantised by way of bfloat16
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_saved_quantised_it_comes_back_with_its_code(name, saved, tmp_path):
+    small = quantised(name, saved[1])
+    add_standalone(small)
+    small.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
+    assert torch.equal(again(**make_batch("left")).logits, small(**make_batch("left")).logits)
+    assert (tmp_path / "modeling_qknorm.py").is_file()
+
+
+@torch.no_grad()
+def test_pushed_quantised_it_comes_back(hub, saved, tmp_path):
+    quantised("8 bit", saved[1]).save_pretrained(tmp_path / "out")
+    push_to_hub(tmp_path / "out", "me/small")
+    pushed, here = (AutoModelForCausalLM.from_pretrained(x, device_map="cpu") for x in ("me/small", tmp_path / "out"))
+    assert torch.equal(pushed(**make_batch("left")).logits, here(**make_batch("left")).logits)
+
+
+def test_gains_of_a_quantised_model_are_trained(saved):
+    """As QLoRA does beside its adapters."""
+    small = quantised("4 bit", saved[1])
+    gains = [p for layer in patched_layers(small).values() for n in head_norms(layer).values() for p in n.parameters()]
+    for gain in gains:
+        gain.requires_grad_()
+    small(**make_batch("plain")).loss.backward()
+    assert all(gain.grad is not None and gain.grad.abs().max() > 0 for gain in gains)

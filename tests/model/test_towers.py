@@ -1,0 +1,205 @@
+"""Multimodal models: the text tower is patched, or the one that is named, and the whole checkpoint has it again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, sharp_model, step
+from tiny import tiny_config
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForImageTextToText, CLIPConfig, CLIPModel, PreTrainedModel
+
+from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
+from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.derived import QKNormModel
+
+# A multimodal type, the types of its text tower and of its vision tower, and where these are.
+CASES = {
+    "llava": ("llama", "clip_vision_model", "language_model", "vision_tower"),
+    "llava_onevision": ("qwen2", "siglip_vision_model", "language_model", "vision_tower"),
+    "mistral3": ("mistral", "clip_vision_model", "language_model", "vision_tower"),
+    "paligemma": ("gemma", "siglip_vision_model", "language_model", "vision_tower"),
+    "idefics3": ("llama", "idefics3_vision", "text_model", "vision_model"),
+}
+IMAGE_TOKEN = 60
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llava": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    "paligemma": {"projection_dim": 64},
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def made(case: str) -> PreTrainedModel:
+    """A tiny model in eval mode, its weights large."""
+    text, vision, *_ = CASES[case]
+    parts = {
+        "text_config": tiny_config(text, initializer_range=0.2).to_dict(),
+        "vision_config": tiny_config(vision, image_size=16, patch_size=4).to_dict(),
+    }
+    name = "image_token_id" if case == "idefics3" else "image_token_index"
+    config = CONFIG_MAPPING[case](**parts, **{name: IMAGE_TOKEN}, **SETTINGS.get(case, {}))
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    for layer in (m for m in model.modules() if hasattr(m, "q_proj")):
+        for projection in (layer.q_proj, layer.k_proj):
+            nn.init.normal_(projection.weight, std=0.2)
+    return model.eval()
+
+
+def text_batch() -> dict[str, Any]:
+    batch = make_batch("right")
+    batch["input_ids"] = batch["input_ids"] % IMAGE_TOKEN
+    return batch
+
+
+def image_batch() -> dict[str, Any]:
+    """LLaVA's: seventeen places for the patches of an image and its class token."""
+    generator = torch.Generator().manual_seed(0)
+    batch = text_batch()
+    tokens = torch.full((2, 17), IMAGE_TOKEN)
+    return {
+        "input_ids": torch.cat([tokens, batch["input_ids"]], 1),
+        "attention_mask": torch.cat([torch.ones_like(tokens), batch["attention_mask"]], 1),
+        "labels": torch.cat([torch.full_like(tokens, -100), batch["labels"]], 1),
+        "pixel_values": torch.randn(2, 3, 16, 16, generator=generator),
+    }
+
+
+def logits(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch).logits
+
+
+def batch_for(case: str) -> dict[str, Any]:
+    return image_batch() if case == "llava" else text_batch()
+
+
+def test_none_changes_nothing(case):
+    original, patched, batch = made(case), made(case), batch_for(case)
+    step(patched, batch)  # leaves marks on the modules
+    before = fingerprint(patched)
+    assert patch_model(patched, "none") is patched
+    tower = patched.base_model.get_submodule(CASES[case][2])
+    assert isinstance(tower, QKNormModel)
+    assert patched_layers(patched).keys() == {f"model.{CASES[case][2]}.{name}" for name in patched_layers(tower)}
+    assert_identical(step(patched, batch), step(original, batch))
+    assert fingerprint(unpatch_model(patched)) == before
+    assert_identical(step(patched, batch), step(original, batch))
+
+
+def test_the_whole_checkpoint_has_the_patched_tower(case, tmp_path):
+    model, batch = made(case), batch_for(case)
+    expected = step(model, batch)
+    randomise(patch_model(model, "qk_norm_cap"))
+    result = step(model, batch)
+    added = result.keys() - expected.keys()
+    assert len(added) >= 2 * len(patched_layers(model)) > 0
+    assert all(torch.isfinite(result[name]).all() and result[name].abs().max() > 0 for name in added)
+    model.save_pretrained(tmp_path)
+    again, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert type(again) is type(model)
+    assert again.config.text_config.scheme == SCHEMES["qk_norm_cap"].resolve("rms")
+    assert again.config.text_config._attn_implementation == "hf_qknorm"
+    assert torch.equal(logits(again, batch), logits(model, batch))
+    assert_identical(step(unpatch_model(model), batch), expected)
+
+
+def test_a_checkpoint_without_the_norms_is_refused(case, tmp_path):
+    patch_model(made(case), "qk_norm").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not name.endswith("1.self_attn.q_norm.weight")}
+    assert len(kept) == len(weights) - 1
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 norm parameters are missing from the weights, first .*q_norm\.weight"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path)
+
+
+def test_the_text_tower_is_calibrated_by_itself():
+    """For a model of text it makes no difference that a vision tower is beside it."""
+    model = patch_model(made("llava"), "qk_norm")
+    batches = [text_batch()["input_ids"] for _ in range(2)]
+    with pytest.raises(ValueError, match=r"calibrate\(model\.model\.language_model, data, knee=4\)"):
+        calibrate(model, batches, "moments")
+    alone = patch_model(AutoModel.from_config(tiny_config("llama", initializer_range=0.2)).eval(), "qk_norm")
+    alone.load_state_dict(model.model.language_model.state_dict())
+    report = calibrate(model.model.language_model, batches, "moments")
+    assert report == calibrate(alone, batches, "moments")
+    gains = [norm.weight for layer in patched_layers(model).values() for norm in head_norms(layer).values()]
+    assert len(gains) == 4
+    assert all(float((gain.detach() - 1).abs().max()) > 0.01 for gain in gains)
+    assert_identical(model.model.language_model.state_dict(), alone.state_dict())
+
+
+def test_without_the_package_the_checkpoint_is_refused(tmp_path):
+    patch_model(made("llava"), "qk_norm_cap").save_pretrained(tmp_path)
+    script = "import sys, transformers; transformers.AutoModelForImageTextToText.from_pretrained(sys.argv[1])"
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "qknorm_llama" in result.stderr
+
+
+def test_backends_agree(case):
+    model, batch = patch_model(made(case), "soft_cap"), batch_for(case)
+    expected = logits(model, batch)
+    tower = model.base_model.get_submodule(CASES[case][2])
+    for backend in ("eager", "hf_qknorm_eager", "hf_qknorm_tiled"):
+        tower.set_attn_implementation(backend)
+        seen = batch["attention_mask"].bool()
+        assert_near(logits(model, batch)[seen], expected[seen], 1e-5, backend)
+    with pytest.raises(ValueError, match="sdpa"):
+        model.set_attn_implementation("sdpa")
+
+
+def test_a_named_tower(tmp_path):
+    model, batch = made("llava"), image_batch()
+    expected = step(model, batch)
+    model.save_pretrained(tmp_path / "base")  # which writes into the config too
+    before = fingerprint(model)
+    randomise(patch_model(model, "qk_norm", tower="vision_tower"))
+    assert all(name.startswith("model.vision_tower.") for name in patched_layers(model))
+    capped = patch_model(model, "soft_cap")  # the text tower, besides
+    assert len(patched_layers(capped)) == 4
+    model.save_pretrained(tmp_path)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, batch), logits(model, batch))
+    assert (logits(model, batch) - expected["logits"]).abs().max() > 1e-3
+    assert fingerprint(unpatch_model(model)) == before
+    assert_identical(step(model, batch), expected)
+
+
+def refuse(model: PreTrainedModel, **kwargs: Any) -> str:
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match="tower|not supported") as refusal:
+        patch_model(model, "soft_cap", **kwargs)
+    assert fingerprint(model) == before
+    return str(refusal.value)
+
+
+def test_towers_that_are_not_there():
+    assert "model.vision_tower, model.language_model" in refuse(made("llava"), tower="audio_tower")
+    assert "it has no towers" in refuse(sharp_model("llama"), tower="vision_tower")
+    assert "'idefics3_vision' is not supported" in refuse(made("idefics3"), tower="vision_model")
+
+
+def test_a_patched_tower():
+    model = patch_model(made("llava"), "qk_norm")
+    with pytest.raises(ValueError, match="patched already"):
+        patch_model(model, "soft_cap")
+
+
+def test_a_model_that_builds_its_tower_from_a_class_of_its_own():
+    parts = {f"{x}_config": tiny_config(f"clip_{x}_model").to_dict() for x in ("text", "vision")}
+    message = refuse(CLIPModel(CLIPConfig(**parts)))
+    assert "a checkpoint of the whole would lose the scheme" in message
+    assert "patch_model(model.text_model, ...)" in message

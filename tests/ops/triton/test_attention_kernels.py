@@ -1,0 +1,197 @@
+"""Fused attention of heads as they are, against the oracle: every shape and option, output and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from kernel_cases import DEVICE, lay_out, plain_problem, shrink_tiles
+from tiled_cases import Case
+
+from hf_qknorm.ops.triton import attention
+from hf_qknorm.ops.triton.launch import Tile
+from hf_qknorm.ops.types import Heads
+from hf_qknorm.testing import assert_within_budget
+
+FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+ONE = {"batch": 1, "heads": 2, "heads_kv": 1}
+PAIR = {"heads": 2, "heads_kv": 1}
+GROUPS = {"batch": 1, "heads": 10, "heads_kv": 2}
+
+SHAPES = [
+    (Case(), FULL),
+    (Case(**ONE, queries=1, keys=63, causal=True, head_dim=64), BRAIN),
+    (Case(**ONE, queries=111, causal=True, head_dim=40, softcap=50.0), HALF),
+    (Case(**ONE, queries=128, causal=True, head_dim=64), FULL),
+    (Case(batch=1, heads=4, heads_kv=4, head_dim=80, softcap=5.0), BRAIN),
+    (Case(batch=1, heads=4, heads_kv=1, head_dim=96, causal=True, softcap=100.0), FULL),
+    (Case(batch=1, heads=7, heads_kv=1, head_dim=112, causal=True), HALF),
+    (Case(**GROUPS, queries=33, head_dim=16, softcap=5.0), HALF),
+    (Case(**ONE, queries=128, head_dim=128, softcap=100.0), BRAIN),
+    (Case(**ONE, causal=True, head_dim=256, softcap=5.0), FULL),
+    (Case(**ONE, queries=40, head_dim=256), BRAIN),
+    (Case(**ONE, queries=5, keys=111, causal=True, head_dim=128), HALF),
+    (Case(**ONE, queries=33, keys=128, softcap=50.0, head_dim=40), FULL),
+    (Case(**ONE, queries=111, keys=63, causal=True, softcap=50.0, head_dim=80), BRAIN),
+    (Case(**ONE, queries=128, keys=2, head_dim=16, softcap=100.0), FULL),
+]
+WINDOWS = [
+    (Case(**ONE, queries=111, causal=True, window=2, softcap=5.0), BRAIN),
+    (Case(**ONE, queries=111, causal=True, window=20, head_dim=64), HALF),
+    (Case(**ONE, queries=128, causal=True, window=33, softcap=50.0), FULL),
+    (Case(**ONE, queries=111, window=9, head_dim=96), BRAIN),
+    (Case(**ONE, queries=128, window=1, softcap=100.0), HALF),
+    (Case(**ONE, causal=True, window=500, head_dim=40), FULL),
+    (Case(**ONE, queries=33, keys=111, window=20, softcap=5.0), FULL),
+    (Case(**ONE, queries=111, keys=40, window=20), HALF),
+    (Case(**ONE, queries=40, keys=111, causal=True, window=20, softcap=50.0), HALF),
+    (Case(**ONE, queries=111, keys=63, causal=True, window=7), BRAIN),
+    (Case(**ONE, queries=40, window=2**31 - 1), FULL),
+    (Case(**ONE, queries=63, keys=40, causal=True, window=2**31 - 1, softcap=50.0), BRAIN),
+]
+RANGES = [
+    (Case(**PAIR, ranges="left_padding", softcap=50.0), BRAIN),
+    (Case(**PAIR, ranges="left_padding", keys=80, head_dim=40), FULL),
+    (Case(**PAIR, ranges="right_padding", causal=True), HALF),
+    (Case(**PAIR, ranges="packed", queries=40, keys=63, causal=True, window=7), BRAIN),
+    (Case(**PAIR, ranges="window", queries=40, window=9), HALF),
+    (Case(**PAIR, ranges="right_padding", queries=40, keys=63, softcap=5.0), FULL),
+    (Case(**PAIR, ranges="packed", head_dim=64), BRAIN),
+    (Case(**PAIR, ranges="packed", queries=111, softcap=100.0), HALF),
+    (Case(**PAIR, ranges="window", queries=63, keys=111, softcap=50.0), FULL),
+    (Case(**PAIR, ranges="window", queries=80, keys=63), BRAIN),
+    (Case(**PAIR, ranges="shared", queries=40, softcap=5.0), HALF),
+]
+SINKS = [
+    (Case(**GROUPS, sinks=True, queries=40, causal=True, window=20), BRAIN),
+    (Case(**GROUPS, sinks=True, queries=40, softcap=50.0), HALF),
+    (Case(**GROUPS, sinks=True, queries=40, keys=33, causal=True, softcap=5.0), FULL),
+    (Case(**GROUPS, sinks=True, queries=40, ranges="packed"), FULL),
+    (Case(**GROUPS, sinks=True, queries=40, ranges="left_padding", softcap=100.0), BRAIN),
+]
+
+
+def name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("case", "dtype"), [*SHAPES, *WINDOWS, *RANGES, *SINKS], ids=name)
+def test_output_and_gradients(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_tiles(monkeypatch)
+    plain_problem(case, dtype).check()
+
+
+REAL = [
+    (Case(batch=1, heads=1, heads_kv=1, queries=1000, causal=True, softcap=50.0), BRAIN),
+    (Case(batch=1, heads=1, heads_kv=1, queries=200, window=20, head_dim=256), HALF),
+    (Case(**ONE, queries=200, keys=111, ranges="packed", head_dim=128), BRAIN),
+    (Case(**ONE, queries=80, keys=111, causal=True, head_dim=64), FULL),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), REAL, ids=name)
+def test_the_tiles_of_the_tables(case: Case, dtype: torch.dtype) -> None:
+    plain_problem(case, dtype).check()
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case(**GROUPS, queries=3, keys=300, causal=True, softcap=50.0, sinks=True), BRAIN),
+        (Case(heads=10, queries=2, keys=260, causal=True, window=250, ranges="left_padding"), HALF),
+    ],
+    ids=name,
+)
+def test_gradients_of_what_splits_gave(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward pass of a few queries over many keys is another one, the backward pass is not."""
+    monkeypatch.setattr(attention.attention_decode, "splits", lambda q, k: 2)
+    monkeypatch.setattr(attention, "forward_kernel", None)  # nor is it the one that runs
+    plain_problem(case, dtype).check()
+
+
+@pytest.mark.parametrize("forward", [Tile(16, 16, 4, 1), Tile(64, 16, 4, 1), Tile(16, 64, 4, 1)], ids=str)
+def test_tiles_of_every_form(forward: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_tiles(monkeypatch, FORWARD=forward, QUERY_GRADIENT=forward, KEY_GRADIENT=forward)
+    plain_problem(Case(batch=3, heads=1, heads_kv=1, queries=70, keys=60, ranges="window"), FULL).check()
+    plain_problem(Case(**ONE, queries=90, causal=True, window=37, softcap=5.0), FULL).check()
+
+
+@pytest.mark.parametrize("dtype", [FULL, BRAIN, HALF], ids=name)
+@pytest.mark.parametrize("case", [Case(queries=1), Case(queries=9, causal=True, window=1, softcap=5.0)], ids=str)
+def test_a_single_key(case: Case, dtype: torch.dtype) -> None:
+    """The weight is 1: q and k have no gradient, so that there is no relative error of it."""
+    problem = plain_problem(case, dtype)
+    exact, eager, got = problem.expected(torch.float64), problem.expected(dtype), problem.results()
+    for what in ("out", "v"):
+        assert_within_budget(got[what], exact[what], eager[what], what)
+    for what in ("q", "k"):
+        assert float(got[what].abs().max()) <= 16 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(**PAIR, queries=40, ranges="nothing", softcap=50.0),
+        Case(**PAIR, keys=33, causal=True),
+        Case(**PAIR, queries=40, ranges="left_padding"),
+    ],
+    ids=str,
+)
+def test_queries_without_keys(case: Case, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_tiles(monkeypatch)
+    problem = plain_problem(dataclasses.replace(case, sinks=sinks), BRAIN)
+    result = attention.forward(problem.heads, problem.visible, problem.options)
+    leaves = {x: y.detach() for x, y in problem.leaves.items()}
+    empty = problem.attended(leaves).weights.sum(-1) == 0
+    assert empty.any()
+    assert not result.out[empty].any()
+    if not sinks:
+        assert torch.equal(result.normaliser[..., 1] == 0, empty)
+    got = attention.backward(
+        problem.grad, problem.heads, problem.visible, problem.options, result.out, result.normaliser
+    )
+    assert not got.q[empty].any()
+    if empty.all():
+        assert not any(x.any() for x in got if x is not None)
+
+
+@pytest.mark.parametrize("layout", ["projection", "tokens", "gaps", "sparse"])
+def test_strides_change_no_bit(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads lie as a projection leaves them, q, k and v in one buffer, or with odd strides, and so do gradients."""
+    shrink_tiles(monkeypatch)
+    problem = plain_problem(Case(queries=20, causal=True, softcap=50.0), BRAIN)
+    q, k, v = problem.heads[:3]
+    if layout == "projection":
+        fused = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], -1)
+        parts = fused.split([x.shape[1] * x.shape[3] for x in (q, k, v)], -1)
+        heads = [x.unflatten(-1, (-1, q.shape[3])).transpose(1, 2) for x in parts]
+        grad = problem.grad.transpose(1, 2).contiguous().transpose(1, 2)
+    else:
+        *heads, grad = (lay_out(x, layout) for x in (q, k, v, problem.grad))
+    laid_out = problem._replace(heads=Heads(*heads), grad=grad)
+    torch.testing.assert_close(laid_out.results(), problem.results(), rtol=0, atol=0)
+
+
+def test_results_are_laid_out_as_tokens() -> None:
+    for x in plain_problem(Case(queries=9), FULL).results().values():
+        assert x.transpose(1, 2).is_contiguous()
+
+
+def test_the_gradient_of_a_sum() -> None:
+    """It is an expanded number, with strides of zero."""
+    problem = plain_problem(Case(queries=9, causal=True), FULL)
+    one = torch.ones(1, device=DEVICE)
+    expanded = problem._replace(grad=one.expand(problem.grad.shape)).results()
+    plainly = problem._replace(grad=one.expand(problem.grad.shape).contiguous()).results()
+    torch.testing.assert_close(expanded, plainly, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(**GROUPS, queries=20, sinks=True, dropout=0.2), Case(**ONE, ranges="packed")], ids=str
+)
+def test_a_rerun_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_tiles(monkeypatch)
+    problem = plain_problem(case, BRAIN)
+    torch.testing.assert_close(problem.results(), problem.results(), rtol=0, atol=0)

@@ -1,0 +1,250 @@
+"""The inner loops of fused attention: which heads take which, and what they do at the cap and with NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from kernel_cases import DEVICE, Problem, Raw, log_sum_exp, plain, plain_problem, raw_problem, shrink_tiles
+from tiled_cases import Case
+
+from hf_qknorm.ops.triton import attention, score_math
+from hf_qknorm.ops.triton.launch import INTERPRETED, launch
+from hf_qknorm.testing import assert_within_budget
+
+FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+CAPS = (None, 5.0, 50.0, 64.0, 70.0)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_tiles(monkeypatch)
+
+
+@pytest.fixture
+def stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds numbers, such as could be taken for results."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        create = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, create=create, **options: create(*args, **options).fill_(7))
+
+
+def two_groups(
+    dtype: torch.dtype, softcap: float | None, low: float, high: float, sinks: bool = False, knee: float | None = None
+) -> Problem:
+    """Normed heads whose scores are bounded by about `low` for the first group, by `high` for the second."""
+    raw = Raw(heads=(4, 2), dtype=dtype, gains=("per_head", "none"), length=40, rotary=(0, "none"), knee=knee)
+    problem = raw_problem(raw, Case(causal=True, softcap=softcap, sinks=sinks))
+    (q, k, _, q_norm, k_norm, _), scale = problem.heads, problem.options.scale / (softcap or 1.0)
+    q, k = (plain(x, norm._replace(gain=None), None).norm(dim=-1) for x, norm in ((q, q_norm), (k, k_norm)))
+    size = q.unflatten(1, (2, 2)).amax((0, 2, 3)) * k.amax((0, 2)) * scale  # of each group's scores, if the gain is 1
+    wanted = torch.tensor([low, high], device=DEVICE) / size
+    q_norm.gain.copy_(wanted.repeat_interleave(2)[:, None].expand_as(q_norm.gain))
+    return problem
+
+
+def record(monkeypatch: pytest.MonkeyPatch, skip: str | None = None) -> list[tuple[Any, ...]]:
+    """The attention kernels' launches, from here on; those for heads "within" or "beyond" are left out on demand."""
+    seen: list[tuple[Any, ...]] = []
+
+    def recorded(kernel: Any, *arguments: Any, **options: Any) -> None:
+        when = options.get("WHEN")
+        if when is not None:
+            seen.append((options["TANH"], options.get("ONLINE"), when))
+        if when is None or when != skip:
+            launch(kernel, *arguments, **options)
+
+    monkeypatch.setattr(attention, "launch", recorded)
+    return seen
+
+
+EXACT = "exact" if INTERPRETED else "approx"  # what bf16 takes
+CHOSEN = [  # dtype, cap, sinks, knee, bounds of the two groups, the loops of forward
+    (BRAIN, None, False, None, (5.0, 200.0), [("none", False, "within"), ("none", True, "beyond")]),
+    (BRAIN, None, False, None, (55.0, 65.0), [("none", False, "within"), ("none", True, "beyond")]),
+    (BRAIN, None, False, 4.0, (55.0, 65.0), [("none", False, "within"), ("none", True, "beyond")]),
+    (BRAIN, 50.0, False, None, (0.7, 2.0), [("odd7", False, "within"), (EXACT, False, "beyond")]),
+    (BRAIN, 100.0, False, None, (0.7, 0.8), [("odd7", True, "within"), (EXACT, True, "beyond")]),
+    (BRAIN, 100.0, False, 4.0, (0.7, 0.8), [("odd7", True, "within"), (EXACT, True, "beyond")]),
+    (BRAIN, 5.0, True, None, (0.7, 40.0), [("odd7", True, "within"), (EXACT, True, "beyond")]),
+    (HALF, 5.0, False, None, (0.7, 40.0), [("odd7", True, "within"), ("exact", True, "beyond")]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "softcap", "sinks", "knee", "bounds", "loops"), CHOSEN)
+def test_each_group_of_heads_takes_the_loop_for_its_bound(
+    dtype: torch.dtype,
+    softcap: float | None,
+    sinks: bool,
+    knee: float | None,
+    bounds: tuple[float, float],
+    loops: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = two_groups(dtype, softcap, *bounds, sinks, knee)
+    whole = problem.check()
+    for left, (skip, heads) in enumerate((("beyond", slice(0, 2)), ("within", slice(2, 4)))):
+        seen = record(monkeypatch, skip)
+        result = attention.forward(problem.heads, problem.visible, problem.options)
+        assert seen == loops
+        assert torch.equal(result.out[:, heads], whole["out"][:, heads])
+        assert result.out[:, 2 - 2 * left : 4 - 2 * left].isnan().all()
+        if softcap is None:  # backward has one loop for all
+            continue
+        grads = attention.backward(
+            problem.grad, problem.heads, problem.visible, problem.options, result.out, result.normaliser
+        )
+        for got, expected, part in (
+            (grads.q, whole["q"], heads),
+            (grads.k, whole["k"], slice(left, left + 1)),
+            (grads.v, whole["v"], slice(left, left + 1)),
+        ):
+            assert torch.equal(got[:, part], expected[:, part])
+            assert got.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "raw", "loop"),
+    [
+        (BRAIN, None, False, ("none", True)),
+        (HALF, None, True, ("none", True)),
+        (FULL, 50.0, True, ("exact", False)),
+        (FULL, 70.0, True, ("exact", True)),
+        (BRAIN, 50.0, False, (EXACT, False)),
+        (HALF, 50.0, False, ("exact", True)),
+    ],
+)
+def test_heads_without_a_bound_or_a_choice_take_one_loop(
+    dtype: torch.dtype, softcap: float | None, raw: bool, loop: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(batch=1, heads=2, heads_kv=1, queries=9, softcap=softcap)
+    seen = record(monkeypatch)
+    problem = raw_problem(Raw(dtype=dtype, length=9), case) if raw else plain_problem(case, dtype)
+    problem.results()
+    gradient = (loop[0], None, "always")
+    assert seen == [(*loop, "always"), gradient, gradient]
+
+
+@pytest.mark.parametrize("dtype", [FULL, BRAIN, HALF], ids=str)
+@pytest.mark.parametrize("softcap", CAPS)
+def test_logits_driven_to_the_cap(softcap: float | None, dtype: torch.dtype) -> None:
+    case = Case(batch=1, queries=40, causal=True, softcap=softcap, spread=12.0)
+    if dtype == FULL:  # a few rows that are not at the cap would have all of the gradient: their errors are luck
+        case = dataclasses.replace(case, heads=8, heads_kv=8, spread=5.0)
+    plain_problem(case, dtype).check()
+
+
+LARGE = [
+    (Case(batch=1, heads=8, queries=40, causal=True, spread=5.0), None),
+    (Case(batch=1, heads=8, queries=40, spread=5.0, sinks=True, window=9), None),
+    (Case(batch=8, heads=8, queries=3, keys=260, spread=5.0, causal=True), None),
+    (Case(heads=6, queries=40, ranges="left_padding", spread=5.0), None),
+    (Case(causal=True), Raw(heads=(8, 2), length=40, spread=5.0, norms=("none", "none"))),
+]
+
+
+@pytest.mark.parametrize(("case", "raw"), LARGE, ids=str)
+def test_fp32_is_exact_for_large_logits_without_a_cap(case: Case, raw: Raw | None) -> None:
+    """One number for the log-sum-exp of such logits would be less exact than the budget of the weights made from it."""
+    problem = plain_problem(case, FULL) if raw is None else raw_problem(raw, case)
+    problem.check()
+
+
+SINKLESS = [
+    Case(queries=40, causal=True, window=20, sinks=True),
+    Case(queries=40, ranges="left_padding", softcap=5.0, sinks=True),
+    Case(queries=40, ranges="packed", sinks=True),
+    Case(queries=20, ranges="nothing", sinks=True),
+    Case(queries=2, keys=300, ranges="window", sinks=True),
+]
+
+
+@pytest.mark.parametrize("dtype", [FULL, BRAIN], ids=str)
+@pytest.mark.parametrize("case", SINKLESS, ids=str)
+def test_a_sink_of_minus_infinity_is_none(case: Case, dtype: torch.dtype) -> None:
+    """Nor is it one for rows whose first tile is hidden from them."""
+    problem = plain_problem(case, dtype)
+    sinks = problem.visible.sinks
+    assert sinks is not None
+    sinks.data[:2] = -torch.inf
+    if case.ranges == "nothing":
+        got = problem.results()
+        assert not any(x.any() for x in got.values())
+        return
+    got = problem.check()
+    assert not got["sinks"][:2].any()
+
+
+@pytest.mark.parametrize("dtype", [FULL, BRAIN, HALF], ids=str)
+@pytest.mark.parametrize("softcap", [50.0, 64.0, 70.0])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_rows_with_all_logits_at_the_cap_are_averages(sign: float, softcap: float, dtype: torch.dtype) -> None:
+    """Nothing may overflow or vanish there."""
+    problem = plain_problem(Case(batch=1, heads=1, heads_kv=1, queries=100, causal=True, softcap=softcap), dtype)
+    q = torch.full_like(problem.heads.q, 30.0)
+    problem = problem._replace(heads=problem.heads._replace(q=q, k=sign * q))
+    result = attention.forward(problem.heads, problem.visible, problem.options)
+    counts = torch.arange(1, 101, device=DEVICE)
+    v = problem.heads.v
+    assert_within_budget(
+        result.out, v.double().cumsum(-2) / counts[:, None], (v.float().cumsum(-2) / counts[:, None]).to(dtype)
+    )
+    nats = sign * softcap + counts.log()
+    got = log_sum_exp(result.normaliser)
+    torch.testing.assert_close(got, nats.expand(got.shape).double(), rtol=1e-6, atol=1e-6)
+
+
+NAN = [
+    (Case(causal=True), None),
+    (Case(causal=True, softcap=50.0), None),
+    (Case(causal=True, softcap=70.0, sinks=True), None),
+    (Case(causal=True), Raw(heads=(4, 2), dtype=BRAIN)),
+    (Case(causal=True, softcap=50.0), Raw(heads=(4, 2), dtype=BRAIN)),
+]
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize(("case", "raw"), NAN, ids=str)
+@pytest.mark.usefixtures("stale")
+def test_nan_comes_out_where_it_goes_in(case: Case, raw: Raw | None, where: str) -> None:
+    problem = raw_problem(raw, case) if raw else plain_problem(dataclasses.replace(case, batch=1), BRAIN)
+    exact, eager = problem.expected(torch.float64)["out"], problem.expected(BRAIN)["out"]
+    getattr(problem.heads, where)[:, 1, 50, 3] = torch.nan
+    result = attention.forward(problem.heads, problem.visible, problem.options, statistics=True)
+    got = attention.backward(
+        problem.grad, problem.heads, problem.visible, problem.options, result.out, result.normaliser
+    )
+    assert_within_budget(result.out[:, :, :32], exact[:, :, :32], eager[:, :, :32])  # of no tile with NaN in it
+    if where == "q":
+        queries, keys = (slice(None), 1, 50), (slice(None), 0, slice(51))
+    else:
+        queries, keys = (slice(None), slice(2, 4), slice(50, None)), (slice(None), 1)
+    column = 3 if where == "v" else slice(None)
+    assert result.out[queries][..., column].isnan().all()
+    assert got.q[queries].isnan().all()
+    assert got.k[keys].isnan().all()
+    if where != "v":  # the weights themselves
+        assert result.entropy[queries].isnan().all()
+        assert got.v[keys].isnan().all()
+
+
+@triton.jit
+def _tanh(x, out, HOW: tl.constexpr, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + at, score_math.tanh(tl.load(x + at), HOW))
+
+
+@pytest.mark.parametrize(
+    ("how", "end", "bound"),
+    [("odd7", 0.75, 1.2e-5), ("exact", 20.0, 5e-7), *([] if INTERPRETED else [("approx", 20.0, 5e-4)])],
+)
+def test_tanh(how: str, end: float, bound: float) -> None:
+    x = torch.linspace(-end, end, 1 << 14, device=DEVICE)
+    out = torch.empty_like(x)
+    launch(_tanh, (16,), x.device, x, out, HOW=how, N=1 << 10)
+    exact = x.double().tanh()
+    assert float(((out - exact) / exact).abs().max()) < bound

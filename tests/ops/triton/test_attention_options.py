@@ -1,0 +1,119 @@
+"""Dropout of the fused attention, whose mask is drawn anew in each kernel, and the statistics of its logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from kernel_cases import DEVICE, Problem, Raw, plain_problem, raw_problem, shrink_tiles
+from tiled_cases import Case
+from torch import Tensor
+
+from hf_qknorm.ops.triton import attention
+from hf_qknorm.ops.triton.launch import Tile
+from hf_qknorm.ops.types import Heads, Visible
+from hf_qknorm.testing import assert_within_budget
+
+FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+
+
+def drawn(problem: Problem) -> Tensor:
+    """The mask `[B, H, T, S]` that multiplies the weights: of an identity for values they are the output."""
+    q, k = problem.heads[:2]
+    length, size = k.shape[2:]
+    parts = []
+    for start in range(0, length, size):
+        v = torch.zeros_like(k, dtype=FULL)
+        v[:, :, start : start + size] = torch.eye(size, device=DEVICE)[: length - start]
+        heads = Heads(torch.zeros_like(q, dtype=FULL), torch.zeros_like(k, dtype=FULL), v)
+        options = dataclasses.replace(problem.options, causal=False, window=None, softcap=None)
+        parts.append(attention.forward(heads, Visible(seed=problem.visible.seed), options).out)
+    kept = torch.cat(parts, -1)[..., :length] > 0
+    return kept / (1 - problem.options.dropout)
+
+
+DROPOUT = [
+    (Case(queries=60, head_dim=64, causal=True, dropout=0.3), FULL, None),
+    (Case(queries=40, keys=63, head_dim=64, softcap=50.0, window=20, dropout=0.5), BRAIN, None),
+    (Case(batch=1, heads=8, queries=33, head_dim=40, softcap=5.0, sinks=True, dropout=0.1), HALF, None),
+    (Case(queries=50, head_dim=64, ranges="packed", dropout=0.3), HALF, None),
+    (
+        Case(causal=True, softcap=50.0, dropout=0.3),
+        BRAIN,
+        Raw(head_dim=64, length=50, rotary=(64, "half"), heads=(4, 1), dtype=BRAIN),
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "raw"), DROPOUT, ids=str)
+def test_forward_and_backward_drop_the_same_weights(
+    case: Case, dtype: torch.dtype, raw: Raw | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = plain_problem(case, dtype) if raw is None else raw_problem(raw, case)
+    mask = drawn(problem)
+    shrink_tiles(monkeypatch)
+    problem.check(mask)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_the_rate_of_dropout_is_right(rate: float) -> None:
+    problem = plain_problem(Case(queries=64, head_dim=64, dropout=rate), FULL)
+    mask = drawn(problem)
+    other = drawn(problem._replace(visible=Visible(seed=torch.tensor([2**62 + 1], device=DEVICE))))
+    same = mask == other
+    sigma = math.sqrt(rate * (1 - rate) / mask.numel())
+    agree = rate**2 + (1 - rate) ** 2
+    assert abs(float((mask == 0).float().mean()) - rate) < 5 * sigma
+    assert abs(float(same.float().mean()) - agree) < 5 * math.sqrt(agree * (1 - agree) / mask.numel())
+    for axis in range(4):  # nor do neighbours share their mask
+        neighbours = (mask == mask.roll(1, axis)).float().mean()
+        assert abs(float(neighbours) - agree) < 5 * math.sqrt(2 * agree * (1 - agree) / mask.numel())
+
+
+def test_dropout_does_not_depend_on_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = plain_problem(Case(queries=64, head_dim=64, dropout=0.3), FULL)
+    mask = drawn(problem)
+    shrink_tiles(monkeypatch, FORWARD=Tile(32, 16, 4, 1))
+    assert torch.equal(drawn(problem), mask)
+
+
+STATISTICS = [
+    (Case(causal=True), FULL, None),
+    (Case(softcap=50.0, spread=3.0), BRAIN, None),
+    (Case(batch=1, queries=40, causal=True, spread=5.0), FULL, None),
+    (Case(batch=1, queries=40, softcap=50.0, causal=True, spread=5.0), FULL, None),
+    (Case(batch=1, queries=40, window=9, spread=5.0, sinks=True), FULL, None),
+    (Case(softcap=70.0, causal=True, window=20, spread=3.0), HALF, None),
+    (Case(heads=8, queries=40, causal=True, sinks=True), FULL, None),
+    (Case(heads=8, queries=40, softcap=5.0, sinks=True), BRAIN, None),
+    (Case(queries=80, keys=40, causal=True), HALF, None),
+    (Case(ranges="left_padding", softcap=50.0), FULL, None),
+    (Case(ranges="packed", queries=40, sinks=True), BRAIN, None),
+    (Case(queries=40, dropout=0.3, softcap=50.0), FULL, None),
+    (Case(causal=True), BRAIN, Raw(dtype=BRAIN, heads=(4, 2), batch=2, length=50)),
+    (Case(causal=True), BRAIN, Raw(dtype=BRAIN, heads=(4, 2), batch=2, length=50, norms=("none", "none"), spread=5.0)),
+    (Case(softcap=50.0, window=9), HALF, Raw(dtype=HALF, heads=(4, 2), norms=("l2", "layer"), length=50)),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "raw"), STATISTICS, ids=str)
+def test_statistics_are_the_oracles(
+    case: Case, dtype: torch.dtype, raw: Raw | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrink_tiles(monkeypatch)
+    problem = plain_problem(case, dtype) if raw is None else raw_problem(raw, case)
+    result = attention.forward(problem.heads, problem.visible, problem.options, statistics=True)
+    exact, eager = (
+        problem.attended({name: x.detach().to(wide) for name, x in problem.leaves.items()})
+        for wide in (torch.float64, dtype)
+    )
+    rows = (exact.weights.sum(-1) > 0).sum((0, 2)).clamp_min(1)
+    assert_within_budget(result.largest.amax((0, 2)), exact.max_logit, eager.max_logit, "largest")
+    assert_within_budget(result.entropy.sum((0, 2)) / rows, exact.entropy, eager.entropy, "entropy")
+    without = attention.forward(problem.heads, problem.visible, problem.options)
+    assert without.largest is None
+    assert without.entropy is None
+    assert torch.equal(result.out, without.out)
+    assert torch.equal(result.normaliser, without.normaliser)

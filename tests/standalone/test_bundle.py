@@ -1,0 +1,80 @@
+"""Definitions gathered into one file: under one name each, in an order that runs, and no more than is needed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from hf_qknorm.ops import reference
+from hf_qknorm.standalone.bundler import Bundle
+
+OUTPUTS = (("hf_qknorm.families.separate", "output"), ("hf_qknorm.families.gpt2", "output"))
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """What a text defines when it is run as a module."""
+
+    def names(text: str) -> dict[str, Any]:
+        module = ModuleType("bundled")
+        monkeypatch.setitem(sys.modules, "bundled", module)
+        exec(compile(text, "bundled", "exec"), vars(module))
+        return vars(module)
+
+    return names
+
+
+def test_what_it_gathers_is_what_runs_in_the_package(run):
+    bundled = run(Bundle((("hf_qknorm.ops.reference", "attention"),)).text())
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 5, 8) for heads in (4, 2, 2))
+    got = bundled["attention"](q, k, v, softcap=2.0, causal=True, window=3)
+    expected = reference.attention(q, k, v, softcap=2.0, causal=True, window=3)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_it_gathers_no_more_than_is_needed():
+    tree = ast.parse(Bundle((("hf_qknorm.ops.reference", "attention"),)).text())
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert defined == ["Attended", "visible", "attention"]
+
+
+def test_two_of_one_name_get_their_modules_names(run):
+    bundle = Bundle(OUTPUTS)
+    assert [bundle.name_of(root) for root in OUTPUTS] == ["separate_output", "gpt2_output"]
+    names = run(bundle.text())
+    assert "output" not in names
+    assert {"separate_output", "gpt2_output"} <= set(names)
+
+
+def test_mentions_follow_a_renamed_definition(run):
+    """GPT-2's style names its `output`, and the other's `output` is there too."""
+    bundle = Bundle((("hf_qknorm.families.gpt2", "GPT2"), OUTPUTS[0]))
+    names = run(bundle.text())
+    assert names["GPT2"].output is names["gpt2_output"]
+
+
+def test_a_replacement_stands_wherever_the_original_is_mentioned():
+    attention_class = ("hf_qknorm.model.attention", "attention_class")
+    plain = {("hf_qknorm.model.attention", "QKNormAttention"): ("hf_qknorm.model.plain_attention", "PlainAttention")}
+    text = Bundle((attention_class,), plain, {("hf_qknorm.families", "FAMILIES"): ("llama",)}).text()
+    assert "QKNormAttention" not in text.replace("`QKNormAttention", "")
+    assert "kernels_take" not in text
+
+
+def test_of_a_table_it_keeps_what_is_named(run):
+    table = ("hf_qknorm.families", "FAMILIES")
+    names = run(Bundle((table,), entries={table: ("gpt2", "llama")}).text())
+    assert list(names["FAMILIES"]) == ["gpt2", "llama"]
+    with pytest.raises(ValueError, match="no key 'bloom'"):
+        Bundle((table,), entries={table: ("llama", "bloom")})
+
+
+def test_imports_inside_functions_can_not_travel():
+    with pytest.raises(ValueError, match="imported inside a function"):
+        Bundle((("hf_qknorm.cli", "_demo"),))

@@ -1,0 +1,262 @@
+"""The code that travels with a checkpoint computes what the package does, without the package."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from children import WITHOUT_PACKAGE, child
+from safetensors.torch import load_file, save_file
+from tables import MODEL_TYPES, applies, make_batch, randomise, sharp_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_qknorm import SCHEMES, Scheme, add_standalone, convert_checkpoint, patch_model, unpatch_model
+from hf_qknorm.files.names import CODE_FILE
+from hf_qknorm.model.derived import derived_config
+from hf_qknorm.standalone import AUTO_CLASSES, standalone_code
+from hf_qknorm.training.blend import set_blend
+
+BUSY = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, scale=0.3)
+CASES = {
+    **{f"{t} with all": (t, BUSY, "left") for t in MODEL_TYPES if applies(t, BUSY)},
+    **{f"{t} capped": (t, Scheme(softcap=5.0), "left") for t in MODEL_TYPES},
+    **{f"llama {name}": ("llama", scheme, "plain") for name, scheme in SCHEMES.items()},
+    "gpt2 folded": ("gpt2", SCHEMES["qkv_norm"], "plain"),
+    "llama with a knee": ("llama", replace(BUSY, knee=4.0), "left"),
+    "gpt2 with a knee": ("gpt2", Scheme(q="layer", k="rms", knee=2.0), "left"),
+    "mistral lp with a knee": ("mistral", replace(SCHEMES["lp"], knee=0.5), "plain"),
+    "mistral packed": ("mistral", Scheme(q="l2", softcap=2.0), "packed"),
+    "llama on its way in": ("llama", SCHEMES["qk_norm_cap"], "plain"),
+}
+
+
+def made(name: str) -> PreTrainedModel:
+    model_type, scheme, _ = CASES[name]
+    model = randomise(patch_model(sharp_model(model_type), scheme)).eval()
+    if name == "llama on its way in":
+        set_blend(model, 0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Each case as a checkpoint with its batch, run where the package can't be imported."""
+    root = tmp_path_factory.mktemp("alone")
+    folders = {name: root / name.replace(" ", "_") for name in CASES}
+    for name, folder in folders.items():
+        made(name).save_pretrained(folder)
+        add_standalone(folder)
+        batch = make_batch(CASES[name][2])
+        batch.pop("use_cache", None)
+        save_file({key: value.contiguous() for key, value in batch.items()}, folder / "batch.safetensors")
+    child(WITHOUT_PACKAGE, *folders.values(), home=root)
+    return folders
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_what_the_package_does(name, folders):
+    model, batch = made(name), load_file(folders[name] / "batch.safetensors")
+    alone = load_file(folders[name] / "alone.safetensors")
+    result = model(**batch)
+    result.loss.backward()
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    for logits in ("logits", "logits again"):
+        torch.testing.assert_close(alone[logits][real], result.logits[real], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(alone["loss"], result.loss.detach(), atol=1e-6, rtol=1e-5)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert {f"gradient {name}" for name in gradients} == {name for name in alone if name.startswith("gradient ")}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(alone[f"gradient {name}"], gradient, atol=1e-5, rtol=1e-4)
+    generated = model.generate(batch["input_ids"][:1, -8:], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(alone["generated"], generated)
+
+
+WRONG_KNEES = {
+    "missing": (lambda w, name: w.pop(name), "1 norm parameters are missing from the weights"),
+    "NaN": (lambda w, name: w[name].fill_(float("nan")), "is nan, expected a finite number"),
+    "zero": (lambda w, name: w[name].fill_(0.0), "is 0, expected a finite number"),
+    "channels": (lambda w, name: w.update({name: torch.ones(16)}), "of another shape in the weights"),
+    "integer": (lambda w, name: w.update({name: torch.tensor(3)}), "has dtype I64, expected one of"),
+}
+LOAD = """
+import sys
+sys.modules["hf_qknorm"] = None
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    try:
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        print("loaded")
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_without_the_package_a_knee_that_can_not_be_right_is_refused(tmp_path):
+    for case, (change, _) in WRONG_KNEES.items():
+        made("llama with a knee").save_pretrained(tmp_path / case)
+        add_standalone(tmp_path / case)
+        weights = load_file(tmp_path / case / "model.safetensors")
+        change(weights, "model.layers.1.self_attn.k_norm.eps")
+        save_file(weights, tmp_path / case / "model.safetensors", metadata={"format": "pt"})
+    lines = child(LOAD, *(tmp_path / case for case in WRONG_KNEES), home=tmp_path).splitlines()
+    for (_, message), line in zip(WRONG_KNEES.values(), lines, strict=True):
+        assert message in line
+        assert "k_norm.eps" in line
+
+
+def test_what_is_saved_again_carries_the_code(folders):
+    for folder in folders.values():
+        saved = json.loads((folder / "again/config.json").read_text())
+        assert saved["auto_map"] == json.loads((folder / "config.json").read_text())["auto_map"]
+        assert (folder / "again" / CODE_FILE).read_text() == (folder / CODE_FILE).read_text()
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_file_imports_torch_and_transformers_alone(model_type):
+    """And what transformers itself can't do without."""
+    code = standalone_code(model_type)
+    modules = {line.split()[1].partition(".")[0] for line in code.splitlines() if line.startswith(("import ", "from "))}
+    assert modules - set(sys.stdlib_module_names) == {"huggingface_hub", "safetensors", "torch", "transformers"}
+    longest = max(code.splitlines(), key=len)
+    assert len(longest) <= 120, longest
+
+
+def test_the_package_wins_where_it_is_installed(folders):
+    """Imported or not, and whether or not the user trusts the code; only trusted code is run, and it steps aside."""
+    folder = folders["llama qk_norm_cap"]
+    trusted = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(trusted) is type(AutoModelForCausalLM.from_pretrained(folder)) is type(made("llama qk_norm_cap"))
+    script = (
+        "import sys; from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
+        "print(type(model).__module__, type(model.config).__module__)"
+    )
+    printed = child(script, home=folder.parent).split()
+    assert printed == ["hf_qknorm.model.derived", "hf_qknorm.model.derived"]
+
+
+NAMESAKES = {
+    "a clone in the working directory": {"hf_qknorm/README.md": ""},
+    "another package": {"hf_qknorm/__init__.py": "answer = 42"},
+    "another package with a hub": {"hf_qknorm/__init__.py": "", "hf_qknorm/hub.py": ""},
+    "a version without such a model": {
+        "hf_qknorm/__init__.py": "",
+        "hf_qknorm/hub/__init__.py": "",
+        "hf_qknorm/model/derived.py": "",
+    },
+    "a part that is missing": {
+        "hf_qknorm/__init__.py": "",
+        "hf_qknorm/hub/__init__.py": "",
+        "hf_qknorm/model/derived.py": "import hf_qknorm.scheme",
+    },
+    "a module that it needs is missing": {"hf_qknorm/__init__.py": "import no_such_module"},
+    "a name that is missing": {"hf_qknorm/__init__.py": "from transformers import NoSuchModel"},
+}
+BROKEN = {
+    "a part that is missing": "ModuleNotFoundError: No module named 'hf_qknorm.scheme'",
+    "a module that it needs is missing": "ModuleNotFoundError: No module named 'no_such_module'",
+    "a name that is missing": "ImportError: cannot import name 'NoSuchModel' from 'transformers'",
+}
+# Each namesake in front of all else on the path, and never the package itself, installed or not.
+FOOT = """
+import pathlib, sys, traceback, types
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]
+from hf_qknorm_alone import installed
+sys.path[:] = [place for place in sys.path if not pathlib.Path(place, "hf_qknorm").is_dir()]
+for folder in sys.argv[1:]:
+    sys.path.insert(0, folder)
+    try:
+        print(installed("QKNormLlamaConfig"))
+    except ImportError:
+        print(traceback.format_exc().splitlines()[-1])
+    sys.path.remove(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hf_qknorm"]:
+        del sys.modules[name]
+"""
+
+
+def test_a_namesake_is_passed_over_and_a_broken_package_raises(tmp_path):
+    (tmp_path / "alone").mkdir()
+    code = standalone_code("llama").partition("\npackage = installed(")[0]
+    (tmp_path / "alone" / "hf_qknorm_alone.py").write_text(code)
+    folders = [tmp_path / name.replace(" ", "_") for name in NAMESAKES]
+    for folder, files in zip(folders, NAMESAKES.values(), strict=True):
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    script = f"import sys; sys.path.insert(0, {str(tmp_path / 'alone')!r}){FOOT}"
+    lines = child(script, *folders, home=tmp_path).splitlines()
+    for name, line in zip(NAMESAKES, lines, strict=True):
+        assert line.startswith(BROKEN.get(name, "None")), name
+
+
+def test_a_model_that_was_marked_carries_the_code_wherever_it_is_saved(tmp_path):
+    model = made("llama qk_norm_cap")
+    model.save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "plain" / CODE_FILE).exists()
+    assert "auto_map" not in json.loads((tmp_path / "plain/config.json").read_text())
+    add_standalone(model)
+    model.save_pretrained(tmp_path / "marked")
+    assert (tmp_path / "marked" / CODE_FILE).read_text() == standalone_code("llama")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "marked")
+    loaded.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / CODE_FILE).read_text() == standalone_code("llama")
+    mapped = json.loads((tmp_path / "again/config.json").read_text())["auto_map"]
+    assert mapped["AutoConfig"] == "modeling_qknorm.QKNormLlamaConfig"
+    assert set(mapped) == {"AutoConfig", *(name for name, names in AUTO_CLASSES.items() if "llama" in names)}
+
+
+def test_a_strangers_code_is_not_saved_as_ours(tmp_path):
+    """What a checkpoint from somewhere says its code is, is replaced by the package's own."""
+    made("llama qk_norm_cap").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "some/where--evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    saved = json.loads((tmp_path / "again/config.json").read_text())
+    assert "evil" not in json.dumps(saved["auto_map"])
+    assert (tmp_path / "again" / CODE_FILE).read_text() == standalone_code("llama")
+
+
+@pytest.mark.parametrize("standalone", [True, False])
+def test_a_conversion_carries_the_code_when_asked(standalone, tmp_path):
+    """And never a stranger's, which the source's config may name."""
+    sharp_model("llama").save_pretrained(tmp_path / "source")
+    config = json.loads((tmp_path / "source/config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", "qk_norm", standalone=standalone)
+    saved = json.loads((tmp_path / "out/config.json").read_text())
+    assert (tmp_path / "out" / CODE_FILE).is_file() == ("auto_map" in saved) == standalone
+    assert "evil" not in json.dumps(saved)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"model_type": "llama"}', '{"model_type": 3}', "[]", '{"model_type": "qknorm_rwkv"}']
+)
+def test_what_is_not_patched_is_refused(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="config.json.*model_type"):
+        add_standalone(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_model_that_is_not_patched_and_a_folder_without_a_config_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="LlamaForCausalLM: model_type is 'llama'"):
+        add_standalone(sharp_model("llama"))
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        add_standalone(tmp_path)
+
+
+def test_unpatching_leaves_no_trace_of_the_code():
+    model = made("llama qk_norm_cap")
+    add_standalone(model)
+    assert not hasattr(unpatch_model(model).config, "auto_map")
+
+
+def test_a_new_config_names_no_code():
+    assert getattr(derived_config("llama")(qk_norm="qk_norm"), "auto_map", None) is None

@@ -1,0 +1,280 @@
+"""Statistics of the logits, watched from outside, against the oracle's."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from tables import BATCHES, MODEL_TYPES, make_batch, randomise, real, sharp_model
+from tiny import tiny_model
+
+from hf_qknorm import Scheme, logit_statistics, patch_model
+from hf_qknorm.families import FAMILIES, separate
+from hf_qknorm.model.attention import as_unpatched, patched_layers
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[rows, length]` above the special ones."""
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_statistics_equal_those_of_the_weights(family, padded):
+    model = patch_model(tiny_model(family), "soft_cap", attn_implementation="eager")
+    inputs = {"input_ids": tokens(2, 20)}
+    if padded:
+        inputs["attention_mask"] = torch.ones(2, 20, dtype=torch.long)
+        inputs["attention_mask"][0, :6] = 0
+    with torch.no_grad(), logit_statistics(model) as statistics:
+        weights = model(**inputs, output_attentions=True).attentions
+    assert list(statistics) == list(patched_layers(model))
+    for layer, entry in zip(weights, statistics.values(), strict=True):
+        rows = layer.sum(-1) > 0
+        entropy = -torch.special.xlogy(layer, layer).sum(-1)
+        expected = (entropy * rows).sum((0, 2)) / rows.sum((0, 2))
+        torch.testing.assert_close(entry.entropy, expected, rtol=1e-4, atol=1e-5)
+        assert (entry.max_logit > 0).all()
+
+
+def projections(model, batch):
+    """q, k and v of every layer as they leave the projection, `[B, T, H, D]`, without the monitor's help."""
+    seen = {name: {} for name in patched_layers(model)}
+    with ExitStack() as stack, torch.no_grad():
+        for name, layer in patched_layers(model).items():
+
+            def note(module, args, kwargs, name=name):
+                states = args[0] if args else kwargs["hidden_states"]
+                project = separate.project if module.has_own_norms else module.family.style.project
+                seen[name]["q"], seen[name]["k"], seen[name]["v"], *_ = project(module, states)
+
+            stack.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)
+        model(**batch)
+    return seen
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("family", [*MODEL_TYPES, "gemma3_text", "olmo2", "nanochat"])
+@pytest.mark.parametrize("scheme", ["none", "qk_norm_cap"])
+def test_rms_is_the_projections_own_without_padding(family, scheme, kind):
+    if FAMILIES[family].own_norms and scheme != "none":
+        scheme = "soft_cap"
+    model = randomise(patch_model(sharp_model(family), scheme))
+    batch = make_batch(kind, labels=False)
+    expected = projections(model, batch)
+    with torch.no_grad(), logit_statistics(model) as statistics:
+        for _ in range(2):
+            model(**batch)
+    for name, seen in expected.items():
+        for field in ("q", "k", "v"):
+            got = getattr(statistics[name], f"rms_{field}")
+            x = seen[field][real(batch)].double()  # [N, H, D]
+            torch.testing.assert_close(got.double(), x.pow(2).mean((0, 2)).sqrt(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme(q="rms", k="layer", knee=1.0),
+        Scheme(q="l2", k="lp", p=3.0, gain="per_head", knee=1.0),
+    ],
+)
+def test_shares_beyond_the_knee_are_the_projections_own_without_padding(scheme, kind):
+    model = randomise(patch_model(sharp_model("llama"), scheme))
+    powers = {"q": 2.4, "k": 6.0 if scheme.k == "lp" else 2.4}  # near those of the projections
+    for layer in patched_layers(model).values():
+        layer.q_norm.set_knee(1.0, powers["q"])
+        layer.k_norm.set_knee(1.0, powers["k"])
+    batch = make_batch(kind, labels=False)
+    expected = projections(model, batch)
+    with torch.no_grad(), logit_statistics(model) as statistics:
+        for _ in range(2):
+            model(**batch)
+    shares = []
+    for name, seen in expected.items():
+        for field, norm in (("q", scheme.q), ("k", scheme.k)):
+            x = seen[field][real(batch)].double()  # [N, H, D]
+            x = x - x.mean(-1, keepdim=True) if norm == "layer" else x
+            order = scheme.p if norm == "lp" else 2.0
+            beyond = (x.abs().pow(order).mean(-1) > powers[field]).double().mean(0)
+            got = getattr(statistics[name], f"beyond_{field}")
+            torch.testing.assert_close(got.double(), beyond)
+            shares.append(beyond)
+    assert sum(0 < share < 1 for share in torch.cat(shares).tolist()) > 6  # of 12 heads
+
+
+def test_norms_that_are_bypassed_or_plain_have_no_share_beyond_a_knee():
+    model = patch_model(sharp_model("llama"), Scheme(q="rms", k="rms", knee=1.0))
+    batch = make_batch("plain", labels=False)
+    with torch.no_grad(), as_unpatched(model), logit_statistics(model) as statistics:
+        model(**batch)
+    plain = patch_model(sharp_model("llama"), "qk_norm")
+    with torch.no_grad(), logit_statistics(plain) as others:
+        plain(**batch)
+    for seen in (*statistics.values(), *others.values()):
+        assert seen.beyond_q.shape == (4,)
+        assert seen.beyond_k.shape == (2,)
+        assert seen.beyond_q.isnan().all()
+        assert seen.beyond_k.isnan().all()
+
+
+def test_yarn_does_not_change_the_rms():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+    model = patch_model(sharp_model("llama", rope_parameters=yarn), "none")
+    assert model.model.rotary_emb.attention_scaling > 1.05
+    batch = make_batch("plain", labels=False)
+    with torch.no_grad(), logit_statistics(model) as statistics:
+        model(**batch)
+    for name, seen in projections(model, batch).items():
+        expected = seen["q"].pow(2).mean((0, 1, 3)).sqrt()
+        torch.testing.assert_close(statistics[name].rms_q, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["hf_qknorm", "eager"])
+def test_padding_at_either_side_counts_for_nothing(backend):
+    model = patch_model(sharp_model("llama"), "none", attn_implementation=backend)
+    rows = [torch.randint(3, 64, (1, n), generator=torch.Generator().manual_seed(n)) for n in (14, 20)]
+    found = {}
+    for side in ("alone", "left", "right"):
+        with torch.no_grad(), logit_statistics(model, cap=2.0) as found[side]:
+            if side == "alone":
+                for row in rows:
+                    model(row)
+                continue
+            pad = (6, 0) if side == "left" else (0, 6)
+            short, mask = (torch.nn.functional.pad(x, pad) for x in (rows[0], torch.ones_like(rows[0])))
+            mask = torch.cat([mask, torch.ones_like(rows[1])])
+            model(torch.cat([short, rows[1]]), mask)  # the mask by position, as some callers give it
+    for name, alone in found["alone"].items():
+        queries = torch.tensor([14.0, 20.0])
+        entropy = (torch.stack(alone.entropies) * queries[:, None]).sum(0) / queries.sum()
+        even = torch.cat([torch.arange(1, n + 1).log() for n in (14, 20)]).mean()
+        assert (alone.over_half > 0).all()
+        for side in ("left", "right"):
+            padded = found[side][name]
+            torch.testing.assert_close(padded.entropy, entropy, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(padded.even, even)
+            for field in ("max_logit", "over_half", "over_cap", "rms_q", "rms_k", "rms_v"):
+                torch.testing.assert_close(getattr(padded, field), getattr(alone, field), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("scheme", "cap"), [("none", 50.0), ("soft_cap", 50.0), ({"softcap": 3.0}, 3.0)])
+def test_logits_are_held_against_the_layers_cap(scheme, cap):
+    model = patch_model(sharp_model("llama"), scheme)
+    batch = make_batch("plain", labels=False)
+    with torch.no_grad(), logit_statistics(model) as own:
+        model(**batch)
+    with torch.no_grad(), logit_statistics(model, cap=1.5) as told:
+        model(**batch)
+    assert all(entry.cap == cap for entry in own.values())
+    assert all(entry.cap == 1.5 for entry in told.values())
+    assert all((entry.over_cap == 0).all() for entry in own.values() if cap == 50)
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_shares_are_those_of_the_logits_before_the_cap(family):
+    model = patch_model(sharp_model(family), "soft_cap", attn_implementation="hf_qknorm_eager")
+    batch = make_batch("left", labels=False)
+    calls = []
+    for name, layer in patched_layers(model).items():
+        layer.observer = lambda layer, q, k, v, mask, options, name=name: calls.append((name, q, k, mask, options))
+    with torch.no_grad():
+        weights = dict(zip(patched_layers(model), model(**batch, output_attentions=True).attentions, strict=True))
+    for layer in patched_layers(model).values():
+        del layer.observer
+    with torch.no_grad(), logit_statistics(model, cap=1.0) as statistics:
+        model(**batch)
+    assert len(calls) == len(statistics)
+    for name, q, k, _, options in calls:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        raw = (q.double() @ k.double().transpose(-1, -2) * options["scaling"]).abs()
+        seen = weights[name] > 0
+        pairs = seen.sum((0, 2, 3))
+        for got, limit in ((statistics[name].over_half, 0.5), (statistics[name].over_cap, 1.0)):
+            expected = (seen & (raw > limit)).sum((0, 2, 3)) / pairs
+            torch.testing.assert_close(got, expected, rtol=0, atol=1.5 / float(pairs.min()))  # one on the edge may flip
+        assert (statistics[name].over_half > statistics[name].over_cap).all()
+
+
+def test_backends_agree_and_passes_accumulate():
+    model = patch_model(tiny_model("llama"), "qk_norm_cap")
+    batches = [tokens(2, 20, seed) for seed in range(2)]
+    seen = {}
+    for backend in ("hf_qknorm", "eager"):
+        model.set_attn_implementation(backend)
+        with torch.no_grad(), logit_statistics(model) as statistics:
+            for batch in batches:
+                model(batch)
+        seen[backend] = {name: (s.max_logit, s.entropy) for name, s in statistics.items()}
+    for name, (largest, entropy) in seen["eager"].items():
+        torch.testing.assert_close(seen["hf_qknorm"][name][0], largest, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(seen["hf_qknorm"][name][1], entropy, rtol=1e-4, atol=1e-5)
+        assert (largest <= model.config.head_dim**0.5 + 1e-4).all()  # what norms with gain 1 bound it by
+
+
+def test_watching_ends_and_changes_nothing():
+    model = patch_model(tiny_model("llama"), "qk_norm_cap")
+    batch = tokens(2, 20)
+    plain = model(batch).logits
+    with pytest.raises(RuntimeError, match="stop"), logit_statistics(model) as statistics:  # noqa: PT012
+        assert torch.equal(model(batch).logits, plain)
+        raise RuntimeError("stop")
+    assert len(statistics) == 2
+    assert all(layer.observer is None for layer in patched_layers(model).values())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_another_observer_goes_on_observing():
+    model = patch_model(tiny_model("llama"), "qk_norm_cap")
+    calls, (first, *_) = [], patched_layers(model).values()
+    first.observer = other = lambda *arguments: calls.append(1)
+    with torch.no_grad(), logit_statistics(model) as statistics:
+        model(tokens(2, 20))
+    assert calls == [1]
+    assert first.observer is other
+    with torch.no_grad(), logit_statistics(model):
+        late, first.observer = first.observer, lambda *arguments: late(*arguments)
+        model(tokens(2, 20))
+    model(tokens(2, 20))
+    assert first.observer is not other  # who came last stays, and passes on to what has ended
+    assert calls == [1, 1, 1]
+    assert all(len(entry.entropies) == 1 for entry in statistics.values())
+
+
+def test_watching_an_unnormed_model_leaves_it_as_it_was():
+    model = patch_model(tiny_model("llama"), "none")
+    before, flags = str(model), {name: sorted(vars(module)) for name, module in model.named_modules()}
+    with torch.no_grad(), logit_statistics(model) as statistics:
+        keys = list(model.state_dict())
+        model(tokens(2, 20))
+        with as_unpatched(model):
+            model(tokens(2, 20))
+    assert str(model) == before
+    assert {name: sorted(vars(module)) for name, module in model.named_modules()} == flags
+    assert list(model.state_dict()) == keys
+    assert all(len(entry.entropies) == 2 for entry in statistics.values())
+
+
+def test_unpatched_models_are_refused():
+    with (
+        pytest.raises(ValueError, match='patch_model\\(model, "none"\\) makes it watchable'),
+        logit_statistics(tiny_model("llama")),
+    ):
+        pass
+
+
+def test_packed_sequences_are_watched_apart():
+    model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap")
+    rows = tokens(2, 10)
+    places = torch.arange(10).repeat(2)[None]
+    ends = torch.tensor([0, 10, 20], dtype=torch.int32)
+    with torch.no_grad(), logit_statistics(model) as apart:
+        model(rows, use_cache=False)
+    with torch.no_grad(), logit_statistics(model) as packed:
+        # a mask of ones keeps transformers from reading the packing off the positions
+        model(rows.view(1, -1), torch.ones(1, 20), position_ids=places, cu_seq_lens_q=ends, use_cache=False)
+    for name, entry in apart.items():
+        torch.testing.assert_close(packed[name].max_logit, entry.max_logit, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(packed[name].entropy, entry.entropy, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,352 @@
+"""The report of a calibration: what is in it, how it reads, and that it comes back from JSON as it was."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from tables import MODEL_TYPES
+from tiny import tiny_model
+
+from hf_qknorm import Calibration, Scheme, calibrate, patch_model
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.scheme import SCHEMES
+from hf_qknorm.stats.bounds import logit_bound
+from hf_qknorm.stats.measure import layer_statistics
+from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.stats.tables import aligned
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[rows, length]` above the special ones."""
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def made(scheme: str | Scheme = "qk_norm_cap", method: str = "moments", family: str = "llama") -> Calibration:
+    """The report of a small calibration."""
+    model = patch_model(tiny_model(family, initializer_range=0.2), scheme)
+    return calibrate(model, [tokens(2, 20, seed) for seed in range(3)], method=method)
+
+
+def example(layers: int = 2) -> Calibration:
+    """A report with numbers that are easy to tell apart."""
+    before = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), (1.0, 3.0), (2.0,))
+    after = LayerStatistics((8.0, 7.0), (2.5, 2.0), (0.0, 0.0), (0.0, 0.0), (1.0, 3.0), (2.0,))
+    reports = {
+        f"layers.{i}": LayerReport(before, dataclasses.replace(after, max_logit=(8.0 + i, 7.0)), (1.0, 2.0), None)
+        for i in range(layers)
+    }
+    predictions = Prediction(1.415), Prediction(1.905, 0.5, 0.6), Prediction(1.531, 0.1097, 0.9)
+    return Calibration("fit", 199_936, SCHEMES["soft_cap"], 50.0, *predictions, reports)
+
+
+def test_the_line_and_the_properties():
+    report = example()
+    assert str(report) == (
+        "fit: loss 1.415 unpatched, 1.905 with fresh gains, 1.531 calibrated on 199,936 tokens "
+        "(76.3% of the jump removed); KL 0.1097"
+    )
+    assert (report.base_loss, report.fresh_loss, report.loss, report.kl) == (1.415, 1.905, 1.531, 0.1097)
+    assert report.kept == pytest.approx((1.905 - 1.531) / (1.905 - 1.415))
+    assert report.base.perplexity == pytest.approx(math.exp(1.415))
+    no_jump = dataclasses.replace(report, ones=Prediction(1.4))
+    assert no_jump.kept is None
+    assert "jump" not in str(no_jump)
+    assert Prediction(1e4).perplexity > 1e300
+
+
+def test_the_table_has_predictions_and_the_worst_layers():
+    table = example(layers=15).table()
+    lines = [line.split() for line in table.splitlines()]
+    assert ["fit", "1.531", "4.62", "0.1097", "90.0%"] in lines
+    cells = "60.0 → 22.0 - 0.50 → 2.00 20.00% → 0.00% 2, 2 1.5, -"
+    assert lines.index(["layers.14", *cells.split()]) < next(i for i, x in enumerate(lines) if x[:1] == ["layers.13"])
+    assert "layers.2 " not in table
+    assert "… and 3 calmer layers" in table
+    assert max(map(len, table.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_json_gives_the_report_back(family, tmp_path):
+    report = made("soft_cap" if FAMILIES[family].own_norms else "qk_norm_cap", family=family)
+    assert Calibration.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    report.save(tmp_path / "report.json")
+    assert Calibration.from_dict(json.loads((tmp_path / "report.json").read_text())) == report
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def with_a_knee(layers: int = 2) -> Calibration:
+    """A report of a calibration that found a knee."""
+    report = example(layers)
+    shares = {"beyond_q": (0.125, 0.375), "beyond_k": (0.5,)}
+    return dataclasses.replace(
+        report,
+        method="moments",
+        scheme=dataclasses.replace(SCHEMES["qk_norm_cap"], knee=4.0),
+        knees={0.0: Prediction(1.7, 0.2, 0.8), 4.0: Prediction(1.531, 0.004, 0.97)},
+        layers={
+            name: dataclasses.replace(layer, bound=150.0 + i, after=dataclasses.replace(layer.after, **shares))
+            for i, (name, layer) in enumerate(report.layers.items())
+        },
+    )
+
+
+def test_a_knee_and_its_bound_are_in_line_and_table():
+    report = with_a_knee(layers=15)
+    assert str(report).startswith("moments, knee 4: loss 1.415 unpatched")
+    assert str(report).endswith("; KL 0.1097; |logit| ≤ 164.0 for any input")
+    lines = [line.split() for line in report.table().splitlines()]
+    assert ["moments,", "knee", "4", "1.531", "4.62", "0.1097", "90.0%"] in lines
+    assert "loss, KL by knee: 0: 1.700, 0.2000, 4: 1.531, 0.0040" in report.table()
+    cells = "60.0 → 22.0 164.0 0.50 → 2.00 20.00% → 0.00% 2, 2 25.00%, 50.00% 1.5, -"
+    assert ["layers.14", *cells.split()] in lines
+    assert "beyond: the share of vectors beyond the knee" in report.table()
+    wide = dataclasses.replace(
+        report, layers={f"model.layers.{i}.self_attn": x for i, x in enumerate(report.layers.values())}
+    )
+    assert max(map(len, wide.table().splitlines())) <= 120
+
+
+def test_the_bound_of_a_model_is_that_of_its_worst_layer():
+    report = with_a_knee()
+    assert report.bound == 151
+    first, second = report.layers.items()
+    unbounded = {first[0]: first[1], second[0]: dataclasses.replace(second[1], bound=None)}
+    assert dataclasses.replace(report, layers=unbounded).bound is None
+    assert dataclasses.replace(report, layers={}).bound is None
+
+
+def test_json_holds_the_knee_and_gives_it_back():
+    report = with_a_knee()
+    data = json.loads(json.dumps(report.to_dict()))
+    assert [(item["knee"], item["loss"], item["kl"]) for item in data["knees"]] == [
+        (0.0, 1.7, 0.2),
+        (4.0, 1.531, 0.004),
+    ]
+    assert data["layers"]["layers.1"]["bound"] == 151
+    again = Calibration.from_dict(data)
+    assert again == report
+    assert again.layers["layers.0"].beyond_q == (0.125, 0.375)
+    assert again.layers["layers.0"].beyond_k == (0.5,)
+
+
+def test_a_report_without_a_knee_has_no_new_keys():
+    data = example().to_dict()
+    assert "knees" not in data
+    assert set(data["layers"]["layers.0"]) == {"before", "after", "gain_q", "gain_k"}
+    assert set(data["layers"]["layers.0"]["after"]) == {
+        "max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k"
+    }  # fmt: skip
+
+
+PREDICTED = Prediction(1.0).to_dict()
+
+
+def changed(path: str, value: object) -> dict:
+    """The example's JSON with something else at `path`; `...` takes the key away."""
+    data = copy.deepcopy(example().to_dict())
+    *parents, last = path.split("/")
+    place = data
+    for key in parents:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("format", 2, "report.format is 2, expected 1"),
+        ("method", ..., "report.method is missing"),
+        ("method", 3, "report.method is 3, expected a name"),
+        ("speed", 3, "report.speed is unknown"),
+        ("method", "| fit |", "report.method is '| fit |', expected a name"),
+        ("tokens", 1.5, "report.tokens is 1.5, expected a whole number"),
+        ("tokens", -1, "report.tokens is -1, expected a whole number"),
+        ("judged", True, "report.judged is True, expected a whole number"),
+        ("base_model", "/home/me/llama", "report.base_model is '/home/me/llama', expected a name on the Hub"),
+        ("dataset", "a/b\n---", "report.dataset is .*, expected a name on the Hub"),
+        ("scheme", {"qq": "rms"}, "unknown scheme field 'qq'"),
+        ("cap", "50", "report.cap is '50', expected a number"),
+        ("cap", float("nan"), "report.cap is nan, expected a finite number > 0"),
+        ("cap", 10**400, "report.cap is 1000.*, expected a number that a float can hold"),
+        ("base", 3.0, "report.base is 3.0, expected a mapping"),
+        ("base/kl", None, "report.base.kl is None, expected a number"),
+        ("base/perplexity", ..., "report.base.perplexity is missing"),
+        ("layers", [], r"report.layers is \[\], expected a mapping"),
+        ("layers/a | b", {}, "a name in report.layers is 'a | b', expected a module's path"),
+        ("layers/layers.0/after", ..., "report.layers.layers.0.after is missing"),
+        ("layers/layers.0/gain_q", 1.0, "report.layers.layers.0.gain_q is 1.0, expected a list"),
+        ("layers/layers.1/before/rms_k", [True], r"report.layers.layers.1.before.rms_k\[0\] is True"),
+        ("layers/layers.1/before/rms_k", [], "rms_k is .*, expected a list of numbers"),
+        ("layers/layers.1/before/median", [1.0], "report.layers.layers.1.before.median is unknown"),
+        ("layers/layers.1/after/beyond_q", 0.5, "report.layers.layers.1.after.beyond_q is 0.5, expected a list"),
+        ("layers/layers.1/bound", "50", "report.layers.layers.1.bound is '50', expected a number"),
+        ("knees", {"4": {}}, "report.knees is .*, expected a list of at most 1000 predictions by knee"),
+        ("knees", [{}] * 1001, "report.knees is .*, expected a list of at most 1000 predictions by knee"),
+        ("knees", [4.0], r"report.knees\[0\] is 4.0, expected a mapping"),
+        ("knees", [{"knee": 4.0}], r"report.knees\[0\].loss is missing"),
+        ("knees", [{"knee": 4.0, **PREDICTED, "loss": None}], r"report.knees\[0\].loss is None, expected a number"),
+        ("knees", [{"knee": -1, **PREDICTED}], r"report.knees\[0\].knee is -1.0, expected a finite number ≥ 0"),
+        ("knees", [{"knee": math.inf, **PREDICTED}], r"report.knees\[0\].knee is inf, expected a finite number ≥ 0"),
+    ],
+)
+def test_malformed_reports_are_refused_by_key(path, value, message):
+    with pytest.raises(ValueError, match=message):
+        Calibration.from_dict(changed(path, value))
+
+
+@pytest.mark.parametrize("data", [None, [], "report"])
+def test_what_is_no_mapping_is_refused(data):
+    with pytest.raises(ValueError, match="expected a mapping"):
+        Calibration.from_dict(data)
+
+
+@pytest.mark.parametrize("keys", [("judged",), ("base_model", "dataset"), ("judged", "base_model", "dataset")])
+def test_older_reports_lack_what_was_added_since(keys):
+    data = {key: value for key, value in example().to_dict().items() if key not in keys}
+    assert Calibration.from_dict(data) == example()
+
+
+def test_numbers_that_are_not_finite_are_facts_too():
+    """A conversion that failed has such a report, and it must be readable."""
+    diverged = dataclasses.replace(example(), ones=Prediction(math.inf), chosen=Prediction(math.nan, math.inf, 0.0))
+    again = Calibration.from_dict(json.loads(json.dumps(diverged.to_dict())))
+    assert math.isnan(again.loss)
+    assert again.kept is None
+    assert "nan" in again.table()
+
+
+def test_a_file_is_named_where_it_is_no_report(tmp_path):
+    file = tmp_path / "report.json"
+    example().save(file)
+    assert Calibration.load(file) == example()
+    for text, message in {
+        "{": "report.json is no JSON",
+        "[]": r"report.json: report is \[\], expected a mapping",
+        "[" * 100_000: "report.json is (nested too deeply|no JSON)",
+        '{"a":' * 150 + "1" + "}" * 150: "report.json is nested too deeply",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            Calibration.load(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="report.json is no UTF-8"):
+        Calibration.load(file)
+
+
+def test_a_report_of_gigabytes_is_not_read(tmp_path):
+    with (tmp_path / "report.json").open("wb") as file:
+        file.truncate(2**32)  # takes no room, and would take a minute
+    with pytest.raises(ValueError, match="report.json is larger than 67,108,864 bytes"):
+        Calibration.load(tmp_path / "report.json")
+
+
+def test_more_layers_than_any_model_has_are_refused():
+    data = example().to_dict()
+    data["layers"] = dict.fromkeys(map(str, range(1_000_000)), next(iter(data["layers"].values())))
+    with pytest.raises(ValueError, match="expected a mapping from at most 10,000 layers"):
+        Calibration.from_dict(data)
+
+
+def test_names_from_the_hub_are_told_and_paths_are_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("a line of text " * 100)
+    monkeypatch.setattr("hf_qknorm.convert.text._dataset_text", lambda name, limit: "some text " * 100)
+    model = patch_model(tiny_model("llama", vocab_size=300), "qk_norm")
+    tokenizer = byte_tokenizer()
+
+    def names(data: object) -> tuple[str | None, str | None]:
+        report = calibrate(model, data, method="ones", tokenizer=tokenizer, max_tokens=256)
+        return report.base_model, report.dataset
+
+    assert names("owner/corpus") == (None, "owner/corpus")
+    assert names("corpus.txt") == names(str(tmp_path / "corpus.txt")) == names(["text " * 50]) == (None, None)
+    model.name_or_path = "owner/llama"  # but not loaded from there: a folder may have had this name
+    assert names("corpus.txt") == (None, None)
+    model.config._commit_hash = "0" * 40
+    assert names("corpus.txt") == ("owner/llama", None)
+    model.name_or_path = str(tmp_path)
+    assert names("corpus.txt") == (None, None)
+
+
+def test_how_much_the_judging_saw():
+    model = patch_model(tiny_model("llama"), "qk_norm")
+    report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)], method="ones")
+    assert (report.tokens, report.judged) == (160, 40)
+    report = calibrate(model, [tokens(2, 20)], method="ones")
+    assert (report.tokens, report.judged) == (40, 40)
+
+
+def test_a_calibration_reports_both_sides_and_the_gains():
+    batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
+    model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", gain="per_head"))
+    report = calibrate(model, batches, method="moments")
+    with as_unpatched(model):
+        before = layer_statistics(model, batches[:1], 50.0)  # of three, one is kept from fits, to be looked at
+    after = layer_statistics(model, batches[:1], 50.0)
+    assert list(report.layers) == list(patched_layers(model))
+    for name, layer in patched_layers(model).items():
+        got = report.layers[name]
+        assert (got.before, got.after) == (before[name], after[name])
+        assert got.before != got.after
+        for gains, norm in ((got.gain_q, layer.q_norm), (got.gain_k, layer.k_norm)):
+            assert gains == pytest.approx(norm.weight.detach().double().pow(2).mean(-1).sqrt().tolist())
+    assert (report.base.kl, report.base.agreement) == (0, 1)
+    assert report.ones.kl > report.chosen.kl > 0
+    assert report.scheme == model.config.scheme
+
+
+def test_a_calibration_reports_bounds_and_shares_beyond_the_knee():
+    batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
+    model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", knee=1.0))
+    report = calibrate(model, batches, method="moments")
+    after = layer_statistics(model, batches[:1], 50.0)
+    for name, layer in patched_layers(model).items():
+        got = report.layers[name]
+        assert got.bound == logit_bound(layer) > max(got.after.max_logit)
+        assert (got.beyond_q, got.beyond_k) == (after[name].beyond_q, after[name].beyond_k)
+        assert (len(got.beyond_q), len(got.beyond_k)) == (4, 2)
+        assert (got.before.beyond_q, got.before.beyond_k) == (None, None)
+    assert report.bound == max(layer.bound for layer in report.layers.values())
+    assert f"|logit| ≤ {report.bound:.1f} for any input" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "q", "k"), [("qk_norm", 4, 2), ("henry", 4, None), ("q_norm", 4, None), ("soft_cap", None, None)]
+)
+def test_gains_are_told_for_every_head_that_has_one(scheme, q, k):
+    for layer in made(scheme).layers.values():
+        assert (layer.gain_q and len(layer.gain_q), layer.gain_k and len(layer.gain_k)) == (q, k)
+        assert (len(layer.after.rms_q), len(layer.after.rms_k)) == (4, 2)
+
+
+def test_without_a_head_there_are_layers_and_no_predictions():
+    model = patch_model(tiny_model("llama").base_model, "qk_norm")
+    report = calibrate(model, [tokens(2, 20)], method="moments")
+    assert (report.base, report.ones, report.chosen, report.loss, report.kl, report.kept) == (None,) * 6
+    assert str(report) == f"moments: gains from 40 tokens; |logit| ≤ {report.bound:.1f} for any input"
+    assert "perplexity" not in report.table()
+    assert "layers.0.self_attn" in report.table()
+    assert Calibration.from_dict(report.to_dict()) == report
+
+
+def test_shares_are_relative_to_the_schemes_cap():
+    assert made("qk_norm").cap == 50
+    report = made(Scheme(q="rms", k="rms", softcap=2.0))
+    assert report.cap == 2
+    assert any(share > 0 for layer in report.layers.values() for share in layer.before.over_cap)
+    assert "> 1 " in report.table()
+
+
+def test_aligned_rows():
+    assert aligned([["a", "b"], ["long", "1"], ["", "22"]]) == "a      b\nlong   1\n      22"

@@ -1,0 +1,78 @@
+"""The package's layout: imports between folders point one way, and no module is long."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import hf_qknorm
+
+ROOT = Path(hf_qknorm.__file__).parent
+LONGEST = 300  # lines of a module
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name, "" for the package itself."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules of the package that a module imports, wherever in it, for type checkers alone too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            base = node.module or ""
+            if base == "hf_qknorm" or base.startswith("hf_qknorm."):
+                base = base.removeprefix("hf_qknorm").removeprefix(".")
+                names = (f"{base}.{alias.name}".removeprefix(".") for alias in node.names)
+                yield from (name if name in MODULES else base for name in names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                assert not alias.name.startswith("hf_qknorm."), f"{path}: import {alias.name}"
+                if alias.name == "hf_qknorm":
+                    yield ""
+
+
+def circle(edges: dict[str, set[str]]) -> list[str] | None:
+    """A circle of arrows, or None without one."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) is not None
+    assert circle({"a": {"b", "c"}, "b": {"c"}}) is None
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    edges = {name: set(imports(path)) - {name} for name, path in MODULES.items() if name}
+    assert circle(edges) is None
+
+
+def test_folders_do_not_import_each_other_in_a_circle():
+    """A module of the package's root counts as a folder of its own."""
+    edges: dict[str, set[str]] = {}
+    for name, path in MODULES.items():
+        folder = name.partition(".")[0]
+        edges.setdefault(folder, set()).update(x.partition(".")[0] for x in imports(path) if folder)
+        edges[folder].discard(folder)
+    assert circle(edges) is None
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_is_long(name):
+    assert len(MODULES[name].read_text(encoding="utf-8").splitlines()) <= LONGEST

@@ -1,0 +1,193 @@
+"""Two processes that share the batches, or the weights too, compute what one does, calibrate alike, and survive."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from distributed_run import (
+    CALIBRATIONS,
+    CASES,
+    KILLED,
+    SAVED,
+    SHARDED_CALIBRATIONS,
+    WAYS,
+    adapted,
+    calibration_batches,
+    gradients,
+    made,
+)
+from pair import run_once, run_pair
+from safetensors.torch import load_file
+from short_runs import assert_equal_weights
+from tables import make_batch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, Trainer
+
+from hf_qknorm import calibrate
+
+CONFIGS = Path(__file__).parents[2] / "recipes" / "accelerate"
+SHARDED = [(case, way) for case in CASES for way in WAYS if way != "DDP"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    """What two processes left behind, one of which was killed."""
+    return run_once(
+        tmp_path_factory, "distributed", lambda folder: run_pair("distributed_run", folder, expected=(1, -9))
+    )
+
+
+@pytest.fixture(scope="module")
+def resumed(ran, tmp_path_factory) -> Path:
+    """What two more processes made of the checkpoint that was left."""
+
+    def run(folder: Path) -> None:
+        shutil.copytree(ran / "parts", folder / "parts")
+        run_pair("distributed_run", folder, SAVED)
+
+    return run_once(tmp_path_factory, "resumed", run)
+
+
+def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(actual[name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_give_the_loss_and_the_gradients_of_one(case, way, ran):
+    model = made(case)
+    loss = model(**make_batch("plain")).loss
+    loss.backward()
+    expected = gradients(model)
+    assert any(name.endswith("sinks") for name in expected) == (case == "sinks")
+    assert sum("q_norm" in name for name in expected) == (2 if case == "scalar" else 4)
+    found = load_file(ran / f"{case} {way}.safetensors")
+    torch.testing.assert_close(found.pop("loss"), loss.detach(), rtol=1e-6, atol=0)
+    assert_equal_gradients(found, expected)
+
+
+def test_adapters_and_their_norms_train_in_two_processes_as_in_one(ran):
+    model = adapted()
+    model(**make_batch("plain")).loss.backward()
+    assert_equal_gradients(load_file(ran / "adapter.safetensors"), gradients(model))
+
+
+@pytest.mark.parametrize(("case", "way"), SHARDED)
+def test_a_sharded_model_saves_a_whole_checkpoint_in_several_files(case, way, ran):
+    folder = ran / f"{case} {way}"
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    expected = made(case)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(loaded) is type(expected)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [type(expected).__name__]
+    assert_equal_weights(loaded, expected)
+
+
+def test_mixed_precision_leaves_knees_in_fp32(process_group):
+    """And a run goes on from a state dict of every rank's parts."""
+    model = made("knee")
+    expected = {name: eps.clone() for name, eps in model.named_buffers() if name.endswith(".eps")}
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    model(**make_batch("plain")).loss.backward()
+    state = get_model_state_dict(model)
+    again = fully_shard(made("knee"), mesh=mesh, mp_policy=policy)
+    for name, eps in again.named_buffers():
+        if name in expected:
+            eps.fill_(1.0)
+    set_model_state_dict(again, state)
+    for sharded in (model, again):
+        buffers = dict(sharded.named_buffers())
+        assert len(expected) == 6
+        for name, eps in expected.items():
+            assert buffers[name].dtype == torch.float32
+            assert torch.equal(buffers[name], eps), name
+
+
+@pytest.mark.parametrize("kind", ["dealt", "same"])
+@pytest.mark.parametrize("name", CALIBRATIONS)
+def test_calibration_under_ddp_is_that_of_one_process(name, kind, ran):
+    model = made("shared")
+    report = calibrate(model, calibration_batches(), max_tokens=4 * 24, **CALIBRATIONS[name])
+    first, second = (load_file(ran / f"{name} {kind} {rank}.safetensors") for rank in range(2))
+    losses = [found.pop("loss") for found in (first, second)]
+    average = first.pop("gradient"), second.pop("gradient")
+    for key, value in model.state_dict().items():
+        assert torch.equal(first[key], value), key
+        assert torch.equal(second[key], value), key
+    for rank in range(2):
+        assert (ran / f"{name} {kind} {rank}.json").read_text() == repr(report)
+    loss = model(**make_batch("plain")).loss  # and DDP goes on as before
+    loss.backward()
+    torch.testing.assert_close(sum(losses) / 2, loss.detach(), rtol=1e-6, atol=0)
+    assert torch.equal(*average)
+    torch.testing.assert_close(average[0], model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "DDP"])
+@pytest.mark.parametrize("case", ["shared", "per head"])
+@pytest.mark.parametrize("name", SHARDED_CALIBRATIONS)
+def test_calibration_of_a_sharded_model_is_that_of_one_process(name, case, way, ran):
+    model = made(case)
+    report = calibrate(model, calibration_batches(), max_tokens=4 * 24, **CALIBRATIONS[name])
+    found = load_file(ran / f"{name} {case} {way} calibrated.safetensors")
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():  # a sharded matrix product may round otherwise
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
+    reports = [(ran / f"{name} {case} {way} {rank}.json").read_text() for rank in range(2)]
+    assert reports[0] == reports[1]
+    assert repr(report.scheme) in reports[0]
+
+
+def test_training_a_sharded_models_gains_is_refused(process_group):
+    model = fully_shard(made("shared"), mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    with pytest.raises(
+        ValueError, match='sharded over several devices.* use method="moments", or calibrate it by "fit"'
+    ):
+        calibrate(model, calibration_batches(), "fit")
+    partitioned = made("shared")
+    partitioned.lm_head.weight.ds_id = 0  # as DeepSpeed marks a parameter of ZeRO-3
+    with pytest.raises(ValueError, match="sharded by DeepSpeed, .* calibrate it before"):
+        calibrate(partitioned, calibration_batches())
+
+
+@pytest.mark.skipif(
+    "self.args.device if self.args.world_size" in inspect.getsource(Trainer._load_optimizer_and_scheduler),
+    reason='older transformers resume two processes on a CPU with map_location="cpu:0", which torch can\'t read',
+)
+def test_a_run_goes_on_from_its_last_checkpoint_after_a_worker_was_killed(ran, resumed):
+    assert [path.name for path in (ran / "parts").glob("checkpoint*")] == [f"checkpoint-{SAVED}"]
+    assert SAVED < KILLED
+    whole, again = (AutoModelForCausalLM.from_pretrained(path) for path in (ran / "whole", resumed / "resumed"))
+    assert_equal_weights(again, whole)
+    steps = [json.loads((resumed / "parts" / f"checkpoint-{n}" / "trainer_state.json").read_text()) for n in (6, 8)]
+    assert [state["global_step"] for state in steps] == [6, 8]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_accelerates_launcher_takes_the_configs(name):
+    command = ["--config_file", str(CONFIGS / f"{name}.yaml"), "train.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+    chosen = {"ddp": arguments.multi_gpu, "fsdp2": arguments.use_fsdp}.get(name, arguments.use_deepspeed)
+    assert chosen
+    if arguments.use_deepspeed:
+        config = HfDeepSpeedConfig(str(CONFIGS.parents[1] / arguments.deepspeed_config_file))
+        assert {"zero2": config.is_zero2, "zero3": config.is_zero3}[name]()
+        assert arguments.zero3_init_flag is (name == "zero3")

@@ -1,0 +1,138 @@
+"""The monitor's log: what is read back, what a kill leaves, and what strangers may have put there."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from hf_qknorm.training import logit_log
+from hf_qknorm.training.logit_log import LayerSample, Sample, append, continue_log, read_log
+
+
+def sample(step: int, *, layers: int = 2, heads: int = 3, size: float = 1.0) -> Sample:
+    """A sample with made-up numbers of few digits."""
+    row = tuple(size * (1 + step + head) for head in range(heads))
+    layer = LayerSample(50.0, 2.5, row, row, (0.0,) * heads, row, row[:1], row[:1], row, None)
+    return Sample(step, {f"layers.{i}": layer for i in range(layers)})
+
+
+def test_written_and_read(tmp_path):
+    samples = [sample(3), sample(6, size=math.inf), sample(9, layers=1)]
+    for one in samples:
+        append(tmp_path / "log", one)
+    assert read_log(tmp_path / "log") == samples
+    assert math.isnan(read_nan(tmp_path).layers["layers.0"].max_logit[0])
+
+
+def read_nan(folder):
+    append(folder / "nan", sample(1, size=math.nan))
+    return read_log(folder / "nan")[0]
+
+
+def test_five_digits_are_written():
+    line = json.loads(sample(0, size=1.23456789).line())
+    assert line["layers"]["layers.0"]["max_logit"] == [1.2346, 2.4691, 3.7037]
+
+
+def test_a_torn_last_line_is_passed_over(tmp_path):
+    path = tmp_path / "log"
+    text = sample(3).line() + sample(6).line()
+    for end in range(len(sample(3).line()), len(text)):
+        path.write_text(text[:end])
+        assert [one.step for one in read_log(path)] == [3]
+    continue_log(path, 4, resumed=True)
+    append(path, sample(6))
+    assert path.read_text() == text
+
+
+def test_going_on_takes_out_what_comes_again(tmp_path):
+    path = tmp_path / "new" / "log"
+    continue_log(path, 0, resumed=False)
+    assert path.read_text() == ""
+    for step in (3, 6, 9):
+        append(path, sample(step))
+    continue_log(path, 7, resumed=True)
+    assert [one.step for one in read_log(path)] == [3, 6]
+    with pytest.raises(FileExistsError, match="holds samples of another run, from step 3 on"):
+        continue_log(path, 0, resumed=False)
+    continue_log(path, 2, resumed=True)
+    assert read_log(path) == []
+
+
+def changed(**fields):
+    """A line with some of its first layer's entries replaced, or taken out by None."""
+    data = json.loads(sample(5).line())
+    layer = data["layers"]["layers.0"]
+    for name, value in fields.items():
+        where = data if name in data else layer
+        where[name] = value
+        if value is None:
+            del where[name]
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not json", "no JSON"),
+        ("[" * 100_000, "nested too deeply|no JSON"),
+        ('{"a":' * 200 + "1" + "}" * 200, "nested too deeply"),
+        ("[]", "sample is .*expected a mapping"),
+        (changed(format=9), "sample.format is 9, expected 1"),
+        (changed(step=-1), "sample.step is -1, expected a whole number"),
+        (changed(step=True), "sample.step is True"),
+        (changed(step=2), "sample.step is 2, expected more than 3"),
+        (changed(layers={}), "sample.layers is {}"),
+        (changed(layers={"a b": {}}), "expected a mapping from layers' names"),
+        (changed(entropy=None), "layers.0.entropy is missing"),
+        (changed(more=[1]), "layers.0.more is unknown"),
+        (changed(entropy="x"), "layers.0.entropy is 'x', expected a list"),
+        (changed(entropy=[1, "x", 2]), r"entropy\[1\] is 'x', expected a number"),
+        (changed(entropy=[1]), "of different lengths"),
+        (changed(max_logit=[1, 2], entropy=[1, 2], over_cap=[0, 0]), "has 2 heads, and 3 before"),
+        (changed(entropy=[0] * 20_000), "expected a list of numbers"),
+        (changed(cap=0), "cap 0, expected 1e-6 to 1e6"),
+        (changed(cap=1e300), "expected 1e-6 to 1e6"),
+        (changed(even=math.nan), "even nan, expected 0 to 100"),
+        (changed(grad_q=3), "grad_q is 3, expected a list"),
+    ],
+)
+def test_what_is_no_sample_is_named_by_its_line(tmp_path, line, message):
+    path = tmp_path / "log"
+    path.write_text(sample(3).line() + line + "\n")
+    with pytest.raises(ValueError, match=f"^{path}, line 2: .*({message})"):
+        read_log(path)
+
+
+def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path):
+    (tmp_path / "log").write_bytes(sample(3).line().encode() + b"\xff\xfe\n")
+    with pytest.raises(ValueError, match="line 2: no JSON"):
+        read_log(tmp_path / "log")
+
+
+@pytest.mark.parametrize(("limit", "most"), [("LINE_BYTES", 100), ("FILE_BYTES", 1000), ("NUMBERS", 100)])
+def test_no_more_is_read_than_fits(tmp_path, monkeypatch, limit, most):
+    for step in range(1, 9):
+        append(tmp_path / "log", sample(step))
+    monkeypatch.setattr(logit_log, limit, most)
+    with pytest.raises(ValueError, match=r"log, line \d: .*(larger|more) than"):
+        read_log(tmp_path / "log")
+
+
+def test_worst_and_sharpest():
+    rows = {"a": (1.0, 9.0), "b": (3.0, 2.0)}
+    layers = {n: LayerSample(50.0, 2.0, row, row, (0.5, 0.0), row, row, row, None, None) for n, row in rows.items()}
+    one = Sample(7, layers)
+    assert one.worst() == ("a", 1, 9.0)
+    assert one.sharpest() == ("a", 0, 1.0)
+    assert one.scalars() == {
+        "attention/max_logit": 9.0,
+        "attention/max_logit_layer": 0,
+        "attention/max_logit_head": 1,
+        "attention/min_entropy": 1.0,
+        "attention/over_cap": 0.25,
+        "attention/max_logit/0": 9.0,
+        "attention/max_logit/1": 3.0,
+    }

@@ -1,0 +1,111 @@
+"""Adapters on a patched model: the norm sees the projection's whole output, and merging is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_qknorm import FAMILIES, SCHEMES, patch_model
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.derived import QKNormModel
+
+PRESETS = ("qk_norm_cap", "qkv_norm", "soft_cap")
+MODELS = [(t, name) for t in MODEL_TYPES for name in PRESETS if applies(t, SCHEMES[name])]
+TOLERANCE = 1e-5
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing:FutureWarning",  # peft calls it by its old name
+    "ignore:fan_in_fan_out:UserWarning",
+)
+
+
+def adapted(model: PreTrainedModel, *, seed: int = 0, **options: Any) -> peft.PeftModel:
+    """LoRA on every projection that leads to q, k and v, with random weights in both of its matrices."""
+    family = FAMILIES[model.config.base_model_type]
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(family.style.weights), **options))
+    set_adapters(wrapped, seed)
+    return wrapped.eval()
+
+
+@torch.no_grad()
+def set_adapters(model: peft.PeftModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def normed_queries(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """What the first layer's query norm gives."""
+    seen: list[Tensor] = []
+    layer = next(iter(patched_layers(model).values()))
+    handle = layer.q_norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    model(**batch)
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if not FAMILIES[t].own_norms])
+@torch.no_grad()
+def test_the_norm_sees_the_adapters_output(model_type):
+    model = adapted(randomise(patch_model(sharp_model(model_type), "qk_norm")))
+    batch = make_batch("plain", labels=False)
+    first = normed_queries(model, batch)
+    set_adapters(model, seed=1)
+    second = normed_queries(model, batch)
+    assert not torch.allclose(first, second, atol=1e-2)
+    gain = next(iter(patched_layers(model).values())).q_norm.weight
+    if FAMILIES[model_type].norm == "rms":  # whatever the adapter adds, what leaves the norm has size one
+        torch.testing.assert_close((second / gain).square().mean(-1), torch.ones(second.shape[:-1]), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("model_type", "preset"), MODELS)
+@torch.no_grad()
+def test_merging_is_exact(model_type, preset):
+    model = adapted(randomise(patch_model(sharp_model(model_type), preset)))
+    batch = make_batch("left")
+    expected = model(**batch).logits
+    with model.disable_adapter():
+        assert not torch.allclose(model(**batch).logits, expected, atol=1e-2), "the adapters matter"
+    merged = model.merge_and_unload()
+    assert isinstance(merged, QKNormModel)
+    assert_near(merged(**batch).logits, expected, TOLERANCE)
+
+
+def test_adapters_train_and_so_do_gains_that_are_asked_for():
+    model = adapted(patch_model(sharp_model("llama"), "qk_norm"), modules_to_save=["q_norm", "k_norm"])
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert sum("_norm.modules_to_save.default.weight" in name for name in trained) == 4
+    model(**make_batch("left")).loss.backward()
+    assert all(
+        p.grad.abs().max() > 0 for name, p in model.named_parameters() if name in trained and "v_proj" not in name
+    )
+
+
+@torch.no_grad()
+def test_adapters_are_saved_and_loaded_beside_a_patched_checkpoint(tmp_path):
+    base = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
+    base.save_pretrained(tmp_path / "base")
+    model = adapted(base)
+    expected = model(**make_batch("left")).logits
+    model.save_pretrained(tmp_path / "adapter")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    reloaded = peft.PeftModel.from_pretrained(reloaded, tmp_path / "adapter").eval()
+    assert torch.equal(reloaded(**make_batch("left")).logits, expected)
+    assert len(patched_layers(reloaded)) == 2
+
+
+@torch.no_grad()
+def test_adapters_added_by_transformers_own_method():
+    model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
+    before = model(**make_batch("left")).logits
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    assert torch.equal(model(**make_batch("left")).logits, before), "a fresh adapter adds nothing"
+    set_adapters(model, seed=0)
+    assert not torch.allclose(model(**make_batch("left")).logits, before, atol=1e-2)
