@@ -23,6 +23,10 @@ def project_neox(module: Any, hidden_states: Tensor) -> Projected:
     return module.query_key_value(hidden_states).view(shape).chunk(3, dim=-1)
 
 
+def interleaved(module: Any) -> bool:
+    return True
+
+
 def output_neox(module: Any, attended: Tensor) -> Tensor:
     return module.dense(attended)
 
@@ -37,5 +41,5 @@ def project_dbrx(module: Any, hidden_states: Tensor) -> Projected:
 
 
 PHI3 = Style(project_phi3, separate.output, weights=("qkv_proj",))
-NEOX = Style(project_neox, output_neox, weights=("query_key_value",))
+NEOX = Style(project_neox, output_neox, weights=("query_key_value",), interleaved=interleaved)
 DBRX = Style(project_dbrx, separate.output_out_proj, weights=("Wqkv",))

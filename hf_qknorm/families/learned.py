@@ -36,6 +36,17 @@ def heads_bigcode(module: Any) -> tuple[int, int, int]:
     return module.num_heads, 1 if module.multi_query else module.num_heads, module.head_dim
 
 
+def interleaved_bigcode(module: Any) -> bool:
+    return not module.multi_query
+
+
 OPT = Style(project, output_out_proj, QKV, dropout=dropout, prescaled=True)
 BIOGPT = Style(project, output_out_proj, QKV, dropout=dropout)
-BIGCODE = Style(project_bigcode, output_bigcode, ("c_attn",), dropout=dropout_bigcode, heads=heads_bigcode)
+BIGCODE = Style(
+    project_bigcode,
+    output_bigcode,
+    ("c_attn",),
+    dropout=dropout_bigcode,
+    heads=heads_bigcode,
+    interleaved=interleaved_bigcode,
+)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.families import separate
+from hf_qknorm.families.fused import interleaved
 from hf_qknorm.families.separate import QKV, output
 from hf_qknorm.families.style import Heads, Projected, Style
 
@@ -42,4 +43,11 @@ def dropout_persimmon(module: Any) -> float:
 
 PHI = Style(project, output_dense, QKV, rotate=rotate_part)
 STABLELM = Style(project, output, QKV, rotate=rotate_part)
-PERSIMMON = Style(project_persimmon, output_dense, ("query_key_value",), rotate=rotate_part, dropout=dropout_persimmon)
+PERSIMMON = Style(
+    project_persimmon,
+    output_dense,
+    ("query_key_value",),
+    rotate=rotate_part,
+    dropout=dropout_persimmon,
+    interleaved=interleaved,
+)

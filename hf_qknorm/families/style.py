@@ -60,6 +60,10 @@ def _query_scale(module: Any) -> float:
     return 1.0
 
 
+def _interleaved(module: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Style:
     """How a kind of attention module differs from the shared forward.
@@ -77,7 +81,8 @@ class Style:
     the number of query heads, of key heads, and D; `slot` a layer's place in the cache; `scale` what the model
     multiplies q·k by; `length` that of its longest sequence; `query_scale` the largest factor by which `rotate`
     multiplies a query for its position. `prescaled` says that the model multiplies the queries by the scale of the
-    logits, and not the logits.
+    logits, and not the logits. `interleaved` says of a fused projection whether its outputs are ordered by head (the
+    first head's q, k and v, then the second's) instead of all queries, then all keys, then all values.
     """
 
     project: Callable[[Any, Tensor], Projected]
@@ -94,3 +99,4 @@ class Style:
     length: Callable[[Any], int] = _length
     query_scale: Callable[[Any], float] = _query_scale
     prescaled: bool = False
+    interleaved: Callable[[Any], bool] = _interleaved
