@@ -20,10 +20,10 @@ from hf_qknorm.convert import (
 from hf_qknorm.export import NativeExport, export_native
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.hub.push import push_to_hub
-from hf_qknorm.model import auto, plain_classes
+from hf_qknorm.model import auto, unpatched_classes
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.standalone import add_standalone
+from hf_qknorm.standalone.generate import add_standalone
 from hf_qknorm.stats.logit_statistics import LogitStatistics, logit_statistics
 from hf_qknorm.training import adapters
 from hf_qknorm.training.adapters import peft_modules_to_save
@@ -68,5 +68,5 @@ __all__ = [
 
 functions.register()
 auto.register()
-plain_classes.register()
+unpatched_classes.register()
 adapters.register()

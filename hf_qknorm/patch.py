@@ -13,14 +13,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.families.class_names import PREFIX
+from hf_qknorm.model.accelerate_hooks import check_room
 from hf_qknorm.model.attention import install, own_layers, patched_layers, uninstall
+from hf_qknorm.model.causality import can_check_causality, is_causal
+from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.configs import check_names, derived_architectures
-from hf_qknorm.model.derived import QKNormModel, adopt, derived_config, set_class
+from hf_qknorm.model.derived import QKNormModel, adopt, derived_config, set_model_class
 from hf_qknorm.model.fold import check_foldable, fold_pre_norms
-from hf_qknorm.model.hooks import check_room
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.model.probe import can_probe, is_causal
-from hf_qknorm.model.settings import no_attention
 from hf_qknorm.model.tensor_parallel import plan_norms, unplan_norms
 from hf_qknorm.model.towers import check_travels, pick_tower, towers_of, with_config
 from hf_qknorm.scheme import Scheme
@@ -131,7 +131,7 @@ def _undo(model: PreTrainedModel) -> PreTrainedModel:
     uninstall(model)
     for module in model.modules():
         if isinstance(module, QKNormModel):
-            set_class(module, module.base_class)
+            set_model_class(module, module.base_class)
     _set_config(model, _base_config(model.config))
     model.set_attn_implementation(base_backend or model.get_correct_attn_implementation(None))
     if base_backend is not None:
@@ -211,7 +211,7 @@ def _require_own_forward(model: PreTrainedModel, family: Family) -> None:
     """Refuse a model without the family's attention, or whose attention forward another tool has replaced."""
     layers = own_layers(model, family)
     if not layers:
-        raise no_attention(model, family.attention)
+        raise no_attention_error(model, family.attention)
     for name, layer in layers.items():
         hooked = getattr(layer, "_hf_hook", None) is not None
         replaced = "forward" in vars(layer) and not hooked
@@ -225,7 +225,7 @@ def _require_own_forward(model: PreTrainedModel, family: Family) -> None:
 def _causality(model: PreTrainedModel) -> bool | Exception | None:
     """Whether the model is causal, or what its forward raises here; None where finding out is not free."""
     try:
-        return is_causal(model) if can_probe(model) else None
+        return is_causal(model) if can_check_causality(model) else None
     except Exception as error:
         return error
 

@@ -81,4 +81,4 @@ def put(model: Any, epsilons: Mapping[Key, Tensor]) -> None:
     """Set each norm's ε: a number, or one for each head as `[H, 1]`, which no scheme has."""
     for key, norm in norms(model).items():
         del norm.eps
-        norm.register_buffer("eps", (epsilons[key] + norm.floor).float())
+        norm.register_buffer("eps", (epsilons[key] + norm.scheme_eps).float())

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from hf_qknorm.checkpoint.safetensors_files import New, Stored
 from hf_qknorm.files.names import INDEX, SINGLE
 from hf_qknorm.files.untrusted import brief
-from hf_qknorm.model.load_checks import checked_elsewhere
+from hf_qknorm.model.load_checks import skip_load_checks
 
 Tensors = Mapping[str, Stored | New]
 NORM = re.compile(r"(?:^|\.)(?:[qkv]|query|key|value)_(?:layer)?norm\.[^.]+$")  # of heads, in an attention layer
@@ -202,7 +202,7 @@ def _load(model_class: Any, config: PretrainedConfig, tensors: Tensors) -> dict[
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     load: Any = PreTrainedModel.from_pretrained.__func__  # not a patched class's own, which says less of what is wrong
     options = {"device_map": "meta", "dtype": torch.float32, "ignore_mismatched_sizes": True}
-    with _quiet(), checked_elsewhere():
+    with _quiet(), skip_load_checks():
         _, info = load(model_class, None, config=config, state_dict=shapes, output_loading_info=True, **options)
     return dict(info)
 

@@ -25,9 +25,9 @@ from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.atomic_io import is_path, user_path
 from hf_qknorm.files.names import FOLDERS, INDEX, REPORT, SINGLE, TOKENIZER_FILES
 from hf_qknorm.files.untrusted import brief, hub_token, read_json
+from hf_qknorm.model.config_checks import check_settings, describe_error
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.norms import eps_problem
-from hf_qknorm.model.settings import check_settings, describe
 
 logger = logging.getLogger(__name__)
 HTTPError: Any = HfHubHTTPError.__bases__[0]  # of httpx, whichever of its versions the Hub's client is built on
@@ -275,7 +275,7 @@ def read_config(folder: Path) -> Any:
     except Exception as error:  # transformers has its own for a field of the wrong type
         if isinstance(error, OSError) or (isinstance(error, ValueError) and "config.json" in str(error)):
             raise
-        raise ValueError(f"{path} can't be read ({describe(error)})") from error
+        raise ValueError(f"{path} can't be read ({describe_error(error)})") from error
 
 
 def check_readable(written: Path, source: Path) -> None:
@@ -286,7 +286,7 @@ def check_readable(written: Path, source: Path) -> None:
         try:
             read(written)
         except Exception as error:  # a setting can be wrong in any way
-            cause = describe(error).replace(str(written), "the result")
+            cause = describe_error(error).replace(str(written), "the result")
             raise ValueError(f"{source / name}: a checkpoint with these settings does not load ({cause})") from error
 
 

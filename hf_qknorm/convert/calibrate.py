@@ -21,7 +21,7 @@ from hf_qknorm.files.untrusted import brief
 from hf_qknorm.model.attention import patched_layers, require_base
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
-from hf_qknorm.model.knees import put_knee
+from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats.distributed import Ranks, gathered, ranks_of, reshard, share_first, unwrapped
 from hf_qknorm.stats.logit_statistics import CAP
@@ -180,7 +180,7 @@ def _reset(model: Any) -> None:
     """Plain norms with fresh gains."""
     reshard(model)
     norms = norms_of(model)
-    put_knee(model, 0.0, dict.fromkeys(norms, 1.0))
+    apply_knee(model, 0.0, dict.fromkeys(norms, 1.0))
     for norm in norms.values():
         norm.reset_parameters()
 

@@ -32,7 +32,7 @@ from hf_qknorm.files.names import REPORT
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.standalone import carry_code
+from hf_qknorm.standalone.generate import set_auto_map
 from hf_qknorm.stats.report import Calibration
 
 
@@ -131,7 +131,7 @@ def _write_settings(folder: Path, source: Source, scheme: Scheme, *, standalone:
         copy_file(source.folder / file, folder / file)
     config = converted_config(source, scheme)
     if standalone:
-        carry_code(config)
+        set_auto_map(config)
     config.save_pretrained(folder)
     check_readable(folder, source.folder)
 

@@ -15,8 +15,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
-from hf_qknorm.model.hooks import input_device
 
 HELD_OUT = 2  # batches that judge the gains
 CHECKS = 10  # how often in a fit the held-out batches are asked

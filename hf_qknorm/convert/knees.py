@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from hf_qknorm.convert.moments import Moments, moments, norm_sizes, norms_of
-from hf_qknorm.model.knees import put_knee
+from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.stats.distributed import reshard
 from hf_qknorm.stats.measure import Batches, predictions
 from hf_qknorm.stats.records import Prediction
@@ -126,7 +126,7 @@ def restored(model: Any, *, always: bool = True) -> Iterator[None]:
     finally:
         if always:
             reshard(model)
-            put_knee(model, scheme.knee, powers)
+            apply_knee(model, scheme.knee, powers)
             with torch.no_grad():
                 for parameter, value in values:
                     parameter.copy_(value)

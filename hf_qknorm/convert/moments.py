@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_qknorm.convert.sums import NormSums, Sizes
+from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.fold import set_spread
-from hf_qknorm.model.hooks import input_device
-from hf_qknorm.model.knees import centred_and_size, put_knee
+from hf_qknorm.model.knees import apply_knee, centred_and_size
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.distributed import ALONE, Ranks, reshard, write
 
@@ -33,7 +33,7 @@ class Moments:
     def put(self, knee: float, *, gains: bool = True) -> None:
         """Give the model this knee, and the gains and biases that fit it, or with `gains=False` the knee alone."""
         reshard(self.model)
-        put_knee(self.model, knee, self.powers)
+        apply_knee(self.model, knee, self.powers)
         for name, layer in patched_layers(self.model).items() if gains else ():
             self._set_gains(name, layer, knee)
 

@@ -136,11 +136,13 @@ def new_tensors(source: Source, request: Request) -> tuple[dict[str, New], set[s
         file, dtype = source.weights.stored[projection].file, source.weights.dtype(projection)
         for norm_name, norm in head_norms(layer).items():
             for kind, parameter in norm.named_parameters():
-                start = norm.fresh if kind == "weight" else 0.0
+                start = norm.initial_gain if kind == "weight" else 0.0
                 shape = tuple(parameter.shape)
                 new[f"{prefix}.{norm_name}.{kind}"] = New(file, shape, dtype, partial(torch.full, shape, start))
             for kind, buffer in norm.named_buffers():
-                new[f"{prefix}.{norm_name}.{kind}"] = New(file, (), buffer.dtype, partial(torch.full, (), norm.floor))
+                new[f"{prefix}.{norm_name}.{kind}"] = New(
+                    file, (), buffer.dtype, partial(torch.full, (), norm.scheme_eps)
+                )
         parts = layer.family.style.weights
         if request.moves:
             moved = (f"{prefix}.{part}.{kind}" for part in parts for kind in ("weight", "bias"))

@@ -43,7 +43,7 @@ class NormSums:
 
     def __init__(self, norm: HeadNorm, knees: Sequence[float], expected: float) -> None:
         self.norm, self.sizes = norm, Sizes()
-        self.floor = norm.floor ** (norm.order / 2)
+        self.floor = norm.scheme_eps ** (norm.order / 2)
         self.row = torch.tensor([self.floor], dtype=torch.float64)
         wanted = [knee * max(expected, self.floor) for knee in knees if knee > 0]
         if wanted:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_qknorm.checkpoint.complete import check_complete
 from hf_qknorm.checkpoint.source import Source, check_readable
 from hf_qknorm.files.names import CONFIG, INDEX
-from hf_qknorm.model.settings import CAUSED, describe
+from hf_qknorm.model.config_checks import CAUSED, describe_error
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -47,7 +47,7 @@ def load_causal(source: Source, dtype: torch.dtype | str, **places: Any) -> Any:
     except (*CAUSED, ValueError) as error:
         if isinstance(error, RuntimeError) or "config.json" in str(error):
             raise  # no memory, for example, or named already
-        raise ValueError(f"{source.folder / CONFIG}: transformers can't load it ({describe(error)})") from error
+        raise ValueError(f"{source.folder / CONFIG}: transformers can't load it ({describe_error(error)})") from error
     if missing := sorted(info["missing_keys"]):  # of a quantised model, whose tensors the check above can't compare
         raise ValueError(
             f"{source.folder}: no weights for {missing[0]}, of {len(missing)} that the model of its config.json needs"

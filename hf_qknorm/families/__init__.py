@@ -11,7 +11,7 @@ from hf_qknorm.families.encoder import ENCODER
 from hf_qknorm.families.family import Family
 from hf_qknorm.families.fused import DBRX, NEOX, PHI3
 from hf_qknorm.families.gated import AFMOE, BEAM, HRM, LAGUNA, LFM3, QWEN3_NEXT
-from hf_qknorm.families.latent import BAILING, LATENT, LATENT_AS_TOLD, LATENT_COMPLEX, LATENT_UNROTATED, LONGCAT
+from hf_qknorm.families.latent import BAILING, LATENT, LATENT_COMPLEX, LATENT_CONFIGURED, LATENT_UNROTATED, LONGCAT
 from hf_qknorm.families.learned import BIGCODE, BIOGPT, OPT
 from hf_qknorm.families.normed import (
     EXAONE4,
@@ -20,8 +20,8 @@ from hf_qknorm.families.normed import (
     LFM2,
     NORMED,
     NORMED_AFTER,
+    NORMED_IF_CONFIGURED,
     NORMED_TRANSPOSED,
-    NORMED_WHERE_TOLD,
     NORMED_WIDE,
     OLMOE,
 )
@@ -53,7 +53,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "apertus": Family("ApertusAttention", NORMED_TRANSPOSED, own_norms=True),
     "arcee": Family("ArceeAttention", SEPARATE),
     "aria_text": Family("AriaTextAttention", SEPARATE),
-    "axk1": Family("AXK1Attention", LATENT_AS_TOLD, latent=True, rope=None),
+    "axk1": Family("AXK1Attention", LATENT_CONFIGURED, latent=True, rope=None),
     "bailing_hybrid": Family("BailingHybridAttention", BAILING, latent=True, rope=None),
     "bamba": Family("BambaAttention", SEPARATE),
     "beam": Family("BeamAttention", BEAM, rope=None, own_norms=True, slides=by_layer),
@@ -64,7 +64,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "camembert": Family("CamembertSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
     "clip_text_model": Family("CLIPAttention", TOWER, "layer", "layer_norm1"),
     "clip_vision_model": Family("CLIPAttention", TOWER, "layer", "layer_norm1", causal=False),
-    "cohere": Family("CohereAttention", NORMED_WHERE_TOLD, "layer", "", "pairs", own_norms="use_qk_norm"),
+    "cohere": Family("CohereAttention", NORMED_IF_CONFIGURED, "layer", "", "pairs", own_norms="use_qk_norm"),
     "cohere2": Family("Cohere2Attention", COHERE2, "layer", "", "pairs", slides=by_layer),
     "cohere2_moe": Family("Cohere2MoeAttention", COHERE2_MOE, "layer", "", "pairs", slides=by_layer),
     "cohere_compass_text": Family("CohereCompassAttention", SEPARATE, "layer", "", slides=by_layer),
@@ -72,7 +72,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "data2vec-text": Family("Data2VecTextSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
     "dbrx": Family("DbrxAttention", DBRX, "layer", ""),
     "deepseek_v2": Family("DeepseekV2Attention", LATENT_COMPLEX, latent=True, rope=None),
-    "deepseek_v3": Family("DeepseekV3Attention", LATENT_AS_TOLD, latent=True, rope=None),
+    "deepseek_v3": Family("DeepseekV3Attention", LATENT_CONFIGURED, latent=True, rope=None),
     "deit": Family("DeiTAttention", VIT, "layer", "layernorm_before", causal=False),
     "dots1": Family("Dots1Attention", NORMED, own_norms=True, slides=by_layer),
     "electra": Family("ElectraSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
@@ -92,8 +92,8 @@ FAMILIES: Final[dict[str, Family]] = {
     "gemma4_unified_text": Family("Gemma4UnifiedTextAttention", SHARED, rope=None, own_norms=True, slides=by_layer),
     "glm": Family("GlmAttention", SEPARATE, rope="pairs_by_halves"),
     "glm4": Family("Glm4Attention", SEPARATE, rope="pairs_by_halves"),
-    "glm4_moe": Family("Glm4MoeAttention", NORMED_WHERE_TOLD, own_norms="use_qk_norm"),
-    "glm4_moe_lite": Family("Glm4MoeLiteAttention", LATENT_AS_TOLD, latent=True, rope=None),
+    "glm4_moe": Family("Glm4MoeAttention", NORMED_IF_CONFIGURED, own_norms="use_qk_norm"),
+    "glm4_moe_lite": Family("Glm4MoeLiteAttention", LATENT_CONFIGURED, latent=True, rope=None),
     "gpt2": Family("GPT2Attention", gpt2.GPT2, "layer", "ln_1"),
     "gpt_bigcode": Family("GPTBigCodeAttention", BIGCODE, "layer", "ln_1"),
     "gpt_neox": Family("GPTNeoXAttention", NEOX, "layer"),
@@ -178,7 +178,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "xlm-roberta": Family("XLMRobertaSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
     "xlm-roberta-xl": Family("XLMRobertaXLSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
     "xmod": Family("XmodSelfAttention", ENCODER, "layer", "", causal="is_decoder"),
-    "youtu": Family("YoutuAttention", LATENT_AS_TOLD, latent=True, rope=None),
+    "youtu": Family("YoutuAttention", LATENT_CONFIGURED, latent=True, rope=None),
     "zamba": Family("ZambaAttention", ZAMBA, pre_norm=""),
     "zamba2": Family("Zamba2Attention", ZAMBA2, pre_norm="", unsupported=unsupported_zamba2),
 }

@@ -85,7 +85,7 @@ def expand(module: Any, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor,
 
 WEIGHTS = ("kv_a_proj_with_mqa", "kv_b_proj")
 LATENT = Style(project, output, WEIGHTS, rotate=rotate, expand=expand)
-LATENT_AS_TOLD = Style(project, output, WEIGHTS, rotate=rotate_as_told, expand=expand)
+LATENT_CONFIGURED = Style(project, output, WEIGHTS, rotate=rotate_as_told, expand=expand)
 LATENT_COMPLEX = Style(project, output, WEIGHTS, rotate=rotate_complex, expand=expand)
 LATENT_UNROTATED = Style(project, output, WEIGHTS, rotate=keep, expand=expand)
 LONGCAT = Style(project_longcat, output, WEIGHTS, rotate=rotate_pairs, expand=expand)

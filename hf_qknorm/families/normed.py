@@ -77,7 +77,7 @@ def unless_full(module: Any) -> bool:
 
 NORMED = Style(project, output, QKV)
 NORMED_TRANSPOSED = Style(project_transposed, output, QKV)
-NORMED_WHERE_TOLD = Style(project_where_told, output, QKV)
+NORMED_IF_CONFIGURED = Style(project_where_told, output, QKV)
 NORMED_WIDE = Style(project_wide, output, QKV)
 NORMED_AFTER = Style(separate.project, output, QKV, rotate=normed_after)
 HUNYUAN = Style(separate.project, output, QKV, rotate=normed_after_hunyuan)

@@ -29,7 +29,7 @@ from hf_qknorm.files.names import (
 )
 from hf_qknorm.hub.card import PLACEHOLDER, has_card, write_card
 from hf_qknorm.hub.private import check_private, forget_places
-from hf_qknorm.standalone import add_standalone
+from hf_qknorm.standalone.generate import add_standalone
 
 SENT = {CARD, REPORT, INDEX, *CONFIGS, *TOKENIZER_FILES, *TEMPLATES}
 

@@ -20,11 +20,11 @@ from hf_qknorm.backends.caches import count_written, is_empty, next_positions, s
 from hf_qknorm.backends.masks import is_padded_ranges
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
-from hf_qknorm.model.hooks import execution_device, set_class
-from hf_qknorm.model.knee_states import KneeStates
-from hf_qknorm.model.norms import HeadNorm, fresh_scalar, is_unhooked
+from hf_qknorm.model.accelerate_hooks import execution_device, set_module_class
+from hf_qknorm.model.config_checks import no_attention_error
+from hf_qknorm.model.knee_state_dict import KneeStateDict
+from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention
-from hf_qknorm.model.settings import no_attention
 from hf_qknorm.ops import library
 from hf_qknorm.ops.types import Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
@@ -32,7 +32,7 @@ from hf_qknorm.scheme import SCHEMES, Scheme
 NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
 
 
-class QKNormAttention(KneeStates, PlainAttention):
+class QKNormAttention(KneeStateDict, PlainAttention):
     """The shared attention forward, with norm, RoPE and attention in one kernel wherever the backend has it."""
 
     def _attend(
@@ -73,7 +73,7 @@ class QKNormAttention(KneeStates, PlainAttention):
         """x and the norm that a kernel is to apply to it; a norm that is not ours, or is watched, is applied here."""
         module: Any = self._modules.get(name)
         norm = _in_use(module)
-        if isinstance(norm, HeadNorm) and norm.bare and (module is norm or is_unhooked(module)):
+        if type(norm) is HeadNorm and is_unhooked(norm) and is_unhooked(module):
             return x, norm.as_norm()
         return self._normed(name, x), Norm()
 
@@ -126,7 +126,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
     """
     for name, module in own_layers(model, family).items():
         base: Any = type(module)
-        set_class(module, attention_class(base, family))
+        set_module_class(module, attention_class(base, family))
         if family.own_cap and module.config.qk_norm_base is not None:  # a loaded config has the scheme's cap there
             module.attn_logit_softcapping = module.config.qk_norm_base["attn_logit_softcapping"]
         module.scheme = scheme
@@ -138,7 +138,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
             module.removed_norm = (getattr(parent, family.pre_norm),)
             setattr(parent, family.pre_norm, nn.Identity())
     if not patched_layers(model):
-        raise no_attention(model, family.attention)
+        raise no_attention_error(model, family.attention)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -151,7 +151,7 @@ def uninstall(model: nn.Module) -> None:
             setattr(model.get_submodule(name.rpartition(".")[0]), module.family.pre_norm, _removed_norm(module))
             del module.removed_norm
         vars(module).pop("scheme", None)  # an installation that failed may not have come to it
-        set_class(module, module.base_class)
+        set_module_class(module, module.base_class)
 
 
 def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
@@ -275,17 +275,17 @@ def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
         norm = getattr(scheme, field)
         if norm is None:
             continue
-        gain, fresh = True, 1.0
+        gain, initial_gain = True, 1.0
         if scheme.gain == "scalar" and field != "v":  # one g a layer: the queries hold it where they are normed
             gain = field == "q" or scheme.q is None
             length = module.family.style.length(module)
-            fresh = fresh_scalar(scheme, norm, length, head_dim, module.logit_scale)
+            initial_gain = initial_scalar_gain(scheme, norm, length, head_dim, module.logit_scale)
         size = heads if field == "q" else heads_kv
         width = getattr(module, "v_head_dim", head_dim) if field == "v" else head_dim
         setattr(
             module,
             name,
-            HeadNorm(norm, scheme, size, width, gain=gain, fresh=fresh, device=device, dtype=dtype),
+            HeadNorm(norm, scheme, size, width, gain=gain, initial_gain=initial_gain, device=device, dtype=dtype),
         )
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from hf_qknorm.families import FAMILIES, check_scheme
 from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX, types_of
 from hf_qknorm.files.untrusted import brief
-from hf_qknorm.model.settings import check_settings, config_errors, config_file
+from hf_qknorm.model.config_checks import check_settings, config_errors, config_file
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.standalone import write_code
+from hf_qknorm.standalone.generate import write_standalone_code
 from hf_qknorm.standalone.notice import NOTICES, is_notice
 
 if TYPE_CHECKING:  # the mixin stands in front of a family's own config class and leans on its methods
@@ -106,7 +106,7 @@ class QKNormConfig(_Config):
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """transformers' own; the stand-alone code goes along where `auto_map` says that the checkpoint carries it."""
         if getattr(self, "auto_map", None):
-            write_code(self, Path(save_directory))
+            write_standalone_code(self, Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @classmethod

@@ -24,12 +24,12 @@ from hf_qknorm.backends import functions
 from hf_qknorm.families import FAMILIES, Family, check_scheme, known_families
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.model.attention import install, patched_layers
+from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.model.settings import config_errors, config_file
 from hf_qknorm.model.tensor_parallel import plan_norms
-from hf_qknorm.standalone import carry_code
+from hf_qknorm.standalone.generate import set_auto_map
 
 if TYPE_CHECKING:  # the mixin stands in front of a model's own class and leans on its methods
     from transformers import PreTrainedModel as _Model
@@ -63,7 +63,7 @@ class QKNormModel(_Model):
         if not isinstance(module, HeadNorm):
             super()._init_weights(module)
             return
-        for parameter, fresh in ((module.weight, module.fresh), (module.bias, 0.0)):
+        for parameter, fresh in ((module.weight, module.initial_gain), (module.bias, 0.0)):
             if parameter is not None:
                 initialization.constant_(parameter, fresh)  # it leaves alone what came from a checkpoint
 
@@ -91,12 +91,12 @@ class QKNormModel(_Model):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """transformers' own; with `push_to_hub` the stand-alone code goes along."""
         if kwargs.get("push_to_hub"):
-            carry_code(self.config)
+            set_auto_map(self.config)
         super().save_pretrained(*args, **kwargs)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
         """transformers' own push of the model alone; the stand-alone code goes along."""
-        carry_code(self.config)
+        set_auto_map(self.config)
         return super().push_to_hub(*args, **kwargs)
 
     @classmethod
@@ -130,10 +130,10 @@ def adopt(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not isinstance(module, QKNormModel) and _family_of(type(module)):
             base: Any = type(module)
-            set_class(module, derived_model(base))
+            set_model_class(module, derived_model(base))
 
 
-def set_class(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
+def set_model_class(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
     """Swap a model's class, and keep `output_hidden_states` and the like working: they are registered by class."""
     model.__class__ = cls
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), model._can_record_outputs)

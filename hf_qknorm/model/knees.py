@@ -22,7 +22,7 @@ from hf_qknorm.model.norms import HeadNorm
 Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of what arrives at a norm, by its layer's name and its own
 
 
-def put_knee(model: Any, knee: float, powers: Powers) -> None:
+def apply_knee(model: Any, knee: float, powers: Powers) -> None:
     """Give the norms of a patched model a knee, in place, and record it in layers and config; gains stay as they are.
 
     Raises ValueError, before anything changes, for a knee that the scheme can't have, an offloaded one, and a power
@@ -54,12 +54,12 @@ def powers_of(model: Any) -> dict[tuple[str, str], float]:
     return {(name, norm_name): norm.power for name, layer in layers for norm_name, norm in head_norms(layer).items()}
 
 
-def take_knee(model: Any, knee: float) -> None:
+def record_loaded_knee(model: Any, knee: float) -> None:
     """Record that the weights just loaded into a patched model, gains and ε among them, are those of `knee`."""
     for layer in patched_layers(model).values():
         for norm in chain(*norm_copies(layer).values()):
             norm.knee = knee
-    put_knee(model, knee, powers_of(model) if knee else defaultdict(float))
+    apply_knee(model, knee, powers_of(model) if knee else defaultdict(float))
 
 
 def centred_and_size(norm: HeadNorm, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
 from hf_qknorm.model.attention import NORM_NAMES, head_norms, patched_layers
+from hf_qknorm.model.config_checks import config_file
 from hf_qknorm.model.norms import eps_problem
-from hf_qknorm.model.settings import config_file
 
 PARAMETERS: Final = ("weight", "bias", "blend", "eps")  # of a norm
 DTYPES_OF_TORCH: Final = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -24,7 +24,7 @@ _ELSEWHERE = ContextVar("tensors are compared by the caller of the loading", def
 
 
 @contextmanager
-def checked_elsewhere() -> Iterator[None]:
+def skip_load_checks() -> Iterator[None]:
     """Leave missing tensors and shapes to the caller, who knows the files that they are in."""
     token = _ELSEWHERE.set(True)
     try:
@@ -39,7 +39,9 @@ def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, file
 
     It looks before the weights are loaded: the model casts them, and a rounded or cut gain changes what it computes.
     """
-    norms = {name: norm.floor for layer in patched_layers(model).values() for name, norm in head_norms(layer).items()}
+    norms = {
+        name: norm.scheme_eps for layer in patched_layers(model).values() for name, norm in head_norms(layer).items()
+    }
     if not norms:
         return
     for where, name, tensor in _tensors(state_dict, files or []):

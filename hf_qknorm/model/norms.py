@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.model.knee_states import plain
+from hf_qknorm.model.knee_state_dict import plain
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.ops.types import Norm
 from hf_qknorm.scheme import Scheme
@@ -39,14 +39,14 @@ class HeadNorm(nn.Module):
         head_dim: int,
         *,
         gain: bool = True,
-        fresh: float = 1.0,
+        initial_gain: float = 1.0,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.norm, self.p, self.fresh = norm, scheme.p, fresh
-        self.floor = scheme.eps  # ε without a knee
-        self.eps = self.floor
+        self.norm, self.p, self.initial_gain = norm, scheme.p, initial_gain
+        self.scheme_eps = scheme.eps  # ε without a knee
+        self.eps = self.scheme_eps
         self.knee = 0.0
         self.bypass, self.rescale = False, 1.0
         shape = {"shared": (head_dim,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
@@ -72,12 +72,12 @@ class HeadNorm(nn.Module):
             raise ValueError("a norm without a knee keeps no mean of what arrives there: calibrate(model, data) again")
         self.check_present()
         half = self.order / 2
-        return max(float(self.eps) ** half - self.floor**half, 0.0) / self.knee  # ε is rounded: less is no mean
+        return max(float(self.eps) ** half - self.scheme_eps**half, 0.0) / self.knee  # ε is rounded: less is no mean
 
     def eps_of(self, knee: float, power: float) -> float:
         """The ε of a knee above 0 for a mean |x|ᵖ of `power`. Raises ValueError for one that fp32 does not hold."""
         half, limits = self.order / 2, torch.finfo(torch.float32)
-        eps = (self.floor**half + knee * power) ** (1 / half) if power >= 0 else math.nan
+        eps = (self.scheme_eps**half + knee * power) ** (1 / half) if power >= 0 else math.nan
         if not limits.tiny <= eps <= limits.max:
             raise ValueError(
                 f"a knee of {knee:g} and a mean |x|ᵖ of {power:g} give ε = {eps:g}, expected {limits.tiny:.2g} to "
@@ -96,7 +96,7 @@ class HeadNorm(nn.Module):
         self.check_present()
         if not knee:
             del self.eps
-            self.eps, self.knee = self.floor, 0.0
+            self.eps, self.knee = self.scheme_eps, 0.0
             return
         eps, self.knee = self.eps_of(knee, power), knee
         if isinstance(self.eps, Tensor):
@@ -128,7 +128,7 @@ class HeadNorm(nn.Module):
         """PyTorch's own, which would take the first entry of an eps of another shape, and any number."""
         *_, errors = args
         stored = state_dict.get(f"{prefix}eps") if isinstance(self.eps, Tensor) else None
-        if stored is not None and (problem := eps_problem(plain(stored), self.floor)):
+        if stored is not None and (problem := eps_problem(plain(stored), self.scheme_eps)):
             errors.append(f"{prefix}eps {problem}")
             return
         load: Any = super()._load_from_state_dict
@@ -140,7 +140,7 @@ class HeadNorm(nn.Module):
     def reset_parameters(self) -> None:
         """Set gains to their fresh value (1, or Henry's g) and biases to 0."""
         if self.weight is not None:
-            self.weight.fill_(self.fresh)
+            self.weight.fill_(self.initial_gain)
         if self.bias is not None:
             self.bias.zero_()
 
@@ -160,11 +160,6 @@ class HeadNorm(nn.Module):
         gain = self.blend.new_ones(1) if weight is None else weight
         bias = None if bias is None else bias * self.rescale
         return Norm(self.norm, gain * self.rescale, bias, self.blend, self.eps, self.p)
-
-    @property
-    def bare(self) -> bool:
-        """Whether nothing but `forward` happens when the module is called: no hooks, no wrapper."""
-        return type(self) is HeadNorm and is_unhooked(self)
 
     def extra_repr(self) -> str:
         order = f", p={self.p:g}" if self.norm == "lp" else ""
@@ -201,7 +196,7 @@ def _of_this_rank(parameter: Any) -> Tensor | None:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def fresh_scalar(scheme: Scheme, norm: str, max_positions: int, head_dim: int, scale: float) -> float:
+def initial_scalar_gain(scheme: Scheme, norm: str, max_positions: int, head_dim: int, scale: float) -> float:
     """What a scalar query gain starts from: Henry's g = log2(L² − L), L = `max_positions`, for unit vectors.
 
     Source: Henry et al. 2020 (arXiv 2010.04245), §3.1. It is divided by `scale`, which multiplies q·k as well, and for

@@ -12,7 +12,7 @@ from hf_qknorm.families import FAMILIES, Family
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.families.refused import REFUSED
 from hf_qknorm.model.attention import own_layers, patched_layers
-from hf_qknorm.model.plain_classes import PlainClassError
+from hf_qknorm.model.unpatched_classes import UnpatchedClassError
 
 
 def towers_of(model: PreTrainedModel) -> dict[str, str]:
@@ -60,7 +60,7 @@ def check_travels(model: PreTrainedModel, path: str, key: str, config: Pretraine
     there: set[str] = set()
     try:
         again = type(saved).from_dict(copy.deepcopy(saved.to_dict()))
-    except PlainClassError:
+    except UnpatchedClassError:
         again = None
     if again is not None and type(getattr(again, key)) is type(config):
         with torch.device("meta"):

@@ -67,14 +67,14 @@ def execution_device(*modules: nn.Module) -> None:
     """Where accelerate's hooks run a module that is being built: there are none yet."""
 
 
-def carry_code(config: Any) -> None:
+def set_auto_map(config: Any) -> None:
     """Name this file's classes in a config that came with it, without the Hub's name that loading put before them."""
     config.auto_map = {auto: name.rpartition("--")[2] for auto, name in (config.auto_map or {}).items()}
 
 
-def write_code(config: Any, folder: Path) -> None:
+def write_standalone_code(config: Any, folder: Path) -> None:
     """Put this file, which runs the model, into `folder`, and name its classes in the config."""
-    carry_code(config)
+    set_auto_map(config)
     own = Path(__file__)
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as temporary:  # a killed run leaves the old file or the new one

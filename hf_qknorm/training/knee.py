@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from hf_qknorm.model.attention import QKNormAttention, head_norms, norm_copies, patched_layers
-from hf_qknorm.model.knees import powers_of, put_knee, take_knee
+from hf_qknorm.model.knees import apply_knee, powers_of, record_loaded_knee
 from hf_qknorm.model.norms import HeadNorm
 
 LEVELS: Final = 32  # of a schedule's way: few enough that a change is large beside the training between two of them
@@ -52,7 +52,7 @@ def set_knee(model: nn.Module, knee: float) -> None:
         for name, layer in layers.items()
         for norm_name, norm in head_norms(layer).items()
     }
-    put_knee(model, knee, powers)
+    apply_knee(model, knee, powers)
     for name, layer in layers.items():
         norms = norm_copies(layer)
         for norm_name, copies in norms.items():
@@ -110,7 +110,7 @@ class KneeSchedule(TrainerCallback, ExportableState):
         _check_run(args, model)
         if state.global_step:
             self.start, knee = _saved(state)
-            take_knee(model, knee)
+            record_loaded_knee(model, knee)
         else:
             self.start = knee_of(model)
             if self.start <= self.target:
@@ -191,7 +191,7 @@ def _saved(state: TrainerState) -> tuple[float, float]:
 
 def _factor(norm: HeadNorm, power: float, knee: float) -> float:
     """The factor of a gain with which a vector of mean |x|ᵖ `power` keeps its length at another knee."""
-    own = power + norm.floor ** (norm.order / 2)
+    own = power + norm.scheme_eps ** (norm.order / 2)
     return ((own + knee * power) / (own + norm.knee * power)) ** (1 / norm.order)
 
 

@@ -104,7 +104,9 @@ def test_a_fixed_knee_is_that_of_all_the_text(scheme):
         norm = norms_of(model)[key]
         y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
         assert norm.power == pytest.approx(float(y.abs().pow(norm.order).mean()), rel=1e-5)
-        assert float(norm.eps) ** (norm.order / 2) == pytest.approx(4 * norm.power + norm.floor ** (norm.order / 2))
+        assert float(norm.eps) ** (norm.order / 2) == pytest.approx(
+            4 * norm.power + norm.scheme_eps ** (norm.order / 2)
+        )
 
 
 @pytest.mark.parametrize("count", [10, 17, 20, 40])

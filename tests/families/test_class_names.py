@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_qknorm import FAMILIES, Scheme, patch_model
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import AUTO_CLASSES
-from hf_qknorm.standalone import standalone_code
+from hf_qknorm.standalone.generate import standalone_code
 
 NORMED, CAPPED = Scheme(q="rms", k="rms", softcap=5.0), Scheme(softcap=5.0)
 PAIRS = [(auto, t) for auto, names in AUTO_CLASSES.items() for t in known_families() if t in names]

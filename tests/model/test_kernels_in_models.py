@@ -17,7 +17,7 @@ from tiny import tiny_config
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.backends.functions import REGISTERED
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.model.knees import powers_of, put_knee
+from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.ops import fused, reference
 from hf_qknorm.testing import error, make_qkv
 from hf_qknorm.training.blend import set_blend
@@ -165,7 +165,7 @@ def test_one_compiled_graph_serves_every_knee() -> None:
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     tokens, powers, found = batch("plain")["input_ids"], powers_of(model), []
     for knee in (4.0, 0.5):
-        put_knee(model, knee, powers)
+        apply_knee(model, knee, powers)
         found.append(compiled(tokens, use_cache=False).logits)
         torch.testing.assert_close(found[-1], model(tokens, use_cache=False).logits)
     assert counter.frame_count == 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_qknorm.model.norms import HeadNorm, fresh_scalar
+from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, NORMS, SCHEMES, Scheme
 
@@ -28,7 +28,7 @@ def test_every_gain_has_a_shape() -> None:
     ("gain", "bias"), [(g, b) for g in GAINS for b in (None, False, True) if g in CHANNEL_GAINS or not b]
 )
 def test_parameters_have_the_schemes_shapes_and_fresh_values(gain: str, bias: bool | None, norm: str) -> None:
-    module = HeadNorm(norm, scheme_of(norm, gain, bias), HEADS, DIM, fresh=1.5)
+    module = HeadNorm(norm, scheme_of(norm, gain, bias), HEADS, DIM, initial_gain=1.5)
     biased = (norm == "layer" if bias is None else bias) and gain in CHANNEL_GAINS
     assert shape_of(module.weight) == SHAPES[gain]
     assert shape_of(module.bias) == (SHAPES[gain] if biased else None)
@@ -51,7 +51,7 @@ def test_a_norm_without_a_gain_has_none() -> None:
 
 
 def test_reset_restores_the_fresh_values() -> None:
-    module = HeadNorm("layer", Scheme(q="layer"), HEADS, DIM, fresh=2.0)
+    module = HeadNorm("layer", Scheme(q="layer"), HEADS, DIM, initial_gain=2.0)
     torch.nn.init.normal_(module.weight)
     torch.nn.init.normal_(module.bias)
     module.reset_parameters()
@@ -110,22 +110,22 @@ def test_printing_a_model_shows_norm_gain_and_bias(norm: str, scheme: Scheme, te
     ("length", "g"), [(128, 13.99), (512, 18.0), (1024, 20.0), (2048, 22.0), (4096, 24.0), (8192, 26.0)]
 )
 def test_the_fresh_scalar_is_henrys(length: int, g: float) -> None:
-    assert fresh_scalar(SCHEMES["henry"], "l2", length, 64, scale=1.0) == pytest.approx(g, abs=0.005)
+    assert initial_scalar_gain(SCHEMES["henry"], "l2", length, 64, scale=1.0) == pytest.approx(g, abs=0.005)
 
 
 def test_the_fresh_scalar_makes_up_for_the_scale() -> None:
-    one, half = (fresh_scalar(SCHEMES["henry"], "l2", 1024, 64, scale) for scale in (1.0, 0.5))
+    one, half = (initial_scalar_gain(SCHEMES["henry"], "l2", 1024, 64, scale) for scale in (1.0, 0.5))
     assert half == pytest.approx(2 * one)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_norms_that_do_not_give_unit_vectors_start_from_one(norm: str) -> None:
-    assert fresh_scalar(Scheme(q=norm, gain="scalar"), norm, 1024, 64, scale=0.125) == 1.0
+    assert initial_scalar_gain(Scheme(q=norm, gain="scalar"), norm, 1024, 64, scale=0.125) == 1.0
 
 
 @pytest.mark.parametrize("length", [0, 1, 2])
 def test_the_shortest_model_has_a_positive_scalar(length: int) -> None:
-    assert fresh_scalar(SCHEMES["henry"], "l2", length, 64, scale=1.0) == pytest.approx(1.0)
+    assert initial_scalar_gain(SCHEMES["henry"], "l2", length, 64, scale=1.0) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 4.0])
@@ -135,7 +135,7 @@ def test_p_does_not_change_the_size_of_fresh_logits(p: float) -> None:
     q, k = (torch.randn(400, 1, head_dim, generator=generator, dtype=torch.float64) for _ in range(2))
 
     def deviation(norm: str, scheme: Scheme) -> float:
-        g = fresh_scalar(scheme, norm, 1024, head_dim, scale=1.0)
+        g = initial_scalar_gain(scheme, norm, 1024, head_dim, scale=1.0)
         normed = [head_norm(x, norm, p=scheme.p).squeeze(1) for x in (q, k)]
         return float((g * normed[0] @ normed[1].T).std())
 

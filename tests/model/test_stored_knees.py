@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
-from hf_qknorm.model.knees import powers_of, put_knee
+from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.scheme import STORED
 
 KNEED = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, knee=4.0)
@@ -96,11 +96,11 @@ def test_a_knee_that_is_offloaded_is_not_changed_in_vain(tmp_path):
     model.save_pretrained(tmp_path / "saved")
     options = {**OFFLOADED, "offload_folder": tmp_path / "offload"}
     there = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
-    put_knee(there, 1.0, powers_of(there))
-    put_knee(model, 1.0, powers_of(model))
+    apply_knee(there, 1.0, powers_of(there))
+    apply_knee(model, 1.0, powers_of(model))
     assert torch.equal(logits(there), logits(model))
     away = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", offload_buffers=True, **options)
-    for change in (lambda: powers_of(away), lambda: put_knee(away, 1.0, powers_of(model))):
+    for change in (lambda: powers_of(away), lambda: apply_knee(away, 1.0, powers_of(model))):
         with pytest.raises(ValueError, match="on the meta device: load the model without offload_buffers=True"):
             change()
     assert away.config.scheme == KNEED

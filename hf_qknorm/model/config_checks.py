@@ -86,11 +86,11 @@ def config_errors(file: str, model_type: Any, architectures: Any) -> Iterator[No
             raise  # no memory, for example
         raise ValueError(
             f"{file} can't be used, with model_type {brief(model_type)} and architectures {brief(architectures)}: "
-            f"{describe(error)}. Restore the config.json that was saved with the weights"
+            f"{describe_error(error)}. Restore the config.json that was saved with the weights"
         ) from error
 
 
-def no_attention(model: Any, attention: str) -> ValueError:
+def no_attention_error(model: Any, attention: str) -> ValueError:
     """The error for a model without the attention class that its config's model type has."""
     config = model.config
     return ValueError(
@@ -99,7 +99,7 @@ def no_attention(model: Any, attention: str) -> ValueError:
     )
 
 
-def describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error of transformers in one line: the first, or of its validators the last, which names the cause."""
     lines = str(error).strip().splitlines() or [""]
     line = lines[-1 if isinstance(error, StrictDataclassError) else 0]

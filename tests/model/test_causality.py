@@ -16,9 +16,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from hf_qknorm import patch_model
 from hf_qknorm.model import attention
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.causality import can_check_causality, is_causal
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.plain_attention import PlainAttention
-from hf_qknorm.model.probe import can_probe, is_causal
 from hf_qknorm.ops import reference
 
 
@@ -157,9 +157,9 @@ def test_a_patch_that_stops_half_way_is_undone(monkeypatch):
 
 
 def test_what_is_not_probed():
-    assert can_probe(sharp_model("llama"))
-    assert not can_probe(sharp_model("llama").to("meta"))
-    assert not can_probe(sharp_model("llama", vocab_size=1))
+    assert can_check_causality(sharp_model("llama"))
+    assert not can_check_causality(sharp_model("llama").to("meta"))
+    assert not can_check_causality(sharp_model("llama", vocab_size=1))
 
 
 def test_a_model_that_gives_nan_is_not_said_to_lose_causality():

@@ -23,7 +23,7 @@ def loading() -> Iterator[None]:
         _LOADING.reset(token)
 
 
-class KneeStates(nn.Module):
+class KneeStateDict(nn.Module):
     """Mixed into a layer whose norms may have a knee: its state dict fits other tools, and its norms, or is refused."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from torch import nn
 
 
-def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+def set_module_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Swap the module's class. Its hook shadows `forward` on the instance: it comes off meanwhile."""
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:

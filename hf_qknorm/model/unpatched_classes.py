@@ -13,11 +13,11 @@ from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
-from hf_qknorm.model.knee_states import loading
+from hf_qknorm.model.knee_state_dict import loading
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 
 
-class PlainClassError(ValueError):
+class UnpatchedClassError(ValueError):
     """A class of transformers was given a patched checkpoint, or its settings."""
 
 
@@ -73,8 +73,8 @@ def _stored_type(path: Path) -> Any:
     return config.get("model_type") if isinstance(config, dict) else None
 
 
-def _refusal(where: str, stored: str, cls: str) -> PlainClassError:
-    return PlainClassError(
+def _refusal(where: str, stored: str, cls: str) -> UnpatchedClassError:
+    return UnpatchedClassError(
         f"{where} is a patched checkpoint of model_type {stored!r}, and {cls} would load it without its scheme. Load "
         f"it by an Auto class, as AutoModelForCausalLM or AutoConfig, or by a class of hf_qknorm.model.derived "
         f"({PREFIX}...); unpatch_model then gives the plain model"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 MAX_PARAMETERS = 50_000_000  # below, two forward passes over eight tokens take milliseconds
 
 
-def can_probe(model: PreTrainedModel) -> bool:
+def can_check_causality(model: PreTrainedModel) -> bool:
     """Whether a probe is cheap and possible: few parameters, all in memory, and tokens to change."""
     parameters = list(model.parameters())
     small = sum(p.numel() for p in parameters) <= MAX_PARAMETERS and not any(p.is_meta for p in parameters)
