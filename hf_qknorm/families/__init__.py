@@ -1,4 +1,4 @@
-"""The models that can be patched: one line each in `FAMILIES`, one small file a style, and why not the others."""
+"""The model types that can be patched: one line each in `FAMILIES`, and one small file per style."""
 
 from __future__ import annotations
 
@@ -185,12 +185,12 @@ FAMILIES: Final[dict[str, Family]] = {
 
 
 def known_families() -> list[str]:
-    """The model types of `FAMILIES` that the installed transformers has."""
+    """Return the model types of `FAMILIES` that the installed transformers has."""
     return [model_type for model_type in FAMILIES if model_type in CONFIG_MAPPING_NAMES]
 
 
 def family_of(config: Any) -> Family:
-    """The family of a model's config. Raises ValueError, with the reason, if there is none or it does not serve it."""
+    """Return the family of a model's config. Raises ValueError, with the reason, if the model can't be patched."""
     if config.model_type not in FAMILIES:
         why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Why the model types that have no line in `FAMILIES` can't be patched."""
+"""The reasons why the model types that have no line in `FAMILIES` can't be patched."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import Final
 
 _NO_SOFTMAX: Final = "it has no softmax attention"
 _DECODER: Final = "it is the decoder of an encoder-decoder, whose layers attend to an encoder too"
-_MULTIMODAL: Final = "it is multimodal: what is patched is a tower of it, where a checkpoint of the whole keeps that"
-_INDEXER: Final = "an indexer picks the keys of each query, and its choice goes to attention functions of its own"
-_BIAS: Final = "its attention adds a learned bias of positions, which other attention functions do not take"
-_NO_INTERFACE: Final = "its attention is written out and takes no other attention function"
-_SHARED: Final = "its layers share keys and values with others, which a norm or cap would see twice"
+_MULTIMODAL: Final = (
+    "it is multimodal: a tower of it is patched, if checkpoints of the whole model keep the patched tower"
+)
+_INDEXER: Final = "an indexer selects the keys of each query, and needs the model's own attention functions"
+_BIAS: Final = "its attention adds a learned position bias, which other attention functions do not take"
+_NO_INTERFACE: Final = "its attention module computes attention inline and calls no attention function"
+_SHARED: Final = "its layers share keys and values, and a norm or cap would be applied to them twice"
 
 REFUSED: Final[dict[str, str]] = {
     "axk2": _INDEXER,
@@ -25,9 +27,9 @@ REFUSED: Final[dict[str, str]] = {
     "cpmant": _BIAS,
     "ctrl": "its attention module takes queries, keys and values as three inputs",
     "deepseek_v32": _INDEXER,
-    "deepseek_v4": "its keys are compressed, and picked by an indexer",
-    "diffllama": "each layer attends twice and takes the difference",
-    "doge": "its attention has a learned mask, made of the values",
+    "deepseek_v4": "its keys are compressed, and selected by an indexer",
+    "diffllama": "each layer computes attention twice and takes the difference",
+    "doge": "its attention has a learned mask, computed from the values",
     "dots3_note_text": _INDEXER,
     "emu3": _MULTIMODAL,
     "emu3_text_model": _MULTIMODAL,
@@ -58,7 +60,7 @@ REFUSED: Final[dict[str, str]] = {
     "minimax_m3_vl_text": _INDEXER,
     "mllama": _MULTIMODAL,
     "mllama_text_model": _MULTIMODAL,
-    "moshi": "its depth decoder picks projections by codebook",
+    "moshi": "its depth decoder selects projections by codebook",
     "moss_transcribe_diarize": _MULTIMODAL,
     "mpt": _NO_INTERFACE,
     "musicgen": _DECODER,
@@ -70,7 +72,7 @@ REFUSED: Final[dict[str, str]] = {
     "plbart": _DECODER,
     "prophetnet": _DECODER,
     "qwen4_exp_text": _INDEXER,
-    "reformer": "its attention hashes, and hears buckets and chunks alone",
+    "reformer": "its attention hashes the tokens, and attends within buckets and chunks",
     "rembert": _NO_INTERFACE,
     "roformer": _NO_INTERFACE,
     "rwkv": _NO_SOFTMAX,
@@ -78,7 +80,7 @@ REFUSED: Final[dict[str, str]] = {
     "whisper": _DECODER,
     "xglm": _NO_INTERFACE,
     "xlm": _NO_INTERFACE,
-    "xlnet": "its attention is relative, over two streams",
+    "xlnet": "its attention is relative, and runs over two streams",
     "xlstm": _NO_SOFTMAX,
     "zaya": "a convolution with a state of its own projects its queries, keys and values",
 }
