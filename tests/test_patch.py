@@ -149,12 +149,12 @@ def test_fresh_gains_on_a_trained_model_are_warned_of(caplog, tmp_path):
 def test_a_knee_that_has_seen_no_text_is_warned_of(caplog, tmp_path):
     sharp_model("llama").save_pretrained(tmp_path)
     patch_model(AutoModelForCausalLM.from_pretrained(tmp_path), Scheme(q="rms", knee=4.0))
-    assert "its knee of 4 assumes that the mean square of what arrives at each norm is 1" in caplog.text
+    assert "its knee of 4 assumes inputs of mean square 1 at each norm" in caplog.text
     assert "calibrate(model, texts)" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("preset", "note"), [("qk_norm", "keeps its own cap of 50"), (Scheme(softcap=30), "own cap of 50 becomes 30")]
+    ("preset", "note"), [("qk_norm", "own cap of 50 stays"), (Scheme(softcap=30), "own cap of 50 becomes 30")]
 )
 def test_the_log_says_what_becomes_of_gemma2s_own_cap(preset, note, caplog):
     with caplog.at_level(logging.INFO, logger="hf_qknorm"):

@@ -55,7 +55,7 @@ class QKNormModel(_Model):
         check_scheme(model_type, config, scheme)
         with config_errors(config_file(config), config.model_type, config.architectures):
             super().__init__(config, *args, **kwargs)
-            adopt(self)
+            use_derived_classes(self)
             install(self, FAMILIES[model_type], scheme)
         plan_norms(self)
 
@@ -125,7 +125,7 @@ class QKNormModel(_Model):
         return info, offloaded
 
 
-def adopt(model: PreTrainedModel) -> None:
+def use_derived_classes(model: PreTrainedModel) -> None:
     """Give `model` and the family's models inside it (its base model) their derived classes, in place."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not isinstance(module, QKNormModel) and _family_of(type(module)):

@@ -50,7 +50,7 @@ def pick_tower(model: PreTrainedModel, name: str | None) -> tuple[str, str] | No
     raise ValueError(f"tower={name!r} is not possible for {type(model).__name__}: {has}")
 
 
-def check_travels(model: PreTrainedModel, path: str, key: str, config: PretrainedConfig, family: Family) -> None:
+def check_saved_tower(model: PreTrainedModel, path: str, key: str, config: PretrainedConfig, family: Family) -> None:
     """Raise ValueError unless a checkpoint of `model` whose `key` is the patched `config` has the patched tower again.
 
     The model is built once more from what would be saved, without memory for its weights.

@@ -1,4 +1,4 @@
-"""The probe of causality: it leaves no trace, and what fails in it is told from what patching breaks."""
+"""The causality check leaves no trace, and tells a failing model or backend from a failing patch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hf_qknorm.ops import reference
 
 @pytest.fixture
 def register() -> Iterator[Callable[[Callable[..., Any]], None]]:
-    """Registers an attention function under the name "theirs", without a mask function, for the length of a test."""
+    """Register an attention function as "theirs", without a mask function, for the duration of a test."""
     yield lambda function: AttentionInterface.register("theirs", function)
     AttentionInterface._global_mapping.pop("theirs", None)
 
 
 def count_calls(model: PreTrainedModel) -> None:
-    """Let the last norm count its calls, in a buffer and an attribute, and draw a number."""
+    """Make the last norm count its calls, in a buffer and an attribute, and draw a random number."""
     norm: Any = model.model.norm
     forward = norm.forward
     norm.register_buffer("calls", torch.zeros(()))
@@ -45,7 +45,7 @@ def count_calls(model: PreTrainedModel) -> None:
     norm.forward = counting
 
 
-def test_a_probe_leaves_no_trace():
+def test_the_check_leaves_no_trace():
     model = sharp_model("llama").train()
     model.model.layers[0].eval()
     count_calls(model)
@@ -116,7 +116,7 @@ def test_a_backend_that_loses_causality_is_refused(switched, register):
     ("model_type", "settings"),
     [("gemma3_text", {"use_bidirectional_attention": True}), ("llama", {"is_causal": False})],
 )
-def test_a_model_that_is_not_causal_by_itself_is_patched(model_type, settings, caplog):
+def test_a_bidirectional_model_is_patched(model_type, settings, caplog):
     model = sharp_model(model_type, **settings)
     model.set_attn_implementation("eager")
     assert not is_causal(model)
@@ -156,13 +156,13 @@ def test_a_patch_that_stops_half_way_is_undone(monkeypatch):
     assert torch.equal(model(**make_batch("left")).logits, expected)
 
 
-def test_what_is_not_probed():
+def test_models_that_are_not_checked():
     assert can_check_causality(sharp_model("llama"))
     assert not can_check_causality(sharp_model("llama").to("meta"))
     assert not can_check_causality(sharp_model("llama", vocab_size=1))
 
 
-def test_a_model_that_gives_nan_is_not_said_to_lose_causality():
+def test_nan_outputs_do_not_count_as_lost_causality():
     model = tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 0})
     patch_model(model, "qk_norm_cap")
     assert model(torch.arange(8)[None]).logits.isnan().all()
