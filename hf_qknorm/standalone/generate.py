@@ -1,6 +1,6 @@
-"""The code that travels with a checkpoint: one file that runs it with torch and transformers alone.
+"""Generate the stand-alone file of a patched model type, and put it beside a checkpoint.
 
-It is made of the package's own definitions, those that the plain path of the checkpoint's family needs.
+The file `modeling_qknorm.py` runs the checkpoint with torch and transformers alone. README.md tells how it is made.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ from hf_qknorm.standalone.bundler import Bundle
 from hf_qknorm.standalone.notice import NOTICES
 
 _FAMILIES = ("hf_qknorm.families", "FAMILIES")
+_RUNTIME = "hf_qknorm.standalone.runtime"
 _ROOTS = (
     ("hf_qknorm.model.derived", "derived_config"),
     ("hf_qknorm.model.derived", "derived_model"),
-    ("hf_qknorm.standalone.runtime", "installed"),
-    ("hf_qknorm.standalone.runtime", "register"),
+    (_RUNTIME, "installed_package"),
+    (_RUNTIME, "register"),
 )
 _REPLACED = {
     ("hf_qknorm.model.attention", "QKNormAttention"): ("hf_qknorm.model.plain_attention", "PlainAttention"),
-    ("hf_qknorm.backends.functions", "CAP_BACKENDS"): ("hf_qknorm.standalone.runtime", "CAP_BACKENDS"),
-    ("hf_qknorm.model.accelerate_hooks", "execution_device"): ("hf_qknorm.standalone.runtime", "execution_device"),
-    ("hf_qknorm.model.accelerate_hooks", "set_module_class"): ("hf_qknorm.standalone.runtime", "set_module_class"),
-    ("hf_qknorm.standalone.generate", "set_auto_map"): ("hf_qknorm.standalone.runtime", "set_auto_map"),
-    ("hf_qknorm.standalone.generate", "write_standalone_code"): (
-        "hf_qknorm.standalone.runtime",
-        "write_standalone_code",
-    ),
+    ("hf_qknorm.backends.functions", "CAP_BACKENDS"): (_RUNTIME, "CAP_BACKENDS"),
+    ("hf_qknorm.model.accelerate_hooks", "execution_device"): (_RUNTIME, "execution_device"),
+    ("hf_qknorm.model.accelerate_hooks", "set_module_class"): (_RUNTIME, "set_module_class"),
+    ("hf_qknorm.standalone.generate", "set_auto_map"): (_RUNTIME, "set_auto_map"),
+    ("hf_qknorm.standalone.generate", "write_standalone_code"): (_RUNTIME, "write_standalone_code"),
 }
 _HEAD = '''"""{config} and its models: a {base} whose attention is normalised, capped, or both.
 
@@ -46,14 +44,14 @@ This file runs the checkpoint beside it with torch and transformers alone:
 
     AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)
 
-It is made by hf_qknorm from its own sources, and is the plain path of that package. Where hf_qknorm is installed, its
-classes take the place of these: they load the same checkpoints, and have faster kernels. Apache-2.0.
+hf_qknorm generates it from its own sources, without the fused kernels. If hf_qknorm is installed, its own classes are
+used instead: they load the same checkpoints, and run the kernels. Apache-2.0.
 """
 
 '''
 _FOOT = """
 
-package = installed("{config}")
+package = installed_package("{config}")
 if package is None:
     register()
 {own}
@@ -63,9 +61,9 @@ else:
 
 
 def auto_map(model_type: str) -> dict[str, str]:
-    """For each Auto class, the class of the stand-alone file that a patched `model_type` is loaded by.
+    """Return the class of the stand-alone file for each Auto class that loads a patched `model_type`.
 
-    Of several, as of DeiT's two classifiers, it is the first, which can be trained.
+    If the Auto class has several, as for DeiT's two classifiers, it is the first, which can be trained.
     """
     classes = {"AutoConfig": CONFIG_MAPPING_NAMES[model_type]}
     for auto, names in AUTO_CLASSES.items():
@@ -77,7 +75,7 @@ def auto_map(model_type: str) -> dict[str, str]:
 
 @cache
 def standalone_code(model_type: str) -> str:
-    """The stand-alone file for a patched `model_type`."""
+    """Return the text of the stand-alone file for a patched `model_type`."""
     config, *models = dict.fromkeys(name.rpartition(".")[2] for name in auto_map(model_type).values())
     bases = {name: getattr(transformers, name.removeprefix(PREFIX)) for name in models}
     types = {name: base.config_class.model_type for name, base in bases.items()}
@@ -85,7 +83,7 @@ def standalone_code(model_type: str) -> str:
     own = [f'{config} = derived_config("{model_type}")']
     for name, base in bases.items():
         own.append(f"{name} = derived_model(transformers.{base.__name__})")
-        if types[name] != model_type:  # a type without models of its own
+        if types[name] != model_type:  # this model type uses another type's model classes
             own.append(f"{name}.config_class = {config}")
     foot = _FOOT.format(
         config=config,
@@ -96,26 +94,30 @@ def standalone_code(model_type: str) -> str:
 
 
 def set_auto_map(config: Any) -> None:
-    """Name the stand-alone classes in a derived `config`, which then gives their file to whatever it is saved to."""
+    """Name the stand-alone classes in a derived `config`. Every later save of it then includes their file."""
     config.auto_map = auto_map(config.base_model_type)
 
 
 def write_standalone_code(config: Any, folder: Path) -> None:
-    """Put the stand-alone file for a derived `config` into `folder`, and name its classes in the config."""
+    """Write the stand-alone file for a derived `config` into `folder`, and name its classes in the config."""
     set_auto_map(config)
     folder.mkdir(parents=True, exist_ok=True)
-    code = standalone_code(config.base_model_type)
-    replace_text(folder / CODE_FILE, code)
+    replace_text(folder / CODE_FILE, standalone_code(config.base_model_type))
 
 
 def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None:
-    """Let a patched checkpoint carry the code that runs it with torch and transformers alone.
+    """Add the code that runs a patched checkpoint with torch and transformers alone, for `trust_remote_code=True`.
 
-    A folder gets the file `modeling_qknorm.py` and, in its config.json, the `auto_map` that
-    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` goes by. A model in memory is marked, and
-    gives them to whatever folder or repository it is saved to from then on.
+    A folder gets the file `modeling_qknorm.py`, and the `auto_map` in its config.json that names the file's classes.
+    A model in memory is marked: every later `save_pretrained` or `push_to_hub` includes both.
 
-    Raises ValueError for what is not patched, FileNotFoundError for a folder without a config.json.
+    Raises ValueError if the checkpoint is not patched, FileNotFoundError for a folder without a config.json.
+
+    >>> qk.patch_model(model, scheme="qk_norm_cap").save_pretrained("out")
+    >>> qk.add_standalone("out")
+    >>> import json
+    >>> json.load(open("out/config.json"))["auto_map"]["AutoModelForCausalLM"]
+    'modeling_qknorm.QKNormLlamaForCausalLM'
     """
     if isinstance(checkpoint, PreTrainedModel):
         _base_type(checkpoint.config.model_type, type(checkpoint).__name__)
@@ -138,7 +140,7 @@ def _base_type(model_type: Any, where: str) -> str:
     base = model_type.removeprefix(TYPE_PREFIX) if isinstance(model_type, str) else None
     if base == model_type or base not in FAMILIES:
         raise ValueError(
-            f"{where}: model_type is {model_type!r}, expected that of a patched model, as {TYPE_PREFIX}llama: patch it "
-            "with patch_model, or convert it with convert_checkpoint, first"
+            f"{where}: model_type is {model_type!r}, expected a patched model's, such as {TYPE_PREFIX}llama: patch the "
+            "model with patch_model, or convert it with convert_checkpoint, first"
         )
     return base

@@ -46,7 +46,7 @@ def test_it_gathers_no_more_than_is_needed():
 
 def test_two_of_one_name_get_their_modules_names(run):
     bundle = Bundle(OUTPUTS)
-    assert [bundle.name_of(root) for root in OUTPUTS] == ["separate_output", "gpt2_output"]
+    assert [bundle.bundled_name(root) for root in OUTPUTS] == ["separate_output", "gpt2_output"]
     names = run(bundle.text())
     assert "output" not in names
     assert {"separate_output", "gpt2_output"} <= set(names)
@@ -76,5 +76,5 @@ def test_of_a_table_it_keeps_what_is_named(run):
 
 
 def test_imports_inside_functions_can_not_travel():
-    with pytest.raises(ValueError, match="imported inside a function"):
+    with pytest.raises(ValueError, match="function imports the package"):
         Bundle((("hf_qknorm.cli", "_demo"),))

@@ -165,12 +165,12 @@ BROKEN = {
 FOOT = """
 import pathlib, sys, traceback, types
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]
-from hf_qknorm_alone import installed
+from hf_qknorm_alone import installed_package
 sys.path[:] = [place for place in sys.path if not pathlib.Path(place, "hf_qknorm").is_dir()]
 for folder in sys.argv[1:]:
     sys.path.insert(0, folder)
     try:
-        print(installed("QKNormLlamaConfig"))
+        print(installed_package("QKNormLlamaConfig"))
     except ImportError:
         print(traceback.format_exc().splitlines()[-1])
     sys.path.remove(folder)
@@ -181,7 +181,7 @@ for folder in sys.argv[1:]:
 
 def test_a_namesake_is_passed_over_and_a_broken_package_raises(tmp_path):
     (tmp_path / "alone").mkdir()
-    code = standalone_code("llama").partition("\npackage = installed(")[0]
+    code = standalone_code("llama").partition("\npackage = installed_package(")[0]
     (tmp_path / "alone" / "hf_qknorm_alone.py").write_text(code)
     folders = [tmp_path / name.replace(" ", "_") for name in NAMESAKES]
     for folder, files in zip(folders, NAMESAKES.values(), strict=True):
