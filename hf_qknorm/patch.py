@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.families.class_names import PREFIX
-from hf_qknorm.model.accelerate_hooks import check_room
+from hf_qknorm.model.accelerate_hooks import check_offload
 from hf_qknorm.model.attention import install, own_layers, patched_layers, uninstall
 from hf_qknorm.model.causality import causality, check_causality
 from hf_qknorm.model.config_checks import no_attention_error
@@ -64,7 +64,7 @@ def patch_model(
     check_scheme(model.config.model_type, model.config, scheme)
     _require_own_forward(model, family)
     if scheme.norms:
-        check_room(model, own_layers(model, family))
+        check_offload(model, own_layers(model, family))
     if not scheme.pre_norm:
         check_foldable(model, family)
     backend = attn_implementation or (functions.cap_backend(model.config) if scheme.softcap is not None else None)

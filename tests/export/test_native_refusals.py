@@ -94,7 +94,7 @@ def test_a_knee_that_can_not_be_right_is_refused_by_name(eps, tmp_path):
     save_patched(tmp_path / "ours", "llama", EPS, replace(RMS, knee=4.0))
     name = f"{SECOND}.self_attn.k_norm.eps"
     edit(tmp_path / "ours", lambda t: t.update({name: torch.tensor(eps)}))
-    message = "holds NaN" if eps != eps else f"is {eps:g}, expected a finite number of at least the scheme's eps, 1e-06"
+    message = "holds NaN" if eps != eps else f"is {eps:g}, expected a finite number ≥ 1e-06, the scheme's eps"
     with pytest.raises(ValueError, match=f"model.safetensors: {name} {message}"):
         export_native(tmp_path / "ours", tmp_path / "theirs")
 

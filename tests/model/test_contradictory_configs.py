@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no architecture": ({"architectures": [None]}, "config.json: architectures is .None., expected a list of names"),
     "a part without a type": (
         {"text_config": {"x": 1}},
-        "config.json: text_config is .* expected nothing of that name",
+        "config.json: text_config is .* expected no such setting",
     ),
     "a dtype of whole numbers": (
         {"dtype": "int8"},

@@ -100,7 +100,10 @@ def test_what_can_not_be_folded_is_refused_untouched():
     with torch.device("meta"):
         meta = LlamaForCausalLM(LlamaConfig(**TINY))
     homeless = trained_like("gpt_neox", attention_bias=False)
-    for model, message in ((meta, "not in memory"), (homeless, "its norm has a bias, and its projections have none")):
+    for model, message in (
+        (meta, "not in memory"),
+        (homeless, "its norm has a bias, and its projections have no bias"),
+    ):
         before = fingerprint(model)
         with pytest.raises(ValueError, match=message):
             patch_model(model, "qkv_norm")

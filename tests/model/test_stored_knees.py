@@ -131,11 +131,11 @@ HARMED: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         lambda w: w.update({NAME: w[NAME].to(torch.float8_e4m3fn)}),
         "'{name}' has dtype .*expected one of BF16",
     ),
-    "NaN": (lambda w: w[NAME].fill_(float("nan")), "'{name}' is nan, expected a finite number of at least"),
-    "infinite": (lambda w: w[NAME].fill_(float("inf")), "'{name}' is inf, expected a finite number of at least"),
-    "zero": (lambda w: w[NAME].fill_(0.0), "'{name}' is 0, expected a finite number of at least"),
-    "negative": (lambda w: w[NAME].fill_(-1.0), "'{name}' is -1, expected a finite number of at least"),
-    "below the scheme's": (lambda w: w[NAME].fill_(1e-9), "'{name}' is 1e-09, .* at least the scheme's eps, 1e-06"),
+    "NaN": (lambda w: w[NAME].fill_(float("nan")), "'{name}' is nan, expected a finite number ≥"),
+    "infinite": (lambda w: w[NAME].fill_(float("inf")), "'{name}' is inf, expected a finite number ≥"),
+    "zero": (lambda w: w[NAME].fill_(0.0), "'{name}' is 0, expected a finite number ≥"),
+    "negative": (lambda w: w[NAME].fill_(-1.0), "'{name}' is -1, expected a finite number ≥"),
+    "below the scheme's": (lambda w: w[NAME].fill_(1e-9), "'{name}' is 1e-09, .* ≥ 1e-06, the scheme's eps"),
 }
 
 
@@ -177,7 +177,9 @@ def test_a_state_dict_in_another_dtype_leaves_eps_in_fp32():
 @pytest.mark.parametrize("strict", [False, True])  # Trainer goes back to its best checkpoint by False
 def test_a_state_dict_with_knees_does_not_fit_norms_without(strict):
     plain = patch_model(sharp_model("llama"), Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True))
-    with pytest.raises(RuntimeError, match="eps is there, and the norm has no knee. Load the checkpoint by from_pre"):
+    with pytest.raises(
+        RuntimeError, match="eps is in the weights, and the norm has no knee. Load the checkpoint by from_pre"
+    ):
         plain.load_state_dict(made().state_dict(), strict=strict)
 
 

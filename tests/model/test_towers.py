@@ -201,5 +201,5 @@ def test_a_patched_tower():
 def test_a_model_that_builds_its_tower_from_a_class_of_its_own():
     parts = {f"{x}_config": tiny_config(f"clip_{x}_model").to_dict() for x in ("text", "vision")}
     message = refuse(CLIPModel(CLIPConfig(**parts)))
-    assert "a checkpoint of the whole would lose the scheme" in message
+    assert "a checkpoint of the whole model would lose the scheme" in message
     assert "patch_model(model.text_model, ...)" in message
