@@ -16,10 +16,10 @@ def project(module: Any, hidden_states: Tensor) -> Projected:
     return tuple(getattr(module, name)(hidden_states).view(shape) for name in WEIGHTS)
 
 
-def heads(module: Any) -> tuple[int, int, int]:
-    return module.num_attention_heads, module.num_attention_heads, module.attention_head_size
-
-
-ENCODER = Style(
-    project, lambda module, attended: attended, WEIGHTS, dropout=lambda module: module.dropout.p, heads=heads
+BERT = Style(
+    project,
+    lambda module, attended: attended,
+    WEIGHTS,
+    dropout=lambda module: module.dropout.p,
+    heads=lambda module: (module.num_attention_heads, module.num_attention_heads, module.attention_head_size),
 )

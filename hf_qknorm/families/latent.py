@@ -83,9 +83,9 @@ def expand(module: Any, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor,
 
 
 WEIGHTS = ("kv_a_proj_with_mqa", "kv_b_proj")
-LATENT = Style(project, output, WEIGHTS, rotate=rotate, expand=expand)
-LATENT_CONFIGURED = Style(project, output, WEIGHTS, rotate=rotate_configured, expand=expand)
-LATENT_COMPLEX = Style(project, output, WEIGHTS, rotate=rotate_complex, expand=expand)
-LATENT_UNROTATED = Style(project, output, WEIGHTS, rotate=no_rope, expand=expand)
+MINICPM3 = Style(project, output, WEIGHTS, rotate=rotate, expand=expand)
+DEEPSEEK_V3 = Style(project, output, WEIGHTS, rotate=rotate_configured, expand=expand)
+DEEPSEEK_V2 = Style(project, output, WEIGHTS, rotate=rotate_complex, expand=expand)
+KIMI_LINEAR = Style(project, output, WEIGHTS, rotate=no_rope, expand=expand)
 LONGCAT = Style(project_longcat, output, WEIGHTS, rotate=rotate_pairs, expand=expand)
 BAILING = Style(project_bailing, output_bailing, WEIGHTS, rotate=rotate_pairs, expand=expand)

@@ -67,11 +67,11 @@ def rotates_exaone4(module: Any) -> bool:
     return module.sliding_window is None or module.is_sliding
 
 
-NORMED = Style(project, output, QKV)
-NORMED_TRANSPOSED = Style(project_transposed, output, QKV)
-NORMED_IF_CONFIGURED = Style(project_if_configured, output, QKV)
-NORMED_WIDE = Style(project_wide, output, QKV)
-NORMED_AFTER = Style(separate.project, output, QKV, rotate=norm_rotated)
+QWEN3 = Style(project, output, QKV)
+GEMMA3 = Style(project_transposed, output, QKV)
+COHERE = Style(project_if_configured, output, QKV)
+OLMO2 = Style(project_wide, output, QKV)
+NANOCHAT = Style(separate.project, output, QKV, rotate=norm_rotated)
 HUNYUAN = Style(separate.project, output, QKV, rotate=norm_rotated_hunyuan)
 OLMOE = Style(project_olmoe, output, QKV)
 LFM2 = Style(project_lfm2, output_out_proj, QKV, dropout=lambda module: 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,11 +62,6 @@ def rotate_recurrent_gemma(
     return rotate(module, q, k, v, module.rotary_emb(v, position_ids), cache)
 
 
-def slot_zamba(module: Any, layer_idx: int, **arguments: Any) -> int:
-    """Zamba: several layers share an attention module, and each has its own index in the cache."""
-    return layer_idx
-
-
 def unsupported_zamba2(config: Any) -> str | None:
     """Return the reason why a model with this config can't be patched, or None."""
     if config.use_shared_attention_adapter:
@@ -76,5 +72,6 @@ def unsupported_zamba2(config: Any) -> str | None:
 LLAMA4 = Style(project, output, QKV, rotate=rotate_llama4, query_scale=query_scale_llama4)
 MINISTRAL3 = Style(project, output, QKV, rotate=rotate_ministral3, query_scale=query_scale_ministral3)
 RECURRENT_GEMMA = Style(project, output, QKV, rotate=rotate_recurrent_gemma)
-ZAMBA = Style(project, output, QKV, rotates=lambda module: False, slot=slot_zamba)
-ZAMBA2 = Style(project, output, QKV, rotates=lambda module: module.config.use_mem_rope, slot=slot_zamba)
+# Several layers of Zamba share an attention module, and each has its own index in the cache.
+ZAMBA = Style(project, output, QKV, rotates=lambda module: False, slot=lambda module, layer_idx, **_: layer_idx)
+ZAMBA2 = replace(ZAMBA, rotates=lambda module: module.config.use_mem_rope)

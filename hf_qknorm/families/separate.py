@@ -30,15 +30,6 @@ def output_dropped(module: Any, attended: Tensor) -> Tensor:
     return nn.functional.dropout(module.o_proj(attended), p=module.residual_dropout, training=module.training)
 
 
-def output_normed(module: Any, attended: Tensor) -> Tensor:
-    """BitNet: a norm before the output projection."""
-    return module.o_proj(module.attn_sub_norm(attended))
-
-
-def output_modernbert(module: Any, attended: Tensor) -> Tensor:
-    return module.out_drop(module.Wo(attended))
-
-
 def project_multiplied(module: Any, hidden_states: Tensor) -> Projected:
     """Falcon-H1: keys are multiplied by a number from the config."""
     q, k, v = project(module, hidden_states)
@@ -71,14 +62,14 @@ def has_window(module: Any) -> bool:
     return module.sliding_window is not None
 
 
-SEPARATE = Style(project, output, QKV)
-DROPPED = Style(project, output_dropped, QKV)
-SUB_NORMED = Style(project, output_normed, QKV)
-MODERNBERT = Style(project, output_modernbert, QKV)
-MULTIPLIED = Style(project_multiplied, output, QKV)
-CLIPPED = Style(project_clipped, output, QKV)
+LLAMA = Style(project, output, QKV)
+STARCODER2 = Style(project, output_dropped, QKV)
+BITNET = Style(project, lambda module, attended: module.o_proj(module.attn_sub_norm(attended)), QKV)
+MODERNBERT = Style(project, lambda module, attended: module.out_drop(module.Wo(attended)), QKV)
+FALCON_H1 = Style(project_multiplied, output, QKV)
+OLMO = Style(project_clipped, output, QKV)
 MIMO = Style(project_mimo, output, QKV)
-UNROTATED = Style(project, output, QKV, rotates=lambda module: False)
+JAMBA = Style(project, output, QKV, rotates=lambda module: False)
 COHERE2 = Style(project, output, QKV, rotates=has_window)
 COHERE2_MOE = Style(project, output, QKV, rotates=lambda module: has_window(module) or module.force_rope)
 SMOLLM3 = Style(project, output, QKV, rotates=lambda module: bool(module.use_rope))

@@ -37,4 +37,4 @@ def expand(module: Any, k: Tensor, v: Tensor, shared_kv_states: Any = None, **ar
     return k, v
 
 
-SHARED = Style(project, output, QKV, rotate=rotate, expand=expand)
+GEMMA4 = Style(project, output, QKV, rotate=rotate, expand=expand)

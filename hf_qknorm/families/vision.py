@@ -23,7 +23,7 @@ def _sides(size: Any) -> tuple[int, int]:
 
 
 VIT = Style(project, output, QKV, length=length)
-TOWER = Style(
+CLIP = Style(
     project,
     output_out_proj,
     QKV,

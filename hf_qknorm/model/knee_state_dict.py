@@ -43,7 +43,7 @@ class KneeStateDict(nn.Module):
         return state
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load as PyTorch does; an eps for a norm without a knee is an error, with `strict=False` too (Trainer, PEFT)."""
+        """Load as PyTorch does. An eps of a norm without a knee is an error with `strict=False` (Trainer, PEFT) too."""
         *_, errors = args
         own = {f"{prefix}{name}" for name in self._knees()}
         for key in sorted(state_dict.keys() - own):

@@ -272,7 +272,7 @@ def test_others_are_refused_with_the_reason(model_type):
         return
     model = untrained(model_type)
     before = fingerprint(model)
-    reason = "from a class of its own" if model_type in FIXED_TOWER else re.escape(REFUSED[model.config.model_type])
+    reason = "from a fixed class" if model_type in FIXED_TOWER else re.escape(REFUSED[model.config.model_type])
     with pytest.raises(ValueError, match=reason):
         patch_model(model, "soft_cap")
     assert fingerprint(model) == before
