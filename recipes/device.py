@@ -33,8 +33,8 @@ from bench_table import environment
 from hf_qknorm.files.atomic_io import replace_text
 
 HERE = Path(__file__).parent
-TESTS = ("tests/ops/triton", "tests/test_kernels_in_models.py", "tests/recipes/test_bench_model.py")
-ON_CARD = ("tests/test_on_card.py", "tests/test_large.py")  # the second takes up to 45 GB a test
+TESTS = ("tests/ops/triton", "tests/model/test_kernels_in_models.py", "tests/recipes/test_bench_model.py")
+ON_CARD = ("tests/test_on_card.py", "tests/ops/test_large.py")  # the second takes up to 45 GB a test
 GLUON = {"HF_QKNORM_GLUON": "1"}
 CHECKED = "Gluon, checked"
 PROCESSES = max((os.cpu_count() or 1) * 3 // 4, 1)  # of tests: they leave some CPUs to the compiler

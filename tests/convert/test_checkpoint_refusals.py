@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from folders import contents, loaded, save
-from test_fold import trained_like
+from tables import trained_like
 
 from hf_qknorm import SCHEMES, convert_checkpoint, plan_conversion
 from hf_qknorm.checkpoint.safetensors_files import INDEX

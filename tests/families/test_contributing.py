@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from tables import assert_identical, make_batch, sharp_model, step
+from tiny import TINY_BY_TYPE
 
 from hf_qknorm import FAMILIES, families, patch_model, unpatch_model
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.TINY import TINY_BY_TYPE
 
 PAGE = Path(families.__file__).with_name("README.md")
 

@@ -94,4 +94,4 @@ def test_the_graph_holds_one_attention_node() -> None:
 
     q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 9, 9, 16))
     torch.compile(library.attention, fullgraph=True, backend=record)(q, k, v, softcap=5.0, causal=True)
-    assert [name for name in seen if "hf_qknorm" in name] == ["hf_qknorm.model.attention.default"]
+    assert [name for name in seen if "hf_qknorm" in name] == ["hf_qknorm.attention.default"]

@@ -73,9 +73,9 @@ def test_the_operators_pass_torchs_opcheck(dtype: torch.dtype, laid_out: bool, b
         options.get("dropout", 0.0),
     )
     tensors = (q, k, v, mask, ranges, options.get("sinks"), seed)
-    opcheck(torch.ops.hf_qknorm.model.attention.default, (*tensors, *numbers))
+    opcheck(torch.ops.hf_qknorm.attention.default, (*tensors, *numbers))
     with torch.no_grad():
-        out, lse = torch.ops.hf_qknorm.model.attention(*tensors, *numbers)
+        out, lse = torch.ops.hf_qknorm.attention(*tensors, *numbers)
     detached = [x if x is None else x.detach() for x in tensors]
     opcheck(
         torch.ops.hf_qknorm.attention_backward.default,
