@@ -15,13 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sweep import decayed
 from text_trainer import Arguments, Text, TextOptions, held_out_loss, make_trainer, parse, say, told, train_and_save
 from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from hf_qknorm import QKClip, QuacK, Scheme, patch_model
-from hf_qknorm.demo.training import byte_tokenizer, small_llama
+from hf_qknorm.demo.training import byte_tokenizer, decay_groups, small_llama
 
 
 @dataclass
@@ -49,7 +48,7 @@ def random_model(options: Options, tokens: int) -> Any:
 def quack(model: Any, arguments: Arguments, tau: float) -> QuacK:
     """AdamW with the Trainer's settings, its steps on queries and keys scaled by head."""
     options, defaults = Trainer.get_optimizer_cls_and_kwargs(arguments)[1], AdamW(model.parameters()).defaults
-    groups = decayed(model, arguments.weight_decay)
+    groups = decay_groups(model, arguments.weight_decay)
     return QuacK(AdamW(groups, **{key: value for key, value in options.items() if key in defaults}), model, tau)
 
 

@@ -1,4 +1,4 @@
-"""Recipes are scripts, not a package: here they are imported from their folder."""
+"""Recipes are scripts, not a package: here they are imported from their folders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path[:0] = [str(RECIPES), str(RECIPES / "benchmarks")]
 
 
 @pytest.fixture(scope="session")

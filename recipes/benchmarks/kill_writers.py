@@ -1,0 +1,354 @@
+"""SIGKILL a writer of checkpoints at a random moment, and look at what is left.
+
+    python recipes/benchmarks/kill_writers.py --count 70 --seed 0
+
+Each writer is forked from a process that has imported everything, and killed within the time that it takes: a quarter
+of the kills fall anywhere in it, the others after its first file has appeared. A kill that comes too late is not
+counted. What is left is one of:
+
+    nothing   no checkpoint is there
+    old       the checkpoint that was there before, byte for byte
+    new       the new checkpoint, byte for byte; of a Trainer: resumed from the last checkpoint, it ends in the same
+              weights as a run that was not killed
+    refused   a part, and loading it raises an error; of a Trainer: resuming raises an error, and resuming from the
+              checkpoint before it, if there is one, ends in the same weights
+    usable    a part that loads, with the right weights: what is missing is a tokenizer, or settings of generation
+    fault     anything else
+
+`convert_checkpoint` and `export_native` may leave nothing, old and new alone, and beside it what the next run removes.
+`save_pretrained` and the Trainer are transformers' own and write in place: they may leave a part. Here they write new
+folders; over an older checkpoint of several shards, a kill can leave some of each, which no reader can tell. Exit
+status 1: a fault, or an outcome that the writer may not have. Needs fork: Linux or macOS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_qknorm import convert_checkpoint, export_native, patch_model, unpatch_model
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.files.atomic_io import is_leftover
+
+OUTCOMES = ("nothing", "old", "new", "refused", "usable", "fault")
+ATOMIC = ("nothing", "old", "new")
+IN_PLACE = ("nothing", "new", "refused", "usable")
+TEXT = "to be, or not to be: that is the question. " * 40
+SHARD = "2MB"
+STEPS = 5  # of a training, each with a checkpoint
+OUT = "out"  # what writers write, in a folder of its own for each
+LIMIT = 120  # seconds that a process may take; one that hangs is a fault
+FINE, RAISED, WRONG = 0, 3, 4  # exit statuses of a process that loads what is left
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes a folder; `judge` says what another run that was killed has left there, given one that was not."""
+
+    write: Callable[[Path], object]
+    judge: Callable[[Path, Path], str]
+    may_leave: tuple[str, ...]
+    old: Path | None = None  # the checkpoint that is there before
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a writer is killed: seconds after its start, or after its first file."""
+
+    after_first: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When a writer that is not killed makes its first file, and when it ends, in seconds."""
+
+    first: float
+    end: float
+
+    def moment(self, draw: random.Random) -> Moment:
+        after_first = draw.random() < 0.75
+        return Moment(after_first, draw.uniform(0, self.end - after_first * self.first))
+
+
+@dataclass
+class Tally:
+    """The outcomes of a writer's kills, and what was wrong with each fault."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+
+def forked(run: Callable[[], object], log: Path) -> int:
+    """Start a process that runs this and exits with the number it returns, or 0, or 1 if it raises; returns its id."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        signal.alarm(LIMIT)
+        torch.set_num_threads(1)
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        result = run()
+        status = result if isinstance(result, int) else 0
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(status)
+
+
+def finished(run: Callable[[], object], log: Path) -> int:
+    """The exit status of a process that runs this."""
+    return os.waitstatus_to_exitcode(os.waitpid(forked(run, log), 0)[1])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def judge_bytes(left: Path, whole: Path, old: Path | None = None) -> str:
+    """By the bytes alone: nothing, the old folder, the new one, or a fault."""
+    if not left.exists():
+        return "nothing"
+    found = contents(left)
+    if old is not None and found == contents(old):
+        return "old"
+    return "new" if found == contents(whole) else "fault"
+
+
+def judge_saved(left: Path, whole: Path) -> str:
+    """A part is loaded, and its weights are compared."""
+    if not left.exists() or not any(left.iterdir()):
+        return "nothing"
+    if contents(left) == contents(whole):
+        return "new"
+
+    def load() -> int:
+        expected = AutoModelForCausalLM.from_pretrained(whole)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(left)
+        except Exception:
+            return RAISED
+        return FINE if same_weights(model, expected) else WRONG
+
+    return {FINE: "usable", RAISED: "refused"}.get(finished(load, left.with_name("load.log")), "fault")
+
+
+def judge_training(left: Path, whole: Path, resume: Callable[[Path, Path], Any]) -> str:
+    """The last checkpoint is resumed; where that raises an error, the one before it."""
+    log = left.with_name("resume.log")
+
+    def status() -> int:
+        def run() -> int:
+            expected = AutoModelForCausalLM.from_pretrained(whole / f"checkpoint-{STEPS}")
+            try:
+                model = resume(left, left.with_name("resumed"))
+            except Exception:
+                return RAISED
+            return FINE if same_weights(model, expected) else WRONG
+
+        return finished(run, log)
+
+    last = get_last_checkpoint(left) if left.exists() else None
+    if last is None:
+        return "nothing"
+    found = status()
+    if found == RAISED:
+        shutil.rmtree(last)
+        before = get_last_checkpoint(left)
+        return "refused" if before is None or status() == FINE else "fault"
+    return "new" if found == FINE else "fault"
+
+
+def same_weights(model: Any, expected: Any) -> bool:
+    state, other = model.state_dict(), expected.state_dict()
+    return state.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in state.items())
+
+
+def train(out: Path, resume: Path | None = None) -> Any:
+    """Train a patched model and save a checkpoint at each step; or go on from the last one in `resume`, without."""
+    model = patch_model(tiny_model("llama", vocab_size=2000, hidden_size=64, initializer_range=0.2), "qk_norm_cap")
+    ids = torch.arange(64 * 32).view(64, 32) * 7 % 2000
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        max_steps=STEPS,
+        save_strategy="no" if resume else "steps",
+        save_steps=1,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+    trainer.train(resume_from_checkpoint=None if resume is None else get_last_checkpoint(resume))
+    return trainer.model
+
+
+def make_sources(model: Any, plain: Path, patched: Path, old: Path) -> None:
+    """A checkpoint to convert, one to export, and one to be replaced."""
+    patch_model(model, "qk_norm").save_pretrained(patched, max_shard_size=SHARD)
+    unpatch_model(model).save_pretrained(plain, max_shard_size=SHARD)
+    byte_tokenizer().save_pretrained(plain)
+    convert_checkpoint(plain, old, "soft_cap")
+
+
+def make_writers(work: Path) -> dict[str, Writer]:
+    """The writers by name, and the checkpoints that they read, in `work`.
+
+    All is done in other processes: here, progress bars and loading would start threads, which do not survive a fork.
+    """
+    plain, patched, old = places = tuple(work / name for name in ("plain", "patched", "old"))
+    model = tiny_model("llama", vocab_size=8000, hidden_size=128)
+    if finished(partial(make_sources, model, *places), work / "sources.log"):
+        raise RuntimeError(f"no checkpoints to start from:\n{(work / 'sources.log').read_text()}")
+    patch_model(model, "qk_norm")
+    convert = partial(convert_checkpoint, plain, scheme="qk_norm_cap")
+    calibrated = partial(convert, calibration=[TEXT], method="moments")
+    over = partial(judge_bytes, old=old)
+    resume = lambda left, out: train(out, resume=left)  # noqa: E731
+    return {
+        "convert": Writer(convert, judge_bytes, ATOMIC),
+        "convert, calibrated": Writer(calibrated, judge_bytes, ATOMIC),
+        "convert over an old one": Writer(partial(convert, overwrite=True), over, ATOMIC, old),
+        "convert with its code": Writer(partial(convert, standalone=True), judge_bytes, ATOMIC),
+        "export over an old one": Writer(partial(export_native, patched, overwrite=True), over, ATOMIC, old),
+        "save_pretrained": Writer(partial(model.save_pretrained, max_shard_size=SHARD), judge_saved, IN_PLACE),
+        "Trainer": Writer(train, partial(judge_training, resume=resume), IN_PLACE),
+    }
+
+
+def start(writer: Writer, folder: Path) -> tuple[int, set[str]]:
+    """Start a writer on `folder / OUT`: its process, and the files that are there before."""
+    shutil.rmtree(folder / OUT, ignore_errors=True)
+    if writer.old is not None:
+        shutil.copytree(writer.old, folder / OUT)
+    there = listing(folder)
+    return forked(partial(writer.write, folder / OUT), folder / "write.log"), there
+
+
+def wait_for_first(child: int, folder: Path, there: set[str]) -> int | None:
+    """Wait until a process makes its first file, or ends: then its exit status."""
+    while listing(folder) == there:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.0005)
+    return None
+
+
+def measure(writer: Writer, folder: Path) -> Pace:
+    """Write `folder / OUT` without a kill, and look when."""
+    begin = time.perf_counter()
+    child, there = start(writer, folder)
+    status = wait_for_first(child, folder, there)
+    first = time.perf_counter() - begin
+    if status is None:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        raise RuntimeError(f"the writer failed without a kill:\n{(folder / 'write.log').read_text()}")
+    return Pace(first, time.perf_counter() - begin)
+
+
+def kill(writer: Writer, folder: Path, whole: Path, moment: Moment) -> tuple[str, str] | None:
+    """Kill a writer at this moment: the outcome, and what is wrong with it; None if it had ended before."""
+    child, there = start(writer, folder)
+    status = wait_for_first(child, folder, there) if moment.after_first else None
+    if status is None:
+        time.sleep(moment.seconds)
+        os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == 0:
+        return None
+    if status != -signal.SIGKILL:
+        return "fault", f"it failed by itself:\n{(folder / 'write.log').read_text()}"
+    left = os.listdir(folder)
+    outcome = writer.judge(folder / OUT, whole)
+    foreign = [name for name in left if name.startswith(".") and not is_leftover(folder / name)]
+    if foreign:
+        return "fault", f"{', '.join(foreign)} beside it is nothing that a later run would know"
+    if outcome not in writer.may_leave:
+        return "fault", f"{outcome}: {', '.join(sorted(contents(folder / OUT)))}"
+    return outcome, ""
+
+
+def listing(folder: Path) -> set[str]:
+    """The names of what writers make: staging folders, and files of the folder itself."""
+    beside = {name for name in os.listdir(folder) if name.startswith(".")}
+    return beside | {path.name for path in (folder / OUT).glob("*")}
+
+
+def run(count: int, seed: int, work: Path) -> dict[str, Tally]:
+    """Kill the writers in turns, `count` times in all, and let each write once more at the end."""
+    draw = random.Random(seed)
+    writers, paces, tallies = make_writers(work), {}, {}
+    for i in range(count):
+        name = list(writers)[i % len(writers)]
+        writer, folder, whole = writers[name], work / f"{name} killed", work / f"{name} whole" / OUT
+        if name not in paces:
+            folder.mkdir()
+            whole.parent.mkdir()
+            measure(writer, whole.parent)  # the first is slower, and would have most kills come too late
+            paces[name] = measure(writer, whole.parent)
+            tallies[name] = Tally()
+        killed = None
+        while killed is None:
+            killed = kill(writer, folder, whole, paces[name].moment(draw))
+        outcome, fault = killed
+        tallies[name].outcomes[outcome] += 1
+        tallies[name].faults += [fault] if fault else []
+    for name, tally in tallies.items():
+        folder, whole = work / f"{name} killed", work / f"{name} whole" / OUT
+        measure(writers[name], folder)
+        if listing(folder) != listing(whole.parent):
+            tally.faults.append(f"after the kills, a whole run leaves {', '.join(sorted(listing(folder)))}")
+    return tallies
+
+
+def table(tallies: dict[str, Tally]) -> str:
+    """Counts by writer and outcome, as Markdown."""
+    lines = ["| writer | kills | " + " | ".join(OUTCOMES) + " |", "|---|" + "---:|" * (1 + len(OUTCOMES))]
+    for name, tally in tallies.items():
+        counts = [tally.outcomes.total(), *(tally.outcomes[outcome] for outcome in OUTCOMES)]
+        lines.append(f"| {name} | " + " | ".join(map(str, counts)) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Kill and judge; the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=70, help="kills in all, the writers in turns (default: 70)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    options = parser.parse_args(arguments)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}  # neither survives a fork
+    torch.set_num_threads(1)
+    with TemporaryDirectory(prefix="kill-writers-") as work:
+        tallies = run(options.count, options.seed, Path(work))
+    faults = [f"{name}: {fault}" for name, tally in tallies.items() for fault in tally.faults]
+    print("\n".join([table(tallies), *faults]))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
