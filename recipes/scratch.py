@@ -7,8 +7,8 @@
 Without arguments the recipe trains a byte-level Llama of three million parameters on the source code of Python's
 library; this takes a few minutes on a CPU. `--config` is a folder or a Hub name whose config gives the shape.
 `--quack 1` sets QuacK's τ, which scales the steps of queries and keys by head. `--qk_clip 100` clips the heads whose
-logits pass 100. Both need a scheme without norms (`--scheme none`). The recipe prints held-out losses as Markdown, and writes the model,
-its tokenizer and `logits.jsonl`.
+logits pass 100. Both need a scheme without norms (`--scheme none`). The recipe prints held-out losses as Markdown, and
+writes the model, its tokenizer and `logits.jsonl`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ways to keep attention logits in bounds that the sweep of learning rates and the table of costs compare."""
+"""The variants that the sweep of learning rates and the table of costs compare."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def qk_clip(model: Any, optimizer: Optimizer) -> Optimizer:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train: a scheme, and what is put around the optimiser."""
+    """One way to train: a scheme, and a wrapper around the optimizer."""
 
     scheme: str = "none"
     around: Callable[[Any, Optimizer], Optimizer] = keep

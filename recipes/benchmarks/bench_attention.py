@@ -1,16 +1,17 @@
-"""Attention with norm, RoPE and cap in it, beside plain SDPA and what else there is: time, memory and errors.
+"""Benchmark attention with norms, RoPE and a cap against plain SDPA and other implementations: time, memory, errors.
 
     python recipes/benchmarks/bench_attention.py --minutes 8
 
-What is timed is checked first, against the oracle in fp64: a failure ends it, exit code 1 (`--keep-going`: what failed
-is left out). All times come from one run, on random data outside of any cache, implementations by turns: the device's
-time for a pass, and the host's to queue it. Ratios are to plain SDPA by flash attention in the same turns (a prologue's
-to a copy of its data, a training step's to the unpatched one). TFLOP/s count useful work, half the square for a causal
-pass and 2.5 times that backward; GB/s what must be moved at least. Memory is the peak above the inputs, of a backward
-pass with its forward pass. Rows are kept in `--out` as they come, the page and the plot at the end.
+Each implementation is checked against the fp64 oracle first. A failure ends the benchmark with exit code 1; with
+`--keep-going` the failed implementation is left out. All times come from one run, in turns, on random data that no
+cache holds: device time per pass, and host time to queue it. Ratios are to plain flash-attention SDPA in the same turns
+(for a prologue: to a copy of its data; for a training step: to the unpatched model). TFLOP/s count useful work: half
+the square for a causal forward pass, 2.5 times that for backward. GB/s count the least traffic. Memory is the peak
+above the inputs; for a backward pass it includes the forward pass. Rows are appended to `--out` as they come; page and
+plot follow at the end.
 
-`--cpu` runs all of it in a minute, tiny and in Triton's interpreter: its numbers mean nothing, and go to a temporary
-folder.
+`--cpu` runs everything in a minute on tiny inputs in Triton's interpreter. Its numbers mean nothing and go to a
+temporary folder.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from pathlib import Path
 
 import torch
 from bench_cases import Case, Inputs, draw
-from bench_checks import MODEL, Judged, print_verdicts, run_gate
+from bench_checks import MODEL, Checked, print_verdicts, run_checks
 from bench_implementations import Implementation
 from bench_model import Training
-from bench_plan import Item, full_plan, gate_jobs, quick_plan, tiny_plan
+from bench_plan import Item, check_jobs, full_plan, quick_plan, tiny_plan
 from bench_table import INTERPRETED, Report, Row, environment
 from bench_timing import Clock, Dead, Late, Run, limit, reason
 
@@ -39,7 +40,7 @@ SAMPLED = 0.15  # seconds of samples for each run
 
 
 class Work:
-    """A implementation's passes over its inputs, the n-th set for each n."""
+    """An implementation's passes over its inputs; pass n uses the n-th set."""
 
     def __init__(self, implementation: Implementation, case: Case, copies: list[Inputs]) -> None:
         self.implementation, self.case = implementation, case
@@ -74,17 +75,17 @@ class Work:
 
 
 class Bench:
-    """Takes a plan's items one after the other, while there is time."""
+    """Run the items of a plan in order until time is up."""
 
     def __init__(self, report: Report, clock: Clock, dtype: torch.dtype, deadline: float) -> None:
         self.report, self.clock, self.dtype, self.deadline = report, clock, dtype, deadline
-        self.verdicts: dict[tuple[str, str], Judged] = {}
+        self.verdicts: dict[tuple[str, str], Checked] = {}
         self.length = 0
         self.failures: list[str] = []
         self.skipped: list[str] = []
 
     def take(self, item: Item) -> None:
-        """Measure an item; what goes wrong with it is told, and ends no other."""
+        """Measure an item; an error is reported and does not stop the others."""
         left = self.deadline - time.monotonic()
         if left < item.seconds / 2:
             self.skipped.append(str(item))
@@ -112,7 +113,7 @@ class Bench:
             note = implementation.missing(case, self.clock.device.type)
             judged = self.verdicts.get((str(case.at(self.length)), implementation.name))
             if implementation.ours and (judged is None or not judged.passed):
-                note = "not timed: failed the gate"
+                note = "not timed: failed its check"
             if note:
                 yield Row(str(case), implementation.name, "all", case, note=note)
             else:
@@ -177,16 +178,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8, help="stop starting items after that (default: 8)")
     parser.add_argument("--quick", action="store_true", help="the twenty most important rows, in two minutes")
     parser.add_argument("--cpu", action="store_true", help="tiny, in Triton's interpreter: tries the script out")
-    parser.add_argument("--keep-going", action="store_true", help="time what passed the gate though something failed")
+    parser.add_argument("--keep-going", action="store_true", help="time what passed its checks, whatever failed")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for CSV, page and plot (default: results, here)")
     parser.add_argument("--commit", help="what is measured, where git can't tell")
-    parser.add_argument("--processes", type=int, help="of the gate (default: 3 of 4 CPUs)")
-    parser.add_argument("--gate-of", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, help="number of checking processes (default: 3 of 4 CPUs)")
+    parser.add_argument("--checks-of", type=int, nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the gate, the plan and the report; the exit code."""
+    """Run the checks, the plan and the report; return the exit code."""
     args = parse(arguments)
     start = time.monotonic()
     if args.cpu and os.environ.get("TRITON_INTERPRET") != "1":  # read when Triton is imported, as it is by now
@@ -197,18 +198,18 @@ def main(arguments: list[str]) -> int:
         return 2
     device, dtype = (torch.device("cpu"), torch.float32) if args.cpu else (torch.device("cuda"), torch.bfloat16)
     items, length = (tiny_plan(), 48) if args.cpu else (quick_plan() if args.quick else full_plan(), 512)
-    jobs = gate_jobs(items, length)
-    if args.gate_of is not None:
-        print_verdicts([jobs[n] for n in args.gate_of], device, dtype)
+    jobs = check_jobs(items, length)
+    if args.checks_of is not None:
+        print_verdicts([jobs[n] for n in args.checks_of], device, dtype)
         return 0
 
     processes = args.processes or (1 if args.cpu else max((os.cpu_count() or 1) * 3 // 4, 1))
-    verdicts = run_gate(jobs, arguments, processes)
+    verdicts = run_checks(jobs, arguments, processes)
     for verdict in verdicts:
         print(verdict, flush=True)
     failed = [verdict for verdict in verdicts if verdict.ours and not verdict.passed]
     spent = time.monotonic() - start
-    print(f"gate: {len(verdicts)} verdicts, {len(failed)} failures of ours, {spent:.0f} s", flush=True)
+    print(f"checks: {len(verdicts)} verdicts, {len(failed)} failures of ours, {spent:.0f} s", flush=True)
     if failed and not args.keep_going:
         print("\n".join(map(str, failed)), file=sys.stderr)
         return 1
@@ -228,7 +229,7 @@ def main(arguments: list[str]) -> int:
 
 
 def finish(bench: Bench, arguments: list[str]) -> None:
-    """Write the page and the plot, and print the table last."""
+    """Write the page and the plot, then print the table."""
     report = bench.report
     notes = [f"no time for {x}" for x in bench.skipped] + [f"failed: {x}" for x in bench.failures]
     if not bench.clock.cuda:

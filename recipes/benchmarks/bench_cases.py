@@ -1,4 +1,4 @@
-"""The shapes that the attention benchmark takes, random inputs of them, and what is right for them.
+"""Shapes and random inputs of the attention benchmark, and the expected results.
 
 Shapes: B batch, H query heads, Hk key/value heads, T queries, S keys, D head_dim. Queries, keys and values are views
 `[B, H, T, D]` of `[B, T, H, D]`, as a model's projections give them.
@@ -73,7 +73,7 @@ class Case:
         return self.flop * {"forward": 1, "backward": 2.5, "both": 3.5}[kind] / 1e9, "TFLOP/s"
 
     def at(self, length: int) -> Case:
-        """The same at a length where all is known in fp64: odd parts of sequences, a window that hides something."""
+        """Return the case at a length that the fp64 oracle can take: odd sequence lengths, a window that hides keys."""
         if self.keys is not None:
             return replace(self, batch=2, keys=2 * length + 205)
         lengths = (length - length // 3 - 1, length // 3, 1) if self.lengths else ()
@@ -97,12 +97,12 @@ class Inputs(NamedTuple):
     mask: object = None
 
     def leaves(self, names: tuple[str, ...]) -> Inputs:
-        """The same tensors, detached, of which `names` get gradients."""
+        """Return the inputs, detached; those in `names` require gradients."""
         return self._replace(**{name: getattr(self, name).detach().requires_grad_(name in names) for name in LEAVES})
 
 
 def draw(case: Case, copies: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> list[Inputs]:
-    """Random inputs, as often as wanted; gains, angles and ranges are the same in all."""
+    """Draw sets of random inputs; gains, angles and ranges are the same in all of them."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def heads(count: int, length: int) -> Tensor:
@@ -147,7 +147,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def oracle(case: Case, x: Inputs, normed: bool, softcap: float | None) -> Tensor:
-    """The attention that the specification gives, in the dtype of the inputs."""
+    """Return the attention of the reference implementation, in the dtype of the inputs."""
     q, k = x.q, x.k
     if normed:
         q, k = (
@@ -172,7 +172,7 @@ def results(attend: Callable[[Inputs], Tensor | tuple[Tensor, Tensor]], x: Input
 
 
 def exactly(x: Inputs) -> Inputs:
-    """The same numbers in fp64."""
+    """Return the inputs in fp64."""
     wide = {n: y.double() for n, y in x._asdict().items() if isinstance(y, Tensor) and y.is_floating_point()}
     return x._replace(**wide)
 

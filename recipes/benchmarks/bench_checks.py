@@ -1,7 +1,7 @@
-"""The gate before the benchmark: what is to be timed must be right, and is compiled on the way.
+"""Checks before the benchmark: every implementation must be right. The checks also compile its kernels.
 
-Each job runs in a process of its own: many compile at once, the timing process finds their kernels in Triton's cache,
-and one that crashes or hangs takes nothing with it.
+Each job runs in a process of its own. Many compile in parallel, the timing process finds their kernels in Triton's
+cache, and a job that crashes or hangs does not affect the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODEL = "training step"
 
 @dataclass(frozen=True)
 class Job:
-    """The implementations that meet in a case; or, without a case, the model that is trained."""
+    """The implementations that share a case; without a case, a model to train."""
 
     case: Case | None
     implementations: tuple[Implementation, ...] = ()
@@ -40,8 +40,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What the gate says of a implementation: the worst of its results, their errors, or why there are none."""
+class Checked:
+    """The result of a check: the worst result with its errors, or the reason for its absence."""
 
     case: str
     what: str
@@ -61,15 +61,15 @@ class Judged:
         return max(errors.values(), default=None)
 
     def __str__(self) -> str:
-        told = self.failure or ", ".join(
+        result = self.failure or ", ".join(
             f"{name} {v.error:.1e}" + ("" if v.passed else f" over its budget of {v.budget:.1e}")
             for name, v in self.errors.items()
         )
-        return f"{'passed' if self.passed else 'FAILED'} {self.case} | {self.what}: {told}"
+        return f"{'passed' if self.passed else 'FAILED'} {self.case} | {self.what}: {result}"
 
 
-def judge_job(job: Job, device: torch.device, dtype: torch.dtype) -> Iterator[Judged]:
-    """The verdicts of a job, in this process."""
+def check_job(job: Job, device: torch.device, dtype: torch.dtype) -> Iterator[Checked]:
+    """Check the implementations of a job, in this process."""
     if job.model is not None:
         yield judged(str(job.model), MODEL, True, lambda: check_model(job.model, device, dtype))
     if job.case is None:
@@ -77,18 +77,18 @@ def judge_job(job: Job, device: torch.device, dtype: torch.dtype) -> Iterator[Ju
     (x,) = draw(job.case, 1, device, dtype)
     for implementation in job.implementations:
         if not implementation.missing(job.case, device.type):
-            errors = partial(judge_contestant, implementation, job.case, x)
+            errors = partial(judge_implementation, implementation, job.case, x)
             yield judged(str(job.case), implementation.name, implementation.ours, errors)
 
 
-def judged(case: str, what: str, ours: bool, errors: Callable[[], dict[str, Verdict]]) -> Judged:
+def judged(case: str, what: str, ours: bool, errors: Callable[[], dict[str, Verdict]]) -> Checked:
     try:
-        return Judged(case, what, ours, errors())
+        return Checked(case, what, ours, errors())
     except Exception as error:
-        return Judged(case, what, ours, {}, reason(error))
+        return Checked(case, what, ours, {}, reason(error))
 
 
-def judge_contestant(implementation: Implementation, case: Case, x: Inputs) -> dict[str, Verdict]:
+def judge_implementation(implementation: Implementation, case: Case, x: Inputs) -> dict[str, Verdict]:
     """Errors of the output and, where there is a backward pass, of the gradients."""
     (x,) = implementation.prepared(case, [x])
     names = implementation.leaves(case, x.q.device.type)
@@ -99,20 +99,20 @@ def judge_contestant(implementation: Implementation, case: Case, x: Inputs) -> d
 
 
 def print_verdicts(jobs: list[Job], device: torch.device, dtype: torch.dtype) -> None:
-    """What a process of the gate does."""
+    """Run the checks of one process, and print the verdicts."""
     for job in jobs:
-        for verdict in judge_job(job, device, dtype):
+        for verdict in check_job(job, device, dtype):
             print(MARK + json.dumps(asdict(verdict)), flush=True)
 
 
-def run_gate(jobs: list[Job], arguments: list[str], processes: int) -> list[Judged]:
-    """The verdicts on all jobs, each from a process of its own, or, with one process, all from that."""
+def run_checks(jobs: list[Job], arguments: list[str], processes: int) -> list[Checked]:
+    """Return the verdicts of all jobs, each from a process of its own, or all from a single one."""
     numbers = [[n] for n in range(len(jobs))] if processes > 1 else [list(range(len(jobs)))]
 
-    def run(mine: list[int]) -> list[Judged]:
-        verdicts, complaint = run_process([*arguments, "--gate-of", *map(str, mine)])
+    def run(mine: list[int]) -> list[Checked]:
+        verdicts, complaint = run_process([*arguments, "--checks-of", *map(str, mine)])
         known = {(verdict.case, verdict.what) for verdict in verdicts}
-        lost = [Judged(case, what, True, {}, complaint) for n in mine for case, what in expected(jobs[n])]
+        lost = [Checked(case, what, True, {}, complaint) for n in mine for case, what in expected(jobs[n])]
         return verdicts + (
             [verdict for verdict in lost if (verdict.case, verdict.what) not in known] if complaint else []
         )
@@ -122,13 +122,13 @@ def run_gate(jobs: list[Job], arguments: list[str], processes: int) -> list[Judg
 
 
 def expected(job: Job) -> list[tuple[str, str]]:
-    """Our own verdicts that a job must bring."""
+    """Return the verdicts that a job must give on our own implementations."""
     ours = [(str(job.case), implementation.name) for implementation in job.implementations if implementation.ours]
     return ours if job.model is None else [*ours, (str(job.model), MODEL)]
 
 
-def run_process(arguments: list[str]) -> tuple[list[Judged], str]:
-    """The verdicts that a process of the gate prints, and how it ended, if not well."""
+def run_process(arguments: list[str]) -> tuple[list[Checked], str]:
+    """Return the verdicts that a process prints, and the reason if it failed."""
     script = Path(__file__).with_name("bench_attention.py")
     complaint = ""
     try:
@@ -148,4 +148,4 @@ def run_process(arguments: list[str]) -> tuple[list[Judged], str]:
         text = (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         complaint = f"took longer than {SECONDS} s"
     lines = [json.loads(x.removeprefix(MARK)) for x in text.splitlines() if x.startswith(MARK)]
-    return [Judged(**x | {"errors": {name: Verdict(*v) for name, v in x["errors"].items()}}) for x in lines], complaint
+    return [Checked(**x | {"errors": {name: Verdict(*v) for name, v in x["errors"].items()}}) for x in lines], complaint

@@ -1,17 +1,16 @@
-"""Memory and time of conversions: without calibration beside copying, and with calibration in less than the weights.
+"""Benchmark conversions: memory and time without calibration beside a copy, and calibration in limited memory.
 
     python recipes/benchmarks/bench_convert.py --gigabytes 4 --folder /tmp --output convert.md
     python recipes/benchmarks/bench_convert.py --gigabytes 4 --folder /tmp --max-memory 2GB --output streamed.md
 
-A synthetic Llama of bfloat16 noise, in shards, is copied and converted in turns, each in a fresh process that has made
-its imports and read the source once; both are timed until everything is on the disk (fsync). Memory is the process's
-largest resident size (VmHWM, Linux). Needs three times the checkpoint's size on the disk.
+A synthetic Llama of bfloat16 noise, in shards, is copied and converted by turns, each in a fresh process that has
+finished its imports and has read the source once. Times end when everything is on the disk (fsync). Memory is the
+largest resident size of the process (VmHWM, Linux). The benchmark needs three times the checkpoint's size on the disk.
 
-With `--max-memory` it is converted once, with calibration on random tokens, and must stay within that memory: the exit
-status is 1 if the largest resident size is above. That is stricter than a limit by the system: it counts the pages of
-mapped files, which the kernel could drop. (RLIMIT_AS and RLIMIT_DATA can't be set as low: they count whole files that
-are mapped as memory.) Before each forward pass the weights are dropped from the system's cache, so that each one reads
-the disk, as on a machine without memory to cache them.
+With `--max-memory` the checkpoint is converted once, with calibration on random tokens. The exit status is 1 if the
+largest resident size is above the limit. This is stricter than a limit of the system: it counts the pages of mapped
+files, which the kernel can drop. (RLIMIT_AS and RLIMIT_DATA cannot be set as low: they count mapped files in full.) The
+weights are dropped from the page cache before each forward pass, as on a machine without memory to cache them.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ LENGTH = 64  # of the sequences of a calibration
 
 
 def synthesise(folder: Path, gigabytes: float, shards: int) -> int:
-    """Write a sharded Llama of about that size, as noise; returns the bytes of its largest shard."""
+    """Write a sharded Llama of noise of about this size; return the bytes of its largest shard."""
     layers = max(round((gigabytes * 1e9 / 2 - 2 * 32000 * 2048) / 52e6), shards)
     config = LlamaConfig(
         hidden_size=2048,
@@ -128,13 +127,13 @@ def calibrate(source: Path, target: Path, max_memory: str, tokens: int) -> dict[
 
 
 def bytes_read() -> int:
-    """What this process has had read from the disk so far, also by touching a mapped file."""
+    """Return the bytes that this process has read from the disk so far, mapped files included."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 def streamed(source: Path, target: Path, max_memory: str, tokens: int, size: int) -> tuple[str, bool]:
-    """A calibrated conversion in a process of its own: what it took, and whether it stayed within `max_memory`."""
+    """Convert with calibration in a process of its own; return its figures, and whether the limit held."""
     command = [sys.executable, __file__, "--worker", "calibrate", str(source), str(target)]
     command += ["--max-memory", max_memory, "--tokens", str(tokens)]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -162,7 +161,7 @@ def peak() -> float:
 
 
 def measure(source: Path, target: Path, runs: int) -> dict[str, list[dict[str, float]]]:
-    """Every worker in turns, each run in a process of its own."""
+    """Run every worker by turns, each run in a process of its own."""
     results: dict[str, list[dict[str, float]]] = {what: [] for what in WORKERS}
     for _ in range(runs):
         for what in WORKERS:
@@ -193,7 +192,7 @@ def report(results: dict[str, list[dict[str, float]]], size: int, shard: int) ->
 
 
 def machine() -> str:
-    """Where and when this was measured."""
+    """Describe the machine, the versions, the commit and the date."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     return (
         f"{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}, transformers "

@@ -1,6 +1,6 @@
-"""Those whose attention is timed: ours in its variants, torch's, transformers' and Liger's.
+"""The implementations under test: ours in its variants, torch's, transformers' and Liger's.
 
-Each says what it computes (norm and RoPE? which cap? which gains?), so that it is checked against just that.
+Each declares its computation (norm and RoPE, cap, gains), and is checked against exactly that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def available(case: Case, device: str) -> str | None:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to attend. `mask` makes what it wants of masks, `missing` says why it can't run, or None."""
+    """One implementation of attention. `mask` builds its mask; `missing` returns the reason why it cannot run, or
+    None.
+    """
 
     name: str
     attend: Attend
@@ -58,18 +60,18 @@ class Implementation:
         return self.name.startswith("ours")
 
     def leaves(self, case: Case, device: str) -> tuple[str, ...]:
-        """The inputs that get gradients; none if there is no backward pass."""
+        """Return the inputs that require gradients; none without a backward pass."""
         if case.keys is not None or self.forward_only(device):
             return ()
         values = () if case.prologue else ("v",)
         return ("q", "k", *values, "q_gain", "k_gain") if self.normed else ("q", "k", *values)
 
     def forward_only(self, device: str) -> str | None:
-        """Why it has no backward pass, or None."""
+        """Return the reason for the absence of a backward pass, or None."""
         return self.one_way or (self.one_way_on_cpu if device == "cpu" else None)
 
     def prepared(self, case: Case, copies: list[Inputs]) -> list[Inputs]:
-        """Its inputs, with its gains and its mask, as leaves."""
+        """Return its inputs as leaves, with its gains and its mask."""
         first = copies[0]
         names = self.leaves(case, first.q.device.type)
         shared = {
@@ -117,7 +119,7 @@ def sdpa(case: Case, x: Inputs, *, backend: SDPBackend) -> Tensor:
 
 
 def varlen(case: Case, x: Inputs) -> Tensor:
-    """torch's function for packed sequences and windows, which is flash attention as well."""
+    """torch's function for packed sequences and windows; it is flash attention too."""
     longest = max(case.lengths or (case.length,))
     q, k, v = (y.transpose(1, 2).flatten(0, 1) for y in (x.q, x.k, x.v))
     window = (case.window - 1 if case.window else -1, 0)
@@ -125,7 +127,7 @@ def varlen(case: Case, x: Inputs) -> Tensor:
     return out.view(case.batch, case.length, *out.shape[1:]).transpose(1, 2)
 
 
-# newer versions must be told that there are fewer key heads
+# newer versions need a flag for grouped heads
 GROUPED: Final = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}) else {}
 
 
@@ -134,7 +136,7 @@ def on_gpus(case: Case, device: str) -> str | None:
 
 
 def normed_rotated(x: Inputs) -> tuple[Tensor, Tensor]:
-    """Queries and keys by the functions of transformers' Qwen 3."""
+    """Apply the norm and RoPE functions of transformers' Qwen3."""
     q, k = (
         Qwen3RMSNorm.forward(SimpleNamespace(weight=gain, variance_epsilon=EPS), y)
         for y, gain in ((x.q, x.q_gain), (x.k, x.k_gain))
@@ -170,7 +172,7 @@ def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def capped_roughly() -> Any:
-    """attention-gym's cap by the GPU's own tanh."""
+    """attention-gym's cap, with the GPU's approximate tanh."""
     from attn_gym.mods import generate_tanh_softcap
 
     return generate_tanh_softcap(SOFTCAP, approx=True)
@@ -207,7 +209,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def block_mask(case: Case, x: Inputs) -> Any:
-    """The mask that FlexAttention takes; it skips the blocks that are hidden."""
+    """Return FlexAttention's mask; hidden blocks are skipped."""
     length, window = case.length, case.window or case.length
     place = torch.arange(length, device=x.q.device, dtype=torch.int32)
     sequence = torch.searchsorted(x.boundaries, place, right=True)

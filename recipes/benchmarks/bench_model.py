@@ -1,4 +1,4 @@
-"""A whole training step of a Llama of 1B parameters, with and without norms and a cap on its attention."""
+"""A whole training step of a 1B Llama, with and without norms and a cap on its attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BACKEND = "hf_qknorm"
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama's shape, and what it is trained on; the defaults are those of Llama 3.2's 1B."""
+    """A Llama's shape and batch; the defaults are Llama 3.2 1B's."""
 
     hidden: int = 2048
     inner: int = 8192

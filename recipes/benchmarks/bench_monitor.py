@@ -1,11 +1,10 @@
-"""What watching a training with LogitMonitor costs: sampled steps beside plain ones, on the CPU.
+"""Benchmark the cost of LogitMonitor during training, on the CPU: sampled steps beside plain ones.
 
     python recipes/benchmarks/bench_monitor.py --output recipes/results/monitor.md
 
-One model, steps in turn: plain, sampled, plain, sampled; each sampled step is compared with the plain ones around it.
-What is timed is the CPU time of the process: other programs that take turns with it on a core lengthen that far less
-than the clock's. The monitor does nothing between samples, so that its mean cost is a sampled step's, divided by N. The
-JSONL line is part of a sampled step.
+One model takes plain and sampled steps by turns; each sampled step is compared with its two plain neighbours. The
+figure is the CPU time of the process, on which other programs have the least effect. The monitor does nothing between
+samples, so that its mean cost is that of a sampled step divided by N. A sampled step includes writing its JSONL line.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ COLUMNS += ("sampled, CPU ms: median", "min", "max", "extra: median", "quarters"
 
 
 def llama(scheme: str, attention: str) -> LlamaForCausalLM:
-    """4.7 million parameters in 4 layers of 8 heads, two queries a key."""
+    """A Llama of 4.7 million parameters in 4 layers of 8 heads, two queries per key."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=2048,
@@ -57,7 +56,7 @@ def llama(scheme: str, attention: str) -> LlamaForCausalLM:
 
 
 def timed(case: tuple[str, str, int, int, int], pairs: int, folder: Path) -> tuple[list[float], list[float]]:
-    """Milliseconds of the CPU in plain steps, one more than in sampled ones, and in these."""
+    """Return the CPU milliseconds of plain steps (one more than sampled) and of sampled steps."""
     scheme, attention, batch, length, rows = case
     model = llama(scheme, attention)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -98,14 +97,14 @@ def report(args: argparse.Namespace) -> str:
     machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))
     others = max(machine - own, 0) / (time.perf_counter() - start)
     versions: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
         "# What LogitMonitor costs",
         "",
         f"`python recipes/benchmarks/bench_monitor.py {' '.join(sys.argv[1:])}`",
         "",
         f"{cpu_name()}, {args.threads} of {os.cpu_count()} CPUs (other programs kept {others:.2f} CPUs busy "
-        f"meanwhile), {told}, Python {platform.python_version()}, commit {commit('hf_qknorm/training')}, "
+        f"meanwhile), {named}, Python {platform.python_version()}, commit {commit('hf_qknorm/training')}, "
         f"{datetime.date.today()}.",
         "",
         "fp32 training steps (forward, backward, AdamW) of a Llama of 4 layers, 8 heads of 32 on 4 key heads, hidden "

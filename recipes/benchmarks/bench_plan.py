@@ -1,4 +1,4 @@
-"""What the attention benchmark times, in which order: items, each a race in one case, and the gate's jobs for them."""
+"""The plan of the attention benchmark: its items in order, and the checks that they need."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTHS = (4096, 16_384, 1024)
 SHAPES = ((32, 8, 128), (32, 8, 64), (16, 4, 128), (8, 4, 256), (16, 16, 96))
 MIX = (8192, 4096, 2048, 1024, 512, 256, 128, 128)
 MAIN = (FLASH, OURS, CUDNN)
-TOGETHER = 4  # implementations in a job of the gate: more would compile one after the other
+TOGETHER = 4  # implementations in a job: more would compile one after the other
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def decoding(batch: int, keys: int) -> Item:
 
 
 def quick_plan() -> list[Item]:
-    """The twenty rows to look at first."""
+    """The twenty most important rows."""
     wide, narrow = (causal(shape, 4096) for shape in SHAPES[:2])
     return [
         Item(wide, MAIN),
@@ -73,7 +73,7 @@ def quick_plan() -> list[Item]:
 
 
 def full_plan() -> list[Item]:
-    """Everything: ours and SDPA first, then what they are made of, then the rivals, then what takes long to compile."""
+    """All rows: ours and SDPA first, then their parts, then other libraries, then slow compilations."""
     wide, narrow = SHAPES[:2]
     model = Size()
     items = [Item(causal(shape, 4096), MAIN) for shape in SHAPES]
@@ -95,7 +95,7 @@ def full_plan() -> list[Item]:
 
 
 def tiny_plan() -> list[Item]:
-    """Every part of the others, so small that the interpreter is done in a minute; fp32."""
+    """Every part of the full plan in fp32, small enough for a minute in the interpreter."""
     case = Case(2, 1, 16, 40)
     model = Size(hidden=64, inner=96, layers=2, heads=4, heads_kv=2, vocabulary=97, batch=1, length=24)
     return [
@@ -111,8 +111,8 @@ def tiny_plan() -> list[Item]:
     ]
 
 
-def gate_jobs(items: list[Item], length: int) -> list[Job]:
-    """What must be right before `items` are timed: each configuration once, at a length where all is known."""
+def check_jobs(items: list[Item], length: int) -> list[Job]:
+    """Return the checks for `items`: each configuration once, at a length that the oracle can take."""
     cases: dict[Case, dict[str, Implementation]] = {}
     models: dict[Size, None] = {}
     for item in items:
@@ -122,6 +122,6 @@ def gate_jobs(items: list[Item], length: int) -> list[Job]:
             models[item.model.at(length)] = None
     jobs = []
     for case, found in cases.items():
-        implementations = sorted(found.values(), key=lambda x: not x.ours)  # ours first: a rival may crash
+        implementations = sorted(found.values(), key=lambda x: not x.ours)  # ours first: others may crash
         jobs += [Job(case, tuple(implementations[n : n + TOGETHER])) for n in range(0, len(implementations), TOGETHER)]
     return jobs + [Job(None, model=model) for model in models]

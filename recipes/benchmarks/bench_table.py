@@ -1,4 +1,4 @@
-"""Rows of the attention benchmark, and what is made of them: a CSV, a page, a plot, and the table that is printed."""
+"""Rows of the attention benchmark, and their output: a CSV, a page, a plot, and a printed table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Row:
     note: str = ""
 
 
-def environment(device: torch.device, dtype: torch.dtype, commit_told: str | None) -> dict[str, str]:
+def environment(device: torch.device, dtype: torch.dtype, given_commit: str | None) -> dict[str, str]:
     """What a number depends on beside its shape; the same for all rows."""
     import triton
 
@@ -54,7 +54,7 @@ def environment(device: torch.device, dtype: torch.dtype, commit_told: str | Non
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
-        "commit": commit_told or commit(),
+        "commit": given_commit or commit(),
         "date": datetime.date.today().isoformat(),
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -87,9 +87,9 @@ class Report:
 
     @property
     def title(self) -> str:
-        told = self.environment
+        environment = self.environment
         names = ("driver", "torch", "triton", "transformers", "commit", "date", "dtype")
-        return f"{told['card']}: " + ", ".join(f"{name} {told[name]}" for name in names)
+        return f"{environment['card']}: " + ", ".join(f"{name} {environment[name]}" for name in names)
 
     def add(self, row: Row) -> None:
         """Keep the row, and print it: what follows may take a while."""

@@ -1,12 +1,12 @@
-"""Time and memory of the tiled attention on the CPU, beside plain eager attention and torch's uncapped SDPA.
+"""Benchmark the tiled attention on the CPU against eager attention and torch's uncapped SDPA: time and memory.
 
     python recipes/benchmarks/bench_tiled.py --output recipes/results/tiled_cpu.md
 
-All timings come from one run in which the three take turns, and each ratio is one of times from the same turn. Threads
-that wait for each other suffer when other programs run, the one with the most parallel regions most (ours): run it at a
-quiet moment; the page tells how busy others were. Memory is how far forward and backward raise the resident size of a
-fresh process (VmHWM, reset before, so Linux only; ru_maxrss can't be reset). Unlike a profiler's sum of tensors, that
-counts the matrix libraries' work space as well.
+All times come from one run in which the three take turns; each ratio is one of times from the same turn. Threads that
+wait for each other suffer from other programs, ours most, since it has the most parallel regions: run the benchmark on
+a quiet machine. The page says how busy other programs were. Memory is the rise of the resident size of a fresh process
+over forward and backward (VmHWM, reset before, so Linux only; ru_maxrss cannot be reset). Unlike a profiler's sum of
+tensors it includes the work space of the matrix libraries.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def forward_backward(attend: Attention, inputs: tuple[Tensor, ...]) -> None:
 
 
 def timed(run: Callable[[Attention, tuple[Tensor, ...]], None], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds of each implementation, taking turns."""
+    """Return the milliseconds of each implementation, taken by turns."""
     inputs = make_qkv(1, args.heads, args.heads, args.length, args.length, args.head_dim)
     compared = implementations(args.length, args.softcap)
     times: dict[str, list[float]] = {name: [] for name in compared}
@@ -96,20 +96,20 @@ def timed(run: Callable[[Attention, tuple[Tensor, ...]], None], args: argparse.N
 
 
 def busy_seconds() -> tuple[float, float]:
-    """CPU seconds that the whole machine has spent, and those of this process."""
+    """Return the CPU seconds of the whole machine, and of this process."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     spent = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
     return spent, time.process_time()
 
 
 def status_mib(field: str) -> float:
-    """A size that Linux keeps for this process: VmRSS, the resident one, or VmHWM, its peak."""
+    """Return a size that Linux keeps for this process: VmRSS (resident), or VmHWM (its peak)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 2**10
 
 
 def measure_memory(name: str, args: argparse.Namespace) -> None:
-    """Print by how many MiB forward and backward raise this process's resident size; run in a process of its own."""
+    """Print the rise of the resident size over forward and backward in MiB; needs a process of its own."""
     small = make_qkv(1, args.heads, args.heads, 64, 64, args.head_dim)
     forward_backward(implementations(64, args.softcap)[name], small)  # libraries and threads are set up
     inputs = make_qkv(1, args.heads, args.heads, MEMORY_LENGTH, MEMORY_LENGTH, args.head_dim)
@@ -122,7 +122,7 @@ def measure_memory(name: str, args: argparse.Namespace) -> None:
 
 
 def memory(name: str, arguments: list[str]) -> float:
-    """MiB, from a fresh process."""
+    """Return the rise in MiB, from a fresh process."""
     command = [sys.executable, __file__, *arguments, "--memory-of", name]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -136,7 +136,7 @@ def cpu_name() -> str:
 
 
 def commit(measured: str = "hf_qknorm/ops") -> str:
-    """The commit, marked dirty if what is measured differs from it."""
+    """Return the commit, marked dirty if the measured code differs from it."""
 
     def git(*command: str) -> str:
         root = Path(__file__).parents[2]
@@ -149,13 +149,13 @@ def commit(measured: str = "hf_qknorm/ops") -> str:
 
 
 def ratio(times: list[float], others: list[float]) -> str:
-    """The first over the second: the median over the turns, and the fastest over the fastest."""
+    """Return the first over the second: the median over the turns, and fastest over fastest."""
     turns = [mine / other for mine, other in zip(times, others, strict=True)]
     return f"{statistics.median(turns):.2f}× (fastest: {min(times) / min(others):.2f}×)"
 
 
 def report(args: argparse.Namespace, arguments: list[str]) -> str:
-    """Measure everything; a Markdown page."""
+    """Measure everything; return a Markdown page."""
     (machine, own), start = busy_seconds(), time.perf_counter()
     results = {"forward": timed(forward, args), "forward + backward": timed(forward_backward, args)}
     machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))

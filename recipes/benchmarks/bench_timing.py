@@ -1,7 +1,7 @@
-"""Times of GPU work: what the device spends, implementations taking turns, and the peak of memory.
+"""Times of GPU work: device time by turns, and the peak of memory.
 
-While the host is still queueing a call, the device is kept busy: its time holds no gaps between launches. How long the
-host took is told as well, since it sets the pace of small work. Without a GPU the host's clock is read.
+The device is kept busy while the host queues a call, so that its time has no gaps between launches. The host's time is
+measured too: it limits the pace of small work. Without a GPU the host's clock is read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Run:
     """Something to time, `call(n)` for the n-th set of inputs, and what came of it: ms a call, the host's and all."""
 
     call: Callable[[int], object]
-    whole: Callable[[int], object] | None = None  # whose memory is told, if not the call's own
+    whole: Callable[[int], object] | None = None  # measures memory in the place of `call`
     failure: str | None = None
     peak_mib: float | None = None
     times: list[float] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Run:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in a line."""
+    """Return an error as one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     lines = str(error).strip().splitlines() or [""]
@@ -120,7 +120,7 @@ class Clock:
             step(run)
         except Dead:
             raise
-        except Exception as error:  # a rival that can't is a row that says why
+        except Exception as error:  # another library's failure becomes a row with its reason
             run.failure = reason(error)
             del error
             self.synchronize()

@@ -1,15 +1,15 @@
-"""Broken checkpoints, loaded, converted, exported and inspected: each comes out right, or is refused by name.
+"""Load, convert, export and inspect broken checkpoints: each comes out right, or is refused by name.
 
     python recipes/benchmarks/broken_checkpoints.py --out recipes/results/broken_checkpoints.md
     python recipes/benchmarks/broken_checkpoints.py --count 200 --seed 1 --only gain
     python recipes/benchmarks/broken_checkpoints.py --case 113
 
-A whole checkpoint is drawn (eight model types, patched in several ways or not, in one file or in shards), and broken by
-a seeded edit or by two. "Right" means the logits of the whole checkpoint or, where the edit left a checkpoint that is
-possible, those of the unpatched one with the same edit, patched as the config says. A refusal names the file, the field
-or the tensor, and leaves nothing behind. Where transformers alone loads the same edit without an error, or fails with
-its own, the table says so; that is found by running it, in a process without hf_qknorm. Exits with 1 if any outcome is
-a fault: WRONG, an unnamed error or a traceback, a hang, a crash.
+Each case takes a sound checkpoint (eight model types, patched in several ways or not, in one file or in shards) and
+breaks it by one or two seeded edits. "Right" means the logits of the sound checkpoint or, where the edit leaves a
+possible checkpoint, those of the unpatched checkpoint with the same edit, patched as the config says. A refusal names
+the file, the field or the tensor, and leaves nothing behind. The table also says where transformers alone loads the
+same edit without an error, or fails with an error of its own; a process without hf_qknorm finds that out. The exit
+status is 1 if any outcome is a fault: WRONG, an unnamed error, a traceback, a hang or a crash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from broken.workers import Facts, Workers, build
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a case, command by command."""
+    """The outcome of a case, command by command."""
 
     case: Case
     verdicts: dict[str, Verdict]
@@ -49,7 +49,7 @@ class Found:
 
 
 class Bench:
-    """Workers and whole checkpoints, on which cases are run."""
+    """The workers and the sound checkpoints of a run."""
 
     def __init__(self, root: Path, jobs: int = 1, limit: int = 20) -> None:
         self.root, self.jobs = root, jobs
@@ -81,7 +81,7 @@ class Bench:
 
 
 def table(found: list[Found]) -> list[str]:
-    """Counts by what was broken, command and outcome, as Markdown."""
+    """Format counts by kind of edit, command and outcome as Markdown."""
     lines = [
         f"| broken | command | cases | {' | '.join(OUTCOMES)} |",
         "|---|---|---:|" + "---:|" * len(OUTCOMES),
@@ -97,7 +97,7 @@ def table(found: list[Found]) -> list[str]:
 
 
 def listed(found: list[Found], verbose: bool) -> list[str]:
-    """A line for each fault, or for every outcome."""
+    """Format a line for each fault, or for every outcome."""
     lines = []
     for one in found:
         for command, verdict in (one.verdicts if verbose else one.faults).items():

@@ -1,15 +1,16 @@
-"""What a conversion keeps of a trained model: by knee and method, and through more training; and what it costs.
+"""Measure what a conversion keeps of a trained model: by knee and method, through further training, and at which cost.
 
-    python recipes/benchmarks/conversion.py --checkpoint ../shared/checkpoints/llama-shakespeare \\
+    python recipes/benchmarks/conversion.py --checkpoint ../shared/checkpoints/llama-shakespeare \
         --text ../shared/data/tinyshakespeare.txt --part methods
 
-Parts: methods, training, cost, fits, fold, blend; `conversion_texts.py` has the parts about text and positions,
-`conversion_tried.py` and `conversion_knees.py` what else was tried. Calibration draws batches of 8×256 tokens from the
-first nine tenths of the text; losses are over batches of the last tenth, 12 for knees and texts, 6 for training, fits
-and folds. A jump removed is (ones − method) / (ones − base). Prints Markdown; finished runs are kept in `--runs`.
+Parts: methods, training, cost, fits, fold, blend. `conversion_texts.py` has the parts on texts and positions,
+`conversion_tried.py` and `conversion_knees.py` further experiments. Calibration draws batches of 8×256 tokens from the
+first nine tenths of the text. Losses are over batches of the last tenth: 12 for knees and texts, 6 for training, fits
+and folds. The share of the jump removed is (ones − method) / (ones − base). Prints Markdown; finished runs are stored
+in `--runs`.
 
-Targets, of the default call, `calibrate(model, data)`: at least 98.5 % of the jump removed; 120 steps at 3e-4 end
-within 0.005 nats of the unpatched model's; a price of at most two passes over the text.
+Targets for the default call `calibrate(model, data)`: at least 98.5 % of the jump removed; 120 steps at 3e-4 end within
+0.005 nats of the unpatched model; a price of at most two passes over the text.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ BLENDED, RATE = 120, 3e-4
 
 
 class Story:
-    """A trained model, its text cut into calibration, training and held-out batches, and its loss."""
+    """A trained model, its text in calibration, training and held-out batches, and its loss."""
 
     def __init__(self, checkpoint: str, text: str, runs: Path, other: list[str] | None = None) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -60,7 +61,7 @@ class Story:
         self.loss = mean_loss(self.base, self.held_out)
 
     def cut(self, characters: str) -> tuple[Tensor, Tensor]:
-        """The tokens of the first nine tenths, and of the last."""
+        """Return the tokens of the first nine tenths, and of the last."""
         cut = int(len(characters) * 0.9)
         seen, unseen = (tokenize(self.tokenizer, part) for part in (characters[:cut], characters[cut:]))
         return seen, unseen
@@ -69,14 +70,14 @@ class Story:
         return sample_batches(self.seen, count, BATCH, length, seed=seed)
 
     def patched(self, scheme: Scheme | str, method: str = "ones", steps: int = 120) -> Any:
-        """A model with gains from a method, and without a knee."""
+        """Return a model with gains from a method, without a knee."""
         model = patch_model(copy.deepcopy(self.base), scheme)
         if method != "ones":
             calibrate(model, self.calibration, method=method, max_tokens=2**20, steps=steps)
         return model.eval()
 
     def converted(self, batches: list[Tensor], **options: Any) -> Any:
-        """A model after `calibrate(model, batches)`."""
+        """Return a model after `calibrate(model, batches)`."""
         model = patch_model(copy.deepcopy(self.base), SHARED)
         calibrate(model, batches, **{"max_tokens": 2**20, **options})
         return model.eval()
@@ -85,7 +86,9 @@ class Story:
         return self.runs.get({"model": self.name, "part": part, **settings}, run)
 
     def row(self, label: str, scheme: Scheme | str, model: Any, fresh: float | None = None) -> None:
-        """Print a line: label, fresh gains' loss, this model's loss, and how much of the jump it removed."""
+        """Print a line: a label, the loss with fresh gains, the loss of this model, and the share of the jump
+        removed.
+        """
         fresh = mean_loss(self.patched(scheme), self.held_out) if fresh is None else fresh
         loss = mean_loss(model, self.held_out)
         removed = (fresh - loss) / (fresh - self.loss)
@@ -97,7 +100,7 @@ def head(story: Story, first: str) -> None:
 
 
 def spread(values: list[float], form: str = "+.4f") -> str:
-    """Their mean, and from where to where they go."""
+    """Format a mean and a range."""
     if len(values) == 1:
         return format(values[0], form)
     mean, least, most = (format(f(values), form) for f in (statistics.fmean, min, max))
@@ -105,7 +108,7 @@ def spread(values: list[float], form: str = "+.4f") -> str:
 
 
 def ends(story: Story) -> tuple[float, float]:
-    """The losses unpatched and with fresh gains."""
+    """Return the losses unpatched and with fresh gains."""
 
     def run() -> Row:
         return {"base": mean_loss(story.base, story.judged), "ones": mean_loss(story.patched(SHARED), story.judged)}
@@ -115,7 +118,7 @@ def ends(story: Story) -> tuple[float, float]:
 
 
 def methods(story: Story) -> None:
-    """The default call, and each knee."""
+    """Measure the default call and each knee."""
     base, ones = ends(story)
 
     def swept() -> Row:
@@ -135,7 +138,7 @@ def methods(story: Story) -> None:
 
 
 def default_calls(story: Story) -> list[Row]:
-    """The default call on three texts: its knee, the loss after it, and its price in passes and CPU seconds."""
+    """Measure the default call on three texts: its knee, its loss, and its price in passes and CPU seconds."""
 
     @torch.no_grad()
     def run(seed: int) -> Row:
@@ -170,7 +173,9 @@ def chosen(rows: list[Row]) -> str:
 
 
 def training(story: Story) -> None:
-    """Continued training: unpatched, from the default call, and from fresh gains, the baseline of a fit's price."""
+    """Measure further training: unpatched, from the default call, and from fresh gains (the baseline of the price of
+    a fit).
+    """
     starts: dict[str, Callable[[], Any]] = {
         "unpatched": lambda: story.patched("none"),
         "`calibrate(model, data)`": lambda: story.converted(story.batches(1, TEXT)),
@@ -196,14 +201,14 @@ def training(story: Story) -> None:
 
 
 def cost(story: Story) -> None:
-    """The default call's price, in passes over its text and in their CPU time."""
+    """Measure the price of the default call, in passes over its text and in their CPU time."""
     rows = default_calls(story)
     passes, ratios = [row["passes"] for row in rows], [row["seconds"] / row["pass"] for row in rows]
     print(f"\n{story.name}: {spread(passes, '.2f')} passes over the text, {spread(ratios, '.2f')} times a pass's time")
 
 
 def fits(story: Story) -> None:
-    """The fits that a knee of 0 leaves to do, with the gains that a scheme may have; and their price."""
+    """Measure fits with a knee of 0, for each form of the gains, and their price."""
     head(story, "gains, method")
     for label, scheme in (("shared", SHARED), ("per head", PER_HEAD), ("per head, bias", BIASED)):
         for method in ("moments", "fit", "fit_qk"):
@@ -227,7 +232,7 @@ def fits(story: Story) -> None:
 
 
 def fold(story: Story) -> None:
-    """qkv_norm: the norm before attention folded away."""
+    """Measure qkv_norm, which folds the norm in front of attention away."""
     head(story, "`qkv_norm`, method")
     scheme = Scheme(q="auto", k="auto", v="auto", pre_norm=False)
     fresh = mean_loss(story.patched(scheme), story.held_out)
@@ -238,7 +243,7 @@ def fold(story: Story) -> None:
 
 
 def blend(story: Story) -> None:
-    """Continued training from an exact start, beside the unpatched control."""
+    """Measure further training from an exact start, beside the unpatched model."""
     steps = range(0, BLENDED + 1, 20)
     print(f"\n| held-out loss after step | {' | '.join(map(str, steps))} |\n|---|{'---:|' * len(steps)}")
     control = continued(story, story.patched("none"), None)
@@ -254,7 +259,7 @@ def blend(story: Story) -> None:
 
 
 def continued(story: Story, model: Any, schedule: BlendSchedule | None, seed: int = 0) -> list[float]:
-    """Held-out losses every 20 steps of training."""
+    """Return the held-out loss every 20 steps of training."""
     losses = []
 
     def each_step(step: int) -> None:
@@ -269,7 +274,7 @@ def continued(story: Story, model: Any, schedule: BlendSchedule | None, seed: in
 
 
 def run(parts: list[Callable[[Story], None]], text: str | None) -> None:
-    """The command line of a recipe that prints parts of a story."""
+    """Parse the command line of a recipe and print its parts."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--text", required=True)

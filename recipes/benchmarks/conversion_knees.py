@@ -1,13 +1,13 @@
-"""What might go further than one knee for all norms: other statistics, other gains, other splits, a fit after it.
+"""Compare extensions of a single knee: other statistics, other gains, other splits, a fit after it.
 
-    python recipes/benchmarks/conversion_knees.py --checkpoint ../shared/checkpoints/llama-shakespeare \\
+    python recipes/benchmarks/conversion_knees.py --checkpoint ../shared/checkpoints/llama-shakespeare \
         --text ../shared/data/tinyshakespeare.txt --part knees
 
-A knee trades a bound on the logits for what the model keeps, so variants are compared at equal bounds: each row has a
-variant's bound (worst layer), its rise in loss and its KL from the unpatched model, and its KL over the KL that the
-plain recipe (one knee, mean squares, shared gains, moments) has at that bound. Below 1 the variant pays. Gains are
-fitted to 8 batches of 8×256 tokens; losses are over 8 batches of the last tenth.
-Prints Markdown.
+A knee trades a bound on the logits for what the model keeps, so that variants are compared at equal bounds. Each row
+has a variant's bound (of the worst layer), its rise in loss, its KL from the unpatched model, and the ratio of this KL
+to that of the plain recipe (one knee, mean squares, shared gains, moments) at the same bound. A ratio below 1 is an
+improvement. Gains are fitted to 8 batches of 8×256 tokens; losses are over 8 batches of the last tenth. Prints
+Markdown.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Judge:
 
 
 def worst_bound(model: Any) -> float:
-    """The largest of the layers' bounds on |logit|; infinite where queries or keys have no norm."""
+    """Return the largest bound on |logit| over the layers; infinity where queries or keys have no norm."""
     return max(bound_of(layer) for layer in patched_layers(model).values())
 
 
@@ -113,7 +113,7 @@ def bound_of(layer: QKNormAttention) -> float:
 
 
 def whole(statistic: Callable[[Tensor], Tensor]) -> Epsilons:
-    """ε = knee·(a statistic of all heads' squares)."""
+    """Set ε = knee · (a statistic of the squares of all heads)."""
     return lambda knee, seen: {key: knee * statistic(x) for key, x in seen.items()}
 
 
@@ -122,13 +122,13 @@ def by_head(knee: float, seen: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
 
 
 def split(q: float, k: float) -> Epsilons:
-    """Knees for queries and for keys, as multiples of the knee."""
+    """Set different knees for queries and keys, as multiples of the knee."""
     factors = {"q_norm": q, "k_norm": k}
     return lambda knee, seen: {key: knee * factors[key[1]] * x.mean() for key, x in seen.items()}
 
 
 def equal_bounds(judge: Judge) -> Epsilons:
-    """A knee for each layer, such that layers have nearly the same bound: it grows with 1 + knee."""
+    """Choose a knee per layer such that all layers have nearly the same bound, which grows with 1 + knee."""
     model = judge.plain(4.0)
     bounds = {name: bound_of(layer) for name, layer in patched_layers(model).items()}
     middle = math.exp(sum(map(math.log, bounds.values())) / len(bounds))
@@ -141,7 +141,7 @@ def equal_bounds(judge: Judge) -> Epsilons:
 
 
 def statistics(judge: Judge) -> None:
-    """Which statistic of the squares, and whose, ε is a multiple of."""
+    """Compare the statistics of the squares that ε is a multiple of."""
     variants = {
         "mean (the plain recipe)": whole(Tensor.mean),
         "mean of each head": by_head,
@@ -159,7 +159,7 @@ def statistics(judge: Judge) -> None:
 
 
 def schemes(judge: Judge) -> None:
-    """Which norms and gains the knee stands beside."""
+    """Compare norms and gains beside the knee."""
     mean = whole(Tensor.mean)
     variants: dict[str, tuple[Scheme, Epsilons]] = {
         "RMSNorm": (Scheme(q="rms", k="rms"), mean),
@@ -177,7 +177,7 @@ def schemes(judge: Judge) -> None:
 
 
 def shapes(judge: Judge) -> None:
-    """Other ways to saturate: x/(1 + (mean x²/ε)^(s/2))^(1/s), of which s = 2 is the norm and s = ∞ clips lengths."""
+    """Compare other saturations: x/(1 + (mean x²/ε)^(s/2))^(1/s), where s = 2 is the norm and s = ∞ clips lengths."""
     for order, knee in itertools.product((2.0, 4.0, math.inf), KNEES):
         model = patch_model(copy.deepcopy(judge.base), SHARED)
         seen = judge.seen(model)
@@ -202,7 +202,7 @@ def saturating(norm: HeadNorm, eps: float, order: float) -> Callable[[Tensor], T
 
 
 class Exponential(nn.Module):
-    """ε by its logarithm, for a fit to move."""
+    """ε as the exponential of a parameter, for a fit."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.exp()
@@ -212,7 +212,7 @@ class Exponential(nn.Module):
 
 
 def fits(judge: Judge) -> None:
-    """A short fit after the closed form: of the gains, and of gains and knees."""
+    """Compare short fits after the closed form: of the gains, and of gains and knees."""
     for knees, steps, knee in itertools.product((False, True), (20, 40), KNEES):
         model = judge.plain(knee)
         for norm in norms(model).values() if knees else ():
@@ -225,7 +225,7 @@ def fits(judge: Judge) -> None:
 
 
 def knees(story: Story) -> None:
-    """All of it."""
+    """Run all comparisons."""
     judge = Judge(story)
     judge.head()
     for part in (statistics, schemes, shapes, fits):

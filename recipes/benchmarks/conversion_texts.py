@@ -1,14 +1,14 @@
-"""What the default call keeps with little text, on other text, and at positions past those that it has seen.
+"""Measure what the default call keeps with little text, on other text, and at positions beyond the calibrated ones.
 
-    python recipes/benchmarks/conversion_texts.py --checkpoint ../shared/checkpoints/llama-shakespeare \\
+    python recipes/benchmarks/conversion_texts.py --checkpoint ../shared/checkpoints/llama-shakespeare \
         --text ../shared/data/tinyshakespeare.txt --other wikitext-test.txt --part texts
 
-Parts: tokens, positions, texts, which also takes Python's library and the files of `--other`. Data as in
-`conversion.py`. Prints Markdown; finished runs are kept in `--runs`.
+Parts: tokens, positions, and texts, which also takes the source code of Python's library and the files of `--other`.
+The data is that of `conversion.py`. Prints Markdown; finished runs are stored in `--runs`.
 
-Targets: at least 98 % of the jump removed with 20,000 tokens; up to four times the calibrated length no stretch of
-positions more than 0.02 nats above the unpatched model; a rise on other text that is at most twice that on the text of
-the calibration.
+Targets: at least 98 % of the jump removed with 20,000 tokens; up to four times the calibrated length, no stretch of
+positions more than 0.02 nats above the unpatched model; a rise on other text of at most twice that on the calibration
+text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STRETCH = 32  # positions
 
 
 def tokens(story: Story) -> None:
-    """How much text the default call needs."""
+    """Measure how much text the default call needs."""
     base, ones = ends(story)
 
     def measured(count: int, seed: int) -> Row:
@@ -47,7 +47,7 @@ def tokens(story: Story) -> None:
 
 
 def positions(story: Story) -> None:
-    """The rise by position, up to four times the calibrated length, or as far as a model of learned positions goes."""
+    """Measure the rise by position, up to four times the calibrated length, or to the end of learned positions."""
     reach = story.base.config.max_position_embeddings if hasattr(story.base.config, "n_positions") else 4 * LENGTH
     length = reach // 4
     judged = sample_batches(story.unseen, 12, BATCH // 2, reach, seed=0)
@@ -67,7 +67,7 @@ def positions(story: Story) -> None:
 
 @torch.no_grad()
 def losses_by_position(model: Any, batches: list[Tensor]) -> Tensor:
-    """The mean loss of predicting each position's successor; 0 for the last, which has none."""
+    """Return the mean loss at each position; 0 for the last, which has no next token."""
     total = torch.zeros(batches[0].shape[1])
     for batch in batches:
         logits = model(batch, use_cache=False).logits[:, :-1]
@@ -77,7 +77,7 @@ def losses_by_position(model: Any, batches: list[Tensor]) -> Tensor:
 
 
 def texts(story: Story) -> None:
-    """Calibrated on one text, judged on another."""
+    """Calibrate on one text and evaluate on another."""
     sources = [story.text, None, *story.other]
     names = ["Python's library" if source is None else Path(source).stem for source in sources]
     parts = {name: story.cut(load_text(source, 1_200_000)) for name, source in zip(names, sources, strict=True)}

@@ -1,9 +1,9 @@
-"""What was tried to keep more of a trained model, and why the norm of the keys costs what it does.
+"""Measure alternatives that keep more of a trained model, and the cause of the cost of normed keys.
 
-    python recipes/benchmarks/conversion_tried.py --checkpoint ../shared/checkpoints/gpt2-shakespeare \\
+    python recipes/benchmarks/conversion_tried.py --checkpoint ../shared/checkpoints/gpt2-shakespeare \
         --text ../shared/data/tinyshakespeare.txt --part tried
 
-Parts: tried, sizes. Data and figures as in `conversion.py`, but fits of half as many steps.
+Parts: tried, sizes. Data and figures are those of `conversion.py`, with fits of half as many steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = 60
 
 @contextmanager
 def settings(**values: float) -> Iterator[None]:
-    """The fit's constants, changed for a while."""
+    """Change the fit's constants within a block."""
     old = {name: getattr(fit, name) for name in values}
     try:
         for name, value in values.items():
@@ -40,7 +40,7 @@ def settings(**values: float) -> Iterator[None]:
 
 
 def tried(story: Story) -> None:
-    """What might have gone further."""
+    """Measure the alternatives."""
     head(story, "what was tried")
     variants = {
         "queries alone, `fit`": Scheme(q="auto"),
@@ -66,7 +66,7 @@ def tried(story: Story) -> None:
 
 
 def fitted_from(story: Story, scheme: Scheme, start: Callable[[Any], None]) -> Any:
-    """A fit from moments that `start` has changed first."""
+    """Fit from moments that `start` has changed."""
     model = story.patched(scheme, "moments")
     start(model)
     batches = [{"input_ids": batch} for batch in story.calibration]
@@ -76,7 +76,7 @@ def fitted_from(story: Story, scheme: Scheme, start: Callable[[Any], None]) -> A
 
 @torch.no_grad()
 def split_evenly(model: Any) -> None:
-    """Give q and k gains of the same mean size: only their product matters to the logits, but not to Adam."""
+    """Give q and k gains of the same mean size: only their product affects the logits, but Adam sees each."""
     for layer in patched_layers(model).values():
         q, k = layer.q_norm, layer.k_norm
         ratio = (k.weight.abs().mean() / q.weight.abs().mean()).sqrt()
@@ -92,7 +92,9 @@ def matched(story: Story, scheme: Scheme, steps: int) -> Any:
 
 
 def match_rows(story: Story, model: Any, steps: int, rate: float = 0.1) -> None:
-    """Fit each layer's gains to the base's attention rows (KL), all layers at once, on the base's own activations."""
+    """Fit each layer's gains to the base model's attention rows (KL), all layers at once, on the base model's
+    activations.
+    """
     layers = patched_layers(model)
     inputs: dict[Any, tuple[Any, ...]] = {}
     hooks = [
@@ -119,7 +121,7 @@ def match_rows(story: Story, model: Any, steps: int, rate: float = 0.1) -> None:
 
 
 def row_divergence(layer: Any, hidden: Tensor, rotation: Any) -> Tensor:
-    """Mean KL of a layer's attention rows with its norms from those without."""
+    """Return the mean KL between a layer's attention rows with and without its norms."""
 
     def rows(q: Tensor, k: Tensor, scale: float) -> Tensor:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -134,7 +136,9 @@ def row_divergence(layer: Any, hidden: Tensor, rotation: Any) -> Tensor:
 
 
 def sizes(story: Story) -> None:
-    """What the norm of the keys takes away: how their size varies, by what, and what giving parts of it back saves."""
+    """Measure what the norm of the keys removes: how key sizes vary, by what, and the gain from restoring parts of
+    it.
+    """
     model = story.patched(SHARED)
     layers = patched_layers(model)
     seen = key_sizes(model, story.calibration[:8])
@@ -167,7 +171,7 @@ def sizes(story: Story) -> None:
 
 
 def key_sizes(model: Any, batches: list[Tensor]) -> dict[str, Tensor]:
-    """What the norm divides each key by, `[B, T, H]` a layer, in the unpatched model."""
+    """Return the divisor of each key's norm, `[B, T, H]` per layer, in the unpatched model."""
     seen: dict[str, list[Tensor]] = {}
 
     def add(name: str, norm: Any, args: tuple[Tensor, ...]) -> None:

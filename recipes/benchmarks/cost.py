@@ -1,13 +1,13 @@
-"""What a training step costs with each scheme, beside the same model with plain attention: time and memory.
+"""Benchmark the cost of a training step under each scheme, beside the same model with plain attention: time, memory.
 
     python recipes/benchmarks/cost.py
     python recipes/benchmarks/cost.py --size gpu --device cuda --bf16 true
 
-A GPT-2 with random weights, on random tokens: forward, backward and AdamW's step. The implementations take turns in one
-run, and a ratio is the median over the turns of a turn's own times, with its quartiles: what else a machine does hits
-all alike. On a CPU it is the CPU's time that counts, which other programs lengthen least. Memory is how far a step
-raises the peak over what lies there before it: of a CPU's resident size (each in a process of its own, Linux only), or
-of what torch allocates on a GPU. Prints Markdown, and writes it.
+A GPT-2 with random weights on random tokens: forward, backward and AdamW's step. The variants take turns in one run; a
+ratio is the median over the turns of the ratios within a turn, with its quartiles, so that other programs affect all
+alike. On a CPU the figure is CPU time, on which other programs have the least effect. Memory is the rise of the peak
+over a step: of the resident size on a CPU (in a process per variant, Linux only), of torch's allocations on a GPU.
+Prints Markdown, and writes it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SIZES = {
 
 @dataclass
 class Options:
-    """What the benchmark can be told."""
+    """The options of the benchmark."""
 
     size: str = field(default="cpu", metadata={"choices": list(SIZES)})
     turns: int = 15
@@ -59,7 +59,7 @@ class Options:
 
 
 class Training:
-    """A model in training; a call takes a step."""
+    """A model in training; a call takes one step."""
 
     def __init__(self, arm: Arm, options: Options) -> None:
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ class Training:
 
 
 def timed(options: Options) -> dict[str, list[float]]:
-    """Milliseconds a step of each implementation, turn by turn; the first two turns warm up."""
+    """Return the milliseconds per step of each variant, turn by turn, after two turns of warm-up."""
     implementations = {name: Training(arm, options) for name, arm in ARMS.items()}
     times: dict[str, list[float]] = {name: [] for name in implementations}
     clock = time.perf_counter if options.device == "cuda" else time.process_time
@@ -97,7 +97,7 @@ def timed(options: Options) -> dict[str, list[float]]:
 
 
 def extra_mib(arm: Arm, options: Options) -> float:
-    """By how many MiB a step raises the peak of memory."""
+    """Return the rise of the memory peak over a step, in MiB."""
     step = Training(arm, options)
     step()
     if options.device == "cuda":
@@ -113,7 +113,7 @@ def extra_mib(arm: Arm, options: Options) -> float:
 
 
 def measured_apart(arm: Arm, options: Options) -> float:
-    """`extra_mib`; on a CPU in a process of its own, whose memory no other implementation has used."""
+    """Return `extra_mib`; on a CPU from a process whose memory no other variant has used."""
     if options.device == "cuda":
         return extra_mib(arm, options)
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -121,14 +121,14 @@ def measured_apart(arm: Arm, options: Options) -> float:
 
 
 def ratio(times: list[float], others: list[float]) -> str:
-    """The median of the turns' ratios, and their quartiles."""
+    """Return the median and the quartiles of the turns' ratios."""
     turns = [mine / other for mine, other in zip(times, others, strict=True)]
     low, middle, high = statistics.quantiles(turns, n=4)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def page(times: dict[str, list[float]], mib: dict[str, float], options: Options) -> str:
-    """The results as Markdown."""
+    """Format the results as Markdown."""
     dtype = "bf16 autocast" if options.bf16 else "fp32"
     lines = ["# What a training step costs", "", (__doc__ or "").split("\n\n")[2].strip(), ""]
     lines += [provenance([{"made": made()}]), "", f"`{SIZES[options.size]}`, {dtype}, {options.turns} turns.", ""]

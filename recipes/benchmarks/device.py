@@ -1,16 +1,16 @@
-"""All that takes a Hopper GPU, in one command and nine minutes: tests, the Gluon kernel, times.
+"""Run everything that needs a Hopper GPU in one command and nine minutes: tests, the Gluon kernel, benchmarks.
 
     python recipes/benchmarks/device.py --out results
     python recipes/benchmarks/device.py --out results --prototypes ../kernels
 
-The kernels' tests natively (against the oracle's budget, the same bits on each run), those of graphs, streams,
-inductor, training, 128k keys and more than 2³¹ numbers, the Gluon kernel beside the plain one, under compute-sanitizer,
-and its own tests, the attention benchmark, and its most important rows with the Gluon kernel; then, if there is time
-and a folder of them, `gpu_smoke.py` of the prototypes. Each stage is a process with a limit of its own. One that fails
-or takes too long is ended and told, and the others go on, except those that would measure what was found wrong. Keeps
-`device.log`, `device.csv`, `device.md` and the benchmark's files; exit code 0 if nothing failed.
+The stages, in order: the kernels' tests (the oracle's budget, the same bits on each run); the tests of graphs, streams,
+inductor, training, 128k keys and more than 2³¹ numbers; the Gluon kernel against the plain one, also under compute-
+sanitizer, and its tests; the attention benchmark, and its most important rows with the Gluon kernel; then, if time and
+a folder permit, `gpu_smoke.py` of the prototypes. Each stage is a process with a time limit. A stage that fails or runs
+out of time is reported and the next ones run, except those that would measure a faulty kernel. Writes `device.log`,
+`device.csv`, `device.md` and the benchmark's files; the exit code is 0 if nothing failed.
 
-`--dry-run` tries the script out without a GPU, each stage in its smallest form: its results mean nothing.
+`--dry-run` tries the script out without a GPU, each stage in its smallest form. Its results mean nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ LEAST = 10.0  # seconds in which no stage is worth starting
 
 @dataclass(frozen=True)
 class Stage:
-    """A process, run from the repository's root; `missing` says why it can't run, `after` which stage must pass."""
+    """A process in the repository's root. `missing` is the reason why it cannot run, `after` a stage that must pass
+    first.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -54,14 +56,16 @@ class Stage:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Kernels run natively unless the stage says otherwise, and the Gluon one is nobody's by accident."""
+        """Kernels run natively unless the stage says otherwise; the Gluon kernel is off unless the stage asks for
+        it.
+        """
         inherited = {x: value for x, value in os.environ.items() if x not in ("TRITON_INTERPRET", *GLUON)}
         return inherited | {"PYTHONUNBUFFERED": "1"} | self.settings
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a stage: "passed", "failed", "too long", "skipped"; the end of what it said, or why."""
+    """The end of a stage: "passed", "failed", "too long" or "skipped", with its last output or the reason."""
 
     stage: str
     outcome: str
@@ -75,13 +79,13 @@ def python(*arguments: object) -> tuple[str, ...]:
 
 
 def tests(count: int, *arguments: str) -> tuple[str, ...]:
-    """pytest on so many processes; it names each test, in case it is ended."""
+    """Run pytest on `count` processes; it prints each test, in case it is stopped."""
     processes = ("-n", str(count)) if find_spec("xdist") else ()
     return python("-m", "pytest", "-o", "addopts=", "-v", "-p", "no:cacheprovider", *processes, *arguments)
 
 
 def sanitized(tool: str) -> Stage:
-    """The Gluon check under compute-sanitizer; without PyTorch's own allocator, which hides what is out of bounds."""
+    """Run the Gluon check under compute-sanitizer, without PyTorch's allocator, which hides accesses out of bounds."""
     found = shutil.which("compute-sanitizer")
     command = (found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1")
     check = python(HERE / "check_gluon.py", "--small")
@@ -90,7 +94,7 @@ def sanitized(tool: str) -> Stage:
 
 
 def full_plan(out: Path, commit: tuple[str, ...], prototypes: Path | None) -> list[Stage]:
-    """What matters most first."""
+    """All stages, the most important first."""
     bench = HERE / "bench_attention.py"
     smoke = prototypes / "gpu_smoke.py" if prototypes else Path("gpu_smoke.py")
     gluon = ("--quick", "--minutes", "1", "--keep-going", "--out", out / "gluon", *commit)
@@ -126,7 +130,7 @@ def dry_plan(out: Path) -> list[Stage]:
 
 
 def run_stages(stages: list[Stage], log: Path, deadline: float) -> list[Outcome]:
-    """Run them one after the other until the deadline, of `time.monotonic`; all they say goes to the log."""
+    """Run the stages in order until the deadline (`time.monotonic`); their output goes to the log."""
     found: list[Outcome] = []
     for stage in stages:
         left = deadline - time.monotonic()
@@ -141,7 +145,7 @@ def run_stages(stages: list[Stage], log: Path, deadline: float) -> list[Outcome]
 
 
 def run_stage(stage: Stage, log: Path, limit: float) -> Outcome:
-    """Run it in a process group of its own: what it started ends with it."""
+    """Run a stage in a process group, which ends with it."""
     start = time.monotonic()
     with log.open("a", encoding="utf-8") as file:
         file.write(f"\n== {stage.name}, at most {limit:.0f} s: {' '.join(stage.command)}\n")
@@ -167,7 +171,7 @@ def run_stage(stage: Stage, log: Path, limit: float) -> Outcome:
 
 
 def last_line(log: Path, begin: int) -> str:
-    """The end of what was said from there on."""
+    """Return the last line of the log after position `begin`."""
     with log.open(encoding="utf-8", errors="replace") as file:
         file.seek(begin)
         return next((line.strip()[:120] for line in reversed(file.readlines()) if line.strip()), "")
@@ -178,7 +182,7 @@ def cells(x: Outcome) -> list[str]:
 
 
 def faster(out: Path) -> list[list[str]]:
-    """Our rows that both benchmarks have: times of the plain kernel and of the Gluon one, and their ratio."""
+    """Return our rows of both benchmarks: times of the plain and the Gluon kernel, and their ratio."""
     plain, gluon = (times(folder) for folder in (out, out / "gluon"))
     return [
         [*row, f"{plain[row]:.4f}", f"{gluon[row]:.4f}", f"{gluon[row] / plain[row]:.2f}"]
@@ -201,13 +205,13 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows])
 
 
-def write(out: Path, found: list[Outcome], told: dict[str, str], command: str) -> str:
-    """Write the CSV and the page; returns the page."""
+def write(out: Path, found: list[Outcome], machine: dict[str, str], command: str) -> str:
+    """Write the CSV and the page; return the page."""
     with (out / "device.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["stage", "outcome", "seconds", "limit", "detail", *told])
-        writer.writerows([x.stage, x.outcome, f"{x.seconds:.1f}", x.limit, x.detail, *told.values()] for x in found)
-    where = f"{told['card']}: " + ", ".join(f"{x} {y}" for x, y in told.items() if x != "card")
+        writer.writerow(["stage", "outcome", "seconds", "limit", "detail", *machine])
+        writer.writerows([x.stage, x.outcome, f"{x.seconds:.1f}", x.limit, x.detail, *machine.values()] for x in found)
+    where = f"{machine['card']}: " + ", ".join(f"{x} {y}" for x, y in machine.items() if x != "card")
     parts = ["# On a GPU", f"`{command}`", where + "."]
     parts.append(table(["stage", "outcome", "s", "limit", "it said last"], [cells(x) for x in found]))
     rows = faster(out)
@@ -219,7 +223,7 @@ def write(out: Path, found: list[Outcome], told: dict[str, str], command: str) -
 
 
 def main(arguments: list[str]) -> int:
-    """Run all stages; the exit code."""
+    """Run all stages; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for log, CSV, pages and plots")
     parser.add_argument("--minutes", type=float, default=9, help="for all of it (default: 9)")
@@ -238,11 +242,11 @@ def main(arguments: list[str]) -> int:
     log = out / "device.log"
     log.write_text("", encoding="utf-8")
     device = torch.device("cpu" if args.dry_run else "cuda")
-    told = environment(device, torch.float32 if args.dry_run else torch.bfloat16, args.commit)
+    machine = environment(device, torch.float32 if args.dry_run else torch.bfloat16, args.commit)
     found = run_stages(stages, log, deadline)
     for plot in out.glob("gluon/*.png"):  # of a few rows
         plot.unlink()
-    print("\n" + write(out, found, told, " ".join(["python recipes/benchmarks/device.py", *arguments])))
+    print("\n" + write(out, found, machine, " ".join(["python recipes/benchmarks/device.py", *arguments])))
     return int(any(x.outcome in ("failed", "too long") or x.detail == "no time left" for x in found))
 
 

@@ -1,24 +1,24 @@
-"""SIGKILL a writer of checkpoints at a random moment, and look at what is left.
+"""Kill writers of checkpoints (SIGKILL) at random moments, and classify what they leave.
 
     python recipes/benchmarks/kill_writers.py --count 70 --seed 0
 
-Each writer is forked from a process that has imported everything, and killed within the time that it takes: a quarter
-of the kills fall anywhere in it, the others after its first file has appeared. A kill that comes too late is not
-counted. What is left is one of:
+Each writer is forked from a process that has finished its imports, and is killed within its running time: a quarter of
+the kills at any moment, the others after its first file. A kill after the end is not counted. The outcomes are:
 
-    nothing   no checkpoint is there
-    old       the checkpoint that was there before, byte for byte
-    new       the new checkpoint, byte for byte; of a Trainer: resumed from the last checkpoint, it ends in the same
-              weights as a run that was not killed
-    refused   a part, and loading it raises an error; of a Trainer: resuming raises an error, and resuming from the
-              checkpoint before it, if there is one, ends in the same weights
-    usable    a part that loads, with the right weights: what is missing is a tokenizer, or settings of generation
+    nothing   there is no checkpoint
+    old       the previous checkpoint, byte for byte
+    new       the new checkpoint, byte for byte; for the Trainer: resuming from the last checkpoint ends in the same
+              weights as a run without a kill
+    refused   a partial checkpoint that raises an error on loading; for the Trainer: resuming raises an error, and
+              resuming from the checkpoint before it, if any, ends in the same weights
+    usable    a partial checkpoint that loads with the right weights; it lacks a tokenizer or generation settings
     fault     anything else
 
-`convert_checkpoint` and `export_native` may leave nothing, old and new alone, and beside it what the next run removes.
-`save_pretrained` and the Trainer are transformers' own and write in place: they may leave a part. Here they write new
-folders; over an older checkpoint of several shards, a kill can leave some of each, which no reader can tell. Exit
-status 1: a fault, or an outcome that the writer may not have. Needs fork: Linux or macOS.
+`convert_checkpoint` and `export_native` may leave only nothing, old or new, and files beside it that the next run
+removes. `save_pretrained` and the Trainer are transformers' own and write in place: they may leave a partial
+checkpoint. Here they write to new folders. Over an older checkpoint of several shards, a kill can leave a mixture that
+no reader detects. The exit status is 1 on a fault, or on an outcome that the writer may not have. Needs fork: Linux or
+macOS.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FINE, RAISED, WRONG = 0, 3, 4  # exit statuses of a process that loads what is l
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes a folder; `judge` says what another run that was killed has left there, given one that was not."""
+    """A writer of a folder; `judge` classifies what a killed run leaves, given the result of a complete one."""
 
     write: Callable[[Path], object]
     judge: Callable[[Path, Path], str]
@@ -71,7 +71,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class Moment:
-    """When a writer is killed: seconds after its start, or after its first file."""
+    """The moment of a kill: seconds after the start, or after the first file."""
 
     after_first: bool
     seconds: float
@@ -79,7 +79,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Pace:
-    """When a writer that is not killed makes its first file, and when it ends, in seconds."""
+    """The times of a complete run in seconds: its first file, and its end."""
 
     first: float
     end: float
@@ -91,14 +91,16 @@ class Pace:
 
 @dataclass
 class Tally:
-    """The outcomes of a writer's kills, and what was wrong with each fault."""
+    """The outcomes of a writer's kills, and the details of each fault."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
 
 def forked(run: Callable[[], object], log: Path) -> int:
-    """Start a process that runs this and exits with the number it returns, or 0, or 1 if it raises; returns its id."""
+    """Fork a process that runs `run` and exits with the returned number, 0 without one, or 1 on an error; return its
+    id.
+    """
     child = os.fork()
     if child:
         return child
@@ -118,7 +120,7 @@ def forked(run: Callable[[], object], log: Path) -> int:
 
 
 def finished(run: Callable[[], object], log: Path) -> int:
-    """The exit status of a process that runs this."""
+    """Run `run` in a forked process, and return its exit status."""
     return os.waitstatus_to_exitcode(os.waitpid(forked(run, log), 0)[1])
 
 
@@ -127,7 +129,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def judge_bytes(left: Path, whole: Path, old: Path | None = None) -> str:
-    """By the bytes alone: nothing, the old folder, the new one, or a fault."""
+    """Classify by bytes: nothing, the old folder, the new one, or a fault."""
     if not left.exists():
         return "nothing"
     found = contents(left)
@@ -137,7 +139,7 @@ def judge_bytes(left: Path, whole: Path, old: Path | None = None) -> str:
 
 
 def judge_saved(left: Path, whole: Path) -> str:
-    """A part is loaded, and its weights are compared."""
+    """Classify by loading what is left and comparing its weights."""
     if not left.exists() or not any(left.iterdir()):
         return "nothing"
     if contents(left) == contents(whole):
@@ -155,7 +157,7 @@ def judge_saved(left: Path, whole: Path) -> str:
 
 
 def judge_training(left: Path, whole: Path, resume: Callable[[Path, Path], Any]) -> str:
-    """The last checkpoint is resumed; where that raises an error, the one before it."""
+    """Classify by resuming from the last checkpoint, and from the one before it if that raises an error."""
     log = left.with_name("resume.log")
 
     def status() -> int:
@@ -207,7 +209,7 @@ def train(out: Path, resume: Path | None = None) -> Any:
 
 
 def make_sources(model: Any, plain: Path, patched: Path, old: Path) -> None:
-    """A checkpoint to convert, one to export, and one to be replaced."""
+    """Make a checkpoint to convert, one to export, and one to replace."""
     patch_model(model, "qk_norm").save_pretrained(patched, max_shard_size=SHARD)
     unpatch_model(model).save_pretrained(plain, max_shard_size=SHARD)
     byte_tokenizer().save_pretrained(plain)
@@ -215,9 +217,10 @@ def make_sources(model: Any, plain: Path, patched: Path, old: Path) -> None:
 
 
 def make_writers(work: Path) -> dict[str, Writer]:
-    """The writers by name, and the checkpoints that they read, in `work`.
+    """Return the writers by name, with their checkpoints in `work`.
 
-    All is done in other processes: here, progress bars and loading would start threads, which do not survive a fork.
+    The work is done in other processes: progress bars and loading would start threads here, which do not survive a
+    fork.
     """
     plain, patched, old = places = tuple(work / name for name in ("plain", "patched", "old"))
     model = tiny_model("llama", vocab_size=8000, hidden_size=128)
@@ -240,7 +243,7 @@ def make_writers(work: Path) -> dict[str, Writer]:
 
 
 def start(writer: Writer, folder: Path) -> tuple[int, set[str]]:
-    """Start a writer on `folder / OUT`: its process, and the files that are there before."""
+    """Start a writer on `folder / OUT`; return its process and the files that exist before."""
     shutil.rmtree(folder / OUT, ignore_errors=True)
     if writer.old is not None:
         shutil.copytree(writer.old, folder / OUT)
@@ -249,7 +252,7 @@ def start(writer: Writer, folder: Path) -> tuple[int, set[str]]:
 
 
 def wait_for_first(child: int, folder: Path, there: set[str]) -> int | None:
-    """Wait until a process makes its first file, or ends: then its exit status."""
+    """Wait for a process's first file; return its exit status if it ends before."""
     while listing(folder) == there:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -259,7 +262,7 @@ def wait_for_first(child: int, folder: Path, there: set[str]) -> int | None:
 
 
 def measure(writer: Writer, folder: Path) -> Pace:
-    """Write `folder / OUT` without a kill, and look when."""
+    """Write `folder / OUT` without a kill, and return its times."""
     begin = time.perf_counter()
     child, there = start(writer, folder)
     status = wait_for_first(child, folder, there)
@@ -272,7 +275,9 @@ def measure(writer: Writer, folder: Path) -> Pace:
 
 
 def kill(writer: Writer, folder: Path, whole: Path, moment: Moment) -> tuple[str, str] | None:
-    """Kill a writer at this moment: the outcome, and what is wrong with it; None if it had ended before."""
+    """Kill a writer at this moment; return the outcome and the details of a fault, or None if the writer ended
+    before.
+    """
     child, there = start(writer, folder)
     status = wait_for_first(child, folder, there) if moment.after_first else None
     if status is None:
@@ -294,13 +299,13 @@ def kill(writer: Writer, folder: Path, whole: Path, moment: Moment) -> tuple[str
 
 
 def listing(folder: Path) -> set[str]:
-    """The names of what writers make: staging folders, and files of the folder itself."""
+    """Return the names of the files that writers make: staging folders, and files of the folder itself."""
     beside = {name for name in os.listdir(folder) if name.startswith(".")}
     return beside | {path.name for path in (folder / OUT).glob("*")}
 
 
 def run(count: int, seed: int, work: Path) -> dict[str, Tally]:
-    """Kill the writers in turns, `count` times in all, and let each write once more at the end."""
+    """Kill the writers by turns, `count` times in all, and let each write once more at the end."""
     draw = random.Random(seed)
     writers, paces, tallies = make_writers(work), {}, {}
     for i in range(count):
@@ -327,7 +332,7 @@ def run(count: int, seed: int, work: Path) -> dict[str, Tally]:
 
 
 def table(tallies: dict[str, Tally]) -> str:
-    """Counts by writer and outcome, as Markdown."""
+    """Format counts by writer and outcome as Markdown."""
     lines = ["| writer | kills | " + " | ".join(OUTCOMES) + " |", "|---|" + "---:|" * (1 + len(OUTCOMES))]
     for name, tally in tallies.items():
         counts = [tally.outcomes.total(), *(tally.outcomes[outcome] for outcome in OUTCOMES)]
@@ -336,7 +341,7 @@ def table(tallies: dict[str, Tally]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Kill and judge; the exit status."""
+    """Kill and classify; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=70, help="kills in all, the writers in turns (default: 70)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")

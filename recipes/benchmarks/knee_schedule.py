@@ -1,19 +1,19 @@
-"""A knee that goes down beside a blend that comes in: which of the two ways to the plain scheme trains better?
+"""Compare two ways to the plain scheme during training: lowering a knee (KneeSchedule) and blending in (BlendSchedule).
 
-    python recipes/benchmarks/knee_schedule.py --checkpoints ../shared/checkpoints/llama-shakespeare \\
+    python recipes/benchmarks/knee_schedule.py --checkpoints ../shared/checkpoints/llama-shakespeare \
         ../shared/checkpoints/gpt2-shakespeare --text ../shared/data/tinyshakespeare.txt
 
-The rule, laid down before the runs: the blend goes if, for each model and rate, averaged over seeds, the knee's
-held-out loss ends at most 0.003 nats above the blend's and is at no look on the way more than 0.005 above it. A
-difference that is smaller than its own standard error, paired over seeds, does not count as worse. Both outcomes, with
-and without this allowance, are shown.
+The rule was fixed before the runs. The knee replaces the blend if, for each model and rate, averaged over seeds, its
+held-out loss ends at most 0.003 nats above the blend's and is never more than 0.005 above it on the way. A difference
+below its own standard error, paired over seeds, does not count as worse. The page shows both outcomes, with and without
+this allowance.
 
-Both arms put the norm that the model itself uses on queries and keys, and a cap of 50. "blend" starts at the unpatched
-model (gains by `moments`, knee 0, `BlendSchedule`), "knee" at the model with a knee of 4 (Llama) or 8 (GPT-2) and gains
-by `moments` (`KneeSchedule`). They see the same batches of a seed: 150 steps of 2×256 tokens of the first nine tenths
-of the text, AdamW, gradients clipped at 1, 10 steps of warm-up, a constant rate afterwards, no dropout, the schedule
-over the first 100 steps. Held-out loss is that of 4 batches of 8×256 tokens of the last tenth every 10 steps, and of 6
-at the end. Started again, it goes on where it was. Writes a page and its runs; prints Markdown.
+Both arms put the model's own kind of norm on queries and keys, and a cap of 50. "blend" starts from the unpatched model
+(gains by `moments`, knee 0), "knee" from a knee of 4 (Llama) or 8 (GPT-2) with gains by `moments`. Within a seed both
+see the same batches: 150 steps of 2×256 tokens from the first nine tenths of the text, AdamW, gradients clipped at 1,
+10 steps of warm-up, then a constant rate, no dropout, the schedule over the first 100 steps. The held-out loss is over
+4 batches of 8×256 tokens of the last tenth every 10 steps, and over 6 at the end. An interrupted comparison continues
+where it stopped. Writes a page and its runs; prints Markdown.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ END, WAY = 0.003, 0.005  # nats by which the knee may be worse
 
 @dataclass(frozen=True)
 class Size:
-    """How long, and on how much, a run trains and is judged."""
+    """The length of a run, and the text that it trains and is evaluated on."""
 
     steps: int = 150
     lowered: int = 100
@@ -67,7 +67,7 @@ SIZES = {
 
 @dataclass
 class Options:
-    """What the comparison can be told."""
+    """The options of the comparison."""
 
     checkpoints: list[str]
     text: str
@@ -79,7 +79,7 @@ class Options:
 
 
 class Trained:
-    """A trained model and its text: what both arms start from, and the batches that both see."""
+    """A trained model and its text: the starts of both arms, and their batches."""
 
     def __init__(self, checkpoint: str, text: str, size: Size) -> None:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -130,7 +130,7 @@ def mean_squares(model: Any, batches: list[Tensor]) -> dict[tuple[str, str], flo
 
 
 def run_one(trained: Trained, arm: str, rate: float, seed: int) -> Row:
-    """Train one model; its held-out losses on the way, the first before any step, and at the end."""
+    """Train one model; return its held-out losses over the run, from before the first step on, and at the end."""
     size, model = trained.size, copy.deepcopy(trained.starts[arm])
     share, start = size.lowered / size.steps, model.config.scheme.knee
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
@@ -154,7 +154,7 @@ def run_one(trained: Trained, arm: str, rate: float, seed: int) -> Row:
 
 @dataclass(frozen=True)
 class Apart:
-    """How far the knee's loss is above the blend's: the mean over seeds, and its standard error."""
+    """The knee's loss minus the blend's: the mean over seeds, and its standard error."""
 
     mean: float
     error: float
@@ -223,7 +223,7 @@ def compare(options: Options, runs: Runs) -> list[Compared]:
 
 
 def page(compared: list[Compared], options: Options, rows: list[Row]) -> str:
-    """The results as Markdown."""
+    """Format the results as Markdown."""
     size = SIZES[options.size]
     together = {arm: [run for cell in compared for run in getattr(cell, arm)] for arm in ARMS}
     lines = ["# `KneeSchedule` beside `BlendSchedule`", "", "\n\n".join((__doc__ or "").split("\n\n")[2:4]).strip()]

@@ -1,4 +1,4 @@
-"""Gains by least squares for any ε that a norm may be given, one for each head included, which no scheme has."""
+"""Gains by least squares for any ε of a norm, also for one ε per head, which no scheme offers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = tuple[str, str]  # a layer's name and its norm's
 
 @torch.no_grad()
 def squares(model: Any, batches: list[dict[str, Tensor]]) -> dict[Key, Tensor]:
-    """The mean square of each head's vectors `[N, H]` as they arrive at each norm, in the unpatched model."""
+    """Return the mean square of each head's vectors `[N, H]` at the input of each norm, in the unpatched model."""
     seen: dict[Key, list[Tensor]] = {}
 
     def add(key: Key, norm: HeadNorm, x: Tensor) -> None:
@@ -31,7 +31,7 @@ def squares(model: Any, batches: list[dict[str, Tensor]]) -> dict[Key, Tensor]:
 
 @torch.no_grad()
 def solve(model: Any, batches: list[dict[str, Tensor]]) -> None:
-    """Gains (and biases) by least squares, x ≈ gain·norm(x) + bias, for whatever ε the norms have."""
+    """Fit gains (and biases) by least squares, x ≈ gain·norm(x) + bias, for the ε that the norms have."""
     sums: dict[Key, Tensor] = {}
 
     def add(key: Key, norm: HeadNorm, x: Tensor) -> None:
@@ -60,7 +60,7 @@ def solve(model: Any, batches: list[dict[str, Tensor]]) -> None:
 
 @torch.no_grad()
 def watch(model: Any, batches: list[dict[str, Tensor]], add: Callable[[Key, HeadNorm, Tensor], None]) -> None:
-    """Show `add` the vectors `[N, H, D]` that arrive at each norm of the unpatched model, in fp64."""
+    """Pass the vectors `[N, H, D]` at the input of each norm of the unpatched model to `add`, in fp64."""
 
     def show(key: Key, norm: HeadNorm, args: tuple[Tensor, ...]) -> None:
         add(key, norm, args[0].flatten(0, 1).double())
@@ -78,7 +78,7 @@ def norms(model: Any) -> dict[Key, HeadNorm]:
 
 
 def put(model: Any, epsilons: Mapping[Key, Tensor]) -> None:
-    """Set each norm's ε: a number, or one for each head as `[H, 1]`, which no scheme has."""
+    """Set each norm's ε: a number, or `[H, 1]` for one per head, which no scheme offers."""
     for key, norm in norms(model).items():
         del norm.eps
         norm.register_buffer("eps", (epsilons[key] + norm.floor).float())

@@ -1,15 +1,15 @@
-"""Lp QKNorm: does an order above 2 help, and is it the order or the size of the logits that it changes?
+"""Sweep the order of Lp QKNorm: does an order above 2 help, and through the order or through the size of the logits?
 
     python recipes/benchmarks/lp.py --text tinyshakespeare.txt
     python recipes/benchmarks/lp.py --text tinyshakespeare.txt --size paper --folds 10 --device cuda
 
-After López-Rubio et al. 2026 (arXiv 2602.05006), who train nanoGPT's character model with ten-fold cross-validation:
-`--size paper` is that model with its 5000 steps. The default is the model that nanoGPT has for a CPU, with a fifth of
-its 2000 steps and four times its learning rate: an hour of a core. What gain the paper starts from is not known to us,
-so each order p is trained from three: Henry's log2(L² − L) whatever p is ("fixed"), 1 whatever p is ("one"), and
-Henry's rescaled so that p does not change the size of the first logits ("rescaled": the preset `lp`). Folds hold out
-another tenth of the text each, and all orders see the same batches of a fold. Started again, it goes on where it was.
-Without `--text` it trains on the sources of Python's library. Writes a page, its runs and a plot; prints Markdown.
+After López-Rubio et al. 2026 (arXiv 2602.05006), who train nanoGPT's character model with ten-fold cross-validation.
+`--size paper` is that model with its 5000 steps. The default is nanoGPT's model for a CPU, with a fifth of its 2000
+steps and four times its learning rate: an hour on one core. The paper does not give its initial gain, so that each
+order p is trained from three: Henry's log2(L² − L) for every p ("fixed"), 1 for every p ("one"), and Henry's rescaled
+so that p does not change the size of the first logits ("rescaled", the preset `lp`). Each fold holds out another tenth
+of the text; all orders see the same batches of a fold. An interrupted sweep continues where it stopped. Without
+`--text` the text is the source code of Python's library. Writes a page, its runs and a plot; prints Markdown.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SIZES = {
 
 @dataclass
 class Options:
-    """What the sweep can be told."""
+    """The options of the sweep."""
 
     text: str | None = None
     size: str = field(default="cpu", metadata={"choices": list(SIZES)})
@@ -64,7 +64,7 @@ class Options:
 
 
 def run_one(p: float, fresh: str, size: Size, rate: float, text: Characters, seed: int, device: str) -> Row:
-    """Train one model with the norm of order `p`; nanoGPT's optimiser."""
+    """Train one model with the norm of order `p`, with nanoGPT's optimizer."""
     torch.manual_seed(seed)
     model: Any = size.build(text.vocabulary, dataclasses.replace(SCHEMES["lp"], p=p)).to(device)
     gains = [parameter for name, parameter in model.named_parameters() if name.endswith("q_norm.weight")]
@@ -79,12 +79,12 @@ def run_one(p: float, fresh: str, size: Size, rate: float, text: Characters, see
 
 
 def fixed_gain(size: Size) -> float:
-    """Henry's, whatever the order."""
+    """Return Henry's gain, which does not depend on the order."""
     return fresh_scalar(Scheme(q="l2", k="l2", gain="scalar"), "l2", size.length, size.width // size.heads, 1.0)
 
 
 def sweep(options: Options, runs: Runs) -> dict[tuple[float, str], list[Row]]:
-    """All runs by order and fresh gain, one a fold; whole folds first."""
+    """Return all runs by order and initial gain, one per fold; folds are completed one by one."""
     size, rate = SIZES[options.size]
     results: dict[tuple[float, str], list[Row]] = {}
     for fold in range(options.folds):
@@ -101,13 +101,13 @@ def sweep(options: Options, runs: Runs) -> dict[tuple[float, str], list[Row]]:
 
 
 def against(runs: list[Row], others: list[Row]) -> tuple[float, float]:
-    """How far the held-out loss is from that of `others`, fold by fold: mean and standard error."""
+    """Return the difference of the held-out loss from that of `others`, fold by fold: mean and standard error."""
     apart = [run["held_out"] - other["held_out"] for run, other in zip(runs, others, strict=True)]
     return statistics.mean(apart), statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else float("nan")
 
 
 def page(results: dict[tuple[float, str], list[Row]], options: Options, rows: list[Row]) -> str:
-    """The results as Markdown."""
+    """Format the results as Markdown."""
     size, rate = SIZES[options.size]
     paragraphs = (__doc__ or "").split("\n\n")
     lines = ["# Lp QKNorm", "", paragraphs[0], "", paragraphs[2].strip(), "", provenance(rows), ""]

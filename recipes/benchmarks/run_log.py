@@ -1,4 +1,4 @@
-"""Runs that are kept: a sweep that is started again goes on where it was."""
+"""A log of finished runs, from which an interrupted sweep continues."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Row = dict[str, Any]
 
 
 def thinned(losses: list[float], points: int) -> list[float]:
-    """The means of about `points` equal stretches; one that is not finite stays so."""
+    """Return the means of about `points` equal stretches; a stretch with NaN or infinity keeps it."""
     width = max(len(losses) // points, 1)
     stretches = [losses[i : i + width] for i in range(0, len(losses), width)]
     return [round(sum(stretch) / len(stretch), 4) for stretch in stretches]
 
 
 class Runs:
-    """Finished runs, a line of JSON each: its settings, what came of it, and where and by what it was made."""
+    """Finished runs, one line of JSON each: settings, result, and provenance."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class Runs:
         replace_text(path, whole + "\n" * bool(whole))
 
     def get(self, settings: Row, run: Callable[[], Row]) -> Row:
-        """The result of the run with these settings: an earlier one's, or `run`'s, which is kept."""
+        """Return the result of the run with these settings: an earlier one, or that of `run`, which is stored."""
         found = next((row for row in self.rows if row["settings"] == settings), None)
         if found is None:
             line = json.dumps({"settings": settings, "result": run(), "made": self.made})
@@ -51,7 +51,7 @@ class Runs:
 
 
 def made() -> dict[str, str]:
-    """What a run depends on beside its settings."""
+    """Return the provenance of a run: machine, versions, commit, date."""
     cuda = torch.cuda.is_available()
     return {
         "machine": torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} thread(s)",
@@ -64,6 +64,6 @@ def made() -> dict[str, str]:
 
 
 def provenance(rows: list[Row]) -> str:
-    """Every value that `made` had among the rows, in a line."""
+    """Format every value of the provenance among the rows, in one line."""
     named = {name: list(dict.fromkeys(row["made"][name] for row in rows)) for name in rows[0]["made"]}
     return "; ".join(f"{name} {', '.join(values)}" for name, values in named.items()) + "."

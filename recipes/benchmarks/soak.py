@@ -1,13 +1,13 @@
-"""Whether anything grows: long training, patching and generation, with what the process holds counted on the way.
+"""Check that nothing grows over long training, patching and generation.
 
     python recipes/benchmarks/soak.py --out recipes/results/soak.md
     python recipes/benchmarks/soak.py --steps 100 --cycles 50 --generations 20
 
-A tiny model takes 2,000 steps of AdamW under LogitMonitor; models are patched and unpatched 500 times, with another cap
-each time; 200 texts are generated, with dynamic and static caches, padded on the left or not. After a warm-up (a tenth)
-memory, open files, threads, tensors, modules, hooks, classes, and the entries of registries and caches are counted at
-10 points. A count must not be larger at the end than at the start; memory may drift by 4 MiB in all. Exits with 1 if
-anything grows.
+A tiny model takes 2,000 steps of AdamW under LogitMonitor; models are patched and unpatched 500 times, each time with
+another cap; 200 texts are generated, with dynamic and static caches, with and without left padding. After a warm-up of
+a tenth, memory, open files, threads, tensors, modules, hooks, classes, and the entries of registries and caches are
+counted at 10 points. No count may be larger at the end than at the start; memory may drift by 4 MiB in all. The exit
+status is 1 if anything grows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Counts = dict[str, float]
 
 @dataclass(frozen=True)
 class Growth:
-    """One thing that was counted in a phase: at the first and the last point, and by how much it grew."""
+    """One count of a phase: at the first and the last point, and its growth."""
 
     phase: str
     name: str
@@ -64,7 +64,7 @@ class Growth:
 
 
 def held() -> Counts:
-    """What the process holds, once what nobody holds is gone."""
+    """Return the counts of the process, after a garbage collection."""
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
@@ -95,13 +95,13 @@ def held() -> Counts:
 
 
 def slope(values: list[float]) -> float:
-    """The median growth from one point to the next (Theil and Sen): a few odd points do not move it."""
+    """Return the median growth between points (Theil–Sen), which a few odd points do not move."""
     pairs = combinations(range(len(values)), 2)
     return statistics.median((values[b] - values[a]) / (b - a) for a, b in pairs)
 
 
 def soak(phase: str, count: int, turn: Callable[[int], None]) -> list[Growth]:
-    """Take `count` turns after a warm-up of a tenth, and see what grew."""
+    """Take `count` turns after a warm-up of a tenth, and return the growth of every count."""
     warmup = max(count // 10, 2 * len(FAMILIES))
     for number in range(warmup):
         turn(number)
@@ -122,7 +122,7 @@ def soak(phase: str, count: int, turn: Callable[[int], None]) -> list[Growth]:
 
 
 def training(folder: Path) -> Callable[[int], None]:
-    """A step of AdamW under LogitMonitor."""
+    """Take a step of AdamW under LogitMonitor."""
     model: Any = patch_model(tiny_model("llama"), "qk_norm_cap").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     monitor = LogitMonitor(every=10, path=folder / "logits.jsonl")
@@ -139,7 +139,7 @@ def training(folder: Path) -> Callable[[int], None]:
 
 
 def patching() -> Callable[[int], None]:
-    """Patch a model, run it, unpatch it; now and then another of its kind, which is thrown away."""
+    """Patch a model, run it, unpatch it; sometimes build another of its kind and drop it."""
     models: list[Any] = [tiny_model(family) for family in FAMILIES]
     tokens = torch.arange(16)[None]
 
@@ -155,7 +155,7 @@ def patching() -> Callable[[int], None]:
 
 
 def generating() -> Callable[[int], None]:
-    """Generate a few tokens, one way after the other."""
+    """Generate a few tokens, in each way by turns."""
     model: Any = patch_model(tiny_model("llama"), "qk_norm_cap")
     tokens = torch.arange(3, 27).view(2, 12)
     padded = torch.ones_like(tokens)

@@ -1,15 +1,15 @@
-"""How large may a learning rate be? A small GPT-2 at a grid of them, with each way to keep its logits in bounds.
+"""Sweep learning rates: a small GPT-2 at a grid of rates, with each way to bound its attention logits.
 
     python recipes/benchmarks/stability.py --text tinyshakespeare.txt
 
-After Rybakov et al. 2024 (arXiv 2410.16682): model, data and rates are the same for every arm, and told is the largest
-rate that does not diverge. Adam without weight decay, no gradient clipping, a short warm-up and then a constant rate:
-nothing else holds a run together. The rule, fixed before the sweep was run: a run has diverged if a loss was not
-finite, or if its held-out loss ended more than 0.3 nats above the best that the baseline reached at any rate (the mean
-over the seeds). A rate is stable if no seed diverged at it nor at any smaller one.
+After Rybakov et al. 2024 (arXiv 2410.16682): model, data and rates are the same for every arm, and the result is the
+largest rate that does not diverge. The optimizer is Adam without weight decay or gradient clipping, with a short warm-
+up and then a constant rate: nothing else stabilises a run. The rule was fixed before the sweep: a run has diverged if a
+loss is not finite, or if its held-out loss ends more than 0.3 nats above the baseline's best over all rates (the mean
+over the seeds). A rate is stable if no seed diverges at it or at any smaller one.
 
-By default on the sources of Python's library, some half an hour of a core; `--size gpu --device cuda` is GPT-2 small.
-Started again, it goes on where it was. Writes a page, its runs and two plots.
+By default the text is the source code of Python's library, for about half an hour on one core; `--size gpu --device
+cuda` is GPT-2 small. An interrupted sweep continues where it stopped. Writes a page, its runs and two plots.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SIZES = {
 
 @dataclass
 class Options:
-    """What the sweep can be told."""
+    """The options of the sweep."""
 
     text: str | None = None
     size: str = field(default="cpu", metadata={"choices": list(SIZES)})
@@ -62,7 +62,7 @@ class Options:
 
 
 def run_one(arm: Arm, size: Size, text: Characters, rate: float, seed: int, device: str) -> Row:
-    """Train one model; its losses and its largest |logit|, before any cap, over time."""
+    """Train one model; return its losses and its largest |logit| before any cap, over time."""
     torch.manual_seed(seed)
     model = size.build(text.vocabulary, arm.scheme).to(device)
     optimizer = arm.around(model, Adam(model.parameters(), lr=rate, betas=(0.9, 0.95)))
@@ -80,7 +80,7 @@ def run_one(arm: Arm, size: Size, text: Characters, rate: float, seed: int, devi
 
 
 def sweep(options: Options, runs: Runs) -> Sweep:
-    """All runs, those that were done before included; whole seeds first, so that a part of it can be told."""
+    """Return all runs, earlier ones included; seeds are completed one by one, so that a part of the sweep is usable."""
     size, text = SIZES[options.size], Characters(options.text)
     results: dict[str, dict[float, list[Row]]] = {arm: {rate: [] for rate in options.rates} for arm in options.arms}
     for seed in range(options.seeds):

@@ -1,4 +1,4 @@
-"""What the sweeps train: a small GPT-2 on the characters of a text, in one bare loop."""
+"""The model of the sweeps: a small GPT-2 on the characters of a text, in one plain training loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHARACTERS = 1_200_000  # as many as tinyshakespeare has, of a text that has mor
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2's shape, and what it is trained on; one forward of `judge` batches tells its held-out loss."""
+    """A GPT-2's shape and training length; one forward of `judge` batches gives the held-out loss."""
 
     layers: int
     heads: int
@@ -39,7 +39,7 @@ class Size:
     judge: int = 8
 
     def build(self, vocabulary: int, scheme: str | Scheme) -> PreTrainedModel:
-        """A patched GPT-2 with random weights, ready to be trained."""
+        """Return a patched GPT-2 with random weights, in training mode."""
         config = GPT2Config(
             vocab_size=vocabulary,
             n_positions=self.length,
@@ -58,7 +58,7 @@ class Size:
 
 
 class Characters:
-    """A text as the numbers of its characters; tenth `fold` is held out, and the rest is trained on."""
+    """A text as character numbers; tenth `fold` is held out, the rest is for training."""
 
     def __init__(self, source: str | None, fold: int = FOLDS - 1) -> None:
         text = load_text(source, limit=CHARACTERS)
@@ -73,11 +73,11 @@ class Characters:
         self.seen, self.held_out = torch.cat([ids[:start], ids[stop:]]), ids[start:stop]
 
     def training(self, size: Size, seed: int) -> list[Tensor]:
-        """A batch `[B, T]` for every step."""
+        """Return a batch `[B, T]` for every step."""
         return sample_batches(self.seen, size.steps, size.batch, size.length, seed)
 
     def judging(self, size: Size) -> list[Tensor]:
-        """The same held-out batches for every run."""
+        """Return the held-out batches, the same for every run."""
         return sample_batches(self.held_out, size.judge, size.batch, size.length, seed=10_000)
 
 
@@ -92,10 +92,10 @@ def train(
     what: str = "training",
     after_step: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
-    """One step a batch; returns the losses. A loss that is not finite is the last.
+    """Take one step per batch and return the losses. The run ends at a loss that is not finite.
 
-    The optimiser's rates are reached after `warmup` steps and end, along a cosine, at `floor` of themselves.
-    `after_step(n)` runs after n steps, also after none.
+    The rates rise over `warmup` steps and fall along a cosine to `floor` of their value. `after_step(n)` runs after n
+    steps, also for n = 0.
     """
 
     def factor(step: int) -> float:
@@ -125,7 +125,7 @@ def train(
 
 @torch.no_grad()
 def held_out_loss(model: Any, batches: list[Tensor]) -> float:
-    """Nats a token, over batches `[B, T]`."""
+    """Return the loss over batches `[B, T]`, in nats per token."""
     model.eval()
     losses = [float(model(input_ids=ids, labels=ids).loss) for ids in (batch.to(model.device) for batch in batches)]
     model.train()

@@ -1,4 +1,4 @@
-"""The plots of the sweeps: loss against learning rate, largest logits over time, loss against the norm's order."""
+"""Plots of the sweeps: loss over learning rate, largest logits over time, loss over the order of the norm."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ from matplotlib.figure import Figure
 from hf_qknorm.files.atomic_io import replace_file
 
 INK = "#333333"
-COLOURS = ("#4d4d4d", "#c8553d", "#2a7f9e", "#7aa6c2", "#3c8d5a", "#d9a441", "#8d5a97")  # told apart by everyone
+COLOURS = (
+    "#4d4d4d",
+    "#c8553d",
+    "#2a7f9e",
+    "#7aa6c2",
+    "#3c8d5a",
+    "#d9a441",
+    "#8d5a97",
+)  # safe for colour blindness
 MARKERS = "osv^DPX"
 
 
 def plot_losses(results: Mapping[str, Mapping[float, Sequence[Any]]], limit: float, path: Path) -> None:
-    """Held-out loss against learning rate, a line an arm (mean of the seeds, each a dot); over `limit` is diverged."""
+    """Plot held-out loss over learning rate: a line per arm (the mean of seeds), a dot per seed; above `limit` is
+    diverged.
+    """
     figure = Figure(figsize=(7.5, 4.6), layout="constrained")
     axes = figure.subplots()
     for (arm, by_rate), colour, marker in zip(results.items(), COLOURS, MARKERS, strict=False):
@@ -38,7 +48,7 @@ def plot_losses(results: Mapping[str, Mapping[float, Sequence[Any]]], limit: flo
 
 
 def plot_logits(results: Mapping[str, Mapping[float, Sequence[Any]]], path: Path) -> None:
-    """The largest |logit| before any cap over the steps: a column a rate, a line an arm (median of the seeds)."""
+    """Plot the largest |logit| before any cap over steps: a column per rate, a line per arm (the median of seeds)."""
     rates = list(next(iter(results.values())))
     columns = min(4, len(rates))
     lines = -(-len(rates) // columns)
@@ -62,7 +72,7 @@ def plot_logits(results: Mapping[str, Mapping[float, Sequence[Any]]], path: Path
 
 
 def plot_orders(results: Mapping[tuple[float, str], Sequence[Any]], path: Path) -> None:
-    """Held-out loss against p, fold by fold less that of p = 2: a line a fresh gain, with its standard error."""
+    """Plot held-out loss over p, relative to p = 2 fold by fold: a line per initial gain, with its standard error."""
     figure = Figure(figsize=(6.2, 3.8), layout="constrained")
     axes = figure.subplots()
     gains = dict.fromkeys(fresh for _, fresh in results)

@@ -1,4 +1,4 @@
-"""The tests' tiny models, for recipes that need a model and nothing of it."""
+"""Tiny models of the tests, for benchmarks that need no particular model."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Broken checkpoints: what breaks them, what runs over them, and what each outcome means."""
+"""Broken checkpoints: the edits that break them, the commands that run on them, and the verdicts on the outcomes."""

@@ -1,4 +1,4 @@
-"""The whole checkpoints that are broken: what they are, and how they are made."""
+"""The sound checkpoints that are broken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENS = list(b"to be or not to be")  # what logits are compared on
 
 @dataclass(frozen=True)
 class Base:
-    """A tiny model of `model_type`, patched with `scheme` (None: not patched), with a `blend` on its way in."""
+    """A tiny model of `model_type`, patched with `scheme` (None: not patched), with a `blend` that has begun."""
 
     name: str
     model_type: str
@@ -50,12 +50,12 @@ BASES = {
 
 
 def whole(root: Path, base: Base, layout: str) -> Path:
-    """The folder of a base that is not broken."""
+    """Return the folder of a sound checkpoint."""
     return root / "bases" / base.name / layout
 
 
 def twin(root: Path, base: Base, layout: str) -> Path:
-    """The folder of a base before it was patched: the base itself, if it is not."""
+    """Return the folder of a checkpoint before it was patched: the checkpoint itself, if it is not patched."""
     return root / "bases" / base.name / (layout if base.scheme is None else f"unpatched-{layout}")
 
 

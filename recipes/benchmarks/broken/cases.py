@@ -1,4 +1,4 @@
-"""Seeded cases: a whole checkpoint and the edits that break it."""
+"""Seeded cases: a sound checkpoint, and the edits that break it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PATCHED_ONLY = ("scheme", "gain")
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint to be broken: which, and how."""
+    """A checkpoint, and the edits that break it."""
 
     number: int
     kind: str
@@ -61,7 +61,7 @@ class Case:
 
 
 def make_case(root: Path, seed: int, number: int) -> Case:
-    """The case of a number: its kind goes round, all else is drawn."""
+    """Return the case with this number: kinds of edits go round, the rest is drawn."""
     draw, kind = Random(f"{seed}-{number}"), KINDS[number % len(KINDS)]
     layout = draw.choice(sorted(LAYOUTS))
     kinds = {"two of them": tuple(draw.sample(sorted(DRAWS), 2)), "untouched": ()}.get(kind, (kind,))
@@ -79,7 +79,7 @@ def make_case(root: Path, seed: int, number: int) -> Case:
 
 
 def break_copy(case: Case, root: Path, place: Path, which: Callable[[Path, Base, str], Path] = whole) -> Path:
-    """A copy of the case's checkpoint (or, with `which`, of its twin) at `place`, broken."""
+    """Return a broken copy of the case's checkpoint at `place`; with `which`, of its unpatched twin."""
     shutil.copytree(which(root, case.base, case.layout), place)
     for number, edit in enumerate(case.edits):
         try:

@@ -1,4 +1,4 @@
-"""What breaks a checkpoint: edits, drawn for a whole checkpoint and applied to it and to its unpatched twin alike."""
+"""Edits that break a checkpoint: drawn for a sound checkpoint, applied to it and to its unpatched twin alike."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Edit:
-    """One change to the files of a checkpoint's folder.
+    """One change to the files of a checkpoint.
 
-    `apply` leaves alone what the folder does not have. `names` are words of which a message about it has one, beside
-    names of files. A `harmless` edit leaves a whole checkpoint. An `unprivileged` one needs a process without rights.
+    `apply` skips files that the folder lacks. `names` are words of which an error message must have one, beside names
+    of files. A `harmless` edit leaves a sound checkpoint. An `unprivileged` one needs a process without root rights.
     """
 
     text: str
@@ -91,7 +91,7 @@ SCHEME: dict[str, tuple[Any, ...]] = {
 
 
 def can_be_read(path: Path) -> bool:
-    """Whether there is a plain file of a few bytes: an earlier edit may have put a GiB, a device or a pipe there."""
+    """Whether this is a plain file of a few bytes: an earlier edit may have put a GiB, a device or a pipe there."""
     return path.is_file() and path.stat().st_size <= LARGEST
 
 
@@ -104,7 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def on_config(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Apply `change` to what config.json holds."""
+    """Apply `change` to the content of config.json."""
 
     def apply(folder: Path) -> None:
         config = read_config(folder)
@@ -115,7 +115,7 @@ def on_config(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
 
 
 def field(folder: Path, draw: Random) -> Edit:
-    """A field gets another value: of the wrong type, out of range, or one that is possible."""
+    """Set a field to another value: of a wrong type, out of range, or a possible one."""
     config = read_config(folder)
     own = ("qk_norm", "qk_norm_base", "qk_norm_blend", "model_type", "architectures")
     name = draw.choice(sorted(key for key in config if key not in own))
@@ -140,7 +140,7 @@ def field(folder: Path, draw: Random) -> Edit:
 
 
 def missing(folder: Path, draw: Random) -> Edit:
-    """A field is not there."""
+    """Remove a field."""
     config = read_config(folder)
     names = draw.sample(sorted(config), draw.choice((1, 1, 2, 4)))
     return Edit(
@@ -151,14 +151,14 @@ def missing(folder: Path, draw: Random) -> Edit:
 
 
 def added(folder: Path, draw: Random) -> Edit:
-    """A field is there that the model does not have, or that overrides what it is."""
+    """Add a field that the model does not have, or that overrides its type."""
     name = draw.choice(sorted(ADDED))
     value = draw.choice(ADDED[name])
     return Edit(f"{name} = {shortened(value)}", on_config(lambda c: c.__setitem__(name, copy.deepcopy(value))), (name,))
 
 
 def kind(folder: Path, draw: Random) -> Edit:
-    """model_type and architectures that do not fit each other, or that nothing has."""
+    """Set a model_type and architectures that contradict each other, or that do not exist."""
     types = ("llama", "gpt2", "qknorm_llama", "qknorm_gpt2", "qknorm_mistral", "qknorm_bogus", "bogus", "bert", "qwen3")
     classes = ("LlamaForCausalLM", "GPT2LMHeadModel", "QKNormLlamaForCausalLM", "LlamaModel", "BertModel", "Bogus")
     classes += ("Qwen3ForCausalLM", "PretrainedConfig", "AutoModel", "__class__", "T5ForConditionalGeneration")
@@ -178,7 +178,7 @@ def kind(folder: Path, draw: Random) -> Edit:
 
 
 def scheme(folder: Path, draw: Random) -> Edit | None:
-    """A field of the scheme is changed, missing, unknown; or what is written beside it contradicts it."""
+    """Change, remove or add a field of the scheme, or contradict it elsewhere."""
     config = read_config(folder)
     if "qk_norm" not in config:
         return None
@@ -221,7 +221,7 @@ def scheme(folder: Path, draw: Random) -> Edit | None:
 
 
 def text(folder: Path, draw: Random) -> Edit:
-    """The text of config.json is none, or is JSON that says a thing twice or is something else."""
+    """Make config.json invalid as text or JSON, with a duplicate key, or of another kind."""
     share = draw.random()
     bomb = 10 ** draw.choice((2, 3, 5))
     ways: dict[str, Callable[[bytes], bytes]] = {
@@ -250,7 +250,7 @@ def text(folder: Path, draw: Random) -> Edit:
 
 
 def twice(data: bytes, share: float) -> bytes:
-    """A config that says a field again, as something else."""
+    """Give a field of a config a second, different value."""
     config = json.loads(data)
     ours = ("qk_norm", "attn_", "experts_implementation")  # which the unpatched twin does not have
     names = sorted(name for name in config if not name.startswith(ours))
@@ -260,7 +260,7 @@ def twice(data: bytes, share: float) -> bytes:
 
 
 def rewriting(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """Rewrite a file's bytes, where it is there."""
+    """Rewrite the bytes of a file, if it exists."""
 
     def apply(folder: Path) -> None:
         path = folder / name

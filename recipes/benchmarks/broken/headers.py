@@ -1,4 +1,4 @@
-"""What breaks the headers of safetensors files: lengths, offsets, dtypes, shapes, names, metadata."""
+"""Edits of safetensors headers: lengths, offsets, dtypes, shapes, names, metadata."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENTRY: dict[str, Callable[[dict[str, Any]], Any]] = {  # what becomes of a tenso
 
 
 def header(folder: Path, draw: Random) -> Edit:
-    """The header of a safetensors file says another length, other offsets, dtypes, shapes or names."""
+    """Give the header of a safetensors file another length, or other offsets, dtypes, shapes or names."""
     there = files(folder)
     file = draw.choice(there)
     name = draw.choice(sorted(name for name, (_, shape, _) in tensors(folder / file).items() if shape))
@@ -54,7 +54,7 @@ def header(folder: Path, draw: Random) -> Edit:
 
 
 def _bytes(name: str, draw: Random) -> tuple[str, Callable[[Path], None]]:
-    """The bytes of the whole file."""
+    """Edits of the whole file."""
     length, share = draw.choice(LENGTHS), draw.random()
     ways = BYTES | {
         f"length {length}": lambda raw: length.to_bytes(8, "little") + raw[8:],
@@ -65,7 +65,7 @@ def _bytes(name: str, draw: Random) -> tuple[str, Callable[[Path], None]]:
 
 
 def _entry(name: str, draw: Random) -> tuple[str, Callable[[Path], None]]:
-    """The entry of one tensor."""
+    """Edits of a tensor's entry."""
     number, dtype, place = draw.choice(NUMBERS), draw.choice(sorted(SIZE_OF)), draw.randrange(2)
     ways = ENTRY | {
         f"an offset {number!r}": lambda entry: entry["data_offsets"].__setitem__(place, number),
@@ -85,7 +85,7 @@ def _entry(name: str, draw: Random) -> tuple[str, Callable[[Path], None]]:
 
 
 def _top(name: str, draw: Random) -> tuple[str, Callable[[Path], None]]:
-    """The metadata, or a name that is there twice."""
+    """Edits of the metadata, or a duplicate name."""
     metadata = draw.choice((*METADATA, "twice", "twice"))
 
     def twice(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What breaks the index of a sharded checkpoint, and what lies beside another layout of the weights."""
+"""Edits of the index of a sharded checkpoint, and second layouts of the weights beside the first."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHARDS: dict[str, Callable[[Path, Path], Any]] = {  # what becomes of one shard 
 
 
 def index(folder: Path, draw: Random) -> Edit:
-    """The index names other files, lacks tensors, lies beside a single file, or a shard is not there."""
+    """Break the index: other files, missing tensors, a single file beside it, a missing shard."""
     share, turned, file = draw.random(), draw.random() < 0.7, draw.choice(ELSEWHERE)
     other = "the other layout beside it" + (", with other numbers" if turned else "")
     ways: dict[str, Callable[[Path], None]] = {other: lambda folder: _add_layout(folder, turned)}
@@ -94,7 +94,7 @@ def _swap(first: Path, second: Path) -> None:
 
 
 def _add_layout(folder: Path, turned: bool) -> None:
-    """Put the weights beside themselves in the other layout; `turned`: each tensor's numbers are."""
+    """Write the weights a second time, in the other layout; with `turned`, each tensor is reversed."""
     content: Tensors = {}
     for file in files(folder):
         content |= tensors(folder / file)

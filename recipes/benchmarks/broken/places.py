@@ -1,4 +1,4 @@
-"""What breaks the other files and the places of files: tokenizers, permissions, pipes, links; what breaks nothing."""
+"""Edits of the other files and of the places of files: tokenizers, permissions, pipes, links; and harmless edits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOO_LARGE = 2**30  # of a file with a hole, which takes no space on the disk
 
 
 def tokenizer(folder: Path, draw: Random) -> Edit:
-    """A file of the tokenizer, or the generation config, is truncated, gone, or says something else."""
+    """Truncate, remove or change a file of the tokenizer, or the generation config."""
     name = draw.choice((TOKENIZER[0], TOKENIZER[1], TOKENIZER[0], TOKENIZER[1], "generation_config.json"))
     share = draw.random()
     value = draw.choice((None, 3, "x", [], {}, {"type": "bogus"}, -1))
@@ -54,7 +54,7 @@ def tokenizer(folder: Path, draw: Random) -> Edit:
 
 
 def place(folder: Path, draw: Random) -> Edit:
-    """In the place of a file there is a pipe, a link, a folder, a device, a file that is too large or can't be read."""
+    """Replace a file by a pipe, a link, a folder, a device, or a file that is too large or unreadable."""
     weights = files(folder)
     name = draw.choice((CONFIG, CONFIG, *weights[:2], *TOKENIZER, *([INDEX] if (folder / INDEX).is_file() else [])))
 
@@ -97,7 +97,7 @@ def place(folder: Path, draw: Random) -> Edit:
 
 
 def harmless(folder: Path, draw: Random) -> Edit:
-    """Nothing is broken: other files beside it, other spaces and orders, fields that nobody reads, links within."""
+    """Break nothing: other files beside it, other whitespace and orders, unused fields, links within the folder."""
     weights = draw.choice(files(folder))
 
     def linked(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The bytes of safetensors files, and their index, as they are stored: read, changed and written without checks."""
+"""The bytes of safetensors files and their index: read, changed and written without checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def files(folder: Path) -> list[str]:
 
 
 def read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The header of a safetensors file, and its data."""
+    """Return the header of a safetensors file, and its data."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
@@ -50,7 +50,7 @@ def put(path: Path, content: Tensors) -> None:
 
 
 def where(folder: Path, name: str) -> Path | None:
-    """The file that holds a tensor; None where none does, or it can't be read any more."""
+    """Return the file of a tensor; None without one, or if it cannot be read any more."""
     for file in files(folder):
         try:
             if name in read(folder / file)[0]:
@@ -61,7 +61,7 @@ def where(folder: Path, name: str) -> Path | None:
 
 
 def on_tensor(name: str, change: Callable[[Tensors], None], listed: bool | None = None) -> Callable[[Path], None]:
-    """Change the tensors of the file that holds `name`; `listed` False takes it out of the index, too."""
+    """Change the tensors of the file that holds `name`; `listed=False` also removes it from the index."""
 
     def apply(folder: Path) -> None:
         path = where(folder, name)
@@ -80,7 +80,7 @@ def on_tensor(name: str, change: Callable[[Tensors], None], listed: bool | None 
 
 
 def recast(data: bytes, dtype: str) -> bytes | None:
-    """F32 data in another floating dtype; None for what is none."""
+    """Convert F32 data to another floating-point dtype; None for a dtype that is not floating-point."""
     values = struct.unpack(f"<{len(data) // 4}f", data)
     if dtype == "BF16":
         return b"".join(data[place + 2 : place + 4] for place in range(0, len(data), 4))

@@ -1,4 +1,4 @@
-"""A case under every command, and the verdict on each: the oracle."""
+"""A case under every command, and the verdict on each: the oracle of the test."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ STATES = (  # what a message may say of a whole checkpoint that a command is not
 
 
 def gist(text: str) -> str:
-    """The start of a message, without numbers, its folder, and what tells a derived class from its base."""
+    """Return the start of a message, without numbers, its folder, and the parts that differ between a derived class
+    and its base.
+    """
     return re.sub(r"\d+|QKNorm|qknorm_|/src|/twin", "", text)[:40]
 
 
 class Trial:
-    """A case, broken in a folder of its own, and what the commands make of it."""
+    """A case, broken in a folder of its own, and the outcome of each command."""
 
     def __init__(self, case: Case, root: Path, facts: Facts, workers: Workers) -> None:
         self.case, self.root, self.workers, self.base = case, root, workers, case.base
@@ -47,7 +49,7 @@ class Trial:
         self.fields = frozenset(key for key in read_config(whole(root, self.base, case.layout)) if "_" in key)
 
     def run(self, commands: tuple[str, ...] = COMMANDS) -> dict[str, Verdict]:
-        """The verdict on each command."""
+        """Return the verdict on each command."""
         try:
             return {command: getattr(self, f"judge_{command}")() for command in commands}
         finally:
@@ -67,19 +69,19 @@ class Trial:
 
     @cached_property
     def plain(self) -> Answer:
-        """What transformers alone makes of the folder."""
+        """Return the outcome of transformers alone on the folder."""
         return self.ask("load", worker=self.workers.plain)
 
     @cached_property
     def twin_folder(self) -> Path:
-        """The unpatched twin, broken alike; for what is not patched, the folder itself."""
+        """Return the unpatched twin, broken alike; for an unpatched case, the folder itself."""
         if self.base.scheme is None:
             return self.folder
         return break_copy(self.case, self.root, self.place / "twin", twin)
 
     @cached_property
     def plain_twin(self) -> Answer:
-        """What transformers alone makes of the twin."""
+        """Return the outcome of transformers alone on the twin."""
         return self.plain if self.base.scheme is None else self.ask("load", self.twin_folder, self.workers.plain)
 
     @cached_property
@@ -88,7 +90,9 @@ class Trial:
 
     @cached_property
     def meant(self) -> Answer:
-        """What the broken checkpoint is by its own config, where that is whole: from its twin, patched as it says."""
+        """Return what the checkpoint is by its own config, where that is valid: its twin, patched as the config
+        says.
+        """
         scheme, blend = self.base.scheme, self.base.blend
         try:
             config, before = read_config(self.folder), read_config(whole(self.root, self.base, self.case.layout))
@@ -133,8 +137,8 @@ class Trial:
         return f"transformers alone refuses the unpatched twin: {plain.get('type', plain['kind'])} {plain['text'][:80]}"
 
     def judge_failure(self, answer: Answer) -> Verdict:
-        """A load that failed: as it should, or as that of transformers alone does."""
-        verdict = failed({**answer, "told": True}, self.case.names, self.fields)  # no command line is between
+        """Judge a failed load: it must fail, or fail as transformers alone does."""
+        verdict = failed({**answer, "one_line": True}, self.case.names, self.fields)  # no command line is between
         if verdict.outcome == REFUSED and not self.case.harmless:
             return verdict
         for plain in (self.plain, self.plain_twin):
@@ -146,14 +150,14 @@ class Trial:
         return Verdict(verdict.outcome, f"{verdict.why}; {self.said_by_plain()}")
 
     def judge_refusal(self, answer: Answer, expected: bool) -> Verdict:
-        """A conversion or an export that failed: nothing may be there; `expected` is whether it should fail."""
+        """Judge a failed conversion or export, which must leave nothing; `expected` says whether it must fail."""
         left = sorted(path.name for path in (self.place / "out").iterdir())
         if left:
             return Verdict(WRONG, f"it failed and left {left}: {answer['text'][:100]}")
         verdict = failed(answer, self.case.names, self.fields)
         if not expected and verdict.outcome not in FAULTS:
             return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
-        if verdict.outcome in FAULTS and answer.get("told") and any(words in answer["text"] for words in STATES):
+        if verdict.outcome in FAULTS and answer.get("one_line") and any(x in answer["text"] for x in STATES):
             return Verdict(REFUSED, verdict.why)
         return verdict
 
@@ -203,7 +207,7 @@ class Trial:
         return Verdict(WRONG, f"written, and computes something else than its source, which is {loaded.outcome}")
 
     def judge_tokens(self, out: Path) -> Verdict | None:
-        """A tokenizer that travelled must be the source's; None where it is."""
+        """Judge a tokenizer that travelled: it must be the source's; None without one."""
         if not any("tokenizer" in edit.text for edit in self.case.edits):
             return None
         there, here = self.ask("tokens", out), self.ask("tokens")
@@ -221,7 +225,11 @@ class Trial:
         answer, expected = self.ask("inspect", texts=str(self.root / "text.txt")), self.facts["inspect"]
         if answer["kind"] != "done":
             verdict = failed(answer, (*self.case.names, "text.txt"), self.fields)
-            if verdict.outcome in FAULTS and answer.get("told") and any(words in answer["text"] for words in STATES):
+            if (
+                verdict.outcome in FAULTS
+                and answer.get("one_line")
+                and any(words in answer["text"] for words in STATES)
+            ):
                 verdict = Verdict(REFUSED, verdict.why)
             whole_one = "loss" in expected and self.base.auto == LANGUAGE_MODEL
             if self.case.harmless and verdict.outcome == REFUSED and whole_one:

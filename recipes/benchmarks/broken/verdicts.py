@@ -1,4 +1,4 @@
-"""What an outcome means: right, refused, silent as transformers is, or a fault of ours."""
+"""Verdicts on outcomes: right, refused, silent as transformers is, or a fault of ours."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def close(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def named(answer: dict[str, Any], names: tuple[str, ...], fields: frozenset[str]) -> bool:
-    """Whether an error names a file, the field or the tensor that was changed, or another field of the config."""
+    """Whether an error names a file, the changed field or tensor, or another field of the config."""
     text = answer["text"]
     if FILES.search(text) or LAYER.search(text) or any(name and name in text for name in names):
         return True
@@ -48,12 +48,12 @@ def named(answer: dict[str, Any], names: tuple[str, ...], fields: frozenset[str]
 
 
 def failed(answer: dict[str, Any], names: tuple[str, ...], fields: frozenset[str]) -> Verdict:
-    """The verdict on an answer that is no success."""
+    """Return the verdict on an answer that is not a success."""
     if answer["kind"] in ("hang", "crash"):
         return Verdict(HANG if answer["kind"] == "hang" else CRASH, answer["text"])
     said = f"{answer['type']} at {answer['place']}: {answer['text'].strip().partition(chr(10))[0][:160]}"
     if not named(answer, names, fields):
         return Verdict(UNNAMED, said)
-    if not answer["told"]:
+    if not answer["one_line"]:
         return Verdict(UNNAMED, f"a traceback: {said}")
     return Verdict(REFUSED, said)

@@ -1,4 +1,4 @@
-"""What breaks tensors: dropped, renamed, of another shape or dtype, or there without a place in the model."""
+"""Edits of tensors: missing, renamed, of another shape or dtype, or without a place in the model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ GAINS = ("q_norm", "k_norm", "v_norm")
 
 
 def names(folder: Path, gains: bool) -> list[str]:
-    """The tensors of a checkpoint: the gains of the scheme, or all others."""
+    """Return the tensors of a checkpoint: the gains of the scheme, or all others."""
     found = sorted(name for file in files(folder) for name in tensors(folder / file))
     return [name for name in found if bool({*GAINS} & {*name.split(".")}) is gains]
 
 
 def parts(name: str) -> tuple[str, ...]:
-    """How a message may name a tensor: whole, by its module, or by a part that is one tensor's alone."""
+    """Return the names by which a message may call a tensor: its own, its module, or a part that no other tensor
+    has.
+    """
     return (name, name.rpartition(".")[0], *(part for part in name.split(".") if "_" in part))
 
 
 def changed_tensor(name: str, draw: Random, gains: bool) -> Edit:
-    """A tensor dropped, of another shape or dtype, under another name, or with another beside it."""
+    """Remove a tensor, rename it, change its shape or dtype, or add another beside it."""
     dtype = draw.choice(("I8", "BOOL", "F8_E4M3", "I32", "F16", "BF16", "F64", "U8", "I64"))
     way = draw.choice(("dropped", "dropped", "dtype", "shape", "one", "renamed", "twice", "flat", "empty", "rows"))
 
@@ -58,19 +60,19 @@ def changed_tensor(name: str, draw: Random, gains: bool) -> Edit:
 
 
 def tensor(folder: Path, draw: Random) -> Edit:
-    """A tensor that any model has is changed."""
+    """Change a tensor that any model has."""
     return changed_tensor(draw.choice(names(folder, gains=False)), draw, gains=False)
 
 
 def changed_knee(name: str, draw: Random) -> Edit:
-    """A knee's eps of another value: of those that make no sense, or one that is possible."""
+    """Set a knee's eps to another value, impossible or possible."""
     value = draw.choice((math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-12, 2.5))
     change = lambda content: content.__setitem__(name, ("F32", [], struct.pack("<f", value)))  # noqa: E731
     return Edit(f"{name} = {value}", on_tensor(name, change), parts(name))
 
 
 def gain(folder: Path, draw: Random) -> Edit | None:
-    """A tensor of the scheme is changed, or all of them are dropped, or one is there that the scheme does not have."""
+    """Change a tensor of the scheme, remove all of them, or add one that the scheme does not have."""
     own = names(folder, gains=True)
     way = draw.random()
     knees = [name for name in own if name.endswith(".eps")]

@@ -1,9 +1,9 @@
-"""A process that loads, converts, exports and inspects checkpoints, one request a line, and outlives what kills it.
+"""A process that loads, converts, exports and inspects checkpoints: one request per line. It survives its requests.
 
     python recipes/benchmarks/broken/worker.py plain | package
 
-`plain` knows transformers alone. The process imports everything once and forks: the child answers requests, under a
-time and a memory limit that the kernel keeps; where it ends, its parent says how, and forks the next one.
+`plain` imports transformers alone. The process imports everything once and forks. The child answers requests under a
+time and a memory limit of the kernel. If it dies, the parent reports how, and forks the next one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOBODY = 65534
 
 
 def outputs(model: Any) -> dict[str, Any]:
-    """What a model computes for a few tokens, and in which dtype."""
+    """Return the logits of a model for a few tokens, and their dtype."""
     import torch
 
     from broken.bases import TOKENS
@@ -88,9 +88,10 @@ def inspect(folder: str, texts: str) -> dict[str, Any]:
 
 
 def reference(folder: str, auto: str, scheme: Any, norms: str | None = None, blend: float | None = None) -> Any:
-    """The unpatched checkpoint in `folder`, as transformers loads it, patched, with the norms of the folder `norms`.
+    """Return the unpatched checkpoint in `folder`, loaded by transformers, patched, with the norms from the folder
+    `norms`.
 
-    Raises an error where those are not the norms of `scheme`.
+    Raises an error if those are not the norms of `scheme`.
     """
     import torch
     import transformers
@@ -122,7 +123,7 @@ def reference(folder: str, auto: str, scheme: Any, norms: str | None = None, ble
 
 
 def wait(path: str) -> dict[str, Any]:
-    """Read a file: for ever, if it is a pipe."""
+    """Read a file, forever if it is a pipe."""
     return {"text": Path(path).read_text()}
 
 
@@ -131,7 +132,7 @@ COMMANDS = {f.__name__: f for f in (wait, load, tokens, build, convert, export, 
 
 @contextmanager
 def unprivileged(wanted: bool) -> Any:
-    """Without root's rights, which no permission of a file binds."""
+    """Drop root rights, which override file permissions."""
     if not wanted or os.geteuid() != 0:
         yield
         return
@@ -143,7 +144,7 @@ def unprivileged(wanted: bool) -> Any:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What a command gives, or the error that it raised."""
+    """Return the result of a command, or the error that it raised."""
     limit, drop = request.pop("limit"), request.pop("unprivileged", False)
     command = COMMANDS[request.pop("command")]
     signal.alarm(limit)  # its default action ends the process, wherever it is
@@ -154,8 +155,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         frames = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
         own = [f for f in traceback.extract_tb(error.__traceback__) if f"hf_qknorm{os.sep}" in f.filename]
         place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else frames[-1]
-        told = isinstance(error, ValueError | OSError | ImportError)  # those that the command line tells in a line
-        return {"kind": "error", "type": type(error).__name__, "told": told, "text": str(error), "place": place}
+        one_line = isinstance(error, ValueError | OSError | ImportError)  # by the command line
+        return {"kind": "error", "type": type(error).__name__, "one_line": one_line, "text": str(error), "place": place}
     finally:
         signal.alarm(0)
 

@@ -1,4 +1,4 @@
-"""The processes that run commands over checkpoints, and what they give on whole ones."""
+"""The processes that run commands on checkpoints, and the results on sound ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Worker:
 
 
 class Workers:
-    """Two of them: one that knows transformers alone, one that has the package imported."""
+    """Two workers: one with transformers alone, one with the package."""
 
     def __init__(self, limit: int) -> None:
         self.plain, self.package = Worker("plain", limit), Worker("package", limit)
@@ -57,7 +57,7 @@ class Workers:
 
 
 def build(root: Path, workers: Workers) -> Facts:
-    """Make the whole checkpoints, and note what each command gives on them. Raises RuntimeError where one fails."""
+    """Build the sound checkpoints, and record the result of each command on them. Raises RuntimeError if one fails."""
     workers.package.limit, limit = 600, workers.package.limit
     needed(workers.package("build", root=str(root)))
     workers.package.limit = limit

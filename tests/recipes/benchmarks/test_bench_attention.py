@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton, which interprets the kernels")
 
 import bench_attention as bench
-import bench_checks as gate
+import bench_checks as checks
 import bench_plan as plan
 from bench_cases import Case, draw, exactly, oracle
 from bench_implementations import ARMS, FLASH, OURS, RIVALS, VARLEN, dense_mask, nothing
@@ -36,13 +36,13 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """Run the benchmark in this process, gate and all, on one small case; gives the exit code and the rows."""
+    """Run the benchmark in this process, with its checks, on one small case; gives the exit code and the rows."""
 
     def in_process(jobs, arguments, processes):
-        return [verdict for job in jobs for verdict in gate.judge_job(job, CPU, torch.float32)]
+        return [verdict for job in jobs for verdict in checks.check_job(job, CPU, torch.float32)]
 
     def run(*options, implementations=(FLASH, OURS)):
-        monkeypatch.setattr(bench, "run_gate", in_process)
+        monkeypatch.setattr(bench, "run_checks", in_process)
         monkeypatch.setattr(bench, "tiny_plan", lambda: [plan.Item(SMALL, implementations, ("forward",))])
         code = bench.main(["--cpu", "--out", str(tmp_path), *options])
         return code, rows(tmp_path)
@@ -122,19 +122,19 @@ def test_what_passed_is_timed_on_request(small, wrong):
     timed, failed = sorted(found, key=lambda row: row["what"])
     assert (timed["what"], failed["what"]) == (FLASH.name, OURS.name)
     assert float(timed["ms_median"]) > 0
-    assert failed["note"] == "not timed: failed the gate"
+    assert failed["note"] == "not timed: failed its check"
 
 
 @interpreted
-def test_a_rival_that_fails_is_a_row(small):
+def test_a_other_that_fails_is_a_row(small):
     def fail(case, x):
         raise RuntimeError("no kernel\nand more")
 
-    rival = replace(FLASH, name="rival", attend=fail)
-    code, found = small(implementations=(FLASH, rival))
+    other = replace(FLASH, name="other", attend=fail)
+    code, found = small(implementations=(FLASH, other))
     assert code == 0
     assert [row["note"] for row in found] == ["", "RuntimeError: no kernel"]
-    code, _ = small("--keep-going", implementations=(FLASH, replace(rival, name="ours, failing")))
+    code, _ = small("--keep-going", implementations=(FLASH, replace(other, name="ours, failing")))
     assert code == 1
 
 
@@ -152,10 +152,10 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     assert "--cpu" in capsys.readouterr().err
 
 
-def test_a_process_of_the_gate_that_dies_fails_what_it_left(monkeypatch):
-    done = gate.Judged(str(SMALL), FLASH.name, False, {})
-    monkeypatch.setattr(gate, "run_process", lambda arguments: ([done], "the process ended with -11: "))
-    found = gate.run_gate([gate.Job(SMALL, (OURS, FLASH))], [], 2)
+def test_a_checking_process_that_dies_fails_its_open_checks(monkeypatch):
+    done = checks.Checked(str(SMALL), FLASH.name, False, {})
+    monkeypatch.setattr(checks, "run_process", lambda arguments: ([done], "the process ended with -11: "))
+    found = checks.run_checks([checks.Job(SMALL, (OURS, FLASH))], [], 2)
     assert [verdict.passed for verdict in found] == [True, False]
     assert str(found[1]) == f"FAILED {SMALL} | {OURS.name}: the process ended with -11: "
 
@@ -163,7 +163,7 @@ def test_a_process_of_the_gate_that_dies_fails_what_it_left(monkeypatch):
 @pytest.mark.parametrize("make", [plan.quick_plan, plan.full_plan, plan.tiny_plan])
 def test_all_that_is_timed_is_judged_first(make):
     items = make()
-    judged = {(job.case, x.name) for job in plan.gate_jobs(items, 512) for x in job.implementations}
+    judged = {(job.case, x.name) for job in plan.check_jobs(items, 512) for x in job.implementations}
     assert judged == {(item.case.at(512), x.name) for item in items if item.case for x in item.implementations}
 
 
@@ -189,7 +189,7 @@ def test_work_is_counted_by_what_is_seen(case):
     [(x, SMALL) for x in HERE] + [(x, case) for x in HERE if x.mask is not nothing for case in MASKED],
     ids=lambda x: getattr(x, "name", str(x)),
 )
-def test_rivals_compute_the_same(implementation, case):
+def test_others_compute_the_same(implementation, case):
     (x,) = implementation.prepared(case, draw(case, 1, CPU, torch.float32))
     exact = oracle(case, exactly(x), implementation.normed, implementation.softcap)
     assert error(implementation.attend(case, x).detach(), exact.detach()) < 1e-6

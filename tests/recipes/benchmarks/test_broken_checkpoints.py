@@ -48,7 +48,7 @@ def test_a_worker_outlives_a_request_that_hangs(tmp_path):
         worker.close()
 
 
-ERROR = {"kind": "error", "type": "ValueError", "told": True, "place": "source.py:1"}
+ERROR = {"kind": "error", "type": "ValueError", "one_line": True, "place": "source.py:1"}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ ERROR = {"kind": "error", "type": "ValueError", "told": True, "place": "source.p
         ({**ERROR, "text": "num_attention_heads must divide it"}, REFUSED),
         ({**ERROR, "text": "model.layers.1.mlp is missing"}, REFUSED),
         ({**ERROR, "text": "list index out of range"}, UNNAMED),
-        ({**ERROR, "text": "config.json is empty", "told": False}, UNNAMED),
+        ({**ERROR, "text": "config.json is empty", "one_line": False}, UNNAMED),
         ({"kind": "hang", "text": ""}, HANG),
         ({"kind": "crash", "text": "ended by 11"}, CRASH),
     ],

@@ -105,9 +105,9 @@ def test_the_page_sets_the_gluon_kernel_beside_the_plain_one(tmp_path):
     (tmp_path / "gluon").mkdir()
     (tmp_path / "attention_h200.csv").write_text(head + "T1,ours,forward,2.0\nT1,SDPA,forward,3.0\nT2,ours,forward,\n")
     (tmp_path / "gluon/attention_h200.csv").write_text(head + "T1,ours,forward,1.5\nT3,ours,forward,1.0\n")
-    told = {"card": "H200", "torch": "2.11", "commit": "abc", "date": "2026-01-01"}
+    environment = {"card": "H200", "torch": "2.11", "commit": "abc", "date": "2026-01-01"}
     outcomes = [recipe.Outcome("tests", "failed", 12.34, 120, "3 failed | 9 passed")]
-    page = recipe.write(tmp_path, outcomes, told, "python recipes/benchmarks/device.py")
+    page = recipe.write(tmp_path, outcomes, environment, "python recipes/benchmarks/device.py")
     assert page == (tmp_path / "device.md").read_text()
     assert "H200: torch 2.11, commit abc, date 2026-01-01." in page
     assert "| tests | failed | 12 | 120 | 3 failed / 9 passed |" in page

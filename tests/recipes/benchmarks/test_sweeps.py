@@ -15,7 +15,7 @@ import pytest
 import stability
 import torch
 from run_log import Runs, thinned
-from stability_table import MARGIN, Sweep, diverged, largest_stable, told
+from stability_table import MARGIN, Sweep, diverged, largest_stable, rate_cell
 from sweep import FOLDS, Characters, Size, train
 
 from hf_qknorm import QKClip
@@ -79,7 +79,7 @@ def test_a_rate_is_stable_if_no_seed_diverged_beside_the_baselines_best():
     [(4e-2, 6e-3, "0.04 (×6.67)"), (8e-2, 1e-2, "≥ 0.08 (≥ ×8)"), (4e-2, None, "0.04"), (None, 6e-3, "–")],
 )
 def test_a_rate_is_told_beside_the_baselines(rate, baseline, expected):
-    assert told(rate, baseline, top=8e-2) == expected
+    assert rate_cell(rate, baseline, top=8e-2) == expected
 
 
 # The sweeps: all arms, and what was run is not run again
