@@ -47,15 +47,15 @@ def check(problem: Problem, device: str) -> tuple[bool, str]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     (x,) = draw(case, 1, torch.device(device), dtype)
     exact, eager = (results(lambda y: oracle(case, y, normed, softcap), inputs, ()) for inputs in (exactly(x), x))
-    passed, parts = True, []
+    passed, told = True, []
     for kernel in ("plain",) if device == "cpu" else ("plain", "Gluon"):
         first, again = (by(kernel, problem, x)["out"] for _ in range(2))
         verdict = judge({"out": first}, exact, eager)["out"]
         same = torch.equal(first, again)
         passed &= same and verdict.passed
-        parts.append(f"{kernel} {verdict.error:.1e} of {verdict.budget:.1e}" + ("" if same else ", DIFFERS when rerun"))
+        told.append(f"{kernel} {verdict.error:.1e} of {verdict.budget:.1e}" + ("" if same else ", DIFFERS when rerun"))
     kind = ("norm, RoPE, " if normed else "") + ("no cap" if softcap is None else f"cap {softcap:g}")
-    return passed, f"{'passed' if passed else 'FAILED'} {case} B{case.batch} {kind} | " + " | ".join(parts)
+    return passed, f"{'passed' if passed else 'FAILED'} {case} B{case.batch} {kind} | " + " | ".join(told)
 
 
 def main(arguments: list[str]) -> int:

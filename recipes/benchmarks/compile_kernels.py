@@ -81,25 +81,21 @@ def broken(report: Report, arch: int = HOPPER) -> list[str]:
 
 def spills_allowed(report: Report) -> bool:
     """Wide heads, dropout's random numbers and the powers of an Lp norm take more registers than there are."""
-    found = report.constants
-    if report.kernel == "gluon_forward_kernel" and (found["PADDED"], found["TANH"]) == (256, "odd7"):
+    told = report.constants
+    if report.kernel == "gluon_forward_kernel" and (told["PADDED"], told["TANH"]) == (256, "odd7"):
         return report.spilled <= GLUON_SPILL
-    return (
-        constants["PADDED"] > SPILL_FREE[report.kernel]
-        or bool(constants.get("DROPOUT"))
-        or constants.get("NORM") == "lp"
-    )
+    return told["PADDED"] > SPILL_FREE[report.kernel] or bool(told.get("DROPOUT")) or told.get("NORM") == "lp"
 
 
 def slots_limit(report: Report) -> float | None:
     """How many issue slots a score may take, where that is limited: in the forward pass without options."""
-    constants = report.constants
-    loop = (constants.get("TANH"), constants.get("ONLINE"))
-    if report.dtype == "fp32" or any(constants.get(x) for x in ("SCALED", "WINDOW", "RANGES", "DROPOUT", "STATISTICS")):
+    told = report.constants
+    loop = (told.get("TANH"), told.get("ONLINE"))
+    if report.dtype == "fp32" or any(told.get(x) for x in ("SCALED", "WINDOW", "RANGES", "DROPOUT", "STATISTICS")):
         return None
     if report.kernel == "gluon_forward_kernel":
-        return (GLUON_WIDE if constants["PADDED"] == 256 else SLOTS).get(loop)
-    if report.kernel != "forward_kernel" or constants["PADDED"] != 128:
+        return (GLUON_WIDE if told["PADDED"] == 256 else SLOTS).get(loop)
+    if report.kernel != "forward_kernel" or told["PADDED"] != 128:
         return None
     limit = SLOTS.get(loop)
     newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)

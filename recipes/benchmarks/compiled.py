@@ -52,8 +52,8 @@ class Failure:
 
 def tell(constants: dict[str, Any]) -> str:
     """The constants that say something: sizes, whatever is on, whatever is named."""
-    named = {n.lower(): c for n, c in constants.items() if c not in (False, None, "none", "always")}
-    return " ".join(n if c is True else f"{n}={c}" for n, c in named.items())
+    told = {n.lower(): c for n, c in constants.items() if c not in (False, None, "none", "always")}
+    return " ".join(n if c is True else f"{n}={c}" for n, c in told.items())
 
 
 class Target:
