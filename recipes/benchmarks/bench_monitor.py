@@ -103,15 +103,15 @@ def report(args: argparse.Namespace) -> str:
         "",
         f"`python recipes/benchmarks/bench_monitor.py {' '.join(sys.argv[1:])}`",
         "",
-        f"{cpu_name()}, {args.threads} of {os.cpu_count()} CPUs (other programs kept {others:.2f} CPUs busy "
-        f"meanwhile), {named}, Python {platform.python_version()}, commit {commit('hf_qknorm/training')}, "
+        f"{cpu_name()}, {args.threads} of {os.cpu_count()} CPUs (other programs used {others:.2f} CPUs), "
+        f"{named}, Python {platform.python_version()}, commit {commit('hf_qknorm/training')}, "
         f"{datetime.date.today()}.",
         "",
         "fp32 training steps (forward, backward, AdamW) of a Llama of 4 layers, 8 heads of 32 on 4 key heads, hidden "
-        f"size 256, vocabulary 2,048; {args.pairs} sampled steps a line, taking turns with plain ones. The extra is "
-        "the median over the sampled steps, and the quarters, of what each took more than the mean of its neighbours; "
-        "all are CPU time, which other programs lengthen least. Between samples nothing is on the model, so that the "
-        "mean cost is that, divided by N.",
+        f"size 256, vocabulary 2,048; {args.pairs} sampled steps per row, alternating with plain ones. The extra is "
+        "the difference between a sampled step and the mean of its two neighbours: the median over the sampled steps, "
+        "and the quartiles. All times are CPU time, on which other programs have the least effect. The monitor does "
+        "nothing between samples, so that its mean cost is the extra divided by N.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---|---|" + "---:|" * (len(COLUMNS) - 2),

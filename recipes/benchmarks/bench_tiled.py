@@ -166,13 +166,13 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
         "",
         f"`python recipes/benchmarks/bench_tiled.py {' '.join(arguments)}`".rstrip(),
         "",
-        f"{cpu_name()}, {args.threads} threads of {os.cpu_count()} (other programs kept {others:.2f} CPUs busy during "
+        f"{cpu_name()}, {args.threads} threads of {os.cpu_count()} (other programs used {others:.2f} CPUs during "
         f"the timings), torch {torch.__version__}, Python {platform.python_version()}, commit {commit()}, "
         f"{datetime.date.today()}.",
         "",
-        f"fp32, causal, batch 1, {args.heads} heads, head_dim {args.head_dim}, length {args.length}; cap "
-        f"{args.softcap:g} in all but SDPA, which has none. {args.reps} runs each, taking turns. Checked against the "
-        "oracle first.",
+        f"fp32, causal, batch 1, {args.heads} heads, head_dim {args.head_dim}, length {args.length}; a "
+        f"cap of {args.softcap:g} in all but SDPA, which has none. {args.reps} runs each, by turns. All are checked "
+        "against the oracle first.",
         "",
         "| milliseconds | median | min | max |",
         "|---|---:|---:|---:|",
@@ -183,12 +183,12 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
     lines.append("")
     for what, times in results.items():
         lines.append(
-            f"- {what}: eager takes {ratio(times[EAGER], times[OURS])} our time, and we take "
+            f"- {what}: eager takes {ratio(times[EAGER], times[OURS])} the time of hf_qknorm, which takes "
             f"{ratio(times[OURS], times[SDPA])} SDPA's."
         )
     lines += ["", f"| extra memory, forward + backward, length {MEMORY_LENGTH} | MiB |", "|---|---:|"]
     lines += [f"| {name} | {mib:.0f} |" for name, mib in extra.items()]
-    lines += ["", f"Eager takes {extra[EAGER] / extra[OURS]:.1f}× our extra memory."]
+    lines += ["", f"Eager takes {extra[EAGER] / extra[OURS]:.1f}× the extra memory of hf_qknorm."]
     return "\n".join(lines) + "\n"
 
 

@@ -117,12 +117,13 @@ def page(found: list[Found], seconds: float, jobs: int) -> str:
         f"each, in {seconds:.0f} s in {jobs} jobs on {cpu_name()}, {os.cpu_count()} CPUs; {versions}, Python "
         f"{platform.python_version()}, commit {commit('hf_qknorm')}, {datetime.date.today()}.",
         "",
-        "- right: the logits of the whole checkpoint, or of what its config says where that is possible.",
-        "- refused, named: an error that the command line tells in a line, with the file, the field or the tensor; "
-        "nothing was left behind.",
-        "- transformers is silent: transformers alone, in a process of its own, loads the same edit without an error, "
-        "and the result is that checkpoint's; or it makes up the same tensors.",
-        "- transformers' own error: transformers alone fails with the same one.",
+        "- right: the logits of the sound checkpoint or, where the edit leaves a possible checkpoint, those that its "
+        "config describes.",
+        "- refused, named: an error that the command line shows as one line, with the file, the field or the tensor; "
+        "nothing is left behind.",
+        "- transformers is silent: transformers alone, in a separate process, loads the same edit without an error "
+        "and gives the same result, or invents the same tensors.",
+        "- transformers' own error: transformers alone fails with the same error.",
         "- WRONG, unnamed error (or a traceback), hang, crash: faults.",
         "",
         *table(found),

@@ -167,7 +167,9 @@ def sizes(story: Story) -> None:
 
     constant = loss(lambda name: seen[name].mean((0, 1)).expand(LENGTH, -1))
     by_position = loss(lambda name: seen[name].mean(0))
-    print(f"\nkeys alone normed: {constant:.3f} with a size a head, {by_position:.3f} with a size a head and position")
+    print(
+        f"\nkeys alone normed: {constant:.3f} with one length per head, {by_position:.3f} with one per head and position"
+    )
 
 
 def key_sizes(model: Any, batches: list[Tensor]) -> dict[str, Tensor]:

@@ -231,7 +231,7 @@ def page(compared: list[Compared], options: Options, rows: list[Row]) -> str:
         "",
         f"{provenance(rows)} {options.seeds} seeds.",
         "",
-        "Held-out loss of the knee above the blend's, nats:",
+        "Held-out loss of the knee minus the blend's, in nats:",
     ]
     lines += [
         "",
@@ -244,7 +244,7 @@ def page(compared: list[Compared], options: Options, rows: list[Row]) -> str:
         verdicts = ["kept" if kept else "**missed**" for kept in (cell.literal, cell.kept)]
         row = [cell.label, *ends, str(cell.end), str(cell.way[worst]), f"step {worst * size.look}", *verdicts]
         lines.append(f"| {' | '.join(row)} |")
-    lines += ["", "All looks on the way, mean difference ± standard error over seeds:", ""]
+    lines += ["", "All evaluations, mean difference ± standard error over seeds:", ""]
     steps = range(0, size.steps, size.look)
     lines += [f"| step | {' | '.join(cell.label for cell in compared)} |", "|---:|" + "---:|" * len(compared)]
     lines += [f"| {step} | {' | '.join(str(cell.way[i]) for cell in compared)} |" for i, step in enumerate(steps)]
