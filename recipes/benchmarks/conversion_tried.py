@@ -41,7 +41,7 @@ def settings(**values: float) -> Iterator[None]:
 
 def tried(story: Story) -> None:
     """Measure the alternatives."""
-    head(story, "what was tried")
+    head(story, "alternative")
     variants = {
         "queries alone, `fit`": Scheme(q="auto"),
         "keys alone, `fit`": Scheme(k="auto"),
@@ -167,9 +167,7 @@ def sizes(story: Story) -> None:
 
     constant = loss(lambda name: seen[name].mean((0, 1)).expand(LENGTH, -1))
     by_position = loss(lambda name: seen[name].mean(0))
-    print(
-        f"\nkeys alone normed: {constant:.3f} with one length per head, {by_position:.3f} with one per head and position"
-    )
+    print(f"\nKeys alone normed: {constant:.3f} with one length per head, {by_position:.3f} with one per position too")
 
 
 def key_sizes(model: Any, batches: list[Tensor]) -> dict[str, Tensor]:
