@@ -195,7 +195,8 @@ def page(grown: list[Growth], seconds: float) -> str:
         f"{seconds:.0f} s on {cpu_name()}, {torch.get_num_threads()} thread(s); torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}, commit {commit('hf_qknorm')}, "
         f"{datetime.date.today()}. Growth of memory is the median slope over {POINTS} points, scaled to the phase; up "
-        f"to {DRIFT // 2**20} MiB counts as flat. Growth of every other count is the difference; only 0 counts as flat.",
+        f"to {DRIFT // 2**20} MiB counts as flat. Growth of every other count is the difference; only 0 "
+        "counts as flat.",
         "",
         *table(grown),
     ]

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import checkpoint_writers
 import kill_writers
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_a_writer_that_is_not_atomic_is_found(tmp_path):
             (folder / str(i)).write_text("x")
             time.sleep(0.01)
 
-    writer = kill_writers.Writer(write, kill_writers.judge_bytes, kill_writers.ATOMIC)
+    writer = checkpoint_writers.Writer(write, checkpoint_writers.judge_bytes, checkpoint_writers.ATOMIC)
     (tmp_path / "whole" / "out").mkdir(parents=True)
     (tmp_path / "killed").mkdir()
     outcome, fault = kill_writers.kill(writer, tmp_path / "killed", tmp_path / "whole" / "out", MOMENT)
@@ -46,7 +47,7 @@ def test_a_writer_that_is_not_atomic_is_found(tmp_path):
 
 
 def test_a_writer_that_fails_by_itself_is_found(tmp_path):
-    writer = kill_writers.Writer(lambda folder: 1 / 0, kill_writers.judge_bytes, kill_writers.ATOMIC)
+    writer = checkpoint_writers.Writer(lambda folder: 1 / 0, checkpoint_writers.judge_bytes, checkpoint_writers.ATOMIC)
     outcome, fault = kill_writers.kill(writer, tmp_path, tmp_path, MOMENT)
     assert outcome == "fault"
     assert "ZeroDivisionError" in fault
@@ -67,7 +68,7 @@ def test_what_is_left_of_a_saved_model_is_loaded(harm, outcome, tmp_path):
     for name in ("whole", "left"):
         model.save_pretrained(tmp_path / name, max_shard_size="60KB")
     harm(tmp_path / "left")
-    assert kill_writers.judge_saved(tmp_path / "left", tmp_path / "whole") == outcome
+    assert checkpoint_writers.judge_saved(tmp_path / "left", tmp_path / "whole") == outcome
 
 
 def test_other_weights_are_a_fault(tmp_path):
@@ -76,4 +77,4 @@ def test_other_weights_are_a_fault(tmp_path):
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     model.save_pretrained(tmp_path / "left")
-    assert kill_writers.judge_saved(tmp_path / "left", tmp_path / "whole") == "fault"
+    assert checkpoint_writers.judge_saved(tmp_path / "left", tmp_path / "whole") == "fault"
