@@ -1,4 +1,4 @@
-"""The attention benchmark: its small mode from end to end, and what it does when something is wrong."""
+"""The attention benchmark: its small mode from end to end, and its behaviour on faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """Run the benchmark in this process, with its checks, on one small case; gives the exit code and the rows."""
+    """Run the benchmark in this process, with its checks, on one small case; return the exit code and the rows."""
 
     def in_process(jobs, arguments, processes):
         return [verdict for job in jobs for verdict in checks.check_job(job, CPU, torch.float32)]
@@ -60,13 +60,13 @@ def rows(folder):
 
 @pytest.fixture
 def wrong(monkeypatch):
-    """Our attention, a tenth off."""
+    """Our attention, with an error of a tenth."""
     right = library.fused_attention
     monkeypatch.setattr(library, "fused_attention", lambda *tensors, **options: 1.1 * right(*tensors, **options))
 
 
 @interpreted
-def test_the_small_mode_runs_whole(tmp_path):
+def test_the_small_mode_runs_completely(tmp_path):
     run = subprocess.run(
         [sys.executable, RECIPE, "--cpu", "--out", tmp_path, "--commit", "abc"],
         env=os.environ | {"PYTHONPATH": str(RECIPE.parents[1]), "OMP_NUM_THREADS": "1"},
@@ -90,7 +90,7 @@ def test_the_small_mode_runs_whole(tmp_path):
 
 
 def assert_filled(row, named):
-    """A row has its numbers, or says why not; ours has them."""
+    """A row has its numbers, or the reason for their absence; our own rows have them."""
     assert row["commit"] == "abc"
     assert row["card"]
     assert row["torch"]
@@ -107,7 +107,7 @@ def assert_filled(row, named):
 
 
 @interpreted
-def test_a_red_gate_ends_it(small, wrong, capsys):
+def test_a_failed_check_ends_the_benchmark(small, wrong, capsys):
     code, found = small()
     assert code == 1
     assert found == []
@@ -116,7 +116,7 @@ def test_a_red_gate_ends_it(small, wrong, capsys):
 
 
 @interpreted
-def test_what_passed_is_timed_on_request(small, wrong):
+def test_passing_implementations_are_timed_on_request(small, wrong):
     code, found = small("--keep-going")
     assert code == 1
     timed, failed = sorted(found, key=lambda row: row["what"])
@@ -126,7 +126,7 @@ def test_what_passed_is_timed_on_request(small, wrong):
 
 
 @interpreted
-def test_a_other_that_fails_is_a_row(small):
+def test_a_failure_of_another_library_is_a_row(small):
     def fail(case, x):
         raise RuntimeError("no kernel\nand more")
 
@@ -139,7 +139,7 @@ def test_a_other_that_fails_is_a_row(small):
 
 
 @interpreted
-def test_what_there_is_no_time_for_is_named(small, capsys):
+def test_items_without_time_are_named(small, capsys):
     code, found = small("--minutes", "0")
     assert code == 0
     assert found == []
@@ -161,7 +161,7 @@ def test_a_checking_process_that_dies_fails_its_open_checks(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [plan.quick_plan, plan.full_plan, plan.tiny_plan])
-def test_all_that_is_timed_is_judged_first(make):
+def test_everything_timed_is_checked_first(make):
     items = make()
     judged = {(job.case, x.name) for job in plan.check_jobs(items, 512) for x in job.implementations}
     assert judged == {(item.case.at(512), x.name) for item in items if item.case for x in item.implementations}
@@ -172,7 +172,7 @@ def test_the_quick_plan_is_short():
 
 
 @pytest.mark.parametrize("case", [SMALL, *MASKED], ids=str)
-def test_work_is_counted_by_what_is_seen(case):
+def test_work_counts_visible_keys_only(case):
     (x,) = draw(case, 1, CPU, torch.float32)
     seen = reference.visible(case.length, case.length, True, case.window)
     if x.ranges is not None:
@@ -189,19 +189,19 @@ def test_work_is_counted_by_what_is_seen(case):
     [(x, SMALL) for x in HERE] + [(x, case) for x in HERE if x.mask is not nothing for case in MASKED],
     ids=lambda x: getattr(x, "name", str(x)),
 )
-def test_others_compute_the_same(implementation, case):
+def test_other_implementations_compute_the_same(implementation, case):
     (x,) = implementation.prepared(case, draw(case, 1, CPU, torch.float32))
     exact = oracle(case, exactly(x), implementation.normed, implementation.softcap)
     assert error(implementation.attend(case, x).detach(), exact.detach()) < 1e-6
 
 
-def test_gains_of_three_reach_the_attention():
+def test_gains_reach_the_attention():
     (x,) = ARMS[0].prepared(SMALL, draw(SMALL, 1, CPU, torch.float32))
     assert 2.4 <= float(x.q_gain.detach().min()) <= float(x.q_gain.detach().max()) <= 3.6
     assert VARLEN.missing(SMALL, "cpu")
 
 
-def test_a_race_drops_who_fails_and_keeps_the_others():
+def test_a_failing_run_does_not_stop_the_others():
     def fail(n):
         raise torch.OutOfMemoryError("of 3 GiB")
 

@@ -1,4 +1,4 @@
-"""A Llama of 1B parameters, patched, against its eager attention in fp64; a tiny one where kernels are interpreted."""
+"""A patched 1B Llama against its eager attention in fp64; a tiny one where kernels are interpreted."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ def test_broken_checkpoints_load_right_or_are_refused_by_name(bench, part):
     assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults)
 
 
-def test_a_case_is_drawn_anew_from_its_number(bench):
+def test_a_case_is_reproducible_from_its_number(bench):
     cases = [make_case(bench.root, 3, number) for number in range(40)]
     assert list(map(str, cases)) == [str(make_case(bench.root, 3, number)) for number in range(40)]
     assert len({*map(str, cases)}) == len(cases)
 
 
-def test_a_worker_outlives_a_request_that_hangs(tmp_path):
+def test_a_worker_survives_a_request_that_hangs(tmp_path):
     worker = Worker("plain", limit=2)
     try:
         os.mkfifo(tmp_path / "pipe")

@@ -1,4 +1,4 @@
-"""The script for a GPU, without one: what it would run, that no stage takes another with it, and what it writes."""
+"""The script for a GPU, without one: its plan, the independence of its stages, and its output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan(out: Path = Path("out")) -> dict[str, recipe.Stage]:
     return {stage.name: stage for stage in recipe.full_plan(out, ("--commit", "abc"), None)}
 
 
-def test_kernels_run_natively_and_the_gluon_one_only_where_it_is_meant(monkeypatch):
+def test_kernels_run_natively_and_the_gluon_kernel_only_on_request(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("HF_QKNORM_GLUON", "1")
     stages = plan()
@@ -33,7 +33,7 @@ def test_kernels_run_natively_and_the_gluon_one_only_where_it_is_meant(monkeypat
     assert asking == {"Gluon, memcheck", "Gluon, racecheck", "Gluon, tests", "benchmark, Gluon"}
 
 
-def test_what_is_run_is_there():
+def test_every_file_of_the_plan_exists():
     stages = plan()
     for name, tests in (("tests", recipe.TESTS), ("tests, on the card", recipe.ON_CARD)):
         assert all((ROOT / test).exists() for test in tests)
@@ -47,7 +47,7 @@ def test_what_is_run_is_there():
     assert stages["benchmark"].command[-2:] == ("--commit", "abc")
 
 
-def test_the_benchmark_takes_what_it_is_given():
+def test_the_benchmark_accepts_its_arguments():
     bench = import_module("bench_attention")
     for name in ("benchmark", "benchmark, Gluon"):
         command = plan()[name].command
@@ -56,18 +56,18 @@ def test_the_benchmark_takes_what_it_is_given():
         assert 60 * args.minutes < plan()[name].seconds
 
 
-def test_all_fits_into_nine_minutes():
+def test_the_plan_fits_into_nine_minutes():
     assert sum(stage.seconds for stage in plan().values() if stage.name != "prototypes") <= 60 * 9
 
 
-def test_prototypes_are_run_from_the_folder_that_is_named(tmp_path):
+def test_prototypes_run_from_the_given_folder(tmp_path):
     assert plan()["prototypes"].missing == "no folder of prototypes"
     (tmp_path / "gpu_smoke.py").touch()
     last = recipe.full_plan(Path("out"), (), tmp_path)[-1]
     assert (last.name, last.missing, last.command[-1]) == ("prototypes", "", str(tmp_path / "gpu_smoke.py"))
 
 
-def test_a_stage_takes_no_other_with_it(tmp_path):
+def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path):
     log = tmp_path / "log"
     late = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60); print(7)'])"
     stages = [
@@ -100,7 +100,7 @@ def test_nothing_is_started_when_the_time_is_up(tmp_path):
     assert not (tmp_path / "log").exists()
 
 
-def test_the_page_sets_the_gluon_kernel_beside_the_plain_one(tmp_path):
+def test_the_page_compares_the_gluon_kernel_with_the_plain_one(tmp_path):
     head = "case,what,kind,ms_median\n"
     (tmp_path / "gluon").mkdir()
     (tmp_path / "attention_h200.csv").write_text(head + "T1,ours,forward,2.0\nT1,SDPA,forward,3.0\nT2,ours,forward,\n")
@@ -129,7 +129,7 @@ def test_the_exit_code_says_whether_something_failed(outcome, code, tmp_path, mo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_begun(tmp_path, capsys):
+def test_without_a_gpu_nothing_starts(tmp_path, capsys):
     assert recipe.main(["--out", str(tmp_path / "out")]) == 2
     assert "needs a Hopper GPU" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Killing writers: a few kills of each kind, and that what may not be left is found."""
+"""Killing writers: a few kills of each kind, and the detection of forbidden outcomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOMENT = kill_writers.Moment(after_first=True, seconds=0.3)
 
 
 def test_a_killed_writer_leaves_nothing_the_old_or_the_new():
-    """In a process of its own, which forks before any threads are there."""
+    """In a process of its own, which forks before any thread exists."""
     command = [sys.executable, kill_writers.__file__, "--count", "7", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,7 +63,7 @@ def test_a_writer_that_fails_by_itself_is_found(tmp_path):
         (lambda left: (left / "generation_config.json").unlink(), "usable"),
     ],
 )
-def test_what_is_left_of_a_saved_model_is_loaded(harm, outcome, tmp_path):
+def test_a_partial_checkpoint_is_classified_by_loading_it(harm, outcome, tmp_path):
     model = patch_model(tiny_model("llama"), "qk_norm")
     for name in ("whole", "left"):
         model.save_pretrained(tmp_path / name, max_shard_size="60KB")

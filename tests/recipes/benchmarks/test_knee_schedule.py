@@ -1,4 +1,4 @@
-"""The comparison of two ways to the plain scheme: its rule, and a run of its smallest size."""
+"""The comparison of KneeSchedule and BlendSchedule: its rule, and a run at its smallest size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_rule(knee, literal, kept):
         assert f"{limit:g}" in knee_schedule.__doc__
 
 
-def test_both_arms_are_compared_and_kept(text, tmp_path):
+def test_both_arms_are_compared_and_logged(text, tmp_path):
     tiny_model("llama", vocab_size=257).save_pretrained(tmp_path / "tiny")
     byte_tokenizer().save_pretrained(tmp_path / "tiny")
     command = ["--checkpoints", str(tmp_path / "tiny"), "--text", text, "--size", "quick", "--seeds", "2"]

@@ -1,4 +1,4 @@
-"""The soak, shortened, in a process of its own; and that it sees what leaks."""
+"""The soak test, shortened, in a process of its own, and its detection of leaks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HOOKED = torch.nn.Identity()
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_a_leak_is_seen(name, monkeypatch):
+def test_a_leak_is_detected(name, monkeypatch):
     monkeypatch.setattr(soak, "POINTS", 4)
     try:
         grown = soak.soak("a leak", 16, lambda _: KEPT.append(LEAKS[name]()))

@@ -1,4 +1,4 @@
-"""The sweeps and the table of costs: each from end to end in its smallest size, what they keep, how they judge."""
+"""The sweeps and the table of costs, from end to end, each at its smallest size: their logs and their verdicts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_rate_is_stable_if_no_seed_diverged_beside_the_baselines_best():
     ("rate", "baseline", "expected"),
     [(4e-2, 6e-3, "0.04 (×6.67)"), (8e-2, 1e-2, "≥ 0.08 (≥ ×8)"), (4e-2, None, "0.04"), (None, 6e-3, "–")],
 )
-def test_a_rate_is_told_beside_the_baselines(rate, baseline, expected):
+def test_a_rate_is_formatted_with_its_ratio_to_the_baseline(rate, baseline, expected):
     assert rate_cell(rate, baseline, top=8e-2) == expected
 
 
@@ -98,7 +98,7 @@ def sweep_lp(text: str, folder: Path) -> Any:
     return lp.main(["--size", "quick", "--text", text, "--folds", "2", "--out", str(folder / "lp")])
 
 
-def test_the_stability_sweep_tells_every_arm_beside_the_paper(text, tmp_path):
+def test_the_stability_page_has_every_arm_and_the_paper(text, tmp_path):
     found = sweep_stability(text, tmp_path)
     assert set(found.results) == set(arms.ARMS)
     page = (tmp_path / "stability.md").read_text()
@@ -114,7 +114,7 @@ def test_the_stability_sweep_tells_every_arm_beside_the_paper(text, tmp_path):
 
 
 @pytest.mark.parametrize(("recipe", "sweep"), [(stability, sweep_stability_in_part), (lp, sweep_lp)])
-def test_a_sweep_goes_on_where_it_was(recipe, sweep, text, tmp_path, monkeypatch):
+def test_a_sweep_continues_where_it_stopped(recipe, sweep, text, tmp_path, monkeypatch):
     first = sweep(text, tmp_path)
     path = tmp_path / f"{recipe.__name__}.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -153,7 +153,7 @@ def test_lp_trains_each_order_from_every_gain(text, tmp_path):
     assert (tmp_path / "lp.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_losses_of_orders_are_held_against_those_of_the_same_fold():
+def test_orders_are_compared_within_a_fold():
     mean, error = lp.against([result(2.0), result(3.0)], [result(2.1), result(3.3)])
     assert (mean, error) == (pytest.approx(-0.2), pytest.approx(0.1))
 
@@ -208,7 +208,7 @@ def test_a_loss_that_is_not_finite_ends_a_run(text):
     assert math.isnan(thinned([1.0, 2.0, NAN, 3.0], 2)[1])
 
 
-def test_gains_are_not_decay_groups():
+def test_gains_have_no_weight_decay():
     model = Size(1, 2, 16, 16, 2, steps=1).build(10, "qk_norm")
     (matrices, others) = decay_groups(model, 0.1)
     gains = {id(p) for layer in patched_layers(model).values() for p in layer.q_norm.parameters()}
@@ -218,7 +218,7 @@ def test_gains_are_not_decay_groups():
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
-def test_cost_is_told_for_every_scheme(tmp_path):
+def test_the_cost_page_has_every_scheme(tmp_path):
     times = cost.main(["--size", "quick", "--turns", "3", "--out", str(tmp_path / "cost.md")])
     assert set(times) == set(cost.ARMS)
     assert all(len(runs) == 3 for runs in times.values())
