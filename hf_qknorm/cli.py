@@ -20,8 +20,8 @@ from hf_qknorm.convert import convert_checkpoint, plan_conversion
 from hf_qknorm.convert.text import check_text
 from hf_qknorm.export import export_native
 from hf_qknorm.families import table
-from hf_qknorm.files.atomic_io import check_writable, user_path
 from hf_qknorm.files.names import CARD
+from hf_qknorm.files.paths import check_writable, user_path
 from hf_qknorm.hub.push import check_push, check_target, push_to_hub
 from hf_qknorm.scheme import SCHEMES
 

@@ -23,8 +23,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.utils import logging as transformers_logging
 
 from hf_qknorm.checkpoint.safetensors_files import New, Stored
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import INDEX, SINGLE
-from hf_qknorm.files.untrusted import brief
 from hf_qknorm.model.load_checks import checked_elsewhere
 
 Tensors = Mapping[str, Stored | New]
@@ -85,7 +85,7 @@ class _Fit:
         except Exception as error:  # a config's fields can be wrong in any way
             raise ValueError(
                 f"{self._config_file}: no {self.kind} can be built from it "
-                f"({type(error).__name__}: {brief(str(error))})"
+                f"({type(error).__name__}: {shorten(str(error))})"
             ) from error
 
     def _loaded(self, model_class: Any, config: PretrainedConfig) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.files.atomic_io import check_parent
-from hf_qknorm.files.names import CONFIG, FOLDERS, foreign_files
+from hf_qknorm.files.names import CONFIG, FOLDERS, unknown_files
+from hf_qknorm.files.paths import check_parent
 from hf_qknorm.files.untrusted import read_json
 
 SHOWN = 3  # names in an error
@@ -42,7 +42,7 @@ def check_folder(
     overwrite: bool,
     sources: Iterable[Any] = (),
     sign: tuple[str, str] = CHECKPOINT,
-    foreign: Callable[[Path], list[str]] = foreign_files,
+    foreign: Callable[[Path], list[str]] = unknown_files,
 ) -> None:
     """Raise FileExistsError, touching nothing, unless a command may put its folder at `path`, or replace one there.
 

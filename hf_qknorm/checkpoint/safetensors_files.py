@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import INDEX, SINGLE
-from hf_qknorm.files.untrusted import brief, read_json
+from hf_qknorm.files.untrusted import read_json
 
 INDEX_BYTES = 256 * 2**20  # a million tensors
 SHARD = re.compile(r"[\w][\w. -]{0,240}\.safetensors")  # a name of a file, on every system
@@ -181,7 +182,7 @@ class Weights:
             with safe_open(path, framework="pt") as opened:  # the library checks the whole header against the length
                 self.metadata[file] = opened.metadata() or {}
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is truncated or corrupted ({brief(str(error))}): download it again") from error
+            raise ValueError(f"{path} is truncated or corrupted ({shorten(str(error))}): download it again") from error
         with path.open("rb") as raw:
             length = int.from_bytes(raw.read(8), "little")
             header = json.loads(raw.read(length))
@@ -217,11 +218,11 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f'{path} has no "weight_map" from tensors to files: download it again')
     if not isinstance(index.get("metadata", {}), dict):
-        raise ValueError(f'{path}: "metadata" is {brief(index["metadata"])}, expected a mapping')
+        raise ValueError(f'{path}: "metadata" is {shorten(index["metadata"])}, expected a mapping')
     for name, file in weight_map.items():
         if not isinstance(file, str) or not SHARD.fullmatch(file):
             raise ValueError(
-                f"{path}: {brief(name)} is said to be in {brief(file)}: expected a .safetensors file of this folder"
+                f"{path}: {shorten(name)} is said to be in {shorten(file)}: expected a .safetensors file of this folder"
             )
     return index
 

@@ -22,9 +22,11 @@ from hf_qknorm.checkpoint.complete import NORM, check_complete
 from hf_qknorm.checkpoint.safetensors_files import Weights
 from hf_qknorm.checkpoint.unchanged import Stamp, check_unchanged, stamps
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
-from hf_qknorm.files.atomic_io import is_path, user_path
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.hub_names import hub_token, is_path
 from hf_qknorm.files.names import FOLDERS, INDEX, REPORT, SINGLE, TOKENIZER_FILES
-from hf_qknorm.files.untrusted import brief, hub_token, read_json
+from hf_qknorm.files.paths import user_path
+from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.norms import eps_problem
 from hf_qknorm.model.settings import check_settings, describe
@@ -104,8 +106,8 @@ def model_class_of(config: Any, folder: Path) -> Any:
         return derived_model(found) if patched else found
     example = f"{PREFIX if patched else ''}LlamaForCausalLM"
     raise ValueError(
-        f'{folder / "config.json"}: "architectures" is {brief(architectures or "missing")}, expected the name of a '
-        f'class of transformers for model_type {brief(config.model_type)}, as ["{example}"] for a Llama'
+        f'{folder / "config.json"}: "architectures" is {shorten(architectures or "missing")}, expected the name of a '
+        f'class of transformers for model_type {shorten(config.model_type)}, as ["{example}"] for a Llama'
     )
 
 
@@ -173,8 +175,8 @@ def _check_preferred(folder: Path, config: Any) -> None:
     named = getattr(config, "transformers_weights", None)
     if named not in (None, SINGLE if (folder / SINGLE).is_file() else INDEX):
         raise ValueError(
-            f'{folder / "config.json"}: "transformers_weights" is {brief(named)}, which is not read here: take it out, '
-            f"and name the weights {SINGLE}, or their index {INDEX}"
+            f'{folder / "config.json"}: "transformers_weights" is {shorten(named)}, which is not read here: '
+            f"remove it, and name the weights {SINGLE}, or their index {INDEX}"
         )
     sharded = sorted(path.name for path in folder.iterdir() if DISTRIBUTED.fullmatch(path.name))
     if sharded:
@@ -225,7 +227,7 @@ def travelling_files(folder: Path) -> tuple[Path, ...]:
         if file.suffix == ".json":
             data = read_json(folder / file, TOKENIZER_BYTES)
             if file.name in MAPPINGS and not isinstance(data, dict):
-                raise ValueError(f"{folder / file} is {brief(data)}, expected a mapping: download it again")
+                raise ValueError(f"{folder / file} is {shorten(data)}, expected a mapping: download it again")
     return tuple(files)
 
 
@@ -267,7 +269,7 @@ def read_config(folder: Path) -> Any:
         raise FileNotFoundError(f"{path} is missing: is this a checkpoint of transformers?")
     data = read_json(path)
     if not isinstance(data, dict):
-        raise ValueError(f"{path} is {brief(data)}, expected a mapping: download it again")
+        raise ValueError(f"{path} is {shorten(data)}, expected a mapping: download it again")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         check_settings(config)

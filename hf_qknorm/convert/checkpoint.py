@@ -27,8 +27,10 @@ from hf_qknorm.convert.text import as_batches, check_batches, check_text, regrou
 from hf_qknorm.convert.trained import load_tokenizer
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.families.class_names import TYPE_PREFIX
-from hf_qknorm.files.atomic_io import check_space, hub_name, new_folder, user_path
+from hf_qknorm.files.atomic_io import new_folder
+from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import REPORT
+from hf_qknorm.files.paths import check_space, user_path
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme

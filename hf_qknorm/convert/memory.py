@@ -22,7 +22,9 @@ from transformers.core_model_loading import WeightConverter
 
 from hf_qknorm.checkpoint.safetensors_files import DTYPES, Weights
 from hf_qknorm.checkpoint.source import Source
-from hf_qknorm.files.atomic_io import check_space, readable, scratch_folder
+from hf_qknorm.files.atomic_io import scratch_folder
+from hf_qknorm.files.formatting import format_bytes
+from hf_qknorm.files.paths import check_space
 
 try:
     import resource
@@ -75,7 +77,9 @@ def memory_left(max_memory: int | str | None) -> int:
         return left
     most, held = memory_size(max_memory), psutil.Process().memory_info().rss
     if most <= held:
-        raise ValueError(f"max_memory={max_memory!r} is less than the {readable(held)} that this process holds already")
+        raise ValueError(
+            f"max_memory={max_memory!r} is less than the {format_bytes(held)} that this process holds already"
+        )
     return min(most - held, left)
 
 
@@ -168,8 +172,9 @@ def _sequences(source: Source, length: int, most: int) -> int:
     least = largest + working_memory(source, 1, length)
     if least > most:
         raise ValueError(
-            f"{source.name}: {readable(most)} of memory are left, too little for this checkpoint: its largest tensor "
-            f"and one sequence of {length} tokens take {readable(least)}. Raise max_memory, or use a larger machine"
+            f"{source.name}: {format_bytes(most)} of memory are left, too little for this checkpoint: its largest "
+            f"tensor and one sequence of {length} tokens take {format_bytes(least)}. Raise max_memory, or use a larger "
+            "machine"
         )
     many = (n for n in _down_from(MOST_SEQUENCES) if 3 * working_memory(source, n, length) <= most)
     return next(many, 1)
@@ -206,9 +211,9 @@ def _check_mappable(weights: Weights) -> None:
     largest = max((weights.folder / file).stat().st_size for file in weights.files)
     if limits and min(limits) < weights.size + 2 * largest:
         raise ValueError(
-            f"{weights.folder}: reading these weights from the disk maps their files, {readable(weights.size)} of "
-            f"address space, and the limits of this process leave {readable(min(limits))}, which count maps as memory "
-            "(ulimit -v, ulimit -d). Lift them, and give max_memory (--max-memory) instead"
+            f"{weights.folder}: reading these weights from the disk maps their files, {format_bytes(weights.size)} of "
+            f"address space, and the limits of this process leave {format_bytes(min(limits))}, which count maps as "
+            "memory (ulimit -v, ulimit -d). Lift them, and give max_memory (--max-memory) instead"
         )
 
 

@@ -27,8 +27,9 @@ from hf_qknorm.convert.trained import load_causal, load_tokenizer
 from hf_qknorm.demo.plots import plot_logits, plot_losses
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
 from hf_qknorm.families import check_scheme, family_of
-from hf_qknorm.files.atomic_io import new_folder, user_path
-from hf_qknorm.files.names import foreign_files
+from hf_qknorm.files.atomic_io import new_folder
+from hf_qknorm.files.names import unknown_files
+from hf_qknorm.files.paths import user_path
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
@@ -110,7 +111,7 @@ def run(settings: Settings) -> dict[str, Any]:
 def _foreign(folder: Path) -> list[str]:
     """What lies in a folder and is not from a demo."""
     found = [item.name for item in sorted(folder.iterdir()) if item.name not in WRITTEN]
-    return found + ([f"{MODEL}/{name}" for name in foreign_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
+    return found + ([f"{MODEL}/{name}" for name in unknown_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
 
 
 def _start(settings: Settings, scheme: Scheme) -> tuple[Any, Any, _Batches]:

@@ -20,8 +20,9 @@ from hf_qknorm.checkpoint.source import Source, check_readable, open_source
 from hf_qknorm.export.targets import Target, find_target
 from hf_qknorm.export.tensor_plan import Draft
 from hf_qknorm.families.class_names import PREFIX
-from hf_qknorm.files.atomic_io import new_folder, user_path
+from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.names import CARD, CONFIG
+from hf_qknorm.files.paths import user_path
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.settings import config_errors
 from hf_qknorm.standalone.notice import NOTICES
