@@ -187,7 +187,7 @@ def _inspect(options: argparse.Namespace) -> None:
     names = ("inspect.json", "heatmap.png", "knees.png")
     numbers, picture, curve = written = tuple(out / name for name in names)
     check_writable(*written)
-    check_files(out, names, sources=[options.checkpoint, options.texts], sign=(names[0], "advice"))
+    check_files(out, names, sources=[options.checkpoint, options.texts], marker=(names[0], "advice"))
     with _writing(*written):
         found = inspect_checkpoint(options.checkpoint, texts=options.texts, tokens=options.tokens, cap=options.cap)
         print(found.table())

@@ -16,9 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_qknorm.checkpoint.config import check_readable
+from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.destinations import check_folder, check_new
-from hf_qknorm.checkpoint.safetensors_files import Weights, copy_file
-from hf_qknorm.checkpoint.source import Source, check_readable, open_source
+from hf_qknorm.checkpoint.safetensors_files import Weights
+from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.convert.calibrate import MAX_TOKENS, Knee, calibrate, length_for
 from hf_qknorm.convert.memory import SEQUENCES, memory_left, placed
 from hf_qknorm.convert.plan import Plan, check_exact_fold, converted_config, make_plan, new_tensors, stored_name
@@ -129,8 +131,7 @@ def convert_checkpoint(
 def _write_settings(folder: Path, source: Source, scheme: Scheme, *, standalone: bool) -> None:
     """Write all but the weights. Raises ValueError where transformers could not read it."""
     for file in source.files:
-        (folder / file).parent.mkdir(exist_ok=True)
-        copy_file(source.folder / file, folder / file)
+        copy_file(source.folder, file, folder)
     config = converted_config(source, scheme)
     if standalone:
         carry_code(config)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.checkpoint.complete import check_complete
-from hf_qknorm.checkpoint.safetensors_files import New, Weights
+from hf_qknorm.checkpoint.safetensors_files import NewTensor, Weights
 from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.convert.request import Request
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
@@ -118,14 +118,14 @@ def _skeleton(source: Source, scheme: Scheme) -> nn.Module:
         return derived_model(source.model_class)(converted_config(source, scheme))
 
 
-def new_tensors(source: Source, request: Request) -> tuple[dict[str, New], set[str]]:
+def new_tensors(source: Source, request: Request) -> tuple[dict[str, NewTensor], set[str]]:
     """The tensors that a conversion adds or changes, and the names of those that it removes.
 
     They are as they would be without calibration: one gives gains and knees other values, and where it moves
     projections, those too.
     """
     scheme = request.scheme
-    new: dict[str, New] = {}
+    new: dict[str, NewTensor] = {}
     removed: set[str] = set()
     model: Any = _skeleton(source, scheme)
     for name, layer in patched_layers(model).items():
@@ -138,9 +138,11 @@ def new_tensors(source: Source, request: Request) -> tuple[dict[str, New], set[s
             for kind, parameter in norm.named_parameters():
                 start = norm.fresh if kind == "weight" else 0.0
                 shape = tuple(parameter.shape)
-                new[f"{prefix}.{norm_name}.{kind}"] = New(file, shape, dtype, partial(torch.full, shape, start))
+                new[f"{prefix}.{norm_name}.{kind}"] = NewTensor(file, shape, dtype, partial(torch.full, shape, start))
             for kind, buffer in norm.named_buffers():
-                new[f"{prefix}.{norm_name}.{kind}"] = New(file, (), buffer.dtype, partial(torch.full, (), norm.floor))
+                new[f"{prefix}.{norm_name}.{kind}"] = NewTensor(
+                    file, (), buffer.dtype, partial(torch.full, (), norm.floor)
+                )
         parts = layer.family.style.weights
         if request.moves:
             moved = (f"{prefix}.{part}.{kind}" for part in parts for kind in ("weight", "bias"))
@@ -156,9 +158,9 @@ def new_tensors(source: Source, request: Request) -> tuple[dict[str, New], set[s
     return new, removed
 
 
-def _as_stored(weights: Weights, key: str) -> New:
+def _as_stored(weights: Weights, key: str) -> NewTensor:
     stored = weights.stored[key]
-    return New(stored.file, stored.shape, weights.dtype(key), partial(weights.read, key))
+    return NewTensor(stored.file, stored.shape, weights.dtype(key), partial(weights.read, key))
 
 
 def _folded(weights: Weights, key: str, pre_norm: str, layer: QKNormAttention, transposed: bool) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm.checkpoint.complete import check_complete
-from hf_qknorm.checkpoint.source import Source, check_readable
+from hf_qknorm.checkpoint.config import check_readable
+from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.files.names import CONFIG, INDEX
 from hf_qknorm.model.settings import CAUSED, describe
 

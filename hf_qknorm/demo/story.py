@@ -74,8 +74,8 @@ def run(settings: Settings) -> dict[str, Any]:
     """
     out = user_path(settings.out, "out")
     sources = [settings.checkpoint, settings.data]
-    sign = (REPORT, "reloaded")
-    check = partial(check_folder, out, overwrite=True, sources=sources, sign=sign, foreign=_foreign)
+    marker = (REPORT, "reloaded")
+    check = partial(check_folder, out, overwrite=True, sources=sources, marker=marker, unknown=_unknown_files)
     check()
     scheme = Scheme.of(settings.scheme)
     check_text(settings.data)
@@ -108,7 +108,7 @@ def run(settings: Settings) -> dict[str, Any]:
     return report
 
 
-def _foreign(folder: Path) -> list[str]:
+def _unknown_files(folder: Path) -> list[str]:
     """What lies in a folder and is not from a demo."""
     found = [item.name for item in sorted(folder.iterdir()) if item.name not in WRITTEN]
     return found + ([f"{MODEL}/{name}" for name in unknown_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])

@@ -14,9 +14,10 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.checkpoint.complete import check_complete
+from hf_qknorm.checkpoint.config import check_readable
+from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.destinations import check_folder
-from hf_qknorm.checkpoint.safetensors_files import copy_file
-from hf_qknorm.checkpoint.source import Source, check_readable, open_source
+from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.export.targets import Target, find_target
 from hf_qknorm.export.tensor_plan import Draft
 from hf_qknorm.families.class_names import PREFIX
@@ -75,8 +76,7 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
             for file in source.files:
                 # the card and the stand-alone code tell of a model that this one no longer is
                 if file.name != CARD and file.suffix != ".py":
-                    (out / file).parent.mkdir(exist_ok=True)
-                    copy_file(folder / file, out / file)
+                    copy_file(folder, file, out)
             check_readable(out, folder)
             draft.write(out)
             source.check_unchanged()

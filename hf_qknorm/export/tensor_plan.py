@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_qknorm.checkpoint.safetensors_files import New, Stored, Weights
+from hf_qknorm.checkpoint.safetensors_files import NewTensor, StoredTensor, Weights
 
 LARGEST = 2.0**32  # factor of a tensor, which then neither overflows nor vanishes in 32 bits
 
@@ -86,7 +86,7 @@ class Draft:
                 "first (model.float().save_pretrained(...)) and export that"
             )
 
-    def tensors(self) -> dict[str, Stored | New]:
+    def tensors(self) -> dict[str, StoredTensor | NewTensor]:
         """The planned tensors by name."""
         return self.weights.tensors(*self._changes())
 
@@ -94,10 +94,10 @@ class Draft:
         """Write the planned tensors into `folder`, sharded as they were."""
         self.weights.rewrite(folder, *self._changes())
 
-    def _changes(self) -> tuple[dict[str, New], list[str]]:
+    def _changes(self) -> tuple[dict[str, NewTensor], list[str]]:
         """The tensors that are made anew, and the names of those that go."""
         new = {
-            name: New(stored.file, part.shape, self.weights.dtype(part.beside), part.make)
+            name: NewTensor(stored.file, part.shape, self.weights.dtype(part.beside), part.make)
             for name, part in self.parts.items()
             if part.make is not None and (stored := self.weights.stored[part.beside])
         }

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from hf_qknorm.backends.functions import CAP_BACKENDS
-from hf_qknorm.checkpoint.source import read_config
+from hf_qknorm.checkpoint.config import read_config
 from hf_qknorm.export.targets import find_target
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.files.atomic_io import replace_file, replace_text

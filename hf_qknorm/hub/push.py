@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_qknorm.checkpoint.safetensors_files import copy_file
+from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
 from hf_qknorm.files.names import CARD, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
@@ -97,10 +97,8 @@ def _folder(checkpoint: Any, token: str | None) -> Iterator[Path]:
         origin = _origin(checkpoint, token)
         if origin is not None:
             for name in companions(origin):
-                place = Path(temporary, name)
-                if not place.exists() and name.name not in (INDEX, REPORT):
-                    place.parent.mkdir(exist_ok=True)
-                    copy_file(origin / name, place)
+                if not Path(temporary, name).exists() and name.name not in (INDEX, REPORT):
+                    copy_file(origin, name, Path(temporary))
         yield Path(temporary)
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 
 from hf_qknorm import FAMILIES, Calibration, Scheme, patch_model
+from hf_qknorm.checkpoint.config import read_config
 from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE, Weights
-from hf_qknorm.checkpoint.source import read_config
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import DEPTH, is_shallow, read_json
 from hf_qknorm.hub.metadata import carried, is_ours
