@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from hf_qknorm.convert.fit import check_movable, fit_gains
 from hf_qknorm.convert.knees import KNEES, restored, search
 from hf_qknorm.convert.moments import fit_spread, moments, norm_sizes, norms_of
+from hf_qknorm.convert.pretrained import load_tokenizer
 from hf_qknorm.convert.text import as_batches, check_batches
-from hf_qknorm.convert.trained import load_tokenizer
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.model.attention import patched_layers, require_base

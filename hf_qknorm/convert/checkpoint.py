@@ -22,11 +22,11 @@ from hf_qknorm.checkpoint.destinations import check_folder, check_new
 from hf_qknorm.checkpoint.safetensors_files import Weights
 from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.convert.calibrate import MAX_TOKENS, Knee, calibrate, length_for
-from hf_qknorm.convert.memory import SEQUENCES, memory_left, placed
+from hf_qknorm.convert.memory import SEQUENCES, memory_left, place_weights
 from hf_qknorm.convert.plan import Plan, check_exact_fold, converted_config, make_plan, new_tensors, stored_name
+from hf_qknorm.convert.pretrained import load_tokenizer
 from hf_qknorm.convert.request import Request
 from hf_qknorm.convert.text import as_batches, check_batches, check_text, regrouped
-from hf_qknorm.convert.trained import load_tokenizer
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import new_folder
@@ -177,7 +177,7 @@ def _calibrated(
     batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=MAX_TOKENS))
     check_batches(batches, source.config)  # before the weights are read
     longest = max(batch["input_ids"].shape[1] for batch in batches)
-    with placed(source, longest, memory_left(max_memory), destination) as placement:
+    with place_weights(source, longest, memory_left(max_memory), destination) as placement:
         if placement.sequences is not None:
             batches = regrouped(batches, placement.sequences)
         model = source.model_class.from_pretrained(

@@ -52,7 +52,7 @@ class Placement:
     sequences: int | None = None
 
 
-def memory_size(size: int | str, name: str = "max_memory") -> int:
+def parse_size(size: int | str, name: str = "max_memory") -> int:
     """Bytes, from a number of them or a text such as "8GB" (10⁹ each) or "8GiB" (2³⁰ each).
 
     Raises ValueError, naming the argument `name`, for anything else and for 0.
@@ -75,7 +75,7 @@ def memory_left(max_memory: int | str | None) -> int:
     left = _free()
     if max_memory is None:
         return left
-    most, held = memory_size(max_memory), psutil.Process().memory_info().rss
+    most, held = parse_size(max_memory), psutil.Process().memory_info().rss
     if most <= held:
         raise ValueError(
             f"max_memory={max_memory!r} is less than the {format_bytes(held)} that this process holds already"
@@ -130,7 +130,7 @@ def _room(folder: Path, limit: str, usage: str, cached: str) -> int | None:
 
 
 @contextmanager
-def placed(source: Source, length: int, left: int, scratch: Path) -> Iterator[Placement]:
+def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iterator[Placement]:
     """Where the weights of a checkpoint go, to calibrate it on sequences of `length` tokens in `left` bytes of memory.
 
     What fits goes to the GPUs, if there are any, then into memory; the rest stays in the safetensors. Weights that

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_qknorm.convert.calibrate import Knee, settled
-from hf_qknorm.convert.memory import memory_size
+from hf_qknorm.convert.memory import parse_size
 from hf_qknorm.scheme import Scheme
 
 
@@ -47,7 +47,7 @@ class Request:
                 )
             return cls(scheme)
         if max_memory is not None:
-            memory_size(max_memory)
+            parse_size(max_memory)
         method, knee = settled(scheme, method, knee, max_loss_increase)
         return cls(replace(scheme, knee=0.0 if isinstance(knee, str) else knee), method, knee)
 

@@ -21,7 +21,7 @@ from hf_qknorm import Scheme, convert_checkpoint
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert import checkpoint, inspect, memory
 from hf_qknorm.convert.inspect import inspect_checkpoint
-from hf_qknorm.convert.memory import memory_left, memory_size, placed, working_memory
+from hf_qknorm.convert.memory import memory_left, parse_size, place_weights, working_memory
 from hf_qknorm.demo.training import byte_tokenizer
 
 KNEE = Scheme(q="rms", k="rms", knee=4)
@@ -133,7 +133,7 @@ def test_a_full_disk_has_no_room_for_weights_in_another_form(model_type, tmp_pat
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     with open_source(folder) as source:
-        placing = placed(source, 16, least(folder), tmp_path / "out")
+        placing = place_weights(source, 16, least(folder), tmp_path / "out")
         refusal = pytest.raises(OSError, match=r"that transformers computes with, needs .* has 0\.0 MB free")
         with refusal if model_type == "mixtral" else nullcontext(), placing as placement:
             assert placement.sequences == 1
@@ -175,7 +175,7 @@ SIZES = {
 
 @pytest.mark.parametrize("text", SIZES, ids=repr)
 def test_sizes(text):
-    assert memory_size(text) == SIZES[text]
+    assert parse_size(text) == SIZES[text]
 
 
 @pytest.mark.parametrize("text", ["", "much", "0GB", "-1GB", "8 cats", "1e9", 0, -5, 1.5, True, "9" * 40], ids=repr)
@@ -183,7 +183,7 @@ def test_sizes_that_are_none(text):
     with pytest.raises(
         ValueError, match=r'max_memory=.* is no size of memory: expected bytes, or a text such as "8GB"'
     ):
-        memory_size(text)
+        parse_size(text)
 
 
 def test_what_is_left_of_a_limit(monkeypatch):
