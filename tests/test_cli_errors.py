@@ -110,7 +110,7 @@ ERRORS = [
     ),
     (
         ["convert", "MODEL", "out", "--scheme", '{"q": "rms", "knee": 4}'],
-        "what arrives there in text: pass",
+        "its input for a text: pass",
     ),
     (["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--scheme", "soft_cap", "--knee", "4"], "Scheme(knee=4"),
     (["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--max-memory", "1KB"], "is less than the"),

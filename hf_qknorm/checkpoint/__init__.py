@@ -8,8 +8,7 @@ Where a checkpoint is refused, in the order of the checks of a conversion:
 - `copied_files.py`: a damaged tokenizer or JSON file, a link out of the folder
 - `safetensors_files.py`: a shard or index that is missing, truncated or inconsistent
 - `complete.py`: a tensor that is missing, of another shape or dtype, stored twice, or of a norm that is not there
-- `source.py`, `check_gains`: gains, biases or knees that are not finite or too small
-- `fingerprints.py`: a file that changed while it was read
+- `source.py`, `Source`: gains, biases or knees that are not finite or too small; a file that changed while it was read
 - `destinations.py`: a destination that holds the source, or more than a checkpoint
 
 A model that is loaded without a conversion (`from_pretrained`) is checked by `hf_qknorm/model/load_checks.py`.

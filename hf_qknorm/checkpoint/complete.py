@@ -221,16 +221,12 @@ def _match_names(model: Any, tensors: Tensors) -> tuple[dict[str, str], set[str]
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress transformers' report of a loading and its progress bar."""
-    bars = transformers_logging.is_progress_bar_enabled()
-    REPORTER.addFilter(_never)
+    bars, disabled = transformers_logging.is_progress_bar_enabled(), REPORTER.disabled
+    REPORTER.disabled = True
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        REPORTER.removeFilter(_never)
+        REPORTER.disabled = disabled
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def _never(record: logging.LogRecord) -> bool:
-    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,13 +19,14 @@ from huggingface_hub.errors import HfHubHTTPError
 from hf_qknorm.checkpoint.complete import NORM, check_complete
 from hf_qknorm.checkpoint.config import model_class_of, read_config
 from hf_qknorm.checkpoint.copied_files import WEIGHT_SUFFIXES, copied_files
-from hf_qknorm.checkpoint.fingerprints import Fingerprint, check_unchanged, fingerprints
 from hf_qknorm.checkpoint.safetensors_files import Weights
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_token, is_path
 from hf_qknorm.files.names import CONFIG, FOLDERS, INDEX, REPORT, SINGLE
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.model.norms import eps_problem
+
+Fingerprint = tuple[int, int, int, int] | None  # device, inode, size, time of the last change in ns; None: no such file
 
 logger = logging.getLogger(__name__)
 HTTPError: Any = HfHubHTTPError.__bases__[0]  # of the httpx version that the Hub's client uses
@@ -73,8 +75,21 @@ class Source:
                 raise ValueError(f"{where}: {name} {problem}")
 
     def check_unchanged(self) -> None:
-        """Raise ValueError, naming the file, if a file has changed since the checkpoint was opened."""
-        check_unchanged(self.folder, self.fingerprints)
+        """Raise ValueError, naming the file, if another process has changed a file since the checkpoint was opened."""
+        for name, fingerprint in self.fingerprints.items():
+            if _fingerprint(self.folder / name) != fingerprint:
+                raise ValueError(
+                    f"{self.folder / name} changed while it was read, so that the data may be of two checkpoints: "
+                    "nothing was written. Try again when nothing else writes there"
+                )
+
+
+def _fingerprint(path: Path) -> Fingerprint:
+    try:
+        found = os.stat(path)  # of a link: of its target
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @contextmanager
@@ -85,7 +100,7 @@ def open_source(name: str | Path, *, allow_pickle: bool = False) -> Iterator[Sou
     pickled weights, or an adapter; OSError if the download fails.
     """
     folder = _folder(str(name), allow_pickle)
-    before = fingerprints(folder, _names(folder))
+    before = {name: _fingerprint(folder / name) for name in _names(folder)}
     if (folder / ADAPTER).is_file():  # transformers would load the base model that it names
         raise ValueError(f"{folder} holds an adapter: merge it into its base model, then convert that")
     config = read_config(folder)

@@ -17,7 +17,7 @@ from hf_qknorm.checkpoint.complete import check_complete
 from hf_qknorm.checkpoint.config import check_readable
 from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.destinations import check_folder
-from hf_qknorm.checkpoint.source import Source, open_source
+from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.export.targets import Target, find_target
 from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.families.class_names import PREFIX
@@ -75,8 +75,11 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
         try:
             target = find_target(source.config)
             with config_errors(str(folder / CONFIG), source.config.model_type, source.config.architectures):
-                plan, config = _plan(source, target)
-            _check_plan(plan, config, ignored)
+                plan = TensorPlan(source.weights)
+                for transform in target.transforms:
+                    transform(plan, source.config)
+                config: Any = _target_config(source.config, target)
+            _check_nothing_lost(plan, config, ignored)
         except ValueError as error:
             subject = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
             raise ValueError(f"{subject} is not exported: {error}") from error
@@ -100,16 +103,8 @@ def _check_config(folder: Path, config: Any) -> None:
         raise ValueError(f"{folder} is quantised: export the checkpoint in full precision, then quantise the result")
 
 
-def _plan(source: Source, target: Target) -> tuple[TensorPlan, PretrainedConfig]:
-    """Return the tensors and the config of the exported model."""
-    plan = TensorPlan(source.weights)
-    for transform in target.transforms:
-        transform(plan, source.config)
-    return plan, _target_config(source.config, target)
-
-
-def _check_plan(plan: TensorPlan, config: Any, ignored: tuple[str, ...]) -> None:
-    """Raise ValueError unless the planned tensors are those that the target reads, `ignored` ones aside."""
+def _check_nothing_lost(plan: TensorPlan, config: Any, ignored: tuple[str, ...]) -> None:
+    """Raise ValueError unless the target reads all planned tensors but those that the patched model ignores too."""
     model_class = getattr(transformers, config.architectures[0])
     lost = [name for name in check_complete(model_class, config, plan.tensors(), plan.folder) if name not in ignored]
     if lost:

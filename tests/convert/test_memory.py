@@ -37,7 +37,7 @@ def least(folder: Path, length: int = 16) -> int:
     """What a calibration takes at least: one sequence, and the largest tensor."""
     with open_source(folder) as source:
         largest = max(tensor.size for tensor in source.weights.stored.values())
-        return int((largest + working_memory(source, 1, length)) / memory.ROOM) + 1
+        return int((largest + working_memory(source, 1, length)) / memory.USABLE) + 1
 
 
 @pytest.fixture
@@ -210,8 +210,8 @@ def test_what_cgroups_leave(tmp_path):
     cgroup(tmp_path / "memory/a", memory__limit_in_bytes="150\n", **one)
     cgroup(tmp_path / "c/d", memory__max="max\n", memory__current="5\n", memory__stat=stat)
     cgroup(tmp_path / "c", memory__max="20\n", memory__current="25\n", memory__stat=stat)
-    assert sorted(memory._cgroup_rooms(process, tmp_path)) == [2, 80]
-    assert memory._cgroup_rooms(tmp_path / "none", tmp_path) == []
+    assert sorted(memory._cgroup_limits(process, tmp_path)) == [2, 80]
+    assert memory._cgroup_limits(tmp_path / "none", tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
