@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_qknorm.backends.masks import Structure
-from hf_qknorm.files.untrusted import positive
+from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.ops.tiled_blocks import Problem
 from hf_qknorm.ops.types import Options
@@ -46,7 +46,7 @@ class QKClip(TrainerCallback):
     """
 
     def __init__(self, model: Any, threshold: float = 100.0) -> None:
-        self.threshold = positive(threshold, "threshold")
+        self.threshold = check_positive(threshold, "threshold")
         self.layers = patched_layers(model)
         if not self.layers:
             raise ValueError(f'{type(model).__name__} is not patched: patch_model(model, "none") makes it watchable')

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from hf_qknorm import convert_checkpoint
-from hf_qknorm.convert.memory import memory_size
+from hf_qknorm.convert.memory import parse_size
 from hf_qknorm.files.atomic_io import replace_text
 
 SCHEMES = ("qk_norm_cap", "qkv_norm")
@@ -138,7 +138,7 @@ def streamed(source: Path, target: Path, max_memory: str, tokens: int, size: int
     command += ["--max-memory", max_memory, "--tokens", str(tokens)]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     run = json.loads(finished.stdout.splitlines()[-1])
-    within = run["peak"] * 1e6 <= memory_size(max_memory)
+    within = run["peak"] * 1e6 <= parse_size(max_memory)
     rows = {
         "checkpoint": f"{size / 1e9:.2f} GB",
         "`max_memory`": max_memory,

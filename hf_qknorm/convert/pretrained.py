@@ -1,4 +1,4 @@
-"""Models and tokenizers that others trained, loaded for a look or a start: from safetensors alone, no code run."""
+"""Loading of pretrained models and tokenizers: from safetensors alone, without running a checkpoint's code."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm.checkpoint.complete import check_complete
-from hf_qknorm.checkpoint.source import Source, check_readable
+from hf_qknorm.checkpoint.config import check_readable
+from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.files.names import CONFIG, INDEX
 from hf_qknorm.model.settings import CAUSED, describe
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """The tokenizer in a folder, or of a Hub name. Raises OSError or ValueError, naming it, where there is none."""
+    """Load the tokenizer of a folder or Hub name. Raises OSError or ValueError, naming it, if there is none."""
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:  # transformers' messages go on for paragraphs
+    except (OSError, ValueError) as error:  # of transformers, whose messages have paragraphs
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(f"{name}: no tokenizer can be loaded: {str(error).strip().splitlines()[0]}") from error
 
 
-def load_causal(source: Source, dtype: torch.dtype | str, **places: Any) -> Any:
-    """The causal language model of a checkpoint; `places` say where its weights go, as `from_pretrained` takes them.
+def load_causal(source: Source, dtype: torch.dtype | str, **placement: Any) -> Any:
+    """Load the causal language model of a checkpoint; `placement` are options of `from_pretrained`.
 
-    Raises ValueError unless all its weights are there, and stay as is.
+    Raises ValueError for missing weights, or files that change during the loading.
     """
     model_class = AutoModelForCausalLM._model_mapping[type(source.config)]
     check_complete(model_class, source.config, source.weights.stored, source.weights.folder)
@@ -42,13 +43,13 @@ def load_causal(source: Source, dtype: torch.dtype | str, **places: Any) -> Any:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            **places,
+            **placement,
         )
     except (*CAUSED, ValueError) as error:
         if isinstance(error, RuntimeError) or "config.json" in str(error):
-            raise  # no memory, for example, or named already
+            raise  # not enough memory, for example, or the file is named already
         raise ValueError(f"{source.folder / CONFIG}: transformers can't load it ({describe(error)})") from error
-    if missing := sorted(info["missing_keys"]):  # of a quantised model, whose tensors the check above can't compare
+    if missing := sorted(info["missing_keys"]):  # in a quantised model, which check_complete does not compare
         raise ValueError(
             f"{source.folder}: no weights for {missing[0]}, of {len(missing)} that the model of its config.json needs"
         )

@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_model
 
 from hf_qknorm.checkpoint.source import open_source
-from hf_qknorm.convert.trained import load_causal, load_tokenizer
+from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
 
 
 def test_a_causal_model_keeps_its_weights_and_its_name(llama):
