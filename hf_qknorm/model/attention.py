@@ -26,7 +26,7 @@ from hf_qknorm.model.norms import HeadNorm, fresh_scalar, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.model.settings import no_attention
 from hf_qknorm.ops import library
-from hf_qknorm.ops.types import Norm, Rotary
+from hf_qknorm.ops.types import Heads, Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
@@ -35,7 +35,7 @@ NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
 class QKNormAttention(KneeStates, PlainAttention):
     """The shared attention forward, with norm, RoPE and attention in one kernel wherever the backend has it."""
 
-    def _attend(
+    def _norm_rotate_attend(
         self,
         q: Tensor,
         k: Tensor,
@@ -45,32 +45,37 @@ class QKNormAttention(KneeStates, PlainAttention):
         cache: Any,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        if self.family.rope is None or not functions.kernels_take(self, q, k, v, attention_mask, options):
-            return super()._attend(q, k, v, attention_mask, positions, cache, options)
+        heads = Heads(q, k, v)
+        if self.family.rope is None or not functions.takes_raw_heads(self, heads, attention_mask, options):
+            return super()._norm_rotate_attend(q, k, v, attention_mask, positions, cache, options)
         (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # a norm that is not ours may promote them under autocast
         rotary = _angles(positions, self.family.rope)
-        padded = attention_mask is not None and is_padded_ranges(attention_mask)  # its keys move: they turn before
+        heads = Heads(q.to(v.dtype), k.to(v.dtype), v, q_norm, k_norm, rotary)  # a model's own norm may promote them
         slot: Any = None if cache is None else self.family.style.slot(self, **options)
-        alone = cache is None or is_empty(cache, slot)  # no keys but these
-        fits = v.shape[-1] <= k.shape[-1]  # no norm may see padding
-        if alone and fits and not padded and self.observer is None:
+        if self._kernel_sees_all(heads, attention_mask, cache, slot):
             if cache is not None:
-                cache.update(library.norm_rope_one(k, k_norm, rotary), v, slot)
-            return functions.fused_attention(self, q, k, v, attention_mask, q_norm, k_norm, rotary, **options)
-        static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, k)
+                cache.update(library.norm_rope_one(heads.k, k_norm, rotary), v, slot)
+            return functions.attend_raw(self, heads, attention_mask, **options)
+        static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, heads.k)
         if static is not None:
-            places = next_positions(static, k.shape[2])
-            q = library.norm_rope_into(q, k, v, static.keys, static.values, places, q_norm, k_norm, rotary)
-            count_written(static, k.shape[2])
-            return self._attend_heads(q, static.keys, static.values, attention_mask, options)
-        q, k = library.norm_rope(q, k, q_norm, k_norm, rotary)
+            count = k.shape[2]
+            q = library.norm_rope_into(heads, static.keys, static.values, next_positions(static, count))
+            count_written(static, count)
+            return self._call_backend(q, static.keys, static.values, attention_mask, options)
+        q, k = library.norm_rope(heads)
         if cache is not None:
             k, v = cache.update(k, v, slot)
-        return self._attend_heads(q, k, v, attention_mask, options)
+        return self._call_backend(q, k, v, attention_mask, options)
+
+    def _kernel_sees_all(self, heads: Heads, attention_mask: Tensor | None, cache: Any, slot: Any) -> bool:
+        """Whether one kernel may norm, rotate and attend: no one else needs the normed heads."""
+        reordered = attention_mask is not None and is_padded_ranges(attention_mask)  # keys move, after their rotation
+        padded = heads.v.shape[-1] > heads.k.shape[-1]  # a norm would see the padding
+        alone = cache is None or is_empty(cache, slot)  # there are no other keys
+        return alone and not padded and not reordered and self.observer is None
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
-        """x and the norm that a kernel is to apply to it; a norm that is not ours, or is watched, is applied here."""
+        """x and the norm that the kernel applies to it; a norm of another class, or with hooks, is applied here."""
         module: Any = self._modules.get(name)
         norm = _in_use(module)
         if isinstance(norm, HeadNorm) and norm.bare and (module is norm or is_unhooked(module)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.types import Options
+from hf_qknorm.ops.types import Heads, Options, Visible
 
 BLOCK_ROWS = 64  # rows of logits a head and block: small enough for the cache, large enough for a good matmul
 BLOCK_LOGITS = 1 << 22  # logits in one block at most (16 MiB in fp32)
@@ -42,21 +42,14 @@ class Block:
 class Problem:
     """One attention call in the layout that the loops work on: q `[B·Hk, G, T, D]`, k and v `[B·Hk, S, D]`."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        ranges: Tensor | None,
-        sinks: Tensor | None,
-        options: Options,
-    ) -> None:
-        self.batch, heads, self.queries, self.dim = q.shape
+    def __init__(self, heads: Heads, visible: Visible, options: Options) -> None:
+        q, k, v, *_ = heads
+        ranges, sinks, _, self.mask = visible
+        self.batch, count, self.queries, _ = q.shape
         self.heads_kv, self.keys = k.shape[1], k.shape[2]
-        self.group = heads // self.heads_kv
-        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.mask, self.options, self.device = mask, options, q.device
+        self.group = count // self.heads_kv
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
+        self.options, self.device = options, q.device
         self.ranges = None if ranges is None else ranges.clamp(0, self.keys)  # differences of int32 must not overflow
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads_kv, self.group, 1, 1)
         self.q, self.k, self.v = self.grouped(q), self.flat(k), self.flat(v)
