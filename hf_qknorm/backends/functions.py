@@ -171,20 +171,21 @@ def _call_operator(
             f"attn_implementation={name!r} never forms the attention weights that output_attentions=True asks for: "
             'call model.set_attn_implementation("hf_qknorm_eager") before, or "hf_qknorm", which forms them when asked'
         )
-    q, k, v, *norms = heads
+    q, k, v = heads[:3]
     seen = _structure(module, q, k, v, attention_mask, sliding_window, is_causal, kwargs)
     out = operator(
-        Heads(*_pad_to_widest(q, seen.key, seen.value), *norms),
+        _pad_to_widest(heads._replace(k=seen.key, v=seen.value)),
         Visible(seen.ranges, s_aux, mask=seen.mask),
         Options(q.shape[-1] ** -0.5 if scaling is None else scaling, softcap, seen.causal, seen.window, dropout),
     )
     return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), None
 
 
-def _pad_to_widest(*heads: Tensor) -> list[Tensor]:
+def _pad_to_widest(heads: Heads) -> Heads:
     """The heads in one width: zeros behind the narrower ones change neither the logits nor the output's own columns."""
-    width = max(x.shape[-1] for x in heads)
-    return [x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1])) for x in heads]
+    width = max(x.shape[-1] for x in heads[:3])
+    q, k, v = (x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1])) for x in heads[:3])
+    return heads._replace(q=q, k=k, v=v)
 
 
 def _log_once(message: str) -> None:

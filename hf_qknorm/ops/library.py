@@ -73,8 +73,7 @@ def fused_statistics(heads: Heads, visible: Visible, options: Options) -> RowSta
 
 def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
     """Norm and rotate q `[B, H, T, D]` and k `[B, Hk, T, D]` in one launch."""
-    q, k, _, *norms = heads
-    return _call(operators.NORM_ROPE_HEADS, {"q": q, "k": k, **flatten_norms(*norms)})
+    return _call(operators.NORM_ROPE_HEADS, {"q": heads.q, "k": heads.k, **flatten_norms(*heads[3:])})
 
 
 def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
@@ -91,11 +90,11 @@ def norm_rope_into(heads: Heads, keys: Tensor, values: Tensor, positions: Tensor
     outside of the cache. On a GPU an assertion in the kernel reports these, later. Nothing outside of the cache is
     written.
     """
-    q, k, v, *norms = heads
+    q, k, v = heads[:3]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, keys, values)):
         raise ValueError("writing to a cache has no gradient: call it under torch.no_grad(), or use norm_rope")
     cache = {"v": v, "keys": keys, "values": values, "positions": positions}
-    return _call(operators.NORM_ROPE_INTO, {"q": q, "k": k, **cache, **flatten_norms(*norms)})
+    return _call(operators.NORM_ROPE_INTO, {"q": q, "k": k, **cache, **flatten_norms(*heads[3:])})
 
 
 def _fused(heads: Heads, visible: Visible, options: Options, *, statistics: bool) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import torch._dynamo, and so Triton
 
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
@@ -43,8 +44,7 @@ def flatten_norms(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Values:
 
 def flatten(heads: Heads, visible: Visible, options: Options) -> Values:
     """The values of the fields of an attention operator."""
-    q, k, v, *norms = heads
-    values = {"q": q, "k": k, "v": v, **flatten_norms(*norms)}
+    values = {"q": heads.q, "k": heads.k, "v": heads.v, **flatten_norms(*heads[3:])}
     values.update(zip(Visible._fields, visible, strict=True))
     values.update(zip(Options._fields, options, strict=True))
     return values
@@ -95,7 +95,7 @@ class Operator:
 
     def implement(self, function: Callable[[Values], Any]) -> None:
         """Register the implementation, for every device."""
-        torch.library.impl(self.qualified, "default")(torch._disable_dynamo(self._checked(function)))
+        torch.library.impl(self.qualified, "default")(_disable_dynamo(self._checked(function)))
 
     def fake(self, function: Callable[[Values], Any]) -> None:
         """Register the function that makes results without numbers in them."""
