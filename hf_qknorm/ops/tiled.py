@@ -41,8 +41,8 @@ def forward(heads: Heads, visible: Visible, options: Options) -> tuple[Tensor, T
         weights = _exp_(logits.sub_(shift))
         total = weights.sum(-1, keepdim=True)
         total = total if sink is None else total + torch.exp(sink - shift)
-        if visible.seed is not None:
-            weights.mul_(problem.keep(block, visible.seed))
+        keep = problem.keep(block)
+        weights = weights if keep is None else weights.mul_(keep)
         rows = torch.bmm(weights, problem.span(problem.v, block))
         problem.put(out, block, rows.div_(total.masked_fill(empty, 1.0)))
         problem.put(lse, block, torch.cat([shift, total.log_().masked_fill_(empty, math.inf)], -1))
@@ -76,7 +76,7 @@ def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out
         problem.hide(weights, block)
         largest, rest = problem.part(lses, block).unbind(-1)
         _exp_(weights.sub_(largest[..., None]).sub_(rest[..., None]))  # rounded as in forward, so that it cancels
-        keep = None if visible.seed is None else problem.keep(block, visible.seed)
+        keep = problem.keep(block)
         dropped = weights if keep is None else weights * keep
         problem.span(dv, block).baddbmm_(dropped.transpose(1, 2), grad_rows)
         if cap is None:

@@ -152,7 +152,7 @@ def dropout_mask(heads: Heads, visible: Visible, options: Options) -> Tensor:
     full = problem.q.new_zeros((*problem.q.shape[:3], problem.keys))
     for block in problem.blocks:
         rows = problem.q.new_zeros((*problem.part(problem.q, block).shape[:2], problem.keys))
-        rows[..., block.cols] = problem.keep(block, visible.seed)
+        rows[..., block.cols] = problem.keep(block)
         problem.put(full, block, rows)
     return full.view(*heads.q.shape[:3], problem.keys)
 
