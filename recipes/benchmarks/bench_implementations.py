@@ -23,7 +23,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from hf_qknorm.ops import library
-from hf_qknorm.ops.types import Norm, Rotary
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 LARGE_GAIN = 3.0  # gains that drive the bound of the logits over the limits of the fast loops
 Attend = Callable[[Case, Inputs], Any]  # gives the output; of a prologue, queries and keys
@@ -99,13 +99,9 @@ def rotary(x: Inputs) -> Rotary:
 
 
 def ours(case: Case, x: Inputs, *, normed: bool = True, softcap: float | None = SOFTCAP) -> Tensor:
-    extra: dict[str, Any] = {}
-    if normed:
-        q_norm, k_norm = norms(x)
-        extra = {"q_norm": q_norm, "k_norm": k_norm, "rotary": rotary(x)}
-    return library.fused_attention(
-        x.q, x.k, x.v, **extra, softcap=softcap, causal=True, window=case.window, ranges=x.ranges
-    )
+    heads = Heads(x.q, x.k, x.v, *norms(x), rotary(x)) if normed else Heads(x.q, x.k, x.v)
+    options = Options(x.q.shape[-1] ** -0.5, softcap, causal=True, window=case.window)
+    return library.fused_attention(heads, Visible(x.ranges), options)
 
 
 def our_variant(name: str, normed: bool = True, softcap: float | None = SOFTCAP, gain: float = 1.0) -> Implementation:
@@ -242,7 +238,7 @@ def needs(package: str, case: Case, device: str) -> str | None:
 
 
 def our_prologue(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
-    return library.norm_rope(x.q, x.k, *norms(x), rotary(x))
+    return library.norm_rope(Heads(x.q, x.k, x.v, *norms(x), rotary(x)))
 
 
 def prologue(function: Callable[[Inputs], tuple[Tensor, Tensor]], case: Case, x: Inputs) -> tuple[Tensor, Tensor]:

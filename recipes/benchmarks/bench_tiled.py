@@ -29,6 +29,7 @@ from torch import Tensor
 
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.ops import library, reference
+from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.testing import assert_within_budget, make_qkv
 
 MEMORY_LENGTH = 4096
@@ -41,7 +42,7 @@ def implementations(length: int, softcap: float) -> dict[str, Attention]:
     hidden = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return library.attention(q, k, v, softcap=softcap, causal=True)
+        return library.attention(Heads(q, k, v), Visible(), Options(q.shape[-1] ** -0.5, softcap, causal=True))
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # as Gemma 2's in transformers
         logits = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
