@@ -16,6 +16,7 @@ import hf_qknorm as qk
 from hf_qknorm.backends.functions import CAP_BACKENDS
 
 ARCHITECTURE = "hf_qknorm/README.md"
+REFUSALS = "hf_qknorm/checkpoint/README.md"
 WORDS = 1000  # of the README, at most
 # Files of a checkpoint or of a reader, and names that are transformers' or stand in a file of a checkpoint.
 FOREIGN_FILES = {
@@ -115,6 +116,35 @@ def test_every_page_can_be_reached_from_the_readme():
         targets = {((ROOT / page).parent / link.partition("#")[0]).resolve() for page in new for link in links(page)}
         new = {str(target.relative_to(ROOT)) for target in targets if target in PAGES} - reached
     assert set(WRITTEN) <= reached
+
+
+def messages(path: Path) -> list[str]:
+    """The strings in a module's code, with "…" for each value that is filled in."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(x.value) if isinstance(x, ast.Constant) else "…" for x in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def quoted_errors() -> list[str]:
+    """What the page of refusals quotes of errors, those of transformers left out; "…" stands for anything."""
+    lines = [
+        line for line in text_of(REFUSALS).splitlines() if line.startswith("| ") and "transformers' own" not in line
+    ]
+    return [
+        quoted for line in lines for quoted in re.findall(r"[\"']([^\"]{8,}?)[\"'](?=,| \||$)", line.split(" | ")[0])
+    ]
+
+
+def test_quoted_errors_are_in_the_code():
+    strings = [text for path in MODULES.values() for text in messages(path)]
+    assert len(quoted_errors()) >= 15
+    for quoted in quoted_errors():
+        parts = [part.strip() for part in quoted.split("…") if part.strip()]
+        assert any(all(part in text for part in parts) for text in strings), quoted
 
 
 def rows(page: str) -> list[str]:

@@ -66,6 +66,7 @@ def printed(snippet: Snippet) -> str:
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 @pytest.mark.parametrize("snippet", PYTHON, ids=str)
 def test_python_runs_and_prints_what_the_page_shows(snippet, monkeypatch):
     if not snippet.runs:
@@ -118,6 +119,27 @@ def test_shell_commands_are_understood(snippet, monkeypatch):
     assert found
     for command in found:
         check(command, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "hf-qknorm convert CKPT",
+        "hf-qknorm inspect CKPT --knee 4",
+        "python recipes/none.py",
+        "python recipes/pretrain.py --none 1",
+        "torchrun --nproc-per-node 2 recipes/lora.py --none 1",
+        "accelerate launch --config_file recipes/accelerate/none.yaml train.py",
+        "python -m hf_qknorm.none",
+        "pip install -e '.[none]'",
+        "pytest tests/none",
+        "pytest --none",
+        "none",
+    ],
+)
+def test_wrong_commands_are_found(command, monkeypatch):
+    with pytest.raises((AssertionError, SystemExit, ModuleNotFoundError, ValueError)):
+        check(shlex.split(command), monkeypatch)
 
 
 def check(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
