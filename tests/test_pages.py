@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from pages import NAMES, PAGES, ROOT, WRITTEN, anchors, code_files, links, named_code, prose_of, text_of
 from tables import MODEL_TYPES
 from test_layers import MODULES, imports
@@ -145,6 +147,24 @@ def test_quoted_errors_are_in_the_code():
     for quoted in quoted_errors():
         parts = [part.strip() for part in quoted.split("…") if part.strip()]
         assert any(all(part in text for part in parts) for text in strings), quoted
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+def test_workflows_and_issue_forms_can_be_read(path):
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if path.parent.name == "workflows":
+        assert {"run": ".ci/run"} in data["jobs"]["run"]["steps"]
+    elif path.name != "config.yml":
+        assert {"name", "description", "body"} <= data.keys()
+
+
+def test_the_check_in_ci_names_files_that_exist():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    files = re.findall(r"\b(?:tests|recipes)/[\w/]+\.py\b", script.read_text(encoding="utf-8"))
+    assert files
+    for file in files:
+        assert (ROOT / file).is_file(), file
 
 
 def rows(page: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import io
 import re
@@ -10,6 +11,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import textwrap
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +31,12 @@ ANYWHERE = ("ruff", "mypy")  # commands whose arguments are not checked
 PYTHON = all_snippets(WRITTEN, "python")
 SHELL = all_snippets(WRITTEN, "bash")
 CARDS = all_snippets([name for name in NAMES if name.startswith("model_cards/")], "python")
+SCRIPTS = [
+    str(path.relative_to(ROOT))
+    for folder in (ROOT / "recipes", ROOT / "recipes" / "benchmarks")
+    for path in sorted(folder.glob("*.py"))
+    if "__main__" in path.read_text(encoding="utf-8")
+]
 (README,) = [snippet for snippet in PYTHON if snippet.page == "README.md" and snippet.output]
 CHARACTERS = 200_000  # of the text that README.md's output was printed for
 SEED_OSS = "hf_qknorm/families/README.md"  # its snippet changes tables: tests/families/test_contributing.py runs it
@@ -100,10 +108,10 @@ def test_the_readme_shows_what_its_code_prints(shared, tmp_path, monkeypatch):
     assert numbers(text) == pytest.approx(numbers(README.output), rel=0.02)
 
 
-def shell_commands(snippet: Snippet) -> list[list[str]]:
+def shell_commands(code: str) -> list[list[str]]:
     """The commands of a snippet, as words: those on a line that "&&" or "|" joins are several."""
     commands: list[list[str]] = []
-    for line in snippet.code.replace("\\\n", " ").splitlines():
+    for line in code.replace("\\\n", " ").splitlines():
         commands.append([])
         for word in shlex.split(line, comments=True):
             if word in ("&&", "|"):
@@ -115,10 +123,19 @@ def shell_commands(snippet: Snippet) -> list[list[str]]:
 
 @pytest.mark.parametrize("snippet", SHELL, ids=str)
 def test_shell_commands_are_understood(snippet, monkeypatch):
-    found = shell_commands(snippet)
+    found = shell_commands(snippet.code)
     assert found
     for command in found:
         check(command, monkeypatch)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_commands_of_a_recipes_docstring_are_understood(script, monkeypatch):
+    docstring = ast.get_docstring(ast.parse(text_of(script))) or ""
+    block = re.search(r"(?:^    .*\n?)+", docstring, re.MULTILINE)
+    for command in shell_commands(textwrap.dedent(block[0]) if block else ""):
+        if command[0] != "compute-sanitizer":
+            check(command, monkeypatch)
 
 
 @pytest.mark.parametrize(
