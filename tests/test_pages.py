@@ -111,6 +111,12 @@ def test_the_readme_is_short():
     assert len(text_of("README.md").split()) <= WORDS
 
 
+def test_the_readme_states_the_version_and_the_number_of_families():
+    assert f"Version {qk.__version__}," in text_of("README.md")
+    assert f"\n## {qk.__version__}" in text_of(".github/CHANGELOG.md")
+    assert f"[{len(qk.FAMILIES)}](hf_qknorm/families/FAMILIES.md)" in text_of("README.md")
+
+
 def test_every_page_can_be_reached_from_the_readme():
     reached, new = set(), {"README.md"}
     while new:

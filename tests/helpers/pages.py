@@ -104,5 +104,3 @@ def named_code(name: str) -> Iterator[tuple[str, str]]:
         yield from ((code, match[2]) for code in re.findall(r"`(\w+)`", match[1]))
     for match in re.finditer(rf"`(\w+)` \({file}\)", text):
         yield match[1], match[2]
-    for match in re.finditer(rf"\| `(\w+)`(?:, `(\w+)`)? (?:in|of) {file}", text):
-        yield from ((code, match[3]) for code in match.groups()[:2] if code)
