@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_qknorm.export.tensor_plan import Draft
+from hf_qknorm.ops import norms
 from hf_qknorm.scheme import Scheme
 
 KINDS = ("weight", "bias")
@@ -110,7 +111,9 @@ def share_gains(draft: Draft, config: Any, scheme: Scheme) -> None:
     width = head_dim(config)
     factor = scale_factor(config, scheme)
     for norm in (scheme.q, scheme.k):
-        factor *= width**-0.5 if norm in ("l2", "lp") else 1.0  # the length of the normed vector; rms has √D
+        factor *= (
+            width**-0.5 if norm is not None and norms.NORMS[norm].summed else 1.0
+        )  # the length of the normed vector; rms has √D
     why = f"with scale={scheme.scale} and norms {scheme.q}, {scheme.k} the queries' gains would be scaled"
     for layer in range(config.num_hidden_layers):
         for norm in ("q_norm", "k_norm"):

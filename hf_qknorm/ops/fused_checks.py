@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.checks import check_call, check_rules
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.types import Norm, Options, Rotary
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-NORMS = ("none", "rms", "layer", "l2", "lp")
 
 Ends = tuple[Norm, Norm, Rotary | None]  # what is done to q and to k
 
@@ -149,8 +149,8 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, q_norm: Norm, k_norm: Norm, ro
 
 
 def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
-    if norm.kind not in NORMS:
-        raise ValueError(f"{name}.kind must be one of {', '.join(NORMS)}, got {norm.kind!r}")
+    if norm.kind != "none" and norm.kind not in NORMS:
+        raise ValueError(f"{name}.kind must be one of {', '.join(('none', *NORMS))}, got {norm.kind!r}")
     if norm.p < 1:
         raise ValueError(f"{name}.p must be at least 1, got {norm.p}")
     stored_eps, eps = norm.eps_parts  # a stored one is not looked at: that would wait for the GPU

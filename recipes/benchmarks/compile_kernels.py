@@ -26,6 +26,7 @@ import torch
 import triton
 from compiled import Failure, Report, compiling
 
+from hf_qknorm.ops.norms import NormKind
 from hf_qknorm.ops.triton import attention, gluon, norm_rope
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
@@ -84,7 +85,12 @@ def spills_allowed(report: Report) -> bool:
     told = report.constants
     if report.kernel == "gluon_forward_kernel" and (told["PADDED"], told["TANH"]) == (256, "odd7"):
         return report.spilled <= GLUON_SPILL
-    return told["PADDED"] > SPILL_FREE[report.kernel] or bool(told.get("DROPOUT")) or told.get("NORM") == "lp"
+    return told["PADDED"] > SPILL_FREE[report.kernel] or bool(told.get("DROPOUT")) or of_any_order(told.get("NORM"))
+
+
+def of_any_order(norm: NormKind | None) -> bool:
+    """Whether a norm takes powers."""
+    return norm is not None and norm.any_order
 
 
 def slots_limit(report: Report) -> float | None:

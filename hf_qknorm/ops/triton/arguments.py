@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hf_qknorm.ops.norms import NORMS, NormKind
 from hf_qknorm.ops.types import Norm, Rotary
 
 
@@ -11,6 +12,11 @@ def norm_arguments(norm: Norm) -> tuple[object, ...]:
     """Gain and bias, each with its strides from head to head and from column to column; blend, eps twice, p."""
     norm = Norm() if norm.kind == "none" else norm
     return *_by_head(norm.gain), *_by_head(norm.bias), norm.blend, *norm.eps_parts, norm.p
+
+
+def norm_kind(norm: Norm) -> NormKind | None:
+    """The kind that kernels are compiled for, None for no norm."""
+    return None if norm.kind == "none" else NORMS[norm.kind]
 
 
 def _by_head(values: Tensor | None) -> tuple[Tensor | None, int, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.triton import attention_decode, gluon, norm_rope
-from hf_qknorm.ops.triton.arguments import norm_arguments, rotary_arguments, sum_to
+from hf_qknorm.ops.triton.arguments import norm_arguments, norm_kind, rotary_arguments, sum_to
 from hf_qknorm.ops.triton.attention_backward import ALIGNED, key_kernel, query_kernel, sums_kernel
 from hf_qknorm.ops.triton.attention_forward import forward_kernel
 from hf_qknorm.ops.triton.launch import (
@@ -265,7 +265,7 @@ class _Side(NamedTuple):
                 TANH=loop.tanh,
                 WHEN=loop.when,
                 EXACT=heads.q.dtype == torch.float32,
-                NORM=norm.kind,
+                NORM=norm_kind(norm),
                 ROTATED=heads.rotary is not None,
                 **_constants(heads, visible, options, ready, shape),
             )

@@ -97,7 +97,7 @@ def finish(
         c = tl.load(cos + row * cos_row + angle[None, :] * cos_pair, mask=there, other=1.0).to(tl.float32)
         s = tl.load(sin + row * sin_row + angle[None, :] * sin_pair, mask=there, other=0.0).to(tl.float32)
         grad = grad * c - swapped * (sign[None, :] * s)
-    if NORM != "none":
+    if NORM is not None:
         gain, head_stride, column_stride, bias, bias_head, bias_column, blend, stored_eps, eps, p, dgain, dbias = norm
         x = X.load([batch, head, start, 0]).reshape(BLOCK, PADDED).to(tl.float32)
         real = columns >= 0

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.triton.arguments import norm_arguments, rotary_arguments, sum_to
+from hf_qknorm.ops.triton.arguments import norm_arguments, norm_kind, rotary_arguments, sum_to
 from hf_qknorm.ops.triton.launch import launch, padded
 from hf_qknorm.ops.triton.norm_rope_kernel import prologue_gradient_kernel, prologue_kernel
 from hf_qknorm.ops.types import Norm, Rotary, laid_out
@@ -80,7 +80,7 @@ def forward(
     if cache is not None:
         values = (*_strided(_dense(cache.v)), *_strided(cache.values))
         total += heads_kv
-    constants = _constants(q, q_norm, None if k is None else k_norm, rotary)
+    constants = _constants(q, q_norm, k_norm, rotary)
     launch(
         prologue_kernel,
         (total * batch * -(-length // constants["BLOCK"]),),
@@ -117,7 +117,7 @@ def backward(
 ) -> Gradients:
     """Gradients of raw q and k, of gains and biases, for those of q̂ and k̂; the same bits on each run."""
     (batch, heads, length, _), heads_kv = q.shape, 0 if k is None else k.shape[1]
-    constants = _constants(q, q_norm, None if k is None else k_norm, rotary)
+    constants = _constants(q, q_norm, k_norm, rotary)
     programs = batch * -(-length // (constants["BLOCK"] * STEPS))
     queries = _Side.of(dq, q, q_norm, programs)
     keys = None if k is None or dk is None else _Side.of(dk, k, k_norm, programs)
@@ -174,14 +174,14 @@ def _strided(x: Tensor) -> tuple[Tensor | int, ...]:
     return x, *x.stride()[:3]
 
 
-def _constants(q: Tensor, q_norm: Norm, k_norm: Norm | None, rotary: Rotary | None) -> dict[str, Any]:
+def _constants(q: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> dict[str, Any]:
     columns = padded(q.shape[-1])
     return {
         "BLOCK": ROWS[columns],
         "PADDED": columns,
         "HEAD_DIM": q.shape[-1],
-        "Q_NORM": q_norm.kind,
-        "K_NORM": None if k_norm is None else k_norm.kind,
+        "Q_NORM": norm_kind(q_norm),
+        "K_NORM": norm_kind(k_norm),
         "ROTARY": 0 if rotary is None else 2 * rotary.cos.shape[-1],
         "INTERLEAVED": rotary is not None and rotary.interleaved,
         "num_warps": WARPS,

@@ -111,7 +111,7 @@ def prologue_kernel(
     BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Heads q, k and, given positions, v, which like k goes there, but as it is. Without k, K_NORM is None."""
+    """Heads q, k and, given positions, v, which like k goes there, but as it is."""
     batch, head, block = _place(total, length, BLOCK)
     if head < count:
         group = (batch * count_kv + head * count_kv // count) * 2
@@ -120,7 +120,7 @@ def prologue_kernel(
             BLOCK, PADDED, HEAD_DIM, Q_NORM, ROTARY, INTERLEAVED,
         )  # fmt: skip
     elif head < count + count_kv:
-        if K_NORM is not None:
+        if k is not None:
             group = (batch * count_kv + head - count) * 2 + 1
             _prepare(
                 k, k_norm, rotary, positions, room, bound, group, 1.0, batch, head - count, block, length,
@@ -130,7 +130,7 @@ def prologue_kernel(
         _prepare(
             v, (None, 0, 0, None, 0, 0, None, None, 0.0, 2.0), None, positions, room, None, 0, 1.0,
             batch, head - count - count_kv, block, length,
-            BLOCK, PADDED, HEAD_DIM, "none", 0, False,
+            BLOCK, PADDED, HEAD_DIM, None, 0, False,
         )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def prologue_gradient_kernel(
             q, q_norm, rotary, factor, batch, head, chunk, length, (program * count + head) * HEAD_DIM,
             BLOCK, STEPS, PADDED, HEAD_DIM, Q_NORM, ROTARY, INTERLEAVED,
         )  # fmt: skip
-    elif K_NORM is not None:
+    elif k is not None:
         _pull_back(
             k, k_norm, rotary, 1.0, batch, head - count, chunk, length,
             (program * (total - count) + head - count) * HEAD_DIM,

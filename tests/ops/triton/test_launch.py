@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_norm_rope import DEVICE, lay_out
+from norm_cases import DEVICE, lay_out
 
 from hf_qknorm.ops.triton import launch
 from hf_qknorm.ops.triton.launch import (

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_qknorm.ops.norms import NORMS
+
 pytest.importorskip("triton", reason="needs Triton, which compiles the kernels")
 RECIPES = Path(__file__).parents[3] / "recipes" / "benchmarks"
 recipe = import_module("compile_kernels")
@@ -145,7 +147,7 @@ def test_each_limit_is_checked(changes, complaint):
         ("query_kernel", {"PADDED": 256}, False),
         ("key_kernel", {"PADDED": 128}, False),
         ("key_kernel", {"PADDED": 256}, True),
-        ("query_kernel", {"NORM": "lp"}, True),
+        ("query_kernel", {"NORM": NORMS["lp"]}, True),
         ("forward_kernel", {"DROPOUT": True}, True),
         ("gluon_forward_kernel", {"PADDED": 256, "TANH": "odd7"}, True),
         ("gluon_forward_kernel", {"PADDED": 128, "TANH": "odd7"}, False),
