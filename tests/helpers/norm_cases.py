@@ -128,7 +128,7 @@ def draw(case: Case, seed: int = 0) -> Call:
         gains, biases = values(gain, heads, 1.0), values(bias, heads, 0.0)
         if case.knee is None:
             return Norm(kind, gains, biases, blend, p=case.p)
-        order = NORMS[kind].order(case.p)
+        order = 2.0 if kind == "none" else NORMS[kind].order(case.p)
         eps = (case.knee * float(normal(1000).abs().pow(order).mean())) ** (2 / order) * case.spread**2
         gains = None if gains is None else gains * (1 + case.knee) ** 0.5
         return Norm(kind, gains, biases, blend, torch.tensor(eps, dtype=torch.float32, device=DEVICE), case.p)

@@ -10,6 +10,7 @@ from norm_cases import BRAIN, CASES, DEVICE, KNEES, Case, draw, expected, gradie
 
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.triton import norm_rope
+from hf_qknorm.ops.triton.arguments import HeadArguments
 from hf_qknorm.ops.triton.launch import launch
 from hf_qknorm.ops.triton.norm_rope_kernel import _entries
 from hf_qknorm.ops.types import Norm
@@ -108,14 +109,14 @@ def test_the_gradient_of_a_sum() -> None:
 
 
 @triton.jit
-def _places(strides, head, out, N: tl.constexpr):
+def _offsets(tensor, head, out, N: tl.constexpr):
     i = tl.arange(0, N)
-    at = _entries(strides, tl.program_id(0) + 1, tl.program_id(0) + head, i + 2**15, i)
+    at = _entries(tensor, tl.program_id(0) + 1, tl.program_id(0) + head, i + 2**15, i)
     tl.store(out + i[:, None] * N + i[None, :], at)
 
 
 def test_addresses_have_64_bits() -> None:
     out = torch.zeros(16, 16, dtype=torch.int64, device=DEVICE)
-    launch(_places, (1,), DEVICE, (2**31 - 16, 2**30, 2**17), 7, out, N=16)
+    launch(_offsets, (1,), DEVICE, HeadArguments(out, 2**31 - 16, 2**30, 2**17), 7, out, N=16)
     i = torch.arange(16, device=DEVICE)
     assert torch.equal(out, (2**31 - 16) + 7 * 2**30 + (i[:, None] + 2**15) * 2**17 + i[None, :])
