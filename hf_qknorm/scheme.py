@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hf_qknorm.files.untrusted import brief
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.ops.norms import NORMS
 
-NORMS: Final = ("rms", "layer", "l2", "lp")
 GAINS: Final = ("shared", "per_head", "scalar", "none")
 
 # Gains with one entry per channel: a bias needs one of them.
@@ -82,8 +82,9 @@ class Scheme:
         for name in ("p", "scale", "softcap", "eps", "knee"):  # 50 and 50.0 are the same scheme, in JSON too
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
-        _require("p", self.p, self.p == 2 or "lp" in self.norms,
-                 'p = 2, or "lp" among q, k and v: no other norm has an order')  # fmt: skip
+        ordered = tuple(name for name, kind in NORMS.items() if kind.any_order)
+        _require("p", self.p, self.p == 2 or not {*ordered}.isdisjoint(self.norms),
+                 f"p = 2, or {_listed(ordered)} among q, k and v: no other norm has an order")  # fmt: skip
         _require("bias", self.bias, not self.bias or (bool(self.norms) and self.gain in CHANNEL_GAINS),
                  f"a norm on q, k or v, and gain {_listed(CHANNEL_GAINS)}: a bias has the gain's shape")  # fmt: skip
         _require("pre_norm", self.pre_norm, self.pre_norm or None not in (self.q, self.k, self.v),
@@ -106,7 +107,7 @@ class Scheme:
         """Whether a `norm` of this scheme has a bias; by default LayerNorm has one."""
         if self.bias is not None:
             return self.bias
-        return norm == "layer" and self.gain in CHANNEL_GAINS
+        return NORMS[norm].biased and self.gain in CHANNEL_GAINS
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scheme as JSON-ready data. Without a knee it has the fields of version 0.1."""
@@ -120,13 +121,13 @@ class Scheme:
         """Return the scheme that `to_dict` wrote. Raises ValueError for unknown keys, which could change the result."""
         if not isinstance(data, Mapping):
             raise ValueError(
-                f"a scheme is a preset's name or a mapping of its fields, got {type(data).__name__}: {brief(data)}. "
+                f"a scheme is a preset's name or a mapping of its fields, got {type(data).__name__}: {shorten(data)}. "
                 f"Presets: {', '.join(SCHEMES)}"
             )
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := [key for key in data if key not in known]:
             raise ValueError(
-                f"unknown scheme field {brief(unknown[0])}{_nearest(unknown[0], known)} Known fields: "
+                f"unknown scheme field {shorten(unknown[0])}{_nearest(unknown[0], known)} Known fields: "
                 f"{', '.join(known)}. A checkpoint from a newer hf_qknorm needs that version to load."
             )
         return cls(**data)
@@ -140,7 +141,7 @@ class Scheme:
         if isinstance(data, str):
             known = f", for {data!r} {SCHEMES[data].to_dict()}" if data in SCHEMES else ""
             raise ValueError(
-                f'config.json: "qk_norm" is {brief(data)}, expected a scheme\'s fields{known}: a preset may change '
+                f'config.json: "qk_norm" is {shorten(data)}, expected a scheme\'s fields{known}: a preset may change '
                 "between versions"
             )
         scheme = cls.from_dict(data)
@@ -159,7 +160,7 @@ class Scheme:
         if isinstance(scheme, str):
             if scheme not in SCHEMES:
                 raise ValueError(
-                    f"unknown scheme {brief(scheme)}{_nearest(scheme, SCHEMES)} Presets: {', '.join(SCHEMES)}; "
+                    f"unknown scheme {shorten(scheme)}{_nearest(scheme, SCHEMES)} Presets: {', '.join(SCHEMES)}; "
                     'or spell one out: Scheme(q="rms", k="rms", softcap=50.0)'
                 )
             return SCHEMES[scheme]
@@ -191,7 +192,7 @@ def _listed(values: tuple[str, ...]) -> str:
 def _nearest(name: object, known: Iterable[str]) -> str:
     """End a sentence about an unknown name with the nearest known name, if there is one."""
     folded = {_folded(one): one for one in known}
-    match = difflib.get_close_matches(_folded(brief(name).strip("'")), list(folded), n=1)
+    match = difflib.get_close_matches(_folded(shorten(name).strip("'")), list(folded), n=1)
     return f", did you mean {folded[match[0]]!r}?" if match else "."
 
 
@@ -202,7 +203,7 @@ def _folded(name: str) -> str:
 
 def _require(field: str, got: object, holds: bool, allowed: str) -> None:
     if not holds:
-        raise ValueError(f"Scheme({field}={brief(got)}) is not possible: expected {allowed}")
+        raise ValueError(f"Scheme({field}={shorten(got)}) is not possible: expected {allowed}")
 
 
 SCHEMES: Final[dict[str, Scheme]] = {

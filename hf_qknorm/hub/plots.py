@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from hf_qknorm.files.atomic_io import replace_file
+from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
-from hf_qknorm.files.untrusted import fixed
 from hf_qknorm.stats.plotting import COLOURS, GRID, INK
 from hf_qknorm.stats.records import LayerStatistics
 from hf_qknorm.stats.report import Calibration
@@ -51,9 +51,15 @@ def _losses(report: Calibration) -> Figure | None:
         colour, place = COLOUR[name], _drawable(loss)
         axes.plot([start, place], [row, row], color=colour, linewidth=3, solid_capstyle="round", alpha=0.45)
         axes.plot([place], [row], color=colour, marker="o", markersize=8)
-        rise = "" if row == 0 else f"  (+{fixed(loss - report.base.loss)})" if loss >= report.base.loss else "  (lower)"
+        rise = (
+            ""
+            if row == 0
+            else f"  (+{format_fixed(loss - report.base.loss)})"
+            if loss >= report.base.loss
+            else "  (lower)"
+        )
         axes.annotate(
-            f"{fixed(loss)}{rise}",
+            f"{format_fixed(loss)}{rise}",
             (place, row),
             xytext=(9, 0),
             textcoords="offset points",

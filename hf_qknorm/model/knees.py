@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.model.attention import head_norms, norm_copies, patched_layers, place
+from hf_qknorm.model.attention import device_and_dtype, head_norms, norm_copies, patched_layers
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import NORMS
 
 Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of a norm's inputs, by the names of its layer and of the norm
 
@@ -31,7 +32,7 @@ def apply_knee(model: Any, knee: float, powers: Powers) -> None:
     layers = patched_layers(model)
     schemes = {name: dataclasses.replace(layer.scheme, knee=knee) for name, layer in layers.items()}
     norms = [
-        (norm, powers[name, norm_name], place(layer)[0])
+        (norm, powers[name, norm_name], device_and_dtype(layer)[0])
         for name, layer in layers.items()
         for norm_name, copies in norm_copies(layer).items()
         for norm in copies
@@ -63,9 +64,9 @@ def record_loaded_knee(model: Any, knee: float) -> None:
 
 
 def centred_and_size(norm: HeadNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x `[..., D]` (for "layer" x − mean x) and its mean |x|ᵖ `[...]`, in fp32 at least."""
+    """Return x `[..., D]` (if centred x − mean x) and its mean |x|ᵖ `[...]`, in fp32 at least."""
     x = x if x.dtype == torch.float64 else x.float()
-    y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
+    y = x - x.mean(-1, keepdim=True) if NORMS[norm.norm].centred else x
     return y, (y * y).mean(-1) if norm.order == 2 else y.abs().pow(norm.order).mean(-1)
 
 

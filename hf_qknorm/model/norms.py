@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.model.knee_state_dict import local_tensor
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.ops.types import Norm
 from hf_qknorm.scheme import Scheme
@@ -60,7 +61,7 @@ class HeadNorm(nn.Module):
     @property
     def order(self) -> float:
         """The order p of the mean |x|ᵖ that the norm divides by."""
-        return self.p if self.norm == "lp" else 2.0
+        return NORMS[self.norm].order(self.p)
 
     @property
     def power(self) -> float:
@@ -159,7 +160,7 @@ class HeadNorm(nn.Module):
         return Norm(self.norm, gain * self.rescale, bias, self.blend, self.eps, self.p)
 
     def extra_repr(self) -> str:
-        order = f", p={self.p:g}" if self.norm == "lp" else ""
+        order = f", p={self.p:g}" if NORMS[self.norm].any_order else ""
         gain = "none" if self.weight is None else list(self.weight.shape)
         blend = ""
         if self.blend is not None:
@@ -199,7 +200,7 @@ def initial_scalar_gain(scheme: Scheme, norm: str, max_positions: int, head_dim:
 
     Source: Henry et al. 2020 (arXiv 2010.04245), §3.1.
     """
-    if norm not in ("l2", "lp"):
+    if not NORMS[norm].summed:
         return 1.0
     g = math.log2(max(max_positions, 2) ** 2 - max(max_positions, 2)) / scale
     moment = 2 ** (scheme.p / 2) * math.gamma((scheme.p + 1) / 2) / math.sqrt(math.pi)  # E|z|ᵖ

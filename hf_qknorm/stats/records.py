@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_qknorm.files.untrusted import brief, check_keys, number
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.untrusted import check_keys, check_number
 from hf_qknorm.stats.tables import aligned
 
 HEADS = 10_000  # more than any model has
@@ -41,7 +42,7 @@ class Prediction:
     def from_dict(cls, data: Any, where: str = "prediction") -> Prediction:
         """What `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
         check_keys(data, ("loss", "perplexity", "kl", "agreement"), where)
-        numbers = {key: number(value, f"{where}.{key}") for key, value in data.items()}
+        numbers = {key: check_number(value, f"{where}.{key}") for key, value in data.items()}
         return cls(numbers["loss"], numbers["kl"], numbers["agreement"])
 
 
@@ -113,7 +114,7 @@ class LayerReport:
         check_keys(data, ("before", "after", "gain_q", "gain_k"), where, optional=("bound",))
         before, after = (LayerStatistics.from_dict(data[key], f"{where}.{key}") for key in ("before", "after"))
         q, k = (None if data[k] is None else _numbers(data[k], f"{where}.{k}") for k in ("gain_q", "gain_k"))
-        bound = None if data.get("bound") is None else number(data["bound"], f"{where}.bound")
+        bound = None if data.get("bound") is None else check_number(data["bound"], f"{where}.bound")
         return cls(before, after, q, k, bound)
 
 
@@ -136,5 +137,5 @@ def field_names(data_class: Any) -> tuple[list[str], list[str]]:
 
 def _numbers(value: Any, where: str) -> Numbers:
     if not isinstance(value, list | tuple) or not 0 < len(value) <= HEADS:
-        raise ValueError(f"{where} is {brief(value)}, expected a list of numbers, one a head")
-    return tuple(number(item, f"{where}[{i}]") for i, item in enumerate(value))
+        raise ValueError(f"{where} is {shorten(value)}, expected a list of numbers, one a head")
+    return tuple(check_number(item, f"{where}[{i}]") for i, item in enumerate(value))

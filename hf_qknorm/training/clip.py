@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_qknorm.backends.masks import Structure
-from hf_qknorm.files.untrusted import positive
+from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.ops.tiled_blocks import Problem
-from hf_qknorm.ops.types import Options
+from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.stats.logit_statistics import Passes
 from hf_qknorm.stats.logits import visible
 from hf_qknorm.stats.observers import join, leave, observers
@@ -46,7 +46,7 @@ class QKClip(TrainerCallback):
     """
 
     def __init__(self, model: Any, threshold: float = 100.0) -> None:
-        self.threshold = positive(threshold, "threshold")
+        self.threshold = check_positive(threshold, "threshold")
         self.layers = patched_layers(model)
         if not self.layers:
             raise ValueError(f'{type(model).__name__} is not patched: patch_model(model, "none") makes it watchable')
@@ -200,7 +200,8 @@ def largest_logits(q: Tensor, seen: Structure, scale: float, threshold: float) -
     if mask is not None and mask.shape[1] > 1:
         mask = mask.reshape(mask.shape[0], -1, group, *mask.shape[2:])[:, heads].flatten(1, 2)
     q, k = q.reshape(q.shape[0], -1, group, *q.shape[2:])[:, heads].flatten(1, 2), k[:, heads]
-    problem = Problem(q, k, k, mask, seen.ranges, None, Options(scale, None, seen.causal, seen.window))
+    options = Options(scale, None, seen.causal, seen.window)
+    problem = Problem(Heads(q, k, k), Visible(seen.ranges, mask=mask), options)
     buffer = problem.buffer()
     for block in problem.blocks:
         logits = problem.logits(block, buffer, buffer).view(block.shape[0], len(heads), group, -1)

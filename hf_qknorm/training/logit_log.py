@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.files.atomic_io import replace_text, user_path
-from hf_qknorm.files.untrusted import brief, check_keys, count, is_shallow, number
+from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.paths import user_path
+from hf_qknorm.files.untrusted import check_count, check_keys, check_number, is_shallow
 from hf_qknorm.stats.records import HEADS, Numbers
 from hf_qknorm.stats.report import FORMAT, LAYERS, NAME
 from hf_qknorm.stats.tables import mean
@@ -52,7 +54,7 @@ class LayerSample:
         heads = {len(numbers[name] or ()) for name in ("max_logit", "entropy", "over_cap")}
         if len(heads) > 1:
             raise ValueError(f"{where} has max_logit, entropy and over_cap of different lengths: {sorted(heads)}")
-        cap, even = (number(data[name], f"{where}.{name}") for name in ("cap", "even"))
+        cap, even = (check_number(data[name], f"{where}.{name}") for name in ("cap", "even"))
         if not 1e-6 <= cap <= 1e6 or not 0 <= even <= 100:
             raise ValueError(
                 f"{where} has cap {cap:g}, expected 1e-6 to 1e6, and even {even:g}, expected 0 to 100 nats"
@@ -103,14 +105,16 @@ class Sample:
         """What a line holds. Raises ValueError, naming the key, for anything else."""
         check_keys(data, ("format", "step", "layers"), "sample")
         if data["format"] != FORMAT:
-            raise ValueError(f"sample.format is {brief(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it")
+            raise ValueError(
+                f"sample.format is {shorten(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it"
+            )
         layers = data["layers"]
         if not isinstance(layers, Mapping) or not 0 < len(layers) <= LAYERS or not all(map(NAME.fullmatch, layers)):
             raise ValueError(
-                f"sample.layers is {brief(layers)}, expected a mapping from layers' names, {LAYERS:,} at most"
+                f"sample.layers is {shorten(layers)}, expected a mapping from layers' names, {LAYERS:,} at most"
             )
         found = {name: LayerSample.from_dict(layer, f"sample.layers.{name}") for name, layer in layers.items()}
-        return cls(count(data["step"], "sample.step"), found)
+        return cls(check_count(data["step"], "sample.step"), found)
 
 
 def read_log(path: str | Path) -> list[Sample]:
@@ -194,8 +198,8 @@ def _parsed(line: bytes) -> Any:
 
 def _numbers(value: Any, where: str) -> Numbers:
     if not isinstance(value, list) or not 0 < len(value) <= HEADS:
-        raise ValueError(f"{where} is {brief(value)}, expected a list of numbers, one a head")
-    return tuple(number(item, f"{where}[{i}]") for i, item in enumerate(value))
+        raise ValueError(f"{where} is {shorten(value)}, expected a list of numbers, one a head")
+    return tuple(check_number(item, f"{where}[{i}]") for i, item in enumerate(value))
 
 
 def _rounded(value: Any) -> Any:

@@ -240,7 +240,7 @@ def test_a_file_is_named_where_it_is_no_report(tmp_path):
         with pytest.raises(ValueError, match=message):
             Calibration.load(file)
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="report.json is no UTF-8"):
+    with pytest.raises(ValueError, match="report.json is not UTF-8"):
         Calibration.load(file)
 
 

@@ -1,0 +1,136 @@
+"""Compiles the kernels that a function launches, without a GPU, and reports the machine code."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sass
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from hf_qknorm.ops.triton.arguments import Constants, NormArguments
+
+COMPUTING = {"gluon_forward_kernel": 8}  # warps that attend, where the others load
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one launch compiles to; `mufu` and `slots` are by the score, of the main loop."""
+
+    kernel: str
+    constants: dict[str, Any]
+    dtype: str
+    warps: int
+    stages: int
+    registers: int
+    spilled: int
+    shared: int
+    matrix: dict[str, int]
+    mufu: dict[str, float]
+    slots: float | None
+    size: int
+
+    @property
+    def configuration(self) -> str:
+        """The dtype and the constants."""
+        return f"{self.dtype} {tell(self.constants)}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A kernel that does not compile."""
+
+    kernel: str
+    configuration: str
+    error: str
+
+
+def tell(constants: dict[str, Any]) -> str:
+    """The constants that say something: sizes, whatever is on, whatever is named."""
+    told = {n.lower(): c for n, c in constants.items() if c not in (False, None, "none", "always")}
+    return " ".join(n if c is True else f"{n}={c}" for n, c in told.items())
+
+
+class Target:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[list[Report | Failure]]:
+    """Within, launches are compiled for `arch` as Triton specialises them, reported in the list, and not started."""
+    reports: list[Report | Failure] = []
+    run, active = JITFunction.run, driver._active
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        names = {p.name for p in self.params}
+        bound = self.signature.bind(*arguments, **{n: value for n, value in options.items() if n in names})
+        bound.apply_defaults()
+        constants = {}
+        for name in (p.name for p in self.params if p.is_constexpr):
+            value = bound.arguments[name]
+            constants |= value._asdict() if isinstance(value, Constants) else {name: value}
+        norms = [value for value in bound.arguments.values() if isinstance(value, NormArguments)]
+        constants["KNEE"] = any(norm.stored_eps is not None for norm in norms)
+        try:
+            compiled = run(self, *arguments, grid=grid, warmup=True, **options)
+        except Exception as error:  # of whatever kind: the next kernel is compiled all the same
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reports.append(Failure(self.__name__, tell(constants), reason))
+        else:
+            reports.append(describe(compiled, constants))
+
+    JITFunction.run = compile_only
+    driver.set_active(Target(arch))
+    try:
+        yield reports
+    finally:
+        JITFunction.run = run
+        driver._active = active
+
+
+def describe(compiled: Any, constants: dict[str, Any]) -> Report:
+    """Read the machine code. Of its loops, with and without a mask, the cheapest is the main one."""
+    usage, code = sass.read(compiled.asm["cubin"], compiled.metadata.name)
+    dtype = re.search(r"bf16|fp16", str(compiled.src.signature))
+    warps = compiled.metadata.num_warps
+    loops = sass.matrix_loops(code)
+    scores = constants.get("BLOCK_M", 0) * constants.get("BLOCK_N", 0)
+    mufu, slots = {}, None
+    if loops and scores:
+        main = min(loops, key=len)
+        share = COMPUTING.get(compiled.metadata.name, warps) * 32 / scores
+        units = Counter(i.opcode.split(".")[1].lower() for i in main if i.opcode.startswith("MUFU"))
+        mufu = {unit: round(n * share, 2) for unit, n in sorted(units.items())}
+        slots = len(main) * share
+    return Report(
+        kernel=compiled.metadata.name,
+        constants=constants,
+        dtype=dtype[0] if dtype else "fp32",
+        warps=warps,
+        stages=constants.get("STAGES", compiled.metadata.num_stages),
+        registers=usage.registers,
+        spilled=usage.stack,
+        shared=compiled.metadata.shared,
+        matrix=dict(Counter(i.matrix for i in code if i.matrix)),
+        mufu=mufu,
+        slots=slots,
+        size=len(code),
+    )
