@@ -157,14 +157,14 @@ def structure(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    window: int | None,
-    is_causal: bool | None = None,
-    boundaries: Tensor | None = None,
+    arguments: dict[str, Any],
 ) -> Structure:
-    """Apply transformers' conventions to the mask, window and causality of a call of an attention function.
+    """Apply transformers' conventions to a call of an attention function.
 
-    `boundaries` `[N + 1]` are the ends of packed sequences in the flattened batch (`cu_seq_lens_q`).
+    It reads `sliding_window` and `is_causal` of the keyword `arguments`, and `cu_seq_lens_q` `[N + 1]`, the ends of
+    packed sequences in the flattened batch.
     """
+    window, is_causal, boundaries = map(arguments.get, ("sliding_window", "is_causal", "cu_seq_lens_q"))
     queries, keys = query.shape[2], key.shape[2]
     tokens = None
     if mask is not None and is_padded_ranges(mask):

@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.checks import check_heads, check_options, check_visible
+from hf_qknorm.ops.checks import check_call, check_heads
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
@@ -57,9 +57,7 @@ _why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def check_attention(heads: Heads, visible: Visible, options: Options) -> None:
     """Raise ValueError unless these are the arguments of one fused attention."""
     q, seed = heads.q, visible.seed
-    check_heads(q, heads.k, heads.v)
-    check_visible(heads, visible)
-    check_options(options)
+    check_call(heads, visible, options)
     _check_kernel_heads(heads)
     if visible.mask is not None:
         raise ValueError("fused attention takes ranges of keys and no mask: use library.attention")
@@ -93,10 +91,10 @@ def check_norm_rope(q: Tensor, k: Tensor | None, q_norm: Norm, k_norm: Norm, rot
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must be of one length")
 
 
-def check_head_gradients(*pairs: tuple[Tensor | None, Tensor | None]) -> None:
+def check_head_gradients(*pairs: tuple[Tensor | None, Tensor]) -> None:
     """Raise ValueError unless the second of each pair can be the gradient of the first."""
     for x, gradient in pairs:
-        if x is not None and gradient is not None and (gradient.shape != x.shape or gradient.device != x.device):
+        if x is not None and (gradient.shape != x.shape or gradient.device != x.device):
             raise ValueError(f"expected the gradient of heads {list(x.shape)}, got {list(gradient.shape)}")
 
 

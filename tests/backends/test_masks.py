@@ -150,7 +150,7 @@ def test_sequences_that_come_back_are_a_mask():
 def test_ranges_end_where_the_keys_do():
     ranges = torch.tensor([[0, 3], [2, 8]], dtype=torch.int32).view(1, 1, 2, 2)
     q, k = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 5, 1)
-    assert structure(SimpleNamespace(), q, k, k, ranges, None).ranges.tolist() == [[[0, 3], [2, 5]]]
+    assert structure(SimpleNamespace(), q, k, k, ranges, {}).ranges.tolist() == [[[0, 3], [2, 5]]]
     everything = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
     assert structured_mask(1, 2, 5, **everything).tolist() == [[[[0, 5], [0, 5]]]]
 
@@ -246,7 +246,7 @@ def test_a_function_that_changes_under_its_name_is_read(name, changed, kind, pad
     given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
     settings = patched_config(config(kind), Scheme(softcap=2.0))  # a window that layers pass goes by its function too
     expected = transformers_own(kind, settings, 9, given)
-    spans._keeps_promise.cache_clear()
+    spans._is_as_expected.cache_clear()
     for _ in range(2):
         mask = create(kind, settings, 9, given)
         assert torch.equal(dense(mask[:, 0], 9) if is_ranges(mask) else mask, expected)
@@ -254,13 +254,13 @@ def test_a_function_that_changes_under_its_name_is_read(name, changed, kind, pad
 
 
 def test_transformers_own_functions_do_what_they_are_known_for(caplog):
-    spans._keeps_promise.cache_clear()
-    for name in spans._PROMISED:
+    spans._is_as_expected.cache_clear()
+    for name in spans._EXPECTED:
         factory = getattr(masking_utils, name)
-        captured, _ = spans._PROMISED[name]
+        captured, _ = spans._EXPECTED[name]
         values = captured.get("mask_functions", tuple(captured.values()))
         code = (factory(*values) if captured else factory).__code__
-        assert spans._keeps_promise(code, name), name
+        assert spans._is_as_expected(code, name), name
     assert not caplog.records
 
 
@@ -277,7 +277,8 @@ def test_ends_of_packed_sequences_are_ranges(ends, given, causal, window):
         padding, causal, window = dense(mask[:, 0], 9), False, None
     q = torch.zeros(2, 1, 9, 1)
     module = SimpleNamespace(scheme="none", is_causal=causal)
-    seen = structure(module, q, q, q, mask, window, boundaries=torch.tensor(ends, dtype=torch.int32))
+    arguments = {"sliding_window": window, "cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32)}
+    seen = structure(module, q, q, q, mask, arguments)
     of = torch.tensor([sum(place >= end for end in ends) for place in range(18)]).view(2, 1, 9)
     expected = (of[..., :, None] == of[..., None, :]) & reference.visible(9, 9, causal, window)
     expected = expected if padding is None else expected & padding
