@@ -100,16 +100,14 @@ def takes_raw_heads(module: nn.Module, heads: Heads, mask: Tensor | None, option
     return not weights_wanted(options) and why_not_kernels(heads.q, heads.k, heads.v, mask) is None
 
 
-def attend_raw(
-    module: nn.Module, heads: Heads, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
+def attend_raw(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
     """Norm, RoPE and attention in the kernels, for a call that `takes_raw_heads` accepts.
 
     Values may be narrower than queries and keys, but not wider: a norm would see the padding.
     """
     if heads.q.is_cuda:
         _log_once("runs its Triton kernels, norm and RoPE included")
-    return _call_operator(library.fused_attention, module, heads, attention_mask, **kwargs)
+    return _call_operator(library.fused_attention, module, heads, mask, **kwargs)
 
 
 def best_attention(
@@ -210,10 +208,7 @@ def eager_attention(
     _refuse_unsupported(kwargs)
     seen = structure(module, query, key, value, attention_mask, kwargs)
     key = seen.key
-    dropout_mask = None
-    if dropout != 0:  # torch refuses numbers that are no rate
-        kept = query.new_ones((*query.shape[:3], key.shape[2]))
-        dropout_mask = nn.functional.dropout(kept, dropout)
+    ones = query.new_ones((*query.shape[:3], key.shape[2])) if dropout else None
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's switch: logits in fp32
         query, key = query.float(), key.float()
     result = reference.attention(
@@ -227,7 +222,7 @@ def eager_attention(
         mask=seen.mask,
         ranges=seen.ranges,
         sinks=s_aux,
-        dropout_mask=dropout_mask,
+        dropout_mask=None if ones is None else nn.functional.dropout(ones, dropout),  # torch checks the rate
     )
     weights = result.weights.to(value.dtype)
     if seen.order is not None:

@@ -83,7 +83,9 @@ def structured_mask(
         padding = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
     if traced:
         contiguous = not use_vmap and any(mask_function.__code__ is code for code in WITHOUT_GAPS)
-        spans = _asserted(read([rows(0, q_length)])) if contiguous else None  # a compiler fuses these rows
+        spans = read([rows(0, q_length)]) if contiguous else None  # a compiler fuses the rows with what reads them
+        if spans is not None:
+            torch._assert_async(torch.stack(spans.conditions).all(), GAPS)
     else:
         spans = None if use_vmap else known(mask_function, own)
         spans = _read_in_chunks(rows, q_length, batch_size * kv_length) if spans is None else spans
@@ -120,12 +122,6 @@ def _checked(spans: Spans) -> Spans | None:
     return spans if not spans.conditions or bool(torch.stack(spans.conditions).all()) else None
 
 
-def _asserted(spans: Spans) -> Spans:
-    """The spans in a graph that asserts their conditions when it runs."""
-    torch._assert_async(torch.stack(spans.conditions).all(), GAPS)
-    return spans
-
-
 def is_ranges(mask: Tensor) -> bool:
     """Whether a mask of four dimensions is ranges: no mask of keys is of integers."""
     return mask.dtype == torch.int32 and mask.shape[-1] == 2
@@ -152,12 +148,7 @@ class Structure(NamedTuple):
 
 
 def structure(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    arguments: dict[str, Any],
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: dict[str, Any]
 ) -> Structure:
     """Apply transformers' conventions to a call of an attention function.
 

@@ -87,14 +87,6 @@ def read(pieces: Iterable[Tensor]) -> Spans:
 _SEQUENCE, _POSITION = torch.tensor([0] * 5 + [1] * 7), torch.tensor([*range(5), *range(7)])
 
 
-def _from_second(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-    return key >= query - 2
-
-
-def _to_next(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-    return key <= query + 1
-
-
 # For each kind, the variables that an example of it captures, and whether a query then sees a key.
 _EXPECTED: Final[dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]]] = {
     "bidirectional_mask_function": ({}, lambda query, key: (query - key).abs() >= 0),
@@ -102,7 +94,7 @@ _EXPECTED: Final[dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tens
     "sliding_window_overlay": ({"sliding_window": 3}, lambda query, key: query - key < 3),
     "sliding_window_bidirectional_overlay": ({"sliding_window": 3}, lambda query, key: (query - key).abs() <= 3),
     "and_masks": (
-        {"mask_functions": (_from_second, _to_next)},
+        {"mask_functions": (lambda _, __, query, key: key >= query - 2, lambda _, __, query, key: key <= query + 1)},
         lambda query, key: (key >= query - 2) & (key <= query + 1),
     ),
     "packed_sequence_mask_function": (
@@ -110,7 +102,7 @@ _EXPECTED: Final[dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tens
         lambda query, key: _SEQUENCE[query] == _SEQUENCE[key],
     ),
     "remap_positions_for_packed_sequence": (
-        {"mask_function": _from_second, "position_ids": _POSITION[None]},
+        {"mask_function": lambda _, __, query, key: key >= query - 2, "position_ids": _POSITION[None]},
         lambda query, key: _POSITION[key] >= _POSITION[query] - 2,
     ),
 }

@@ -63,14 +63,7 @@ class PlainAttention(nn.Module):
         return style.output(self, out, *rest), weights
 
     def _norm_rotate_attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention_mask: Tensor | None,
-        positions: Any,
-        cache: Any,
-        options: dict[str, Any],
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Norm and rotate q `[B, H, T, D]` and k `[B, Hk, T, D]`, update the cache, and call the backend.
 
@@ -86,16 +79,16 @@ class PlainAttention(nn.Module):
             k, v = cache.update(k, v, style.slot(self, **options))
         if style.expand is not None:
             k, v = style.expand(self, k, v, **options)
-        return self._call_backend(q, k, v, attention_mask, options)
+        return self._call_backend(q, k, v, mask, options)
 
     def _call_backend(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Show the heads to the observer, and call the config's attention function."""
         if self.observer is not None:
-            self.observer(self, q, k, v, attention_mask, options)
+            self.observer(self, q, k, v, mask, options)
         attend = functions.attention_function(self, self.scheme.softcap, self.family.style.eager(self))
-        return attend(self, q, k, v, attention_mask, **options)
+        return attend(self, q, k, v, mask, **options)
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         """Apply the scheme's norm of that name, if there is one, to x `[B, H, T, D]`."""

@@ -45,10 +45,8 @@ def flatten_norms(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Values:
 
 def flatten(heads: Heads, visible: Visible, options: Options) -> Values:
     """The values of the fields of an attention operator."""
-    values = {"q": heads.q, "k": heads.k, "v": heads.v, **flatten_norms(*heads[3:])}
-    values.update(zip(Visible._fields, visible, strict=True))
-    values.update(zip(Options._fields, options, strict=True))
-    return values
+    fields, parts = (*HEADS, *VISIBLE, *OPTIONS), (*heads[:3], *visible, *options)
+    return {**flatten_norms(*heads[3:]), **dict(zip(fields, parts, strict=True))}
 
 
 def norms_of(values: Values) -> tuple[Norm, Norm, Rotary | None]:

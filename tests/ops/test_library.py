@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_qknorm.ops import library, operators, reference
 from hf_qknorm.ops.registration import flatten
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 from hf_qknorm.testing import make_qkv
 
 F64 = torch.float64
@@ -261,6 +261,12 @@ def test_what_does_not_fit_is_refused(wrong: dict, message: str) -> None:
     arguments = {**GOOD, **wrong}
     with pytest.raises(ValueError, match=message):
         library.attention(*call(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments))
+
+
+def test_raw_heads_are_refused() -> None:
+    heads, *others = call(**GOOD)
+    with pytest.raises(ValueError, match="use fused_attention for raw ones"):
+        library.attention(heads._replace(k_norm=Norm("rms")), *others)
 
 
 def test_what_fits_is_accepted() -> None:
