@@ -45,7 +45,7 @@ class QKNormAttention(KneeStates, PlainAttention):
         rotary = kernel_rotary(positions, self.family.rope)
         heads = Heads(q.to(v.dtype), k.to(v.dtype), v, q_norm, k_norm, rotary)  # a model's own norm may promote them
         slot: Any = None if cache is None else self.family.style.slot(self, **options)
-        if self._kernel_sees_all(heads, mask, cache, slot):
+        if self._fits_one_kernel(heads, mask, cache, slot):
             if cache is not None:
                 cache.update(library.norm_rope_one(heads.k, k_norm, rotary), v, slot)
             return functions.attend_raw(self, heads, mask, **options)
@@ -60,7 +60,7 @@ class QKNormAttention(KneeStates, PlainAttention):
             k, v = cache.update(k, v, slot)
         return self._call_backend(q, k, v, mask, options)
 
-    def _kernel_sees_all(self, heads: Heads, mask: Tensor | None, cache: Any, slot: Any) -> bool:
+    def _fits_one_kernel(self, heads: Heads, mask: Tensor | None, cache: Any, slot: Any) -> bool:
         """Whether one kernel can norm, rotate and attend: there are no other keys, and no observer of the heads."""
         reordered = mask is not None and is_padded_ranges(mask)  # keys move, after their rotation
         padded = heads.v.shape[-1] > heads.k.shape[-1]  # a norm would see the padding

@@ -111,14 +111,14 @@ class Operator:
 
         return run
 
-    def derivative(self, grads: tuple[str, ...], results: tuple[str, ...], gradients: tuple[str, ...]) -> Operator:
+    def derivative(self, upstream: tuple[str, ...], kept: tuple[str, ...], gradients: tuple[str, ...]) -> Operator:
         """Define the operator `name_backward` and register it as the derivative, without a second derivative.
 
-        Its fields are `grads`, the gradients of this operator's results, then the `results` that are kept for it, then
-        this operator's fields. It returns the gradients of the fields `gradients`. If any results are kept, only the
-        first one is differentiable; else all are.
+        Its fields are `upstream`, the gradients of this operator's results; `kept`, the first of these results; then
+        this operator's fields. It returns the gradients of the fields `gradients`. If any result is kept, only the first
+        one is differentiable; else all are.
         """
-        own = dict.fromkeys((*grads, *results), "Tensor")
+        own = dict.fromkeys((*upstream, *kept), "Tensor")
         backward = Operator(f"{self.name.partition('::')[2]}_backward", own | self.fields, "Tensor[]", self.check)
         tensors = [field for field, kind in self.fields.items() if kind.startswith("Tensor")]
         others = [field for field in self.fields if field not in tensors]
@@ -126,13 +126,13 @@ class Operator:
         def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
             values = self.named(inputs)
             ctx.numbers = [values[field] for field in others]
-            ctx.save_for_backward(*(values[field] for field in tensors), *output[: len(results)])
-            if results:
+            ctx.save_for_backward(*(values[field] for field in tensors), *output[: len(kept)])
+            if kept:
                 ctx.mark_non_differentiable(*output[1:])
 
-        def differentiate(ctx: Any, *upstream: Any) -> tuple[Any, ...]:
-            values = dict(zip((*tensors, *results, *others), (*ctx.saved_tensors, *ctx.numbers), strict=True))
-            values.update(zip(grads, upstream, strict=False))
+        def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            values = dict(zip((*tensors, *kept, *others), (*ctx.saved_tensors, *ctx.numbers), strict=True))
+            values.update(zip(upstream, grads, strict=False))
             found = dict(zip(gradients, backward(values), strict=True))
             given = [field for field, x in found.items() if x.shape == getattr(values[field], "shape", None)]
             return tuple(found[field] if field in given else None for field in self.fields)
