@@ -115,7 +115,7 @@ class Operator:
         """Define the operator `name_backward` and register it as the derivative, without a second derivative.
 
         Its fields are `upstream`, the gradients of this operator's results; `kept`, the first of these results; then
-        this operator's fields. It returns the gradients of the fields `gradients`. If any result is kept, only the first
+        this operator's fields. It returns the gradients of the fields `gradients`. If it keeps results, only the first
         one is differentiable; else all are.
         """
         own = dict.fromkeys((*upstream, *kept), "Tensor")
