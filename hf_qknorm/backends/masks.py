@@ -83,7 +83,9 @@ def structured_mask(
         padding = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
     if traced:
         contiguous = not use_vmap and any(mask_function.__code__ is code for code in WITHOUT_GAPS)
-        spans = _asserted(read([rows(0, q_length)])) if contiguous else None  # a compiler fuses these rows
+        spans = read([rows(0, q_length)]) if contiguous else None  # a compiler fuses the rows with what reads them
+        if spans is not None:
+            torch._assert_async(torch.stack(spans.conditions).all(), GAPS)
     else:
         spans = None if use_vmap else known(mask_function, own)
         spans = _read_in_chunks(rows, q_length, batch_size * kv_length) if spans is None else spans
@@ -120,12 +122,6 @@ def _checked(spans: Spans) -> Spans | None:
     return spans if not spans.conditions or bool(torch.stack(spans.conditions).all()) else None
 
 
-def _asserted(spans: Spans) -> Spans:
-    """The spans in a graph that asserts their conditions when it runs."""
-    torch._assert_async(torch.stack(spans.conditions).all(), GAPS)
-    return spans
-
-
 def is_ranges(mask: Tensor) -> bool:
     """Whether a mask of four dimensions is ranges: no mask of keys is of integers."""
     return mask.dtype == torch.int32 and mask.shape[-1] == 2
@@ -152,19 +148,14 @@ class Structure(NamedTuple):
 
 
 def structure(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    window: int | None,
-    is_causal: bool | None = None,
-    boundaries: Tensor | None = None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: dict[str, Any]
 ) -> Structure:
-    """Apply transformers' conventions to the mask, window and causality of a call of an attention function.
+    """Apply transformers' conventions to a call of an attention function.
 
-    `boundaries` `[N + 1]` are the ends of packed sequences in the flattened batch (`cu_seq_lens_q`).
+    It reads `sliding_window` and `is_causal` of the keyword `arguments`, and `cu_seq_lens_q` `[N + 1]`, the ends of
+    packed sequences in the flattened batch.
     """
+    window, is_causal, boundaries = map(arguments.get, ("sliding_window", "is_causal", "cu_seq_lens_q"))
     queries, keys = query.shape[2], key.shape[2]
     tokens = None
     if mask is not None and is_padded_ranges(mask):

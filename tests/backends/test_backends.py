@@ -84,7 +84,7 @@ def test_loading_with_a_backend_that_cannot_cap_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(Gemma2ForCausalLM._supports_sdpa, reason="older transformers drop Gemma 2's cap under sdpa")
-def test_sdpa_never_drops_the_cap_that_gemma2_was_born_with():
+def test_sdpa_never_drops_the_cap_of_gemma2():
     model = patch_model(sharp_model("gemma2"), "qk_norm")
     with pytest.raises(ValueError, match="sdpa|scaled_dot_product"):
         model.set_attn_implementation("sdpa")

@@ -126,7 +126,7 @@ def test_flex_attention_agrees(model_type, cap):
 
 
 @torch.no_grad()
-def test_a_changed_last_token_moves_nothing_earlier(model):
+def test_a_changed_last_token_changes_no_earlier_logits(model):
     batch = make_batch("plain", labels=False)
     changed = {"input_ids": batch["input_ids"].clone()}
     changed["input_ids"][:, -1] = 1
@@ -138,7 +138,7 @@ def test_a_changed_last_token_moves_nothing_earlier(model):
 
 
 @torch.no_grad()
-def test_a_window_hides_what_is_behind_it():
+def test_a_window_hides_older_keys():
     """With two layers and a window of 4, the first token reaches 6 positions further and no more."""
     model = capped_model("mistral", "qk_norm_cap", sliding_window=4)
     batch = make_batch("plain", labels=False)
@@ -249,7 +249,7 @@ def test_a_traced_graph_logs_nothing(on_cuda, monkeypatch, caplog):
 
 @pytest.mark.parametrize("shape", [(2, 0, 7), (2, 5, 0), (0, 5, 7), (2, 0, 0)], ids=str)
 @pytest.mark.parametrize("backend", OWN)
-def test_nothing_to_attend_is_no_fault(backend, shape):
+def test_empty_inputs_give_zeros(backend, shape):
     layer = next(iter(patched_layers(patch_model(sharp_model("llama"), Scheme(softcap=2.0))).values()))
     batch, queries, keys = shape
     leaves = make_qkv(batch, 4, 2, queries, keys, 16)

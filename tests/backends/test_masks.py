@@ -133,14 +133,14 @@ def test_the_usual_masks_are_linear(kind, given):
 
 
 @pytest.mark.parametrize("function", [{"or_mask_function": prefix}, {"block_sequence_ids": -torch.ones(2, 4096)}])
-def test_a_mask_that_must_be_looked_at_is_looked_at_in_parts(function):
+def test_a_mask_without_a_closed_form_is_read_in_chunks(function):
     with LargestStorage() as largest:
         mask = create("causal", config("causal"), 4096, **function)
     assert_ranges(mask, 2, 4096, 4096)
     assert largest.elements <= CHUNK < 4096**2
 
 
-def test_sequences_that_come_back_are_a_mask():
+def test_sequence_ids_that_recur_are_a_mask():
     ids = torch.tensor([[0, 0, 1, 1, 0, 0]])
     arguments = {"batch_size": 1, "q_length": 6, "kv_length": 6, "allow_is_causal_skip": False}
     arguments["mask_function"] = masking_utils.packed_sequence_mask_function(ids)
@@ -150,12 +150,12 @@ def test_sequences_that_come_back_are_a_mask():
 def test_ranges_end_where_the_keys_do():
     ranges = torch.tensor([[0, 3], [2, 8]], dtype=torch.int32).view(1, 1, 2, 2)
     q, k = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 5, 1)
-    assert structure(SimpleNamespace(), q, k, k, ranges, None).ranges.tolist() == [[[0, 3], [2, 5]]]
+    assert structure(SimpleNamespace(), q, k, k, ranges, {}).ranges.tolist() == [[[0, 3], [2, 5]]]
     everything = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
     assert structured_mask(1, 2, 5, **everything).tolist() == [[[[0, 5], [0, 5]]]]
 
 
-def test_the_mask_is_none_where_structure_says_all():
+def test_the_mask_is_none_where_causality_and_window_suffice():
     """Plain causal and windowed batches need no mask; padding and packed rows do."""
     masks: list[Tensor | None] = []
     model = patch_model(sharp_model("qwen2"), "soft_cap")  # one full layer, one with a window
@@ -240,27 +240,27 @@ def as_transformers(function: Any, name: str) -> Any:
         ("and_masks", either, "window", "none"),
     ],
 )
-def test_a_function_that_changes_under_its_name_is_read(name, changed, kind, padding, monkeypatch, caplog):
+def test_a_changed_function_of_a_known_name_is_read_key_by_key(name, changed, kind, padding, monkeypatch, caplog):
     function = as_transformers(changed, name)
     monkeypatch.setattr(masking_utils, name, function)
     given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
     settings = patched_config(config(kind), Scheme(softcap=2.0))  # a window that layers pass goes by its function too
     expected = transformers_own(kind, settings, 9, given)
-    spans._keeps_promise.cache_clear()
+    spans._is_as_expected.cache_clear()
     for _ in range(2):
         mask = create(kind, settings, 9, given)
         assert torch.equal(dense(mask[:, 0], 9) if is_ranges(mask) else mask, expected)
     assert sum(name in record.getMessage() for record in caplog.records) == 1
 
 
-def test_transformers_own_functions_do_what_they_are_known_for(caplog):
-    spans._keeps_promise.cache_clear()
-    for name in spans._PROMISED:
+def test_transformers_functions_match_their_closed_forms(caplog):
+    spans._is_as_expected.cache_clear()
+    for name in spans._EXPECTED:
         factory = getattr(masking_utils, name)
-        captured, _ = spans._PROMISED[name]
+        captured, _ = spans._EXPECTED[name]
         values = captured.get("mask_functions", tuple(captured.values()))
         code = (factory(*values) if captured else factory).__code__
-        assert spans._keeps_promise(code, name), name
+        assert spans._is_as_expected(code, name), name
     assert not caplog.records
 
 
@@ -277,7 +277,8 @@ def test_ends_of_packed_sequences_are_ranges(ends, given, causal, window):
         padding, causal, window = dense(mask[:, 0], 9), False, None
     q = torch.zeros(2, 1, 9, 1)
     module = SimpleNamespace(scheme="none", is_causal=causal)
-    seen = structure(module, q, q, q, mask, window, boundaries=torch.tensor(ends, dtype=torch.int32))
+    arguments = {"sliding_window": window, "cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32)}
+    seen = structure(module, q, q, q, mask, arguments)
     of = torch.tensor([sum(place >= end for end in ends) for place in range(18)]).view(2, 1, 9)
     expected = (of[..., :, None] == of[..., None, :]) & reference.visible(9, 9, causal, window)
     expected = expected if padding is None else expected & padding

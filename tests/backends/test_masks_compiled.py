@@ -36,7 +36,7 @@ def test_a_trace_reads_the_same_ranges(kind):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    seen = structure(SimpleNamespace(is_causal=True), q, k, v, mask, None)
+    seen = structure(SimpleNamespace(is_causal=True), q, k, v, mask, {})
     masks = {"causal": seen.causal, "window": seen.window, "mask": seen.mask, "ranges": seen.ranges}
     return reference.attention(q, seen.key, seen.value, **masks).out
 

@@ -64,7 +64,7 @@ def says(mask: Tensor | None, expected: Tensor, causal: bool, window: int | None
     """Who sees whom, `[B, 1, T, S]`, when a layer of this causality and window gets the mask."""
     batch, _, queries, keys = expected.shape
     q, k = torch.zeros(batch, 1, queries, 1), torch.zeros(batch, 1, keys, 1)
-    seen = structure(SimpleNamespace(scheme="none", is_causal=causal), q, k, k, mask, window)
+    seen = structure(SimpleNamespace(scheme="none", is_causal=causal), q, k, k, mask, {"sliding_window": window})
     kept = seen.key.shape[2]
     visible = reference.visible(queries, kept, seen.causal, seen.window).expand(batch, 1, -1, -1)
     if seen.ranges is not None:

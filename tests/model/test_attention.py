@@ -90,7 +90,7 @@ def test_every_number_of_a_scheme_matters(field):
 
 
 @torch.no_grad()
-def test_norms_stand_before_the_rotation():
+def test_norms_come_before_the_rotation():
     """A gain that differs within a rotated pair does not commute with RoPE: Qwen 3 has it before, and so do we."""
     model = randomise(patch_model(sharp_model("llama"), "qk_norm"))
     layer = next(iter(patched_layers(model).values()))

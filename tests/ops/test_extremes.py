@@ -32,7 +32,7 @@ def assert_is_the_oracle(case: Case, inputs: Inputs, names: tuple[str, ...] = NA
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("softcap", CAPS)
 @pytest.mark.parametrize("spread", [0.1, 3.0])
-def test_a_broken_query_leaves_the_other_rows(spread: float, softcap: float | None, bad: float) -> None:
+def test_a_query_that_is_not_finite_changes_no_other_row(spread: float, softcap: float | None, bad: float) -> None:
     """Logits of all sizes share a block with it, small ones and those of the cap's size."""
     case = Case(queries=40, head_dim=64, causal=True, softcap=softcap, spread=spread)
     inputs = draw_inputs(case, torch.float32)
@@ -47,7 +47,7 @@ def test_a_broken_query_leaves_the_other_rows(spread: float, softcap: float | No
 
 
 @pytest.mark.parametrize("softcap", CAPS)
-def test_statistics_show_what_is_not_finite(softcap: float | None) -> None:
+def test_statistics_report_numbers_that_are_not_finite(softcap: float | None) -> None:
     q, k, v = (x.detach() for x in make_qkv(1, 3, 3, 9, 9, 16))
     q[:, 0, 4, 0], q[:, 1] = torch.nan, 1e20
     k[:, 1] = -1e20  # logits of -inf
@@ -92,7 +92,7 @@ RULES = [
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("case", NOTHING, ids=str)
-def test_nothing_to_attend_is_no_fault(case: Case, rules: dict) -> None:
+def test_empty_inputs_give_zeros(case: Case, rules: dict) -> None:
     case = replace(case, **rules)
     inputs = draw_inputs(case, torch.float64)
     arguments = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
@@ -113,14 +113,14 @@ def test_nothing_to_attend_is_no_fault(case: Case, rules: dict) -> None:
 
 
 @pytest.mark.parametrize("case", NOTHING, ids=str)
-def test_nothing_to_attend_has_the_same_shape_where_nothing_is_computed(case: Case) -> None:
+def test_empty_inputs_have_the_same_shapes_on_the_meta_device(case: Case) -> None:
     q, k, v = (x.detach().to("meta").requires_grad_() for x in make_qkv(case.batch, 4, 2, case.queries, case.keys, 16))
     out = library.attention(*call(q, k, v, causal=True))
     assert out.shape == q.shape
     assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
 
 
-def test_nothing_to_attend_drops_nothing() -> None:
+def test_dropout_without_keys_gives_zeros() -> None:
     q, k, v = make_qkv(2, 4, 2, 5, 0, 16)
     assert not library.attention(*call(q, k, v, dropout=0.5)).any()
 

@@ -167,7 +167,7 @@ def on_slice(
 
 
 @pytest.mark.parametrize(("heads_kv", "knee"), [(1, 0.0), (SCALE.heads_long, 4.0)])
-def test_more_numbers_than_32_bits_count(heads_kv: int, knee: float) -> None:
+def test_tensors_that_32_bits_do_not_index(heads_kv: int, knee: float) -> None:
     """Only the end has a gradient: so its slice says all of it, and elsewhere nothing may be written but zeros."""
     window, tail, length = SCALE.window, 3 * SCALE.window, SCALE.length
     q, k, v, grad = (

@@ -76,7 +76,8 @@ def test_attention(wrong: dict[str, Any], message: str) -> None:
         Options(given["scale"], given.get("softcap"), dropout=given.get("dropout", 0.0)),
     )
     values = {name: x.to(DEVICE) if isinstance(x, Tensor) and not x.is_meta else x for name, x in values.items()}
-    assert_refused(ValueError, message, operators.FUSED_ATTENTION, {**values, "statistics": False})
+    values["statistics"] = False
+    assert_refused(ValueError, message, operators.FUSED_ATTENTION, values)
     out = torch.zeros_like(given["heads"][0])
     results = {"grad": out, "out": out, "normaliser": torch.ones(B, H, T, 2, device=DEVICE)}
     assert_refused(ValueError, message, operators.FUSED_ATTENTION_BACKWARD, values | results)
@@ -93,7 +94,7 @@ def test_attention(wrong: dict[str, Any], message: str) -> None:
 def test_gradients(grad: tuple[int, ...], out: tuple[int, ...], normaliser: tuple[int, ...], message: str) -> None:
     shapes = {"grad": grad, "out": out, "normaliser": normaliser}
     results = {name: torch.ones(shape, device=DEVICE) for name, shape in shapes.items()}
-    values = flatten(Heads(*heads()), Visible(), Options(0.25))
+    values = flatten(Heads(*heads()), Visible(), Options(0.25)) | {"statistics": False}
     assert_refused(ValueError, message, operators.FUSED_ATTENTION_BACKWARD, values | results)
 
 
