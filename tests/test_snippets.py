@@ -13,6 +13,7 @@ import shutil
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,8 +24,8 @@ from doc_examples import make_folder, names
 from pages import NAMES, NO_RUN, ROOT, WRITTEN, Snippet, all_snippets, snippets, text_of
 from torch.distributed.run import get_args_parser
 
+import hf_qknorm_command
 from hf_qknorm import SCHEMES
-from hf_qknorm.arguments import parser
 
 LANGUAGES = ("python", "bash", "text")
 ANYWHERE = ("ruff", "mypy")  # commands whose arguments are not checked
@@ -166,7 +167,8 @@ def check(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program, *arguments = command
     match program:
         case "hf-qknorm":
-            parser().parse_args(arguments)
+            with parsing(command, monkeypatch):
+                hf_qknorm_command.main()
         case "python" if arguments[0] == "-m":
             assert find_spec(arguments[1]), command
         case "python":
@@ -189,22 +191,30 @@ def check(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_script(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start a script with its arguments, as far as where it has parsed them."""
+    """Start a script with its arguments, and end it when it has parsed them."""
     path = ROOT / script
     assert path.is_file(), script
+    with parsing([script, *arguments], monkeypatch):
+        sys.path[:0] = [str(path.parent), str(ROOT / "recipes")]
+        runpy.run_path(str(path), run_name="__main__")
+
+
+@contextlib.contextmanager
+def parsing(command: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, a program starts as by `command`; it must end itself by parsing arguments that it knows."""
     parse = argparse.ArgumentParser.parse_known_args
 
     def parse_alone(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> NoReturn:
         _, unknown = parse(self, args, namespace)
-        assert not unknown, f"{script} does not know {unknown}"
+        assert not unknown, f"{command[0]} does not know {unknown}"
         raise Parsed
 
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_alone)
-        patch.setattr(sys, "argv", [script, *arguments])
-        patch.setattr(sys, "path", [str(path.parent), str(ROOT / "recipes"), *sys.path])
+        patch.setattr(sys, "argv", command)
+        patch.setattr(sys, "path", [*sys.path])
         with pytest.raises(Parsed):
-            runpy.run_path(str(path), run_name="__main__")
+            yield
 
 
 def check_extras(arguments: list[str]) -> None:
