@@ -235,7 +235,7 @@ def check_pytest(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recipes_that_a_page_names_exist(name):
-    for script in re.findall(r"\brecipes/[\w/]+\.(?:py|ya?ml|jsonl?)\b", text_of(name)):
+    for script in re.findall(r"(?<![\w/])recipes/[\w/]+\.(?:py|ya?ml|jsonl?)\b", text_of(name)):
         assert (ROOT / script).is_file(), script
 
 
