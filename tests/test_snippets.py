@@ -26,6 +26,7 @@ from torch.distributed.run import get_args_parser
 
 import hf_qknorm_command
 from hf_qknorm import SCHEMES
+from hf_qknorm.ops.norms import NORMS
 
 LANGUAGES = ("python", "bash", "text")
 ANYWHERE = ("ruff", "mypy")  # commands whose arguments are not checked
@@ -74,16 +75,25 @@ def printed(snippet: Snippet) -> str:
     return out.getvalue()
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.fixture
+def _tables_as_before() -> Iterator[None]:
+    """Take out of the tables again what a snippet adds."""
+    tables = [(table, dict(table)) for table in (SCHEMES, NORMS)]
+    yield
+    for table, before in tables:
+        table.clear()
+        table.update(before)
+
+
+@pytest.mark.usefixtures("folder", "_tables_as_before")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 @pytest.mark.parametrize("snippet", PYTHON, ids=str)
-def test_python_runs_and_prints_what_the_page_shows(snippet, monkeypatch):
+def test_python_runs_and_prints_what_the_page_shows(snippet):
     if not snippet.runs:
         compile(snippet.code, str(snippet), "exec")
         return
     if snippet.page == SEED_OSS:
         pytest.skip("tests/families/test_contributing.py runs it")
-    monkeypatch.setattr("hf_qknorm.scheme.SCHEMES", dict(SCHEMES))  # a snippet adds a scheme
     text = printed(snippet)
     if snippet == README:
         assert words(text).startswith("moments, knee #: loss # unpatched, # with fresh gains, # calibrated")
