@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -119,15 +119,13 @@ def log_sum_exp(normaliser: Tensor) -> Tensor:
 
 
 SMALL = {
-    "FORWARD": launch.Tile(16, 32, 4, 1),
-    "QUERY_GRADIENT": launch.Tile(32, 16, 4, 1),
-    "KEY_GRADIENT": launch.Tile(16, 32, 4, 1),
+    "forward": launch.Tile(16, 32, 4, 1),
+    "query_gradient": launch.Tile(32, 16, 4, 1),
+    "key_gradient": launch.Tile(16, 32, 4, 1),
 }
 
 
 def shrink_tiles(monkeypatch: pytest.MonkeyPatch, **tiles: launch.Tile) -> None:
-    """Let short sequences have many tiles."""
-    for name, tile in (SMALL | tiles).items():
-        table: dict[Any, launch.Tile] = getattr(launch, name)
-        for key in table:
-            monkeypatch.setitem(table, key, tile)
+    """Give short sequences many tiles."""
+    for key, row in launch.TILES.items():
+        monkeypatch.setitem(launch.TILES, key, row._replace(**(SMALL | tiles)))

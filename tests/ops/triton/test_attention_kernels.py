@@ -112,7 +112,7 @@ def test_gradients_of_what_splits_gave(case: Case, dtype: torch.dtype, monkeypat
 
 @pytest.mark.parametrize("forward", [Tile(16, 16, 4, 1), Tile(64, 16, 4, 1), Tile(16, 64, 4, 1)], ids=str)
 def test_tiles_of_every_form(forward: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    shrink_tiles(monkeypatch, FORWARD=forward, QUERY_GRADIENT=forward, KEY_GRADIENT=forward)
+    shrink_tiles(monkeypatch, forward=forward, query_gradient=forward, key_gradient=forward)
     plain_problem(Case(batch=3, heads=1, heads_kv=1, queries=70, keys=60, ranges="window"), FULL).check()
     plain_problem(Case(**ONE, queries=90, causal=True, window=37, softcap=5.0), FULL).check()
 

@@ -74,7 +74,7 @@ def test_the_rate_of_dropout_is_right(rate: float) -> None:
 def test_dropout_does_not_depend_on_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = plain_problem(Case(queries=64, head_dim=64, dropout=0.3), FULL)
     mask = drawn(problem)
-    shrink_tiles(monkeypatch, FORWARD=Tile(32, 16, 4, 1))
+    shrink_tiles(monkeypatch, forward=Tile(32, 16, 4, 1))
     assert torch.equal(drawn(problem), mask)
 
 
