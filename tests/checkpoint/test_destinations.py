@@ -82,7 +82,9 @@ def test_no_source_is_replaced(writer, place, tmp_path):
     elif place == "templates":
         destination = source / "additional_chat_templates"
     before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match=r"is where the source lies|holds what .* points to|become a part of"):
+    with pytest.raises(
+        FileExistsError, match=r"is the source, or contains it|contains the target of the link|become a part of"
+    ):
         WRITERS[writer](source, destination)
     assert contents(tmp_path) == before
 
@@ -134,7 +136,7 @@ def test_empty_names_are_refused(call: Callable[[str], Any], tmp_path, monkeypat
 
 
 UNKNOWN = {
-    "another checkpoint": ("checkpoint-9/model.safetensors", r": checkpoint-9/\. Move that away"),
+    "another checkpoint": ("checkpoint-9/model.safetensors", r": checkpoint-9/\. Move them away"),
     "a calibration text": ("corpus.txt", r": corpus\.txt\."),
     "a state of training": ("optimizer.pt", r": optimizer\.pt\."),
     "pickled weights": ("pytorch_model.bin", r": pytorch_model\.bin\."),
@@ -154,7 +156,7 @@ def test_overwriting_deletes_only_a_checkpoint(writer, what, plain, run, tmp_pat
     (out / file).parent.mkdir(parents=True, exist_ok=True)
     (out / file).write_text("precious")
     before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match=f"out holds more than what may be overwritten.*{message}"):
+    with pytest.raises(FileExistsError, match=f"out contains other files, which overwriting would delete.*{message}"):
         WRITERS[writer](run if writer == "export" else plain, out)
     assert contents(tmp_path) == before
 
@@ -212,7 +214,7 @@ def test_the_calibration_text_is_a_source(plain, tmp_path):
     before = contents(out)
     for text in (out / "LICENSE.txt", str(out), str(tmp_path / "link")):
         (tmp_path / "link").is_symlink() or (tmp_path / "link").symlink_to(out / "LICENSE.txt")
-        with pytest.raises(FileExistsError, match="out is where the source lies"):
+        with pytest.raises(FileExistsError, match="out is the source, or contains it"):
             convert_checkpoint(plain, out, calibration=text, method="moments", overwrite=True)
     assert contents(out) == before
 

@@ -47,8 +47,8 @@ INSPECT = ["inspect", "MODEL", "--texts", "text.txt", "--tokens", "256", "--out"
     ("out", "message"),
     [
         ("MODEL", "MODEL is the source: give another folder"),
-        ("mine", "heatmap.png is there, and not from this command"),
-        ("theirs", "inspect.json is there, and not from this command"),
+        ("mine", "heatmap.png exists, and is not from this command"),
+        ("theirs", "inspect.json exists, and is not from this command"),
         ("text.txt", "text.txt is a file: give a folder"),
         ("", "--out is empty"),
     ],
@@ -89,9 +89,9 @@ def test_a_picture_does_not_replace_its_log(tmp_path, monkeypatch, capsys):
 
 
 DEMO = {
-    "a file of another": ("thesis.txt", r"demo holds more than what may be overwritten.*: thesis\.txt"),
-    "a state of training": ("model/optimizer.pt", r"demo holds more than .*: model/optimizer\.pt"),
-    "a folder of another": ("model/notes/x", r"demo holds more than .*: model/notes/"),
+    "a file of another": ("thesis.txt", r"demo contains other files, which overwriting would delete.*: thesis\.txt"),
+    "a state of training": ("model/optimizer.pt", r"demo contains other files, .*: model/optimizer\.pt"),
+    "a folder of another": ("model/notes/x", r"demo contains other files, .*: model/notes/"),
 }
 
 
@@ -109,7 +109,7 @@ def test_a_demo_replaces_only_a_demo(what, run, tmp_path):
     before = contents(tmp_path)
     with pytest.raises(FileExistsError, match=message):
         demo(run, out)
-    with pytest.raises(FileExistsError, match="is where the source lies"):
+    with pytest.raises(FileExistsError, match="is the source, or contains it"):
         story.run(story.Settings(data=str(out / "model"), out=str(out)))
     assert contents(tmp_path) == before
 

@@ -92,8 +92,8 @@ def test_other_refusals(llama, tmp_path):
     biased = save(trained_like("gpt2"), tmp_path / "biased")
     for arguments, message in (
         ((llama, out), r"out exists and is not empty: .*--overwrite"),
-        ((llama, llama, "qk_norm", {"overwrite": True}), "is where the source lies"),
-        ((llama, tmp_path, "qk_norm", {"overwrite": True}), "is where the source lies"),
+        ((llama, llama, "qk_norm", {"overwrite": True}), "is the source, or contains it"),
+        ((llama, tmp_path, "qk_norm", {"overwrite": True}), "is the source, or contains it"),
         ((llama, tmp_path / "photos", "qk_norm", {"overwrite": True}), "holds no config.json with 'model_type'"),
         ((llama, llama / "LICENSE", "qk_norm", {"overwrite": True}), "LICENSE is a file"),
         ((out, tmp_path / "twice"), r"is converted already \(q=rms, k=rms\)"),

@@ -183,7 +183,7 @@ def test_only_complete_patched_causal_models_are_exported(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
         export_native(tmp_path / "empty", tmp_path / "out")
     model = save_patched(tmp_path / "ours", *CASES["llama"][:3])
-    with pytest.raises(FileExistsError, match="is where the source lies"):
+    with pytest.raises(FileExistsError, match="is the source, or contains it"):
         export_native(tmp_path / "ours", tmp_path / "ours", overwrite=True)
     configure(tmp_path / "ours", qk_norm_blend={"norms": True, "softcap": None})
     with pytest.raises(ValueError, match="during a blend"):
