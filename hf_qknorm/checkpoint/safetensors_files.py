@@ -157,7 +157,7 @@ class Weights:
 
     def _write(self, path: Path, file: str, plan: Tensors, bar: Any) -> None:
         # widest dtypes first, as the library does: this aligns every tensor
-        order = sorted(plan, key=lambda name: (-_itemsize(plan[name]), _begin(plan[name]), name))
+        order = sorted(plan, key=lambda name: (-_itemsize(plan[name]), getattr(plan[name], "begin", 0), name))
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **self.metadata[file]}}
         place = 0
         for name in order:
@@ -236,10 +236,6 @@ def _itemsize(tensor: StoredTensor | NewTensor) -> int:
         return tensor.dtype.itemsize
     count = torch.Size(tensor.shape).numel()
     return tensor.size // count if count else 0
-
-
-def _begin(tensor: StoredTensor | NewTensor) -> int:
-    return tensor.begin if isinstance(tensor, StoredTensor) else 0
 
 
 def _bytes(name: str, new: NewTensor) -> memoryview:

@@ -96,7 +96,7 @@ def _process_limits() -> list[int]:
 
 def _cgroup_limits(process: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> list[int]:
     """Return the bytes that each memory cgroup of this process and its parents leave; cached files count as free."""
-    limits = []
+    limits: list[int | None] = []
     for line in process.read_text(encoding="utf-8").splitlines() if process.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -106,12 +106,9 @@ def _cgroup_limits(process: Path = Path("/proc/self/cgroup"), root: Path = _CGRO
         else:
             continue
         group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            left = _left_in_cgroup(folder, *names)
-            limits += [] if left is None else [left]
-            if folder == top:
-                break
-    return limits
+        folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(top)]
+        limits += [_left_in_cgroup(folder, *names) for folder in folders]
+    return [limit for limit in limits if limit is not None]
 
 
 def _left_in_cgroup(folder: Path, limit: str, usage: str, cached: str) -> int | None:
@@ -139,7 +136,8 @@ def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iter
         yield Placement({"device_map": "auto"} if torch.cuda.is_available() else {})
         return
     size, most = source.weights.size, int(USABLE * left)
-    gpus = {device: int(USABLE * free) for device, free in _gpus().items()}
+    devices = get_max_memory() if torch.cuda.is_available() else {}
+    gpus = {device: int(USABLE * free) for device, free in devices.items() if isinstance(device, int)}
     fits = (n for n in _down_from(SEQUENCES) if size + working_memory(source, n, length) <= sum(gpus.values()) + most)
     in_memory = next(fits, None)
     sequences = in_memory or _sequences(source, length, most)
@@ -153,13 +151,6 @@ def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iter
         if _converts_weights(source):
             check_space(folder, size, f"{source.name}, in the form that transformers computes with,")
         yield Placement({**options, "offload_folder": str(folder)}, sequences)
-
-
-def _gpus() -> dict[int, int]:
-    """Return the free bytes of each CUDA device."""
-    if not torch.cuda.is_available():
-        return {}
-    return {device: size for device, size in get_max_memory().items() if isinstance(device, int)}
 
 
 def _sequences(source: Source, length: int, most: int) -> int:
@@ -191,14 +182,10 @@ def working_memory(source: Source, sequences: int, length: int) -> int:
     vocabulary, hidden = getattr(config, "vocab_size", 0), config.hidden_size
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
     attention = 2 * 4 * config.num_attention_heads * length + 8 * 8 * hidden
-    token = (2 * vocabulary + 12 * hidden + 4 * inner) * _itemsize(source.weights) + attention
+    largest = max(source.weights.stored.values(), key=lambda tensor: tensor.size)
+    itemsize = DTYPES[largest.dtype].itemsize if largest.dtype in DTYPES else 4
+    token = (2 * vocabulary + 12 * hidden + 4 * inner) * itemsize + attention
     return sequences * length * token + 5 * 4 * length * vocabulary
-
-
-def _itemsize(weights: Weights) -> int:
-    """Return the bytes per element of the largest tensor."""
-    largest = max(weights.stored.values(), key=lambda tensor: tensor.size)
-    return DTYPES[largest.dtype].itemsize if largest.dtype in DTYPES else 4
 
 
 def _check_mappable(weights: Weights) -> None:
