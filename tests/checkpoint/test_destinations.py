@@ -332,11 +332,11 @@ def test_a_demo_replaces_only_a_demo(what, run, tmp_path):
 
 
 def test_a_push_only_reads(run, tmp_path, monkeypatch):
-    from hf_qknorm.hub.upload_files import open_checkpoint, packed
+    from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
 
     (run / "README.md").write_text("my notes")
     before = contents(tmp_path)
-    with open_checkpoint(run) as source, packed(source, "me/tiny", None) as files:
+    with open_checkpoint(run) as source, upload_files(source, "me/tiny", None) as files:
         assert "README.md" in files
         assert KEPT_CARD not in files
     assert contents(tmp_path) == before
