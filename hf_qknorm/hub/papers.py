@@ -125,8 +125,8 @@ def change_sentences(scheme: Scheme) -> list[str]:
         mean = "mean |x|ᵖ" if any(NORMS[norm].any_order for norm in scheme.norms) else "mean square"
         sentences.append(
             f"These norms have a **knee** of {scheme.knee:g}: their ε, otherwise a guard against a division by 0, is "
-            f"{scheme.knee:g} times the {mean} of calibration text (a buffer of each norm, `q_norm.eps`). Much shorter "
-            "vectors keep their length, and the length of longer ones is bounded."
+            f"{scheme.knee:g} times the {mean} of calibration text (a buffer of each norm, `q_norm.eps`). A vector "
+            f"whose {mean} is much smaller keeps its length; the length of longer ones is bounded."
         )
     if scheme.scale is not None:
         sentences.append(f"The products of queries and keys are multiplied by {scheme.scale:g}, not by 1/√head_dim.")

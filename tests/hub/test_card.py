@@ -72,7 +72,7 @@ def test_a_card_has_the_numbers_of_the_report(tmp_path):
         "| fresh gains | 2.410 | 11.13 | 0.8000 | 60.0% |",
         "| **this model** | 1.531 | 4.62 | 0.0500 | 92.5% |",
         "the calibration removed 94.1%",
-        "lost 0.055 nats a token, and for 7.5% of the tokens",
+        "lost 0.055 nats per token, and for 7.5% of the tokens",
         "on 16,384 tokens of the calibration text itself, held out from the steps of the fit",
         "by the method `fit` on 262,144 tokens",
     ):
