@@ -45,11 +45,26 @@ from hf_qknorm.stats.logit_statistics import LogitStatistics, logit_statistics
 from hf_qknorm.training.quack import QuacK
 from hf_qknorm.version import __version__
 
+# Modules with callbacks for the Trainer, which loads PEFT and, with it, bitsandbytes: imported when first used.
+_CALLBACKS = {
+    "blend": ("BlendSchedule", "CapSchedule", "set_blend", "set_cap"),
+    "clip": ("QKClip",),
+    "knee": ("KneeSchedule", "set_knee"),
+    "logit_monitor": ("LogitMonitor",),
+}
 if TYPE_CHECKING:
     from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
     from hf_qknorm.training.clip import QKClip
     from hf_qknorm.training.knee import KneeSchedule, set_knee
     from hf_qknorm.training.logit_monitor import LogitMonitor
+else:
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _CALLBACKS.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.training.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "FAMILIES",
@@ -82,22 +97,6 @@ __all__ = [
     "set_knee",
     "unpatch_model",
 ]
-
-# Modules with callbacks for the Trainer, which loads PEFT and, with it, bitsandbytes: imported when first used.
-_CALLBACKS = {
-    "blend": ("BlendSchedule", "CapSchedule", "set_blend", "set_cap"),
-    "clip": ("QKClip",),
-    "knee": ("KneeSchedule", "set_knee"),
-    "logit_monitor": ("LogitMonitor",),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _CALLBACKS.items():
-        if name in names:
-            globals()[name] = getattr(import_module(f"{__name__}.training.{module}"), name)
-            return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

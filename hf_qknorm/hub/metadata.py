@@ -139,18 +139,16 @@ def _results(report: Calibration | None) -> list[EvalResult]:
     """The finite losses and perplexities, unpatched and converted."""
     if report is None or report.base is None or report.chosen is None:
         return []
-    results = []
-    for what, prediction in (("converted", report.chosen), ("unpatched", report.base)):
-        for metric, value in (("loss", prediction.loss), ("perplexity", prediction.perplexity)):
-            if math.isfinite(value):
-                results.append(
-                    EvalResult(
-                        task_type="text-generation",
-                        dataset_type=report.dataset or "calibration-text",
-                        dataset_name=report.dataset or "calibration text",
-                        metric_type=metric,
-                        metric_name=f"{metric}, {what}",
-                        metric_value=round(value, 4),
-                    )
-                )
-    return results
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=report.dataset or "calibration-text",
+            dataset_name=report.dataset or "calibration text",
+            metric_type=metric,
+            metric_name=f"{metric}, {model}",
+            metric_value=round(value, 4),
+        )
+        for model, prediction in (("converted", report.chosen), ("unpatched", report.base))
+        for metric, value in (("loss", prediction.loss), ("perplexity", prediction.perplexity))
+        if math.isfinite(value)
+    ]

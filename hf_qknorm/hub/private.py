@@ -47,22 +47,14 @@ def remove_local_origins(path: Path) -> None:
     """Remove local paths of the model's origin from a config file, nested configs included."""
     if not path.is_file():
         return
-    data = json.loads(path.read_text(encoding="utf-8"))
-    kept = _without_local_origins(data)
-    if kept != data:
+    text = path.read_text(encoding="utf-8")
+    kept = json.loads(text, object_hook=_without_local_origin)
+    if kept != json.loads(text):
         path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _without_local_origins(data: Any) -> Any:
-    if isinstance(data, list):
-        return [_without_local_origins(item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    return {
-        key: _without_local_origins(value)
-        for key, value in data.items()
-        if key not in ORIGINS or hub_name(str(value)) is not None
-    }
+def _without_local_origin(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key not in ORIGINS or hub_name(str(value)) is not None}
 
 
 def check_private(files: Mapping[str, Path], source: Source, token: str | None) -> None:

@@ -6,9 +6,9 @@ PEFT takes a second to load, so this module leaves that to the caller: it adds t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -68,39 +68,33 @@ def _loaded(module: str, name: str) -> Any:
 
 
 def register() -> None:
-    """Give every derived model type the default targets of its base in PEFT's tables, now or when PEFT is imported."""
+    """Add the derived model types to PEFT's tables, now or when PEFT is imported."""
     if TABLES in sys.modules:
-        add_targets(sys.modules[TABLES])
-    if not any(isinstance(finder, _TablesFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _TablesFinder())
+        _add_targets(sys.modules[TABLES])
+    sys.meta_path.insert(0, _TablesFinder())
 
 
-def add_targets(constants: ModuleType) -> None:
-    """Add the derived model types to PEFT's tables."""
+def _add_targets(constants: ModuleType) -> None:
+    """Give every derived model type the default targets of its base."""
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_"):
             table.update({f"{TYPE_PREFIX}{known}": table[known] for known in known_families() if known in table})
 
 
 class _TablesFinder(MetaPathFinder):
-    """Finds PEFT's tables as the other finders do, and calls `add_targets` after each import of them."""
+    """Finds PEFT's tables as Python does, and adds to them after each import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != TABLES:
-            return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == TABLES else None
+        if spec is not None:
             loader: Any = spec.loader
-            loader.exec_module = _then_add_targets(loader.exec_module)
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _add_targets(module)
+
+            loader.exec_module = exec_module
         return spec
-
-
-def _then_add_targets(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        add_targets(module)
-
-    return exec_module

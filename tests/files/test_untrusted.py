@@ -278,7 +278,7 @@ def test_front_matter_of_the_right_keys(tmp_path, data):
 
 @given(JSON)
 @FUZZ
-def test_brief_is_shorten(value):
+def test_brief_is_brief(value):
     assert len(shorten(value)) < 2500
 
 
