@@ -1,4 +1,4 @@
-"""The wheel has every module, the type marker and the model cards' template."""
+"""The wheel has every module, the type marker, and the template and papers of model cards."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
-    kept = [path for path in (ROOT / "hf_qknorm").rglob("*") if path.suffix in (".py", ".jinja", ".typed")]
+    kept = [path for path in (ROOT / "hf_qknorm").rglob("*") if path.suffix in (".py", ".jinja", ".bib", ".typed")]
     expected = {path.relative_to(ROOT).as_posix() for path in kept} | {"hf_qknorm_command.py"}
-    assert {"hf_qknorm/py.typed", "hf_qknorm/hub/card.md.jinja"} <= expected
+    assert {"hf_qknorm/py.typed", "hf_qknorm/hub/card.md.jinja", "hf_qknorm/hub/papers.bib"} <= expected
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert files == expected
@@ -54,5 +54,8 @@ def test_an_installed_wheel_renders_a_card(wheel, tmp_path):
         f"import sys\nsys.path.insert(0, {str(tmp_path / 'site')!r})\n"
         "import hf_qknorm\nfrom hf_qknorm.hub import card\n"
         "print(hf_qknorm.__file__, card._template().name)\n"
+        "print(*(paper.bibtex.partition('{')[0] for paper in card.papers.PAPERS.values()))\n"
     )
-    assert child(script, home=tmp_path) == f"{tmp_path / 'site/hf_qknorm/__init__.py'} card.md.jinja\n"
+    file, entries = child(script, home=tmp_path).splitlines()
+    assert file == f"{tmp_path / 'site/hf_qknorm/__init__.py'} card.md.jinja"
+    assert entries == "@misc @inproceedings @misc @misc @misc"

@@ -134,6 +134,7 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
     scheme = config.scheme
     name = _name(config, report, repo_id)
     front = card_data(folder / CARD, config, report, name)
+    bases = [front.base_model] if isinstance(front.base_model, str) else front.base_model or []
     behind = papers.papers_of(scheme)
     layers = [] if report is None else sorted(report.layers.items(), key=lambda item: -max(item[1].after.max_logit))
     defaults = type(scheme)()
@@ -143,7 +144,7 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "name": name,
         "repo": Markdown(repo_id or PLACEHOLDER),  # checked: letters, digits and -_./ alone
         "has_repo": repo_id is not None,
-        "bases": [Markdown(base) for base in _listed(front.base_model)],  # checked, too
+        "bases": [Markdown(base) for base in bases],  # checked, too
         "base_type": config.base_model_type,
         "auto_class": Markdown(auto_class(config)),
         "generates": auto_class(config) == "AutoModelForCausalLM",
@@ -158,7 +159,8 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "own_cap": config.attn_logit_softcapping if FAMILIES[config.base_model_type].own_cap else None,
         "backends": [Markdown(f"`{name}`") for name in CAP_BACKENDS if not name.startswith("hf_qknorm")],
         "links": Markdown(" and ".join(", ".join(paper.link for paper in behind).rsplit(", ", 1))),
-        "bibtex": Markdown("\n\n".join([*(paper.bibtex for paper in behind), papers.SOFTWARE % __version__])),
+        "bibtex": [Markdown(paper.bibtex) for paper in behind],
+        "version": __version__,
         "report": report,
         "predictions": [] if report is None else _predictions(report),
         "layers": [_layer(*item, has_knee=bool(scheme.knee)) for item in layers[:ROWS]],
@@ -166,10 +168,6 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
             max(max(getattr(layer, side).max_logit) for _, layer in layers) for side in ("before", "after") if layers
         ],
     }
-
-
-def _listed(value: Any) -> list[str]:
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _name(config: Any, report: Calibration | None, repo_id: str | None) -> str:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple
 
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.scheme import Scheme
 
 
-@dataclass(frozen=True)
-class Paper:
-    """A paper: its name in a sentence, its arXiv number, and the fields of its BibTeX entry."""
+class Paper(NamedTuple):
+    """A paper: its name in a sentence and its arXiv number, by which `papers.bib` has its BibTeX entry."""
 
     name: str
     arxiv: str
-    key: str
-    title: str
-    author: str
-    year: int
-    booktitle: str | None = None
 
     @property
     def link(self) -> str:
@@ -29,56 +23,16 @@ class Paper:
     @property
     def bibtex(self) -> str:
         """The BibTeX entry."""
-        fields = {"title": self.title, "author": self.author, "booktitle": self.booktitle}
-        shown = {name: text for name, text in fields.items() if text} | {"year": self.year, "eprint": self.arxiv}
-        width = max(map(len, shown))
-        lines = [f"  {name:{width}} = {{{value}}},\n" for name, value in shown.items()]
-        kind = "inproceedings" if self.booktitle else "misc"
-        return f"@{kind}{{{self.key},\n{''.join(lines)}  archivePrefix = {{arXiv}}\n}}"
+        entries = Path(__file__).with_name("papers.bib").read_text(encoding="utf-8").strip().split("\n\n")
+        return next(entry for entry in entries if f"{{{self.arxiv}}}" in entry)
 
 
 PAPERS: Final = {
-    "rybakov": Paper(
-        name="Rybakov et al. 2024",
-        arxiv="2410.16682",
-        key="rybakov2024stability",
-        title="Methods of improving {LLM} training stability",
-        author="Rybakov, Oleg and Chrzanowski, Mike and Dykas, Peter and Xue, Jinze and Lanir, Ben",
-        year=2024,
-    ),
-    "henry": Paper(
-        name="Henry et al. 2020",
-        arxiv="2010.04245",
-        key="henry2020qknorm",
-        title="Query-Key Normalization for Transformers",
-        author="Henry, Alex and Dachapally, Prudhvi Raj and Pawar, Shubham and Chen, Yuxuan",
-        year=2020,
-        booktitle="Findings of the Association for Computational Linguistics: EMNLP 2020",
-    ),
-    "lp": Paper(
-        name="López-Rubio et al. 2026",
-        arxiv="2602.05006",
-        key="lopezrubio2026lp",
-        title="Enhanced {QKNorm} normalization for neural transformers with the {Lp} norm",
-        author="López-Rubio, Ezequiel and Montes-Pérez, Javier and Palomo, Esteban José",
-        year=2026,
-    ),
-    "qwen3": Paper(
-        name="Qwen3",
-        arxiv="2505.09388",
-        key="qwen2025qwen3",
-        title="Qwen3 Technical Report",
-        author="{Qwen Team}",
-        year=2025,
-    ),
-    "gemma2": Paper(
-        name="Gemma 2",
-        arxiv="2408.00118",
-        key="gemma2024gemma2",
-        title="Gemma 2: Improving Open Language Models at a Practical Size",
-        author="{Gemma Team}",
-        year=2024,
-    ),
+    "rybakov": Paper("Rybakov et al. 2024", "2410.16682"),
+    "henry": Paper("Henry et al. 2020", "2010.04245"),
+    "lp": Paper("López-Rubio et al. 2026", "2602.05006"),
+    "qwen3": Paper("Qwen3", "2505.09388"),
+    "gemma2": Paper("Gemma 2", "2408.00118"),
 }
 GAINS: Final = {
     "shared": "a learned gain for each channel, shared by the heads of a layer",
@@ -86,11 +40,6 @@ GAINS: Final = {
     "scalar": "one learned scale a layer",
     "none": "no gain",
 }
-SOFTWARE: Final = """@software{hf_qknorm,
-  title   = {hf_qknorm: stable attention for pretrained Hugging Face language models},
-  version = {%s},
-  license = {Apache-2.0}
-}"""
 
 
 def papers_of(scheme: Scheme) -> list[Paper]:

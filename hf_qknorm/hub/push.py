@@ -55,7 +55,9 @@ def push_to_hub(
     model, lacks `revision` or differs from `private`; FileNotFoundError for a missing folder; ConnectionError for no
     connection. Raises OSError if an upload fails.
 
-    >>> qk.push_to_hub("llama-qknorm", "me/llama-qknorm")  # doctest: +SKIP (needs a network and a token)
+    A push needs a network and a token:
+
+    >>> qk.push_to_hub("llama-qknorm", "me/llama-qknorm")  # doctest: +SKIP
     'https://huggingface.co/me/llama-qknorm/commit/...'
     >>> qk.push_to_hub("llama", "not a name")  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -36,8 +36,13 @@ def check_repository(
     """
     if is_offline_mode():
         raise ConnectionError("HF_HUB_OFFLINE is set, which forbids a push: unset it")
+    if api.token is None:
+        raise PermissionError(
+            "no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=. Create a token with write access "
+            "at https://huggingface.co/settings/tokens"
+        )
     with readable_hub_errors(repo_id):
-        user = _user(api)
+        user = retry_transient(api.whoami)
         if "/" not in repo_id:
             repo_id = f"{user['name']}/{repo_id}"
         _check_write_access(user, repo_id)
@@ -78,6 +83,11 @@ def readable_hub_errors(repo_id: str) -> Iterator[None]:
         yield
     except HfHubHTTPError as error:
         status = error.response.status_code
+        if status == 401 and not isinstance(error, RepositoryNotFoundError):
+            raise PermissionError(
+                "the Hub does not know this token, which is mistyped or expired: run `hf auth login`, set HF_TOKEN, or "
+                "pass token="
+            ) from error
         if status in (401, 403):
             raise PermissionError(
                 f"{repo_id}: the Hub denied access ({summarize_error(error)}): use a token with write access, see "
@@ -97,23 +107,6 @@ def summarize_error(error: BaseException) -> str:
     if isinstance(error, HfHubHTTPError):
         return f"{error.response.status_code} {error.server_message or error.response.reason_phrase}"
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _user(api: HfApi) -> dict[str, Any]:
-    if api.token is None:
-        raise PermissionError(
-            "no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=. Create a token with write access "
-            "at https://huggingface.co/settings/tokens"
-        )
-    try:
-        return retry_transient(api.whoami)
-    except HfHubHTTPError as error:
-        if error.response.status_code != 401:
-            raise
-        raise PermissionError(
-            "the Hub does not know this token, which is mistyped or expired: run `hf auth login`, set HF_TOKEN, or "
-            "pass token="
-        ) from error
 
 
 def _check_write_access(user: dict[str, Any], repo_id: str) -> None:
