@@ -222,7 +222,7 @@ def _monitor(options: argparse.Namespace) -> None:
 
 
 def _card(options: argparse.Namespace) -> None:
-    from hf_qknorm.hub.card import write_card  # brings Jinja, and matplotlib where there is something to draw
+    from hf_qknorm.hub.card import write_card  # imports matplotlib if there is a report
 
     with _writing(user_path(options.checkpoint, "the checkpoint") / CARD):
         print(f"written: {', '.join(map(str, write_card(options.checkpoint, repo_id=options.repo)))}")

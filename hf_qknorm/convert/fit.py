@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_qknorm.model.accelerate_hooks import input_device
+from hf_qknorm.model.adapters import is_adapter_layer
 from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
 
 HELD_OUT = 2  # batches that judge the gains
@@ -106,7 +106,7 @@ def _divergence(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def check_movable(model: nn.Module, why: str) -> None:
     """Raise ValueError if the projections' weights can't be moved for good: offloaded, quantised, under adapters."""
     parts = [part for layer in patched_layers(model).values() for part in _projections(layer)]
-    if any(isinstance(part, BaseTunerLayer) for part in parts):
+    if any(map(is_adapter_layer, parts)):
         raise ValueError(
             f"{why} moves weights, and some are under adapters, which do not save them: calibrate before adding these"
         )

@@ -16,7 +16,7 @@ from hf_qknorm import LogitMonitor, cli, patch_model
 from hf_qknorm.demo import story
 from hf_qknorm.files.names import KEPT_CARD
 from hf_qknorm.hub.card import write_card
-from hf_qknorm.hub.upload_files import open_checkpoint, packed
+from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_demo_replaces_only_a_demo(what, run, tmp_path):
 def test_a_push_only_reads(run, tmp_path, monkeypatch):
     (run / "README.md").write_text("my notes")
     before = contents(tmp_path)
-    with open_checkpoint(run) as source, packed(source, "me/tiny", None) as files:
+    with open_checkpoint(run) as source, upload_files(source, "me/tiny", None) as files:
         assert "README.md" in files
         assert KEPT_CARD not in files
     assert contents(tmp_path) == before

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_qknorm import convert_checkpoint, export_native, patch_model, plan_conversion
 from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE
 from hf_qknorm.checkpoint.source import open_source
-from hf_qknorm.hub.upload_files import open_checkpoint, packed
+from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
 
 MODELS = {"single": {}, "sharded": {"max_shard_size": "60KB"}}
 
@@ -62,7 +62,7 @@ def test_of_two_saves_the_one_that_transformers_reads_is_read(first, last, tmp_p
 
 def test_left_over_shards_are_neither_pushed_nor_exported(tmp_path):
     source = twice(patch_model(sharp_model("llama"), "none"), tmp_path / "source", "sharded", "single")
-    with open_checkpoint(source) as opened, packed(opened, "me/tiny", None) as files:
+    with open_checkpoint(source) as opened, upload_files(opened, "me/tiny", None) as files:
         assert {name for name in files if "safetensors" in name} == {SINGLE}
     export_native(source, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir() if "safetensors" in path.name} == {SINGLE}
@@ -72,7 +72,7 @@ def test_left_over_shards_are_neither_pushed_nor_exported(tmp_path):
 
 def test_the_index_of_shards_is_pushed(tmp_path):
     source = save(patch_model(sharp_model("llama"), "none"), tmp_path / "source", max_shard_size="60KB")
-    with open_checkpoint(source) as opened, packed(opened, "me/tiny", None) as files:
+    with open_checkpoint(source) as opened, upload_files(opened, "me/tiny", None) as files:
         assert {name for name in files if "safetensors" in name} == {INDEX, *opened.weights.files}
 
 

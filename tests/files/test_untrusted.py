@@ -20,7 +20,7 @@ from hf_qknorm.checkpoint.config import read_config
 from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE, Weights
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import DEPTH, is_shallow, read_json
-from hf_qknorm.hub.metadata import carried, is_ours
+from hf_qknorm.hub.metadata import inherited_fields, is_generated_card
 from hf_qknorm.model.derived import derived_config
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
 
@@ -262,8 +262,8 @@ def test_an_index_names_only_files_of_its_folder(tmp_path, name):
 )
 def test_front_matter(tmp_path, matter):
     (tmp_path / "README.md").write_text(f"---\n{matter}\n---\n", encoding="utf-8", errors="replace")
-    outcome(lambda: carried(tmp_path / "README.md"))
-    assert is_ours(tmp_path / "README.md") in (False, True)
+    outcome(lambda: inherited_fields(tmp_path / "README.md"))
+    assert is_generated_card(tmp_path / "README.md") in (False, True)
 
 
 @FUZZ
@@ -272,7 +272,7 @@ def test_front_matter(tmp_path, matter):
 )
 def test_front_matter_of_the_right_keys(tmp_path, data):
     (tmp_path / "README.md").write_text(f"---\n{json.dumps(data)}\n---\n")
-    known = outcome(lambda: carried(tmp_path / "README.md"))
+    known = outcome(lambda: inherited_fields(tmp_path / "README.md"))
     assert all(line.isprintable() for values in (known or {}).values() for line in values)
 
 
