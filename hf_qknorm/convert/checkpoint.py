@@ -21,7 +21,7 @@ from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.destinations import check_folder, check_new
 from hf_qknorm.checkpoint.safetensors_files import Weights
 from hf_qknorm.checkpoint.source import Source, open_source
-from hf_qknorm.convert.calibrate import MAX_TOKENS, Knee, calibrate, length_for
+from hf_qknorm.convert.calibrate import MAX_TOKENS, Knee, calibrate
 from hf_qknorm.convert.memory import SEQUENCES, memory_left, place_weights
 from hf_qknorm.convert.plan import (
     Options,
@@ -33,7 +33,7 @@ from hf_qknorm.convert.plan import (
     stored_name,
 )
 from hf_qknorm.convert.pretrained import load_tokenizer
-from hf_qknorm.convert.text import as_batches, check_batches, check_text, regrouped
+from hf_qknorm.convert.text import as_batches, check_batches, check_text, default_length, regrouped
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import new_folder
@@ -182,7 +182,7 @@ def _calibrate(
     source: Source, options: Options, calibration: Any, destination: Path
 ) -> tuple[Calibration, dict[str, Tensor]]:
     """Load, patch and calibrate the model; return the report, and the new or changed values by their stored names."""
-    tokenizer, length = partial(load_tokenizer, source.folder), length_for(source.config)
+    tokenizer, length = partial(load_tokenizer, source.folder), default_length(source.config)
     batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=MAX_TOKENS))
     check_batches(batches, source.config)  # before the weights are read
     longest = max(batch["input_ids"].shape[1] for batch in batches)

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaCon
 
 from hf_qknorm import Scheme, patch_model, set_blend
 from hf_qknorm.convert import calibrate, fit
-from hf_qknorm.convert.calibrate import length_for
 from hf_qknorm.convert.fit import fit_gains
+from hf_qknorm.convert.text import default_length
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.ops.reference import head_norm
 
@@ -122,7 +122,7 @@ def test_ones_restores_fresh_gains_and_the_mode():
     ],
 )
 def test_sequences_are_longer_where_positions_are_learned(config, length):
-    assert length_for(config) == length
+    assert default_length(config) == length
 
 
 def test_refusals():
