@@ -36,7 +36,7 @@ def test_convert(tmp_path, capsys):
     assert "dry run: nothing was written" in text
     assert not out.exists()
     assert cli.main(["convert", source, str(out)]) == 0
-    assert "its gains are fresh" in capsys.readouterr().out
+    assert "the gains are fresh" in capsys.readouterr().out
     assert cli.main(["convert", source, str(out)]) == 1
     assert (
         "exists and is not empty: give another destination, or overwrite=True (--overwrite)" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from tiny import tiny_model
 
 from hf_qknorm import cli, patch_model
 from hf_qknorm.convert import checkpoint
-from hf_qknorm.demo import story
+from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub import card
 from hf_qknorm.training import plots
@@ -105,8 +105,10 @@ def test_what_is_stopped_says_what_was_kept(places, capsys, monkeypatch):
 
 @posix
 def test_a_demo_that_is_stopped_leaves_nothing(places, capsys, monkeypatch):
-    monkeypatch.setattr(story.subprocess, "run", stopping())
-    monkeypatch.setattr(story, "small_llama", lambda: tiny_model("llama", vocab_size=257, max_position_embeddings=512))
+    monkeypatch.setattr(demo_run.subprocess, "run", stopping())
+    monkeypatch.setattr(
+        demo_run, "small_llama", lambda: tiny_model("llama", vocab_size=257, max_position_embeddings=512)
+    )
     arguments = ["demo", "--data", "text.txt", "--base-steps", "1", "--steps", "1", "--out", "demo"]
     (places / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     status, error = stopped(arguments, capsys)

@@ -13,7 +13,7 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from hf_qknorm import cli, patch_model
-from hf_qknorm.demo import story
+from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.training import byte_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
@@ -219,7 +219,7 @@ def test_what_a_user_can_mend_is_one_line(places, capsys, monkeypatch, arguments
         raise AssertionError("it was found out too late")
 
     monkeypatch.chdir(places)
-    monkeypatch.setattr(story, "train", computed)
+    monkeypatch.setattr(demo_run, "train", computed)
     if message.startswith(("EMPTY", "BINARY", "gives 0", "the model has", "no such", "FILE is a file")):
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", computed)
     before = listing(places)

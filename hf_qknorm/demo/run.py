@@ -22,8 +22,8 @@ from tqdm.auto import tqdm
 from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert.calibrate import calibrate
-from hf_qknorm.convert.text import check_batches, check_text, default_length, load_text, sample_batches, tokenize
 from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
+from hf_qknorm.convert.text import check_batches, check_text, default_length, load_text, sample_batches, tokenize
 from hf_qknorm.demo.plots import plot_logits, plot_losses
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
 from hf_qknorm.families import check_scheme, family_of
