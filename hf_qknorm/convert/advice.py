@@ -87,7 +87,7 @@ def advise(measured: Measurements) -> Advice:
 def _advise_capped(measured: Measurements, own: float) -> tuple[Scheme, Reasons]:
     """The advice for a model with a cap."""
     largest, knees = measured.largest, measured.knees
-    loss = f"its cap of {own:g} bends that by {cap_loss(largest, own):.0%}"
+    loss = f"its cap of {own:g} bends the largest logit by {cap_loss(largest, own):.0%}"
     if largest <= 2 * own:
         return measured.scheme, [f"{loss}, and bounds larger ones too: nothing need be added"]
     gradient = 1 - math.tanh(largest / own) ** 2
@@ -106,7 +106,7 @@ def _advise_normed(measured: Measurements) -> tuple[Scheme, Reasons]:
     largest, cap = measured.largest, measured.cap
     if largest <= cap / 2:
         return measured.scheme, [
-            f"norms on queries and keys bound the logits; a cap of {cap:g} would bend that by "
+            f"norms on queries and keys bound the logits; a cap of {cap:g} would bend the largest logit by "
             f"{cap_loss(largest, cap):.1%}: nothing need be added"
         ]
     chosen, reasons = _harmless_cap(measured) or (wide_cap(largest, cap), [])
@@ -128,7 +128,7 @@ def _advise_plain(measured: Measurements) -> tuple[Scheme, Reasons]:
             "for several times the usual learning rate, use qk_norm_cap and calibrate()",
             *_fresh_gain_reasons(measured),
         ]
-    narrow = f"a cap of {cap:g} would bend that by {cap_loss(largest, cap):.0%}"
+    narrow = f"a cap of {cap:g} would bend the largest logit by {cap_loss(largest, cap):.0%}"
     if trial := measured.trials.get(dataclasses.replace(measured.scheme, softcap=cap)):
         narrow += f" (measured: {_cost_text(trial)})"
     wide = f"one wide enough to leave it alone ({wide_cap(largest, cap):g}) would let the logits grow further"
@@ -144,9 +144,11 @@ def _harmless_cap(measured: Measurements) -> tuple[float, Reasons] | None:
         loss = cap_loss(largest, chosen)
         trial = measured.trials.get(dataclasses.replace(measured.scheme, softcap=chosen))
         if trial is not None and trial.kl <= HARMLESS_KL:
-            return chosen, [f"a cap of {chosen:g} bends that by {loss:.0%}; measured, it costs {_cost_text(trial)}"]
+            return chosen, [
+                f"a cap of {chosen:g} bends the largest logit by {loss:.0%}; measured, it costs {_cost_text(trial)}"
+            ]
         if trial is None and loss <= HARMLESS_LOSS:
-            return chosen, [f"a cap of {chosen:g} bends that by no more than {loss:.0%}"]
+            return chosen, [f"a cap of {chosen:g} bends the largest logit by no more than {loss:.0%}"]
     return None
 
 
@@ -158,8 +160,8 @@ def _knee_reasons(measured: Measurements, knees: KneeTrials, chosen: KneeTrial) 
     """Cost and bound of the knee that `calibrate` would choose, of smaller ones, and the cap without calibration."""
     bound = "" if chosen.bound is None else f", and no input can give a |logit| over {chosen.bound:.0f}"
     reasons = [
-        f"calibrate() finds gains and a knee of {chosen.knee:g} for it: the loss rises by {chosen.rise:.3f} nats, with "
-        f"a KL of {chosen.kl:.3f} (allowed: {knees.limit:.3f}; fresh gains and no knee: {knees.jump:.3f}){bound}"
+        f"calibrate() finds gains and a knee of {chosen.knee:g} for this scheme: the loss rises by {chosen.rise:.3f} "
+        f"nats, with a KL of {chosen.kl:.3f} (allowed: {knees.limit:.3f}; fresh gains and no knee: {knees.jump:.3f}){bound}"
     ]
     tighter = [trial for trial in knees.trials if trial.knee < chosen.knee and trial.bound is not None]
     if tighter:
@@ -187,7 +189,7 @@ def _norm_reasons(measured: Measurements) -> Reasons:
     return [
         "norms on queries and keys bound the logits by √head_dim times their gains",
         *_fresh_gain_reasons(measured),
-        "calibrate() undoes that: with a knee almost all of it, because vectors below the knee keep their lengths",
+        "calibrate() removes most of that cost, with a knee nearly all of it: vectors below the knee keep their length",
         "a cap beside the norms (qk_norm_cap) is for the largest learning rates: it costs a little perplexity",
     ]
 

@@ -68,14 +68,14 @@ def test_collapsed_heads_are_counted_in_the_reasons(entropy, named):
 
 CASES = {
     # name: (measurements, the advised scheme, a part of a reason)
-    "calm": (measurements(20.0), "soft_cap", "a cap of 50 bends that by no more than 5%"),
-    "raised": (measurements(40.0), "Scheme(softcap=70.0)", "a cap of 70 bends that by no more than 10%"),
-    "large": (measurements(80.0), "Scheme(softcap=140.0)", "a cap of 140 bends that by no more than 10%"),
-    "runaway": (measurements(101.0), "qk_norm", "a cap of 50 would bend that by 52%"),
+    "calm": (measurements(20.0), "soft_cap", "a cap of 50 bends the largest logit by no more than 5%"),
+    "raised": (measurements(40.0), "Scheme(softcap=70.0)", "a cap of 70 bends the largest logit by no more than 10%"),
+    "large": (measurements(80.0), "Scheme(softcap=140.0)", "a cap of 140 bends the largest logit by no more than 10%"),
+    "runaway": (measurements(101.0), "qk_norm", "a cap of 50 would bend the largest logit by 52%"),
     "large, and 50 is measured to cost nothing": (
         measurements(80.0, trials={Scheme(softcap=50.0): CHEAP, Scheme(softcap=140.0): CHEAP}),
         "soft_cap",
-        "a cap of 50 bends that by 42%; measured, it costs a KL of 0.001, 99.0% same top token",
+        "a cap of 50 bends the largest logit by 42%; measured, it costs a KL of 0.001, 99.0% same top token",
     ),
     "large, and 50 is measured to cost much": (
         measurements(80.0, trials={Scheme(softcap=50.0): DEAR, Scheme(softcap=140.0): CHEAP}),
@@ -92,11 +92,15 @@ CASES = {
         "soft_cap",
         "measured, it costs a KL of 0.001",
     ),
-    "another cap": (measurements(15.0, cap=10.0), "Scheme(softcap=30.0)", "a cap of 30 bends that by no more than 8%"),
+    "another cap": (
+        measurements(15.0, cap=10.0),
+        "Scheme(softcap=30.0)",
+        "a cap of 30 bends the largest logit by no more than 8%",
+    ),
     "a knee keeps the loss": (
         measurements(80.0, knees=KEPT, trials={Scheme(softcap=50.0): CHEAP}),
         "qk_norm_cap",
-        "finds gains and a knee of 4 for it: the loss rises by 0.007 nats, with a KL of 0.004 (allowed: "
+        "finds gains and a knee of 4 for this scheme: the loss rises by 0.007 nats, with a KL of 0.004 (allowed: "
         "0.011; fresh gains and no knee: 1.100), and no input can give a |logit| over 200",
     ),
     "smaller knees bound tighter": (
@@ -118,9 +122,13 @@ CASES = {
     "q_norm already": (
         measurements(300.0, scheme=Scheme(q="rms")),
         "Scheme(q='rms', k='auto')",
-        "a cap of 50 would bend that",
+        "a cap of 50 would bend the largest logit",
     ),
-    "Qwen3": (measurements(12.0, normed=True), "none", "a cap of 50 would bend that by 1.9%: nothing need be added"),
+    "Qwen3": (
+        measurements(12.0, normed=True),
+        "none",
+        "a cap of 50 would bend the largest logit by 1.9%: nothing need be added",
+    ),
     "Qwen3 with grown gains": (
         measurements(60.0, normed=True),
         "Scheme(softcap=110.0)",
@@ -140,7 +148,7 @@ CASES = {
     "Gemma 2": (
         measurements(90.0, own_cap=50.0),
         "none",
-        "its cap of 50 bends that by 47%, and bounds larger ones too",
+        "its cap of 50 bends the largest logit by 47%, and bounds larger ones too",
     ),
     "Gemma 2, saturated": (measurements(150.0, own_cap=50.0), "qk_norm", "passes 1.0% of the gradient"),
     "capped and normed, saturated": (

@@ -35,7 +35,7 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def inputs_of(model, data) -> dict[tuple[str, str], torch.Tensor]:
-    """What arrives at each norm in the unpatched model, `[N, H, D]` in fp64."""
+    """The inputs of each norm in the unpatched model, `[N, H, D]` in fp64."""
     seen: dict[tuple[str, str], list[torch.Tensor]] = {key: [] for key in named_norms(model)}
     hooks = [
         norm.register_forward_pre_hook(lambda _, args, key=key: seen[key].append(args[0].flatten(0, 1).double()))
@@ -77,7 +77,7 @@ def test_interpolated_sums_are_those_of_the_norm_at_any_knee(norm, expected):
             assert ((got - want).abs() <= (1e-4 if knee else 1e-6) * size).all(), knee
 
 
-def test_text_of_another_size_than_expected_takes_a_second_pass():
+def test_a_text_with_another_power_than_expected_takes_a_second_pass():
     model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms"))
     data = batches(3)
     right = mean_powers(model, data)
@@ -94,7 +94,7 @@ def test_text_of_another_size_than_expected_takes_a_second_pass():
 
 
 @pytest.mark.parametrize("scheme", ["qk_norm", "henry", "lp", Scheme(q="layer", k="l2", v="rms", gain="per_head")])
-def test_a_fixed_knee_is_that_of_all_the_text(scheme):
+def test_a_fixed_knee_is_relative_to_the_mean_power_of_the_whole_text(scheme):
     model = patch_model(tiny_model("llama"), scheme)
     data = batches(9)
     report = calibrate(model, data, knee=4)
@@ -152,13 +152,13 @@ def test_the_search_ends_with_the_smallest_knee_that_keeps_loss_and_predictions(
     assert [*tried] == sorted(tried)
 
 
-def test_the_accepted_cost_is_a_share_of_that_of_fresh_gains_or_a_few_thousandths():
+def test_the_tolerance_is_a_share_of_the_cost_of_fresh_gains_or_a_few_thousandths():
     assert tolerance(Prediction(1.6), Prediction(2.6, kl=0.9)) == pytest.approx(0.01)
     assert tolerance(Prediction(6.2), Prediction(6.1, kl=0.9)) == pytest.approx(0.009)
     assert tolerance(Prediction(1.6), Prediction(1.7, kl=0.1)) == 0.005
 
 
-def test_where_no_knee_is_enough_the_smallest_that_comes_as_close_is_taken(monkeypatch, caplog):
+def test_if_all_knees_cost_too_much_the_smallest_near_the_lowest_cost_is_set(monkeypatch, caplog):
     found = Recorded(monkeypatch, lambda knee: Prediction(2.3 + 0.004 / (1 + knee), kl=0.1))
     with caplog.at_level(logging.WARNING, logger="hf_qknorm"):
         search_knee(found, [], BASE, Prediction(2.5, kl=0.4), None)
@@ -169,7 +169,7 @@ def test_where_no_knee_is_enough_the_smallest_that_comes_as_close_is_taken(monke
 
 
 @pytest.mark.parametrize("start", [0.0, 2.0])
-def test_what_is_refused_or_interrupted_leaves_the_norms_as_they_were(start, monkeypatch):
+def test_an_error_or_an_interrupt_restores_the_norms(start, monkeypatch):
     model = patch_model(tiny_model("llama", initializer_range=0.3), Scheme(q="rms", k="layer", knee=start))
     calibrate(model, batches(3), "moments")
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -208,7 +208,7 @@ def test_a_sweep_measures_every_knee_and_leaves_the_model_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_which_calls_search():
+def test_the_knee_is_searched_only_without_method_and_knee():
     def knee_of(scheme, *arguments, **options):
         model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
         report = calibrate(model, batches(8), *arguments, **options)
@@ -245,7 +245,7 @@ def test_impossible_knees_are_refused_by_name(options, error):
         calibrate(model, batches(2), **options)
 
 
-def test_a_scheme_that_can_have_no_knee_says_so():
+def test_schemes_and_models_without_a_knee_are_refused():
     with pytest.raises(ValueError, match="with a knee they keep the scale that the norm in front"):
         calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches(2), knee=4)
     with pytest.raises(ValueError, match='predicts no tokens, which knee="auto" compares'):
