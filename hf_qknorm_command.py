@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # for terminals that lack a character
     try:
         with _signals_as_interrupts():
-            options = _parser().parse_args(arguments)
+            options = parser().parse_args(arguments)
             from hf_qknorm.cli import COMMANDS  # imports torch
 
             COMMANDS[options.command](options)
@@ -98,7 +98,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     """The parser of the command line; the result's `command` is the command's name."""
     parser = _Parser("hf-qknorm", description="Stable attention for pretrained language models.")
     parser.add_argument(

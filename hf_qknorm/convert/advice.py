@@ -161,7 +161,8 @@ def _knee_reasons(measured: Measurements, knees: KneeTrials, chosen: KneeTrial) 
     bound = "" if chosen.bound is None else f", and no input can give a |logit| over {chosen.bound:.0f}"
     reasons = [
         f"calibrate() finds gains and a knee of {chosen.knee:g} for this scheme: the loss rises by {chosen.rise:.3f} "
-        f"nats, with a KL of {chosen.kl:.3f} (allowed: {knees.limit:.3f}; fresh gains and no knee: {knees.jump:.3f}){bound}"
+        f"nats, with a KL of {chosen.kl:.3f} (allowed: {knees.limit:.3f}; fresh gains and no knee: "
+        f"{knees.jump:.3f}){bound}"
     ]
     tighter = [trial for trial in knees.trials if trial.knee < chosen.knee and trial.bound is not None]
     if tighter:
