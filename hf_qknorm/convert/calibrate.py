@@ -56,30 +56,28 @@ def calibrate(
     is cut into batches `[batch_size, length]`, by default 256 long, or half of the positions where these are learned.
     At most `max_tokens` tokens are used. `tokenizer` is by default the one of `model.name_or_path`.
 
-    By default one pass through the unpatched model gives the gains for every knee, and the knee is the smallest of
-    `convert.knees.KNEES` that costs at most `max_loss_increase` nats a token (by default 1 % of the cost of fresh
-    gains, but at least 0.005) on batches that the pass leaves out. The cost is the rise in loss, or the KL from the
-    unpatched model if that is larger. From ten batches on, there are at most twice as many forward passes as batches.
-
     `method` selects how gains are computed. "moments", the default, is the closed form: per channel the least-squares
-    fit of the model's own projection by its normalised self, x ≈ gain·norm(x) + bias. "fit" starts there and trains the
-    gains alone, for at most `steps` steps, to predict what the unpatched model predicts. "fit_qk" also trains the
-    projections to queries and keys, permanently: `unpatch_model` no longer restores the model. "ones" resets the gains.
+    fit of the model's own projection by its normalised self, x ≈ gain·norm(x) + bias, from one pass over the text.
+    "fit" starts there and trains the gains alone, for at most `steps` steps, to predict what the unpatched model
+    predicts. "fit_qk" also trains the projections to queries and keys, for good: `unpatch_model` no longer restores
+    the model. "ones" resets the gains.
 
-    `knee` is a number or "auto", the search. None means "auto" if no method is given and the scheme has gains, keeps
-    the norm in front of attention, and has no knee; otherwise the scheme's knee. With `knee=0` the norms are plain, as
-    export needs them.
+    `knee` is a number (0 for plain norms, which export needs) or "auto": the smallest of `convert.knees.KNEES` that
+    costs at most `max_loss_increase` nats a token (by default 1 % of the cost of fresh gains, but at least 0.005) on
+    batches that the pass leaves out. The cost is the rise in loss, or the KL from the unpatched model if that is
+    larger. None means "auto" if no method is given and the scheme has gains, keeps the norm in front of attention, and
+    has no knee; otherwise the scheme's knee. With ten batches or more, "auto" takes at most two forward passes a batch.
 
-    A PEFT model is calibrated with its adapters in place; if they hold trained copies of the norms, these are set. With
+    A PEFT model is calibrated with its adapters in place, and its trained copies of the norms are set. With
     DistributedDataParallel, FSDP2 and tensor parallelism every rank makes the call, with its share of the batches or
-    with the same data; ranks that share a model divide the pass and end with the same gains. A bare model is calibrated
-    by each process alone. After an exception the norms are as before.
+    with the same data; the ranks divide the pass and end with the same gains. A model on one process is calibrated by
+    that process alone. After an exception the norms are as before.
 
-    Raises ValueError for data with fewer than 16 tokens to predict; a model that is not patched, or is in a blend; an
-    unknown method; a knee that the scheme can't have; a loss that rises by more than `max_loss_increase`; a search or a
-    fit without a language-modelling head; a fit of a sharded model; a model sharded by DeepSpeed; folded norms
-    (`pre_norm=False`) that a checkpoint did not keep; offloaded gains; and projections to be trained that are
-    offloaded, quantised or under adapters.
+    Raises ValueError for data with fewer than 16 tokens to predict; a model that is not patched, is in a blend, or is
+    sharded by DeepSpeed; a method or knee that is not possible; a loss that rises by more than `max_loss_increase`; a
+    search or fit without a language-modelling head; a fit of a sharded model; folded norms (`pre_norm=False`) that a
+    checkpoint did not keep; offloaded gains; and projections to be trained that are offloaded, quantised or under
+    adapters.
 
     >>> model = qk.patch_model(model, "qk_norm")
     >>> report = qk.calibrate(model, texts)
@@ -94,31 +92,31 @@ def calibrate(
     batches = batches_for(bare, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
     batches = gathered(batches, max_tokens, ranks)
     check_batches(batches, bare.config)
-    held_out = min(LOSS_BATCHES, max(len(batches) // 10, 1))
-    judged, fitted = batches[:held_out], batches[held_out:] or batches
+    count = min(LOSS_BATCHES, max(len(batches) // 10, 1))
+    held_out, fitted = batches[:count], batches[count:] or batches
     cap = bare.config.attn_logit_softcapping or CAP
     tried: dict[float, Prediction] = {}
 
     def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
-        return ClosedFormGains.from_text(bare, text, mean_powers(bare, judged[:1], ranks), knees, ranks)
+        return ClosedFormGains.from_text(bare, text, mean_powers(bare, held_out[:1], ranks), knees, ranks)
 
-    with _evaluated(bare):
+    with _undone_on_error(bare):
         _reset_norms(bare, batches)
-        base, fresh = predictions(bare, judged)
+        base, fresh = predictions(bare, held_out)
         if isinstance(knee, str):
             assert base is not None
             assert fresh is not None
-            tried = search_knee(closed_form(fitted, *KNEES), judged, base, fresh, max_loss_increase)
+            tried = search_knee(closed_form(fitted, *KNEES), held_out, base, fresh, max_loss_increase)
         elif method != "ones" or knee:
             text = batches if method == "moments" else fitted[:START_BATCHES]
             closed_form(text, float(knee)).apply(float(knee), gains=method != "ones")
         if method.startswith("fit"):
-            fit_gains(bare, fitted, judged, steps=steps, projections=method == "fit_qk")
-        compared = judge(bare, judged, cap, ranks)
+            fit_gains(bare, fitted, held_out, steps=steps, projections=method == "fit_qk")
+        compared = judge(bare, held_out, cap, ranks)
         _check_rise(compared.base, compared.own, max_loss_increase)
         layers = layer_reports(bare, compared.before, compared.after)
     share_first(model, ranks)
-    tokens, tokens_judged = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, judged))
+    tokens, held_out_tokens = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, held_out))
     from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
     report = Calibration(
         method=method,
@@ -129,7 +127,7 @@ def calibrate(
         ones=fresh,
         chosen=compared.own,
         layers=layers,
-        judged=tokens_judged,
+        judged=held_out_tokens,
         base_model=hub_name(bare.name_or_path) if from_hub else None,
         dataset=hub_name(data) if isinstance(data, str) else None,
         knees=tried,
@@ -161,8 +159,8 @@ def resolve_method(
 
 
 @contextmanager
-def _evaluated(model: Any) -> Iterator[None]:
-    """Put the model in eval mode for the duration. After an exception restore its norms and projections."""
+def _undone_on_error(model: Any) -> Iterator[None]:
+    """Restore norms and projections after an exception. The model is in eval mode for the duration."""
     training = model.training
     model.eval()
     try:

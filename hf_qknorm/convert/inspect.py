@@ -179,12 +179,12 @@ def _knee_trials(model: PreTrainedModel, batches: Batches, measured: Measurement
     if family_of(model.config).refusal(model.config, scheme) is not None:
         return None
     half = len(batches) // 2
-    judged, fitted = batches[:half] or batches, batches[half:]
+    held_out, fitted = batches[:half] or batches, batches[half:]
     with _patched(model, scheme):
-        base, fresh = predictions(model, judged)
+        base, fresh = predictions(model, held_out)
         if base is None or fresh is None:
             return None
-        swept = sweep_knees(model, fitted, judged, partial(worst_bound, model))
+        swept = sweep_knees(model, fitted, held_out, partial(worst_bound, model))
     trials = (KneeTrial(knee, at.loss - base.loss, at.kl, bound) for knee, (at, bound) in swept.items())
     return KneeTrials(scheme, fresh.loss - base.loss, tolerance(base, fresh), tuple(trials))
 

@@ -37,9 +37,9 @@ def tolerance(base: Prediction, fresh: Prediction) -> float:
 
 
 def search_knee(
-    gains: ClosedFormGains, judged: Batches, base: Prediction, fresh: Prediction, max_cost: float | None
+    gains: ClosedFormGains, held_out: Batches, base: Prediction, fresh: Prediction, max_cost: float | None
 ) -> dict[float, Prediction]:
-    """Set the smallest of `KNEES` whose cost on `judged` is at most `max_cost` nats; return the predictions by knee.
+    """Set the smallest of `KNEES` whose cost on `held_out` is at most `max_cost` nats; return the predictions by knee.
 
     The cost falls as the knee grows, so the search bisects. By default the limit is `tolerance`. If every knee costs
     more than that, because of a cap for example, the smallest knee within `tolerance` of the largest one's cost is set.
@@ -51,7 +51,7 @@ def search_knee(
     def cost_at(knee: float) -> float:
         if knee not in tried:
             gains.apply(knee)
-            tried[knee] = gains.ranks.first(predictions(gains.model, judged)[1])
+            tried[knee] = gains.ranks.first(predictions(gains.model, held_out)[1])
         return cost(base, tried[knee])
 
     limit = tolerance(base, fresh) if max_cost is None else max_cost
@@ -83,19 +83,19 @@ def _smallest_knee(cost_at: Callable[[float], float], limit: float) -> float | N
 
 
 def sweep_knees(
-    model: Any, fitted: Batches, judged: Batches, measure: Callable[[], T], knees: Sequence[float] = KNEES
+    model: Any, fitted: Batches, held_out: Batches, measure: Callable[[], T], knees: Sequence[float] = KNEES
 ) -> dict[float, tuple[Prediction, T]]:
-    """The predictions on `judged`, and the result of `measure`, at each knee, with closed-form gains from `fitted`.
+    """The predictions on `held_out`, and the result of `measure`, at each knee, with closed-form gains from `fitted`.
 
     One pass over `fitted` serves all knees. The model is left as it was. Raises ValueError for a model without a
     language-modelling head.
     """
     with restored_norms(model):
-        gains = ClosedFormGains.from_text(model, fitted, mean_powers(model, judged), knees)
+        gains = ClosedFormGains.from_text(model, fitted, mean_powers(model, held_out), knees)
         swept = {}
         for knee in knees:
             gains.apply(knee)
-            patched = predictions(model, judged)[1]
+            patched = predictions(model, held_out)[1]
             if patched is None:
                 raise ValueError(f"{type(model).__name__} predicts no tokens, and knees are compared by predictions")
             swept[knee] = (patched, measure())
