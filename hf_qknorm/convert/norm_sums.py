@@ -36,7 +36,7 @@ class Mean:
 class NormSums:
     """Sums over tokens of n², n·x, n, x and 1, per head and channel, of a norm's inputs x and outputs n, in fp64.
 
-    n = y·(mean |y|ᵖ + e)^(−1/p)·c with y = x, or x − mean x for "layer". e = ε^(p/2) is knee·P plus the scheme's own,
+    n = y·(mean |y|ᵖ + e)^(−1/p)·c with y = x, or x − mean x if centred. e = ε^(p/2) is knee·P plus the scheme's own,
     where P, the mean of mean |y|ᵖ over the text (`power`), is known only at the end of the text. The sums are
     therefore of n·e^(1/p)/c at a geometric grid of e around the `expected` P, and are interpolated in log e, with an
     error of 1e-4 of a gain. The first point of the grid is knee 0, which is exact.
