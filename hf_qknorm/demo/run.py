@@ -202,7 +202,7 @@ def _largest_logits(calibration: Calibration) -> str:
         max(max(getattr(layer, side).max_logit) for layer in calibration.layers.values())
         for side in ("before", "after")
     )
-    seen = f"largest |logit| in its text: {before:.1f} unpatched, {after:.1f} calibrated"
+    seen = f"largest |logit| in the calibration text: {before:.1f} unpatched, {after:.1f} calibrated"
     if calibration.bound is None:
         return seen
     bounded = f"{seen}; at most {calibration.bound:.1f} for any input, before any cap"
