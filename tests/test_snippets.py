@@ -26,7 +26,7 @@ from torch.distributed.run import get_args_parser
 
 import hf_qknorm_command
 from hf_qknorm import SCHEMES
-from hf_qknorm_command import parser
+from hf_qknorm.ops.norms import NORMS
 
 LANGUAGES = ("python", "bash", "text")
 ANYWHERE = ("ruff", "mypy")  # commands whose arguments are not checked

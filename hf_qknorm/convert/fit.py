@@ -100,8 +100,6 @@ def _batch_divergence(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def check_movable(model: nn.Module, reason: str) -> None:
     """Raise ValueError if projections are offloaded, quantised or under adapters, and so can't change permanently."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # takes a second
-
     parts = [part for layer in patched_layers(model).values() for part in _projections(layer)]
     if any(map(is_adapter_layer, parts)):
         raise ValueError(
