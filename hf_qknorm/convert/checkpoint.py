@@ -96,10 +96,8 @@ def convert_checkpoint(
 
     With `calibration` (texts or batches, as for `calibrate`) the model is loaded and calibrated with `method` and
     `knee`; the report is returned, and saved beside the weights. Without it gains are fresh, and no model is built.
-
     `max_memory` limits the memory of the process, in bytes or as "8GB"; default: what machine, cgroups and process
-    limits leave. If the checkpoint does not fit, accelerate reads the layers from the disk in each forward pass, which
-    then takes up to 64 sequences.
+    limits leave. Layers that do not fit are read from the disk in each forward pass, of up to 64 sequences then.
 
     Tokenizer, generation config, templates, licence and card are copied; `standalone` adds the code that runs the model
     without hf_qknorm, as `add_standalone` does. `dst` appears once it is complete. With `overwrite` an existing folder

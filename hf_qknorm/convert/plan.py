@@ -161,7 +161,7 @@ def make_plan(source: Source, dst: Path, options: Options) -> Plan:
         removed=tuple(sorted(removed)),
         files=tuple(map(str, source.files)),
         left=tuple(sorted(p.name for p in source.folder.iterdir() if p.is_file() and p.name not in taken)),
-        size=sum(tensor.size for tensor in weights.tensors(with_knee, removed).values()) + copied,
+        size=sum(tensor.nbytes for tensor in weights.tensors(with_knee, removed).values()) + copied,
         unread=source.unread,
         unused=unused,
         knees=tuple(name for name in with_knee if name not in new),
