@@ -97,7 +97,7 @@ WIDTHS = [(16, 8), (8, 16), (16, 24), (12, 4)]
 @pytest.mark.parametrize(("width", "width_v"), WIDTHS)
 @pytest.mark.parametrize("scaling", [None, 0.7])
 def test_values_of_another_width(width: int, width_v: int, scaling: float | None, backend: str) -> None:
-    """The scale is of the queries' own width, whatever they are padded to."""
+    """The scale comes from the queries' own width, without padding."""
     q, k, v = (x.detach().to(DEVICE) for x in make_qkv(1, 4, 2, 9, 9, max(width, width_v)))
     q, k, v = q[..., :width], k[..., :width], v[..., :width_v]
     got, _ = REGISTERED[backend](torch.nn.Module(), q, k, v, None, scaling=scaling, softcap=5.0)
@@ -133,13 +133,13 @@ def counted(function, calls: list):  # type: ignore[no-untyped-def]
     return call
 
 
-def test_norms_on_their_way_in_are_blended_in_the_kernel() -> None:
+def test_blended_norms_run_in_the_kernel() -> None:
     model = patched("llama", "qk_norm_cap")
     set_blend(model, 0.4)
     assert_same(outputs(model, "hf_qknorm_triton", "right"), outputs(model, "hf_qknorm_eager", "right"))
 
 
-def test_a_watched_norm_runs_as_a_module() -> None:
+def test_a_norm_with_a_hook_runs_as_a_module() -> None:
     model = patched("llama", "qk_norm_cap")
     seen = []
     next(iter(patched_layers(model).values())).q_norm.register_forward_hook(lambda *_: seen.append(1))
