@@ -49,7 +49,7 @@ def written_out(layer: Any, scheme: Scheme, arguments: dict[str, Any], seen: Ten
 
 @pytest.mark.parametrize(("model_type", "name"), MODELS)
 @torch.no_grad()
-def test_a_layer_does_what_the_scheme_says(model_type, name):
+def test_a_layer_computes_the_scheme(model_type, name):
     scheme = {**TRIED, **OTHERS}[name]
     model = randomise(patch_model(sharp_model(model_type), scheme))
     batch = make_batch("left", labels=False)

@@ -1,4 +1,4 @@
-"""Folding the norm before attention: the base is still there behind it, and nothing is lost where nothing can be."""
+"""Folding the norm before attention: exact without biases, and undone within `as_unpatched`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_the_base_is_still_behind_a_fold(model_type, spread):
+def test_as_unpatched_restores_a_folded_norm(model_type, spread):
     model = trained_like(model_type)
     expected = logits(model)
     patch_model(model, "qkv_norm")
@@ -49,7 +49,7 @@ def test_without_biases_the_fold_is_exact(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "qwen2"])
-def test_with_biases_the_spread_of_the_text_brings_it_near(model_type):
+def test_with_biases_the_spread_of_the_text_makes_it_close(model_type):
     folded = trained_like(model_type)
     expected = logits(patch_model(copy.deepcopy(folded), KEPT))
     patch_model(folded, FOLDED)
@@ -59,7 +59,7 @@ def test_with_biases_the_spread_of_the_text_brings_it_near(model_type):
     assert (logits(folded) - expected).norm() < 0.3 * far
 
 
-def test_the_spread_is_the_mean_deviation_of_what_is_no_padding():
+def test_the_spread_is_the_mean_sigma_of_real_tokens():
     model = trained_like("gpt2")
     seen = []
     hook = model.transformer.h[0].ln_1.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -74,7 +74,7 @@ def test_the_spread_is_the_mean_deviation_of_what_is_no_padding():
     assert first == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_undoing_is_refused():
+def test_unpatching_a_folded_model_is_refused():
     model = patch_model(trained_like("llama"), "qkv_norm")
     before = fingerprint(model)
     with pytest.raises(ValueError, match=r"folded the norm .* can't be undone.*Load the original checkpoint"):
@@ -82,7 +82,7 @@ def test_undoing_is_refused():
     assert fingerprint(model) == before
 
 
-def test_what_can_not_be_folded_is_refused_untouched():
+def test_models_that_can_not_be_folded_are_refused_unchanged():
     with torch.device("meta"):
         meta = LlamaForCausalLM(LlamaConfig(**TINY))
     homeless = trained_like("gpt_neox", attention_bias=False)
