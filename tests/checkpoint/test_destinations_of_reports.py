@@ -35,7 +35,7 @@ def test_a_card_keeps_the_old_readme(run):
     assert (card.read_text(), kept.read_text()) == (ours, "my notes")
     card.write_text("other notes")
     before = contents(run)
-    with pytest.raises(
+    with pytest.raises(FileExistsError, match=r"would be replaced, and its copy .*original.md exists already"):
         FileExistsError, match=r"README.md would be replaced, and its copy .*original.md exists already"
     ):
         write_card(run)
