@@ -74,9 +74,9 @@ def write_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) ->
     kept = _keep_card(path)
     plots: list[str] = []
     if report is not None:
-        from hf_qknorm.hub.plots import draw  # brings matplotlib
+        from hf_qknorm.hub.card_plots import draw_report  # brings matplotlib
 
-        plots = draw(report, path)
+        plots = draw_report(report, path)
     replace_text(path / CARD, text)
     return tuple(path / name for name in (CARD, *plots, *kept))
 

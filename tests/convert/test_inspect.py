@@ -16,8 +16,8 @@ from tiny import tiny_model
 
 from hf_qknorm import SCHEMES, Inspection, Scheme, calibrate, inspect_model, patch_model, unpatch_model
 from hf_qknorm.convert.inspect import inspect_checkpoint
+from hf_qknorm.convert.inspection_plots import heat_map
 from hf_qknorm.convert.knees import KNEES
-from hf_qknorm.convert.plots import heat_map
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.model.attention import patched_layers

@@ -21,7 +21,7 @@ from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, cli, patch_model,
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import render_card, write_card
-from hf_qknorm.hub.plots import draw
+from hf_qknorm.hub.card_plots import draw_report
 from hf_qknorm.stats.records import Prediction
 
 
@@ -164,7 +164,7 @@ def test_a_model_that_predicts_no_tokens(tmp_path):
     assert "model-index" not in front(text)
     assert "AutoModel.from_pretrained" in text
     assert LOSS_PLOT not in text
-    assert draw(Calibration.load(tmp_path / REPORT), tmp_path) == [LOGITS_PLOT]
+    assert draw_report(Calibration.load(tmp_path / REPORT), tmp_path) == [LOGITS_PLOT]
 
 
 def test_a_classifier_is_loaded_as_one(tmp_path):

@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from hf_qknorm import SCHEMES, Inspection
 from hf_qknorm.convert.advice import KneeTrial, KneeTrials, Situation, advise, rank
-from hf_qknorm.convert.plots import heat_map, knee_curve
+from hf_qknorm.convert.inspection_plots import heat_map, knee_curve
 from hf_qknorm.stats.records import LayerStatistics
 
 

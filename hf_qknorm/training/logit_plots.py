@@ -23,7 +23,7 @@ LARGEST = 1e12  # beyond, a number is drawn there: axes have no room for the lar
 Head = tuple[str, int]
 
 
-def draw(samples: Sequence[Sample], path: str | Path) -> None:
+def draw_log(samples: Sequence[Sample], path: str | Path) -> None:
     """Draw what `read_log` gave as a PNG at `path`, which is written whole or not at all.
 
     The maps show each layer's worst head, dark is at risk; colours go by the cap and by the entropy of even attention.

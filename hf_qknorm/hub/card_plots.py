@@ -25,7 +25,7 @@ LINEAR = 8.0  # logits up to this on an axis by doublings, which has no place fo
 LARGEST = 1e12  # beyond, a number is drawn there: axes have no room for the largest floats
 
 
-def draw(report: Calibration, folder: Path) -> list[str]:
+def draw_report(report: Calibration, folder: Path) -> list[str]:
     """Write the plots that the report has numbers for into `folder`, each whole or not at all; returns their names."""
     drawn = []
     for name, figure in ((LOSS_PLOT, _losses(report)), (LOGITS_PLOT, _logits(report))):

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from hf_qknorm.training.logit_log import LayerSample, Sample
-from hf_qknorm.training.plots import DRAWN, WORST, draw
+from hf_qknorm.training.logit_plots import DRAWN, WORST, draw_log
 
 
 def samples(count, layers, heads, size=10.0):
@@ -31,20 +31,20 @@ def samples(count, layers, heads, size=10.0):
 
 
 def drawn(monkeypatch, tmp_path, found):
-    """The figure that `draw` saves."""
+    """The figure that `draw_log` saves."""
     figures = []
     save = Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda self, *args, **options: figures.append(self) or save(self, *args, **options)
     )
-    draw(found, tmp_path / "map.png")
+    draw_log(found, tmp_path / "map.png")
     return figures[0]
 
 
 @pytest.mark.parametrize(("count", "layers", "heads"), [(1, 1, 1), (12, 2, 4), (30, 80, 8), (1001, 3, 2)])
 @pytest.mark.parametrize("size", [0.0, 10.0, 1e300, math.inf, math.nan])
 def test_any_log_is_a_picture(tmp_path, count, layers, heads, size):
-    draw(samples(count, layers, heads, size), tmp_path / "map.png")
+    draw_log(samples(count, layers, heads, size), tmp_path / "map.png")
     height, width, _ = imread(tmp_path / "map.png").shape
     assert 900 < height <= 1800
     assert width == 1800
@@ -82,4 +82,4 @@ def test_long_logs_are_drawn_by_the_worst_of_several(monkeypatch, tmp_path):
 
 def test_an_empty_log_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no sample yet"):
-        draw([], tmp_path / "map.png")
+        draw_log([], tmp_path / "map.png")
