@@ -23,9 +23,9 @@ from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.knees import put_knee
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.stats.distributed import Ranks, gathered, ranks_of, reshard, share_first, unwrapped
+from hf_qknorm.stats.distributed import Ranks, broadcast_attention, gather_batches, ranks_of, reshard, unwrap
 from hf_qknorm.stats.logit_statistics import CAP
-from hf_qknorm.stats.measure import judge, layer_reports, predictions, require_causal
+from hf_qknorm.stats.measure import evaluate, layer_reports, predictions, require_causal
 from hf_qknorm.stats.records import Prediction
 from hf_qknorm.stats.report import Calibration
 
@@ -83,20 +83,20 @@ def calibrate(
     folded norms (`pre_norm=False`) a checkpoint did not keep, gains that are offloaded, and weights to be moved that
     are offloaded, quantised or under adapters.
     """
-    wrapped, model = model, unwrapped(model)
+    wrapped, model = model, unwrap(model)
     ranks = ranks_of(wrapped)
     method, knee = settled(_scheme_of(model), method, knee, max_loss_increase)
     _require_calibratable(model, method, knee)
     length = length or length_for(model.config)
     load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
     batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
-    batches = gathered(batches, max_tokens, ranks)
+    batches = gather_batches(batches, max_tokens, ranks)
     check_batches(batches, model.config)
     with restored(model, always=False):
         report = _calibrate(model, batches, method, knee, max_loss_increase, steps, ranks)
-    share_first(wrapped, ranks)
+    broadcast_attention(wrapped, ranks)
     dataset = hub_name(data) if isinstance(data, str) else None
-    return ranks.first(replace(report, base_model=_base_name(model), dataset=dataset))
+    return ranks.broadcast(replace(report, base_model=_base_name(model), dataset=dataset))
 
 
 def settled(scheme: Scheme, method: str | None, knee: Knee | None, most: float | None) -> tuple[str, Knee]:
@@ -149,7 +149,7 @@ def _calibrate(
             found.put(float(knee), gains=method != "ones")
         if method.startswith("fit"):
             fit_gains(model, fitted, watched, steps=steps, projections=method == "fit_qk")
-        judged = judge(model, watched, cap, ranks)
+        judged = evaluate(model, watched, cap, ranks)
         _check_rise(judged, most)
         layers = layer_reports(model, judged.before, judged.after)
     except BaseException:

@@ -50,7 +50,7 @@ def search(
     def costs(knee: float) -> float:
         if knee not in tried:
             found.put(knee)
-            tried[knee] = found.ranks.first(predictions(found.model, judged)[1])
+            tried[knee] = found.ranks.broadcast(predictions(found.model, judged)[1])
         return cost(base, tried[knee])
 
     limit = tolerance(base, fresh) if most is None else most

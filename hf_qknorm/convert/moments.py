@@ -17,7 +17,7 @@ from hf_qknorm.model.fold import set_spread
 from hf_qknorm.model.hooks import input_device
 from hf_qknorm.model.knees import centred_and_size, put_knee
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.stats.distributed import ALONE, Ranks, reshard, write
+from hf_qknorm.stats.distributed import ONE_PROCESS, Ranks, copy_into, reshard
 
 Batches = Sequence[dict[str, Tensor]]
 Key = tuple[str, str]  # of a norm: its layer's name and its own
@@ -44,7 +44,7 @@ class Moments:
         for norm_name, norm in norms.items():
             if norm.weight is None:
                 continue
-            shape = self.ranks.here(norm.weight).shape
+            shape = self.ranks.local_part(norm.weight).shape
             gain, bias = self.sums[name, norm_name].solve(knee, shape, norm.bias is not None, self.ranks)
             factor = 1.0
             if norm_name == "q_norm" or (norm_name == "k_norm" and "q_norm" not in norms):
@@ -52,13 +52,13 @@ class Moments:
             if norm_name == "q_norm" and "k_norm" in norms and norms["k_norm"].weight is None:
                 keys = self.sums[name, "k_norm"].solve(knee, (1,), False, self.ranks)
                 factor *= float(keys[0])
-            write(norm.weight, gain * factor)
+            copy_into(norm.weight, gain * factor)
             if norm.bias is not None:
-                write(norm.bias, bias * factor)
+                copy_into(norm.bias, bias * factor)
 
 
 def moments(
-    model: Any, batches: Batches, expected: Mapping[Key, float], knees: Sequence[float], ranks: Ranks = ALONE
+    model: Any, batches: Batches, expected: Mapping[Key, float], knees: Sequence[float], ranks: Ranks = ONE_PROCESS
 ) -> Moments:
     """The sums of a patched model's norms over `batches`, in one pass through the unpatched model.
 
@@ -68,18 +68,18 @@ def moments(
     for _ in range(2):
         sums = {key: NormSums(norm, knees, expected[key]) for key, norm in norms_of(model).items()}
         with _shown(model, {key: found.add for key, found in sums.items()}) as show:
-            for batch, real in tqdm(ranks.dealt(batches), desc="moments", unit="batch", leave=False):
+            for batch, real in tqdm(ranks.own_batches(batches), desc="moments", unit="batch", leave=False):
                 show(batch, real)
         for found in sums.values():
-            found.sizes.total = ranks.over_data(ranks.over_heads(found.sizes.total))
-            found.sums = [ranks.over_data(x) for x in found.sums]
+            found.sizes.total = ranks.sum_over_data(ranks.sum_over_heads(found.sizes.total))
+            found.sums = [ranks.sum_over_data(x) for x in found.sums]
         if all(found.holds(knee) for found in sums.values() for knee in knees):
             break
         expected = {key: found.sizes.mean for key, found in sums.items()}
     return Moments(model, sums, ranks)
 
 
-def norm_sizes(model: Any, batches: Batches, ranks: Ranks = ALONE) -> dict[Key, float]:
+def norm_sizes(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> dict[Key, float]:
     """The mean |x|ᵖ of the vectors that arrive at each norm of a patched model, by the unpatched model."""
     sizes = {key: Sizes() for key in norms_of(model)}
 
@@ -90,7 +90,7 @@ def norm_sizes(model: Any, batches: Batches, ranks: Ranks = ALONE) -> dict[Key, 
         for batch in batches:
             show(batch, True)
     for found in sizes.values():
-        found.total = ranks.over_heads(found.total)
+        found.total = ranks.sum_over_heads(found.total)
     return {key: found.mean for key, found in sizes.items()}
 
 

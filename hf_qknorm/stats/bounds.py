@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.stats.distributed import whole
+from hf_qknorm.stats.distributed import full_tensor
 
 
 def logit_bound(layer: QKNormAttention) -> float | None:
@@ -80,5 +80,5 @@ def _rows(parameter: Any, head_dim: int) -> Tensor | None:
     """A gain or bias as rows of D, `[H, D]` or `[1, D]`, with those of all ranks; None without one."""
     if parameter is None:
         return None
-    values = whole(parameter.detach()).double().cpu()
+    values = full_tensor(parameter.detach()).double().cpu()
     return values.reshape(-1, values.shape[-1]).expand(-1, head_dim)

@@ -29,7 +29,7 @@ class Ranks(NamedTuple):
     data: Any = None
     heads: Any = None
 
-    def dealt(self, batches: Batches) -> list[tuple[dict[str, Tensor], bool]]:
+    def own_batches(self, batches: Batches) -> list[tuple[dict[str, Tensor], bool]]:
         """This rank's part of the batches, and whether each counts: a rank that is short of one repeats the last."""
         if self.data is None:
             return [(batch, True) for batch in batches]
@@ -38,19 +38,19 @@ class Ranks(NamedTuple):
         places = [turn * size + rank for turn in range(turns)]
         return [(batches[min(i, len(batches) - 1)], i < len(batches)) for i in places]
 
-    def over_data(self, x: Tensor) -> Tensor:
+    def sum_over_data(self, x: Tensor) -> Tensor:
         """The sum of x `[...]`, on the CPU in fp64, over the ranks that have different data."""
-        return _summed(x, self.data)
+        return _all_reduce(x, self.data)
 
-    def over_heads(self, x: Tensor) -> Tensor:
+    def sum_over_heads(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks that have different heads."""
-        return _summed(x, self.heads)
+        return _all_reduce(x, self.heads)
 
-    def here(self, parameter: Tensor) -> Tensor:
+    def local_part(self, parameter: Tensor) -> Tensor:
         """A gain or bias as far as this rank's heads have it."""
         return parameter.to_local() if self.heads is not None and isinstance(parameter, DTensor) else parameter
 
-    def first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """The first rank's value: all ranks decide alike."""
         for group in self:
             if group is not None:
@@ -59,7 +59,7 @@ class Ranks(NamedTuple):
                 value = box[0]
         return value
 
-    def all_heads(self, values: tuple[float, ...]) -> tuple[float, ...]:
+    def gather_heads(self, values: tuple[float, ...]) -> tuple[float, ...]:
         """The numbers of all heads, from those of each rank's."""
         if self.heads is None:
             return values
@@ -68,7 +68,7 @@ class Ranks(NamedTuple):
         return tuple(value for part in parts for value in part)
 
 
-ALONE = Ranks()
+ONE_PROCESS = Ranks()
 
 
 def ranks_of(model: nn.Module) -> Ranks:
@@ -78,7 +78,7 @@ def ranks_of(model: nn.Module) -> Ranks:
     """
     if isinstance(model, DistributedDataParallel):
         return Ranks(data=model.process_group)
-    sharded, parallel = _fully_sharded(model), getattr(unwrapped(model), "_tp_size", None) is not None
+    sharded, parallel = _fully_sharded(model), getattr(unwrap(model), "_tp_size", None) is not None
     if any(hasattr(p, "ds_id") for p in model.parameters()) or (sharded and parallel):  # DeepSpeed's mark
         raise ValueError(
             "this model is sharded by DeepSpeed, or in several ways at once: calibrate it before, and save it"
@@ -91,7 +91,7 @@ def ranks_of(model: nn.Module) -> Ranks:
     if parallel:
         mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
         return Ranks(heads=mesh.get_group())
-    return ALONE
+    return ONE_PROCESS
 
 
 def _fully_sharded(model: nn.Module) -> bool:
@@ -105,13 +105,13 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def whole(parameter: Tensor) -> Tensor:
+def full_tensor(parameter: Tensor) -> Tensor:
     """A gain or bias whole, whether it is sharded or not; every rank has to ask."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.no_grad()
-def write(parameter: nn.Parameter, value: Tensor) -> None:
+def copy_into(parameter: nn.Parameter, value: Tensor) -> None:
     """Write a gain or bias, the whole or this rank's heads, into a parameter that may be sharded."""
     value = value.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
@@ -122,20 +122,20 @@ def write(parameter: nn.Parameter, value: Tensor) -> None:
         parameter.to_local().copy_(value)
 
 
-def unwrapped(model: nn.Module) -> Any:
+def unwrap(model: nn.Module) -> Any:
     """The transformers model within DistributedDataParallel and PEFT's wrapper."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def gathered(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ranks) -> list[dict[str, Tensor]]:
+def gather_batches(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ranks) -> list[dict[str, Tensor]]:
     """The batches of all ranks: each one's first, then each one's second, … of up to `max_tokens` tokens.
 
     That is the order from which accelerate and `DistributedSampler` dealt them. Where all ranks have the same, once.
     """
     if ranks.data is None:
-        return ranks.first(batches)
+        return ranks.broadcast(batches)
     shards: list[Batches] = [[] for _ in range(dist.get_world_size(ranks.data))]
     dist.all_gather_object(shards, [{key: x.cpu() for key, x in batch.items()} for batch in batches], ranks.data)
     if all(_equal(shard, shards[0]) for shard in shards):
@@ -151,7 +151,7 @@ def gathered(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ranks) ->
 
 
 @torch.no_grad()
-def share_first(model: nn.Module, ranks: Ranks) -> None:
+def broadcast_attention(model: nn.Module, ranks: Ranks) -> None:
     """Put the first rank's attention parameters and knees into the copies of the model that other ranks have."""
     if ranks.data is None or _fully_sharded(model):
         return
@@ -161,7 +161,7 @@ def share_first(model: nn.Module, ranks: Ranks) -> None:
             dist.broadcast(tensor.data, group=ranks.data, group_src=0)
 
 
-def _summed(x: Tensor, group: Any) -> Tensor:
+def _all_reduce(x: Tensor, group: Any) -> Tensor:
     if group is None:
         return x
     device = "cpu" if "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo" else "cuda"

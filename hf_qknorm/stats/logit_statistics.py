@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from hf_qknorm.model.attention import NORM_NAMES, QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.knees import beyond_knee
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.stats.logits import measure, visible
-from hf_qknorm.stats.observers import join, leave
+from hf_qknorm.stats.logits import measure, visible_keys
+from hf_qknorm.stats.observers import add_observer, remove_observer
 
 CAP = 50.0  # what logits are held against where no cap is named: the one of Rybakov et al. 2024 and of Gemma 2
 
@@ -106,13 +106,13 @@ def logit_statistics(model: Any, cap: float | None = None) -> Iterator[dict[str,
 
     Raises ValueError for a model that is not patched.
     """
-    with watched_layers(model, Passes(), cap) as collected:
+    with watched_layers(model, PassFilter(), cap) as collected:
         yield collected
 
 
 @contextmanager
 def watched_layers(
-    model: Any, passes: Passes, cap: float | None = None, rows: int | None = None
+    model: Any, passes: PassFilter, cap: float | None = None, rows: int | None = None
 ) -> Iterator[dict[str, LogitStatistics]]:
     """`logit_statistics` of the forward passes that `passes` lets through, and of their first `rows` sequences."""
     layers = patched_layers(model)
@@ -125,15 +125,15 @@ def watched_layers(
             stack.callback(module.register_forward_hook(passes.leave, always_call=True).remove)
         for name, layer in layers.items():
             watcher = _Watcher(name, collected, passes, cap, rows)
-            stack.callback(leave, layer, watcher)
-            join(layer, watcher)
+            stack.callback(remove_observer, layer, watcher)
+            add_observer(layer, watcher)
             look = _behind_projections if layer.has_own_norms else _before_norms
             stack.enter_context(look(layer, watcher))
         stack.callback(passes.end)
         yield collected
 
 
-class Passes:
+class PassFilter:
     """Which forward passes are watched, here all, and which of their tokens are real, as the models' arguments say."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Passes:
         return None if bool(real.all()) else real
 
 
-class FirstPass(Passes):
+class FirstPassFilter(PassFilter):
     """The first pass alone, of those with the model in training mode, or not, as `training` says.
 
     A model may call others within: the pass is over when the outermost one is done. What gradient checkpointing
@@ -193,7 +193,7 @@ class _Watcher:
     """Looks at a layer's heads before their norms, and at its logits: one entry of `collected`."""
 
     def __init__(
-        self, name: str, collected: dict[str, LogitStatistics], passes: Passes, cap: float | None, rows: int | None
+        self, name: str, collected: dict[str, LogitStatistics], passes: PassFilter, cap: float | None, rows: int | None
     ) -> None:
         self.name, self.collected, self.passes, self.cap, self.rows = name, collected, passes, cap, rows
         self.before: Callable[..., None] | None = None
@@ -230,7 +230,7 @@ class _Watcher:
         batch, rows = q.shape[0], self.rows
         q, k = q[:rows], k[:rows]
         mask = mask[:rows] if isinstance(mask, Tensor) and mask.shape[0] == batch else mask
-        seen = visible(layer, q, k, mask, options, self.passes.real(rows, q.shape[2], q.device))
+        seen = visible_keys(layer, q, k, mask, options, self.passes.real(rows, q.shape[2], q.device))
         cap = self.cap or layer.softcap or CAP
         found, even = measure(q, seen, options["scaling"], options.get("softcap"), cap)
         entry = self.collected.setdefault(self.name, LogitStatistics(cap, torch.zeros_like(found.max_logit)))

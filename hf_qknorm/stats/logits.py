@@ -11,7 +11,7 @@ from hf_qknorm.backends.masks import Structure, structure
 from hf_qknorm.ops import library, tiled
 
 
-def visible(
+def visible_keys(
     layer: nn.Module, q: Tensor, k: Tensor, mask: Any, options: dict[str, Any], real: Tensor | None
 ) -> Structure:
     """Which keys each real query may see; `mask` and `options` are what the attention function gets.

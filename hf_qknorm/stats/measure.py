@@ -16,8 +16,8 @@ from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.hooks import input_device
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.bounds import logit_bound
-from hf_qknorm.stats.distributed import ALONE, Ranks, whole
-from hf_qknorm.stats.logit_statistics import LogitStatistics, Passes, logit_statistics, watched_layers
+from hf_qknorm.stats.distributed import ONE_PROCESS, Ranks, full_tensor
+from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, logit_statistics, watched_layers
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Numbers, Prediction
 
 Batches = Sequence[dict[str, Tensor]]
@@ -34,7 +34,7 @@ def require_causal(config: Any) -> None:
         )
 
 
-class Judged(NamedTuple):
+class Evaluation(NamedTuple):
     """A patched model beside itself unpatched: predictions (None without a language-modelling head), and layers."""
 
     base: Prediction | None
@@ -43,12 +43,12 @@ class Judged(NamedTuple):
     after: dict[str, LayerStatistics]
 
 
-def judge(model: Any, batches: Batches, cap: float, ranks: Ranks = ALONE) -> Judged:
+def evaluate(model: Any, batches: Batches, cap: float, ranks: Ranks = ONE_PROCESS) -> Evaluation:
     """Predictions and attention of a patched model, unpatched and as it is, in two forward passes a batch.
 
     Batches have "input_ids" `[B, T]` and perhaps "attention_mask". Large logits are counted against `cap`.
     """
-    unpatched, patched = Passes(), Passes()
+    unpatched, patched = PassFilter(), PassFilter()
     with watched_layers(model, unpatched, cap) as before, watched_layers(model, patched, cap) as after:
 
         def watch(is_unpatched: bool) -> None:
@@ -56,7 +56,7 @@ def judge(model: Any, batches: Batches, cap: float, ranks: Ranks = ALONE) -> Jud
 
         sums = _compared(model, batches, watch)
     base, own = _predictions(model, sums)
-    return Judged(base, own, _at_rest(before, ranks), _at_rest(after, ranks))
+    return Evaluation(base, own, _at_rest(before, ranks), _at_rest(after, ranks))
 
 
 def predictions(model: Any, batches: Batches) -> tuple[Prediction, Prediction] | tuple[None, None]:
@@ -82,7 +82,9 @@ def _compared(model: Any, batches: Batches, watch: Callable[[bool], None]) -> Te
         watch(False)
         own = model(**inputs, use_cache=False)
         real = _real(inputs)
-        for row in range(len(real)) if predicts else ():  # a whole batch's logits in fp32, twice, may be gigabytes
+        for row in (
+            range(len(real)) if predicts else ()
+        ):  # a full_tensor batch's logits in fp32, twice, may be gigabytes
             sums += _row_sums(base.logits[row], own.logits[row], inputs["input_ids"][row], real[row])
     return sums
 
@@ -129,16 +131,16 @@ def layer_statistics(model: Any, batches: Batches, cap: float) -> dict[str, Laye
         for batch in batches:
             inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
             model.base_model(**inputs, use_cache=False)
-    return _at_rest(watched, ALONE)
+    return _at_rest(watched, ONE_PROCESS)
 
 
 def _at_rest(watched: Mapping[str, LogitStatistics], ranks: Ranks) -> dict[str, LayerStatistics]:
     """The statistics as plain numbers, of the heads of all ranks."""
     return {
         name: LayerStatistics(
-            **{field: ranks.all_heads(tuple(getattr(seen, field).tolist())) for field in LAYER_FIELDS},
-            beyond_q=_known(ranks.all_heads(tuple(seen.beyond_q.tolist()))),
-            beyond_k=_known(ranks.all_heads(tuple(seen.beyond_k.tolist()))),
+            **{field: ranks.gather_heads(tuple(getattr(seen, field).tolist())) for field in LAYER_FIELDS},
+            beyond_q=_known(ranks.gather_heads(tuple(seen.beyond_q.tolist()))),
+            beyond_k=_known(ranks.gather_heads(tuple(seen.beyond_k.tolist()))),
         )
         for name, seen in watched.items()
     }
@@ -170,5 +172,5 @@ def _gain(norm: HeadNorm | None, heads: int) -> Numbers | None:
     """The root mean square of each head's gain."""
     if norm is None or norm.weight is None:
         return None
-    rows = whole(norm.weight.detach()).double().view(-1, norm.weight.shape[-1])
+    rows = full_tensor(norm.weight.detach()).double().view(-1, norm.weight.shape[-1])
     return tuple(rows.pow(2).mean(-1).sqrt().expand(heads).tolist())

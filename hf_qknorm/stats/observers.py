@@ -16,13 +16,13 @@ def observers(layer: QKNormAttention) -> Iterator[Any]:
         observer = getattr(observer, "before", None)
 
 
-def join(layer: QKNormAttention, observer: Any) -> None:
+def add_observer(layer: QKNormAttention, observer: Any) -> None:
     """Let `observer` see the layer's logits, after those who do so already; once only."""
     if all(other is not observer for other in observers(layer)):
         observer.before, layer.observer = layer.observer, observer
 
 
-def leave(layer: QKNormAttention, observer: Any) -> None:
+def remove_observer(layer: QKNormAttention, observer: Any) -> None:
     """Take `observer` off the layer, whoever has joined since."""
     before = observer.before
     for other in observers(layer):

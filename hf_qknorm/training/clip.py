@@ -25,10 +25,10 @@ from hf_qknorm.files.untrusted import positive
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.ops.tiled_blocks import Problem
 from hf_qknorm.ops.types import Options
-from hf_qknorm.stats.logit_statistics import Passes
-from hf_qknorm.stats.logits import visible
-from hf_qknorm.stats.observers import join, leave, observers
-from hf_qknorm.training.head_weights import along_outputs, attention_parts, by_projection
+from hf_qknorm.stats.logit_statistics import PassFilter
+from hf_qknorm.stats.logits import visible_keys
+from hf_qknorm.stats.observers import add_observer, observers, remove_observer
+from hf_qknorm.training.head_weights import along_outputs, attention_head_weights, by_projection
 
 
 class QKClip(TrainerCallback):
@@ -50,7 +50,7 @@ class QKClip(TrainerCallback):
         self.layers = patched_layers(model)
         if not self.layers:
             raise ValueError(f'{type(model).__name__} is not patched: patch_model(model, "none") makes it watchable')
-        self.parts = attention_parts(model)
+        self.parts = attention_head_weights(model)
         owners: dict[int, str] = {}
         for name, parts in self.parts.items():
             for part in parts.values():
@@ -58,7 +58,7 @@ class QKClip(TrainerCallback):
                     raise ValueError(f"{owner} and {name} share weights: each would clip what the other has")
         self.exponents = {name: _exponents(name, layer) for name, layer in self.layers.items()}
         self.largest: dict[str, Tensor] = {}  # by layer, `[H]`, since the last step
-        self.passes = TrainingPasses()
+        self.passes = TrainingPassFilter()
         self.watchers = {name: _Watcher(name, self) for name in self.layers}
         self.model = model
         self.hooks: list[Any] = []
@@ -71,7 +71,7 @@ class QKClip(TrainerCallback):
                 self.hooks.append(module.register_forward_pre_hook(self.passes.enter, with_kwargs=True))
                 self.hooks.append(module.register_forward_hook(self.passes.leave, always_call=True))
         for name, layer in self.layers.items():
-            join(layer, self.watchers[name])
+            add_observer(layer, self.watchers[name])
 
     def remove(self) -> None:
         """Look no more, and leave the model as it was."""
@@ -79,7 +79,7 @@ class QKClip(TrainerCallback):
             hook.remove()
         self.hooks.clear()
         for name, layer in self.layers.items():
-            leave(layer, self.watchers[name])
+            remove_observer(layer, self.watchers[name])
 
     @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ class QKClip(TrainerCallback):
         self.remove()
 
 
-class TrainingPasses(Passes):
+class TrainingPassFilter(PassFilter):
     """The passes with gradients. What gradient checkpointing computes again lies outside of any, and is the same."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class _Watcher:
             raise ValueError(
                 f"{self.name} has {q.shape[1]} of its {heads} heads here: QKClip takes no tensor parallelism"
             )
-        seen = visible(layer, q, k, mask, options, clip.passes.real(None, q.shape[2], q.device))
+        seen = visible_keys(layer, q, k, mask, options, clip.passes.real(None, q.shape[2], q.device))
         largest = largest_logits(q, seen, options["scaling"], clip.threshold)
         known = clip.largest.get(self.name)
         clip.largest[self.name] = largest if known is None else torch.maximum(known, largest)

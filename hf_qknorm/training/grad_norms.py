@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.training.head_weights import Part, attention_parts
+from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights
 
-Norms = tuple[Tensor | None, Tensor | None]
+GradientNorms = tuple[Tensor | None, Tensor | None]
 QUERIES, KEYS = ("q", "uq", "qr"), ("k", "uk")  # parts that are a head's own: of a latent, those behind it
 
 
 @torch.no_grad()
-def gradient_norms(model: Any) -> dict[str, Norms]:
+def gradient_norms(model: Any) -> dict[str, GradientNorms]:
     """By layer of a patched model, the norms of the gradients of the weights that give queries and keys, as they stand.
 
     A number a head, `[H]` and `[Hk]`; biases are left out. Where heads can't be told, as with adapters, one number
     `[1]` for all that is trained in the projection. None without a gradient.
     """
     try:
-        parts = attention_parts(model)
+        parts = attention_head_weights(model)
     except ValueError:  # not all projections hold a plain weight
         return {name: _of_projections(layer) for name, layer in patched_layers(model).items()}
     return {
@@ -36,7 +36,7 @@ def gradient_norms(model: Any) -> dict[str, Norms]:
     }
 
 
-def _by_head(parts: Sequence[Part]) -> Tensor | None:
+def _by_head(parts: Sequence[HeadWeights]) -> Tensor | None:
     squares = []
     for part in parts:
         grad = part.weight.grad
@@ -49,7 +49,7 @@ def _by_head(parts: Sequence[Part]) -> Tensor | None:
     return torch.stack(squares).sum(0).sqrt()
 
 
-def _of_projections(layer: Any) -> Norms:
+def _of_projections(layer: Any) -> GradientNorms:
     names = layer.family.style.weights
     q, k = names[0], names[min(1, len(names) - 1)]
     return _of_projection(layer.get_submodule(q)), _of_projection(layer.get_submodule(k))

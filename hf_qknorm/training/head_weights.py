@@ -23,7 +23,7 @@ from hf_qknorm.model.attention import own_layers, patched_layers
 
 
 @dataclass(frozen=True)
-class Part:
+class HeadWeights:
     """A side of the logits in a projection: head h has the `width` outputs from `begin` + h·`stride` on."""
 
     projection: Any
@@ -51,8 +51,8 @@ class Part:
         return squares[self.outputs(squares.device)].sum(1).sqrt()
 
 
-def attention_parts(model: nn.Module) -> dict[str, dict[str, Part]]:
-    """What makes queries and keys in each attention layer of `model`, patched or not: layer name → part name → `Part`.
+def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]]:
+    """The weights of queries and keys of each attention layer of `model`: layer name → part name → `HeadWeights`.
 
     The parts are "q" and "k"; in multi-head latent attention "dq" and "dkv" (down to the latents, one part for all
     heads), "uq" and "uk" (up from them, per head), "qr" and "kr" (what rotates; kr is shared). Without a latent for
@@ -74,7 +74,7 @@ def attention_parts(model: nn.Module) -> dict[str, dict[str, Part]]:
     }
 
 
-def by_projection(parts: dict[str, Part], factors: dict[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:
+def by_projection(parts: dict[str, HeadWeights], factors: dict[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:
     """Each projection of a layer with a factor for each of its outputs `[out]`: its parts' `[heads]`, and 1 elsewhere.
 
     Parts without a factor keep 1; projections without any are left out.
@@ -102,21 +102,21 @@ def _inputs(projection: nn.Module) -> int:
     return 0 if isinstance(projection, Conv1D) else 1
 
 
-def _parts(name: str, layer: Any, family: Family) -> dict[str, Part]:
+def _parts(name: str, layer: Any, family: Family) -> dict[str, HeadWeights]:
     style = family.style
     heads, heads_kv, dim = style.heads(layer)
     if len(style.weights) > 1:  # beside a query there may be a gate, and heads may differ by layer
         q, k = (_projection(name, layer, part) for part in style.weights[:2])
         heads_kv = _size(k) // dim
         heads = heads_kv * getattr(layer, "num_key_value_groups", 1)
-        return {"q": Part(q, heads, dim, _size(q) // heads), "k": Part(k, heads_kv, dim, dim)}
+        return {"q": HeadWeights(q, heads, dim, _size(q) // heads), "k": HeadWeights(k, heads_kv, dim, dim)}
     fused = _projection(name, layer, style.weights[0])
     if style in (NEOX, PERSIMMON) or (style is BIGCODE and not layer.multi_query):
-        return {"q": Part(fused, heads, dim, 3 * dim), "k": Part(fused, heads, dim, 3 * dim, begin=dim)}
-    return {"q": Part(fused, heads, dim, dim), "k": Part(fused, heads_kv, dim, dim, begin=heads * dim)}
+        return {"q": HeadWeights(fused, heads, dim, 3 * dim), "k": HeadWeights(fused, heads, dim, 3 * dim, begin=dim)}
+    return {"q": HeadWeights(fused, heads, dim, dim), "k": HeadWeights(fused, heads_kv, dim, dim, begin=heads * dim)}
 
 
-def _latent_parts(name: str, layer: Any) -> dict[str, Part]:
+def _latent_parts(name: str, layer: Any) -> dict[str, HeadWeights]:
     plain, turned, latent = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank
     has_latent = getattr(layer, "q_a_proj", None) is not None  # for the queries too
     q = _projection(name, layer, "q_b_proj" if has_latent else "q_proj")
@@ -124,14 +124,14 @@ def _latent_parts(name: str, layer: Any) -> dict[str, Part]:
     head_dim = plain + turned
     heads = _size(q) // head_dim
     parts = {
-        "uq": Part(q, heads, plain, head_dim),
-        "qr": Part(q, heads, turned, head_dim, begin=plain),
-        "dkv": Part(down, 1, latent, latent),
-        "kr": Part(down, 1, turned, turned, begin=latent),
-        "uk": Part(up, heads, plain, _size(up) // heads),
+        "uq": HeadWeights(q, heads, plain, head_dim),
+        "qr": HeadWeights(q, heads, turned, head_dim, begin=plain),
+        "dkv": HeadWeights(down, 1, latent, latent),
+        "kr": HeadWeights(down, 1, turned, turned, begin=latent),
+        "uk": HeadWeights(up, heads, plain, _size(up) // heads),
     }
     if has_latent:
-        parts["dq"] = Part(_projection(name, layer, "q_a_proj"), 1, layer.q_lora_rank, layer.q_lora_rank)
+        parts["dq"] = HeadWeights(_projection(name, layer, "q_a_proj"), 1, layer.q_lora_rank, layer.q_lora_rank)
     return parts
 
 

@@ -61,7 +61,7 @@ class LayerSample:
 
 
 @dataclass(frozen=True)
-class Sample:
+class LogitSample:
     """All layers at a step, by name. A step has the number that the Trainer logs its loss with."""
 
     step: int
@@ -99,7 +99,7 @@ class Sample:
         return json.dumps({"format": FORMAT, "step": self.step, "layers": layers}, separators=(",", ":")) + "\n"
 
     @classmethod
-    def from_dict(cls, data: Any) -> Sample:
+    def from_dict(cls, data: Any) -> LogitSample:
         """What a line holds. Raises ValueError, naming the key, for anything else."""
         check_keys(data, ("format", "step", "layers"), "sample")
         if data["format"] != FORMAT:
@@ -113,7 +113,7 @@ class Sample:
         return cls(count(data["step"], "sample.step"), found)
 
 
-def read_log(path: str | Path) -> list[Sample]:
+def read_log(path: str | Path) -> list[LogitSample]:
     """The samples in a JSONL file, by step. A last line without an end, which a killed run left, is passed over.
 
     Raises FileNotFoundError, and ValueError, naming file and line, for what `LogitMonitor` did not write, or a file
@@ -122,11 +122,11 @@ def read_log(path: str | Path) -> list[Sample]:
     given, path = path, user_path(path, "the log")
     if not path.exists():
         raise FileNotFoundError(f"no such file: {given}")
-    samples: list[Sample] = []
+    samples: list[LogitSample] = []
     heads: dict[str, int] = {}
     for where, line in _lines(path):
         try:
-            sample = Sample.from_dict(_parsed(line))
+            sample = LogitSample.from_dict(_parsed(line))
             if samples and sample.step <= samples[-1].step:
                 raise ValueError(f"sample.step is {sample.step}, expected more than {samples[-1].step}, the one before")
             for name, layer in sample.layers.items():
@@ -155,7 +155,7 @@ def continue_log(path: Path, step: int, *, resumed: bool) -> None:
     replace_text(path, "".join(s.line() for s in kept))
 
 
-def append(path: Path, sample: Sample) -> None:
+def append(path: Path, sample: LogitSample) -> None:
     """Add a sample's line; one write, so that a killed run tears the last line at most."""
     with path.open("ab", buffering=0) as file:
         file.write(sample.line().encode())

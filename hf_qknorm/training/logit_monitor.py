@@ -12,8 +12,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_qknorm.convert.advice import COLLAPSED
 from hf_qknorm.files.atomic_io import user_path
-from hf_qknorm.training.logit_log import LayerSample, Sample, alarm, append, continue_log
-from hf_qknorm.training.logit_sampler import Sampling, is_first_rank
+from hf_qknorm.training.logit_log import LayerSample, LogitSample, alarm, append, continue_log
+from hf_qknorm.training.logit_sampler import LogitSampler, is_first_rank
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -31,8 +31,8 @@ class LogitMonitor(TrainerCallback):
     gradients of the projections to q and k as the optimizer gets them, so after clipping. Recomputed and evaluating
     passes don't count. Compiled models run eagerly in that step, and attention kernels without norm and RoPE in them.
 
-    Each sample goes to the Trainer's loggers (`Sample.scalars`), to `path` (JSONL, all heads; `hf-qknorm monitor` draws
-    it; a resumed run goes on in it) and to `last`. A log line a layer warns, of each head once until it recovers, of
+    Each sample goes to the Trainer's loggers (`LogitSample.scalars`), to `path` (JSONL, all heads; `hf-qknorm monitor`
+    draws it; a resumed run goes on in it) and to `last`. A log line a layer warns, of each head once until it recovers, of
     those whose |logit| is over `limit` (default: twice the cap, or 100 without one), and of those whose entropy is
     under `collapsed` of even attention's with |logit| over half the cap. Without a cap 50 stands for it.
 
@@ -60,9 +60,9 @@ class LogitMonitor(TrainerCallback):
             raise ValueError(f"limit={limit}, collapsed={collapsed}: expected a |logit| > 0, and a share from 0 to 1")
         self.every, self.rows, self.limit, self.collapsed = every, rows, limit, collapsed
         self.path = None if path is None else user_path(path, "path")
-        self.last: Sample | None = None
+        self.last: LogitSample | None = None
         self._trainer: Trainer | None = None
-        self._sampling: Sampling | None = None
+        self._sampling: LogitSampler | None = None
         self._opened = False
         self._warned: set[tuple[str, int, str]] = set()
 
@@ -79,12 +79,12 @@ class LogitMonitor(TrainerCallback):
 
     @contextmanager
     def watch(self, model: Any, step: int) -> Iterator[None]:
-        """Sample what happens within, if it is the turn of `step`: a multiple of `every`. Else nothing is done."""
+        """LogitSample what happens within, if it is the turn of `step`: a multiple of `every`. Else nothing is done."""
         if step % self.every:
             yield
             return
         self._open(step - 1, resumed=False)
-        with Sampling(model, self.rows) as sampling:
+        with LogitSampler(model, self.rows) as sampling:
             yield
             sampling.read_gradients()
         self._finish(sampling, step)
@@ -105,7 +105,7 @@ class LogitMonitor(TrainerCallback):
     ) -> None:
         self._stop()
         if (state.global_step + 1) % self.every == 0:
-            self._sampling = Sampling(kwargs["model"], self.rows, training=True, compiled=args.torch_compile)
+            self._sampling = LogitSampler(kwargs["model"], self.rows, training=True, compiled=args.torch_compile)
             self._sampling.__enter__()
 
     def on_pre_optimizer_step(
@@ -133,7 +133,7 @@ class LogitMonitor(TrainerCallback):
     ) -> None:
         self._stop()
 
-    def _stop(self) -> Sampling | None:
+    def _stop(self) -> LogitSampler | None:
         """Leave the model alone; returns what was under way, if anything."""
         sampling, self._sampling = self._sampling, None
         if sampling is not None:
@@ -145,7 +145,7 @@ class LogitMonitor(TrainerCallback):
             continue_log(self.path, step, resumed=resumed)
         self._opened = True
 
-    def _finish(self, sampling: Sampling, step: int) -> None:
+    def _finish(self, sampling: LogitSampler, step: int) -> None:
         sample = sampling.sample(step)
         if sample is None:
             logger.warning(f"LogitMonitor saw no forward pass in training mode in step {step}: nothing is recorded")

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hf_qknorm.files.atomic_io import replace_file
 from hf_qknorm.stats.plotting import COLD, GRID, HOT, INK, by_doublings, cells, logit_scale
-from hf_qknorm.training.logit_log import LayerSample, Sample
+from hf_qknorm.training.logit_log import LayerSample, LogitSample
 
 WORST = 6  # heads with a curve
 CURVES = ("#c8553d", "#2a7f9e", "#4d4d4d", "#d99a2b", "#7a5195", "#5b8c5a")  # for every kind of colour vision, nearly
@@ -23,7 +23,7 @@ LARGEST = 1e12  # beyond, a number is drawn there: axes have no room for the lar
 Head = tuple[str, int]
 
 
-def draw_log(samples: Sequence[Sample], path: str | Path) -> None:
+def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:
     """Draw what `read_log` gave as a PNG at `path`, which is written whole or not at all.
 
     The maps show each layer's worst head, dark is at risk; colours go by the cap and by the entropy of even attention.
@@ -68,26 +68,26 @@ def draw_log(samples: Sequence[Sample], path: str | Path) -> None:
     replace_file(Path(path), lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
 
 
-def _title(samples: Sequence[Sample], layers: int, heads: int) -> str:
+def _title(samples: Sequence[LogitSample], layers: int, heads: int) -> str:
     first, last = samples[0].step, samples[-1].step
     return f"Attention in training: {layers} layers of {heads} heads, {len(samples)} samples of steps {first} to {last}"
 
 
-def _spans(samples: Sequence[Sample]) -> list[Sequence[Sample]]:
+def _spans(samples: Sequence[LogitSample]) -> list[Sequence[LogitSample]]:
     """The samples in columns, no more than can be drawn."""
     size = -(-len(samples) // DRAWN)
     return [samples[i : i + size] for i in range(0, len(samples), size)]
 
 
 def _rows(
-    spans: Sequence[Sequence[Sample]],
+    spans: Sequence[Sequence[LogitSample]],
     layers: Sequence[str],
     of_layer: Callable[[LayerSample], float],
     worst: Callable[..., float],
 ) -> list[list[float]]:
     """A row a layer: of each column the worst; NaN where nothing is known."""
 
-    def cell(span: Sequence[Sample], name: str) -> float:
+    def cell(span: Sequence[LogitSample], name: str) -> float:
         found = [of_layer(sample.layers[name]) for sample in span if name in sample.layers]
         return worst(_known(found), default=math.nan)
 
@@ -95,7 +95,11 @@ def _rows(
 
 
 def _curves(
-    axes: Any, samples: Sequence[Sample], layers: Sequence[str], field: str, rank: Callable[[Sequence[float]], float]
+    axes: Any,
+    samples: Sequence[LogitSample],
+    layers: Sequence[str],
+    field: str,
+    rank: Callable[[Sequence[float]], float],
 ) -> None:
     """The curves of the heads that rank first in any sample."""
     found: dict[Head, list[tuple[int, float]]] = {}

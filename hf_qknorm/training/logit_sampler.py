@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.stats.logit_statistics import FirstPass, LogitStatistics, watched_layers
-from hf_qknorm.training.grad_norms import Norms, gradient_norms
-from hf_qknorm.training.logit_log import LayerSample, Sample
+from hf_qknorm.stats.logit_statistics import FirstPassFilter, LogitStatistics, watched_layers
+from hf_qknorm.training.grad_norms import GradientNorms, gradient_norms
+from hf_qknorm.training.logit_log import LayerSample, LogitSample
 
 MEANS = ("entropy", "over_cap", "rms_q", "rms_k", "rms_v")
 
 
-class Sampling:
+class LogitSampler:
     """Watches the first pass of a patched model in training mode, or not, as `training` says, until it is closed.
 
     None: in the mode that the model is in now. A `compiled` model, if it is not known to be one itself, runs eagerly
@@ -30,14 +30,14 @@ class Sampling:
         if getattr(model, "tp_size", None) not in (None, 1):
             raise ValueError("LogitMonitor can't watch a tensor-parallel model: each rank has other heads")
         self.model, self.layers = model, patched_layers(model)
-        self.gradients: dict[str, Norms] = {}
+        self.gradients: dict[str, GradientNorms] = {}
         self._stack = ExitStack()
         self._compiled = compiled or _is_compiled(model)
         if training is None:  # a wrapper such as PEFT's may be in another mode than its model
             training = next((m.training for m in model.modules() if isinstance(m, PreTrainedModel)), model.training)
-        self._watched = watched_layers(model, FirstPass(training), rows=rows)
+        self._watched = watched_layers(model, FirstPassFilter(training), rows=rows)
 
-    def __enter__(self) -> Sampling:
+    def __enter__(self) -> LogitSampler:
         with ExitStack() as stack:  # undone at once if the model is refused
             self.found: dict[str, LogitStatistics] = stack.enter_context(self._watched)
             if self._compiled:
@@ -58,7 +58,7 @@ class Sampling:
         """Note the gradients as they are now."""
         self.gradients = gradient_norms(self.model)
 
-    def sample(self, step: int) -> Sample | None:
+    def sample(self, step: int) -> LogitSample | None:
         """What was seen, over all ranks: maxima of logits, means of the rest; None if nothing was."""
         shapes = {name: layer.family.style.heads(layer)[:2] for name, layer in self.layers.items()}
         rows = [_packed(self.found.get(name), *shape) for name, shape in shapes.items()]
@@ -77,7 +77,7 @@ class Sampling:
             if seen:
                 q, k = (None if g is None else tuple(g.tolist()) for g in self.gradients.get(name, (None, None)))
                 layers[name] = LayerSample(cap / seen, even / seen, top, **means, grad_q=q, grad_k=k)
-        return Sample(step, layers) if layers else None
+        return LogitSample(step, layers) if layers else None
 
 
 def is_first_rank() -> bool:

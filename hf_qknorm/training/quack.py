@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_qknorm.files.untrusted import positive
-from hf_qknorm.training.head_weights import along_outputs, attention_parts, by_projection
+from hf_qknorm.training.head_weights import along_outputs, attention_head_weights, by_projection
 
 PREFIX = "quack_"  # of the first norms in a parameter's state
-Norms = dict[str, Tensor]  # part name → `[heads]`
+PartNorms = dict[str, Tensor]  # part name → `[heads]`
 
 
 class QuacK(Optimizer):
@@ -44,7 +44,7 @@ class QuacK(Optimizer):
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, tau: float = 1.0) -> None:
         self.optimizer, self.tau = optimizer, positive(tau, "tau")
-        self.layers = attention_parts(model)
+        self.layers = attention_head_weights(model)
         self.first: dict[tuple[str, str], Tensor] = {}  # by layer and part
         self._require_own()
         super().__setstate__({})  # hooks and profiling, without parameters of its own
@@ -155,18 +155,18 @@ class QuacK(Optimizer):
             )
 
 
-def rule(norms: Norms) -> Norms:
+def rule(norms: PartNorms) -> PartNorms:
     """What the learning rate of each part is proportional to, given the norms of the parts of a layer `[heads]`."""
     return _separate_rule(norms) if "q" in norms else _latent_rule(norms)
 
 
-def _separate_rule(norms: Norms) -> Norms:
+def _separate_rule(norms: PartNorms) -> PartNorms:
     q, k = norms["q"], norms["k"]
     group = len(q) // len(k)
     return {"q": 1 / k.repeat_interleave(group), "k": 1 / q.view(-1, group).amax(1)}
 
 
-def _latent_rule(norms: Norms) -> Norms:
+def _latent_rule(norms: PartNorms) -> PartNorms:
     """Algorithm 2, with ‖W_dq‖ = 1 where queries come without a latent."""
     uq, qr, uk, kr, dkv = (norms[name] for name in ("uq", "qr", "uk", "kr", "dkv"))
     dq = norms.get("dq", torch.ones_like(dkv))

@@ -11,7 +11,7 @@ from hf_qknorm import patch_model
 from hf_qknorm.backends.masks import Structure
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
-from hf_qknorm.stats.logits import measure, measure_by_kernels, visible
+from hf_qknorm.stats.logits import measure, measure_by_kernels, visible_keys
 from hf_qknorm.testing import make_qkv
 
 CALLS = {
@@ -70,7 +70,7 @@ def test_flash_attentions_masks_of_padding(pad, window):
     q, k, _ = (x.detach() for x in make_qkv(2, 4, 2, 12, 12, 16))
     real = torch.ones(2, 12, dtype=torch.long)
     real[0, slice(0, 4) if pad == "left" else slice(-4, None)] = 0
-    seen = visible(layer, q, k, real, {"sliding_window": window}, real.bool())
+    seen = visible_keys(layer, q, k, real, {"sliding_window": window}, real.bool())
     dense = real[:, None, None, :].bool() & real[:, None, :, None].bool()
     exact = reference.attention(q, k, k, causal=True, window=window, mask=dense)
     found, _ = measure(q, seen, 0.25, None, cap=50.0)
@@ -82,4 +82,4 @@ def test_block_masks_are_refused():
     (layer, *_) = patched_layers(patch_model(tiny_model("llama"), "none")).values()
     q, k, _ = make_qkv(1, 4, 2, 12, 12, 16)
     with pytest.raises(ValueError, match='the mask of .* is a object.*set_attn_implementation\\("hf_qknorm"\\)'):
-        visible(layer, q, k, object(), {"sliding_window": None}, None)
+        visible_keys(layer, q, k, object(), {"sliding_window": None}, None)

@@ -8,14 +8,14 @@ import math
 import pytest
 
 from hf_qknorm.training import logit_log
-from hf_qknorm.training.logit_log import LayerSample, Sample, append, continue_log, read_log
+from hf_qknorm.training.logit_log import LayerSample, LogitSample, append, continue_log, read_log
 
 
-def sample(step: int, *, layers: int = 2, heads: int = 3, size: float = 1.0) -> Sample:
+def sample(step: int, *, layers: int = 2, heads: int = 3, size: float = 1.0) -> LogitSample:
     """A sample with made-up numbers of few digits."""
     row = tuple(size * (1 + step + head) for head in range(heads))
     layer = LayerSample(50.0, 2.5, row, row, (0.0,) * heads, row, row[:1], row[:1], row, None)
-    return Sample(step, {f"layers.{i}": layer for i in range(layers)})
+    return LogitSample(step, {f"layers.{i}": layer for i in range(layers)})
 
 
 def test_written_and_read(tmp_path):
@@ -124,7 +124,7 @@ def test_no_more_is_read_than_fits(tmp_path, monkeypatch, limit, most):
 def test_worst_and_sharpest():
     rows = {"a": (1.0, 9.0), "b": (3.0, 2.0)}
     layers = {n: LayerSample(50.0, 2.0, row, row, (0.5, 0.0), row, row, row, None, None) for n, row in rows.items()}
-    one = Sample(7, layers)
+    one = LogitSample(7, layers)
     assert one.worst() == ("a", 1, 9.0)
     assert one.sharpest() == ("a", 0, 1.0)
     assert one.scalars() == {

@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from hf_qknorm.training.logit_log import LayerSample, Sample
+from hf_qknorm.training.logit_log import LayerSample, LogitSample
 from hf_qknorm.training.logit_plots import DRAWN, WORST, draw_log
 
 
@@ -26,7 +26,7 @@ def samples(count, layers, heads, size=10.0):
             )
             for n, (a, b) in enumerate(zip(rows, entropies, strict=True))
         }
-        made.append(Sample(10 * i, kept))
+        made.append(LogitSample(10 * i, kept))
     return made
 
 
