@@ -32,8 +32,8 @@ class LogitMonitor(TrainerCallback):
     passes don't count. Compiled models run eagerly in that step, and attention kernels without norm and RoPE in them.
 
     Each sample goes to the Trainer's loggers (`LogitSample.scalars`), to `path` (JSONL, all heads; `hf-qknorm monitor`
-    draws it; a resumed run goes on in it) and to `last`. A log line a layer warns, of each head once until it recovers, of
-    those whose |logit| is over `limit` (default: twice the cap, or 100 without one), and of those whose entropy is
+    draws it; a resumed run continues it) and to `last`. A log line a layer warns, of each head once until it recovers,
+    of those whose |logit| is over `limit` (default: twice the cap, or 100 without one), and of those whose entropy is
     under `collapsed` of even attention's with |logit| over half the cap. Without a cap 50 stands for it.
 
     In a bare loop, around forward and backward of a step, before gradients are clipped or cleared:

@@ -1,4 +1,4 @@
-"""The picture of a monitor's log: layers × steps, the largest logits and the entropies, and the worst heads' curves."""
+"""The plot of a `LogitMonitor` log: maps of layers × steps, and the curves of the worst heads."""
 
 from __future__ import annotations
 
@@ -7,91 +7,78 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hf_qknorm.files.atomic_io import replace_file
-from hf_qknorm.stats.plotting import COLD, GRID, HOT, INK, by_doublings, cells, logit_scale
-from hf_qknorm.training.logit_log import LayerSample, LogitSample
+from hf_qknorm.stats.plotting import (
+    GRID,
+    INK,
+    draw_entropies,
+    draw_logits,
+    drawable,
+    finish_axes,
+    known,
+    legend_above,
+    new_figure,
+    save_figure,
+    spread_ticks,
+)
+from hf_qknorm.training.logit_log import LogitSample
 
 WORST = 6  # heads with a curve
-CURVES = ("#c8553d", "#2a7f9e", "#4d4d4d", "#d99a2b", "#7a5195", "#5b8c5a")  # for every kind of colour vision, nearly
-DRAWN = 400  # steps: with more, each column is the worst of several
-LARGEST = 1e12  # beyond, a number is drawn there: axes have no room for the largest floats
-
-Head = tuple[str, int]
+CURVES = ("#c8553d", "#2a7f9e", "#4d4d4d", "#d99a2b", "#7a5195", "#5b8c5a")
+DRAWN = 400  # columns: of a longer log, a column shows the worst of several samples
 
 
 def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:
-    """Draw what `read_log` gave as a PNG at `path`, which is written whole or not at all.
+    """Draw the samples from `read_log` as a PNG at `path`.
 
-    The maps show each layer's worst head, dark is at risk; colours go by the cap and by the entropy of even attention.
-    Below are the curves of the heads with the largest |logit|, and with the least entropy.
+    The maps show the worst head of each layer: dark cells are at risk. Colours depend on the cap and on the entropy of
+    uniform attention. The curves below are those of the heads with the largest |logit| and with the least entropy.
 
     Raises ValueError without a sample.
     """
     if not samples:
         raise ValueError("there is nothing to draw: the log holds no sample yet")
     layers = list(dict.fromkeys(name for sample in samples for name in sample.layers))
-    last = next(layer for layer in samples[-1].layers.values())
-    even = max(0.1, *(layer.even for sample in samples for layer in sample.layers.values()))
+    last = next(iter(samples[-1].layers.values()))
+    uniform = max(0.1, *(layer.even for sample in samples for layer in sample.layers.values()))
+    shape = f"{len(layers)} layers of {len(last.max_logit)} heads"
+    title = f"{len(samples)} samples of steps {samples[0].step} to {samples[-1].step}"
     height = min(max(5.4 + 0.2 * len(layers), 6.4), 12.0)
-    figure = Figure(figsize=(12, height), layout="constrained")
+    figure = new_figure(12, height, f"Attention in training: {shape}, {title}")
     maps, curves = figure.subplots(2, 2, height_ratios=(max(0.2 * len(layers), 1.2), 2.6))
-    spans = _spans(samples)
-    logits = _rows(spans, layers, lambda layer: max(_drawable(layer.max_logit), default=math.nan), max)
-    bar = cells(
-        figure, maps[0], logits, logit_scale(last.cap), HOT, "largest |logit| of the worst head, before any cap"
-    )
-    by_doublings(bar, last.cap)
-    entropies = _rows(spans, layers, lambda layer: min(_drawable(layer.entropy), default=math.nan), min)
-    bar = cells(figure, maps[1], entropies, Normalize(0, even), COLD, "attention entropy of the sharpest head (nats)")
-    bar.locator = MaxNLocator(nbins=5)
+    size = -(-len(samples) // DRAWN)
+    columns = [samples[i : i + size] for i in range(0, len(samples), size)]
+    logits, entropies = _rows(columns, layers, "max_logit", max), _rows(columns, layers, "entropy", min)
+    draw_logits(figure, maps[0], logits, last.cap, "largest |logit| of the worst head, before any cap")
+    draw_entropies(figure, maps[1], entropies, uniform, "attention entropy of the sharpest head (nats)")
     for axes in maps:
-        places = range(0, len(spans), -(-len(spans) // 10))
-        axes.set_xticks(places, labels=[str(spans[i][-1].step) for i in places])
+        ticks = spread_ticks(len(columns), 10)
+        axes.set_xticks(ticks, labels=[str(columns[i][-1].step) for i in ticks])
         axes.set_xlabel("step", color=INK)
-        axes.set_yticks(range(0, len(layers), -(-len(layers) // 24)))
         axes.set_ylabel("layer", color=INK)
     _curves(curves[0], samples, layers, "max_logit", lambda values: -max(values))
     _curves(curves[1], samples, layers, "entropy", min)
-    told = "largest |logit|"
+    label = "largest |logit|"
     for limit, style, look in ((last.cap, ":", "dotted"), (2 * last.cap, "--", "dashed")):
         if curves[0].get_ylim()[1] > limit:
             curves[0].axhline(limit, color=GRID, linewidth=1, linestyle=style)
-            told += f", {look}: {limit:g}"
-    curves[0].set_ylabel(told, color=INK)
-    curves[1].set_ylabel("attention entropy (nats)", color=INK)
-    heads = len(last.max_logit)
-    figure.suptitle(_title(samples, len(layers), heads), fontsize=11, color=INK)
-    replace_file(Path(path), lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
-
-
-def _title(samples: Sequence[LogitSample], layers: int, heads: int) -> str:
-    first, last = samples[0].step, samples[-1].step
-    return f"Attention in training: {layers} layers of {heads} heads, {len(samples)} samples of steps {first} to {last}"
-
-
-def _spans(samples: Sequence[LogitSample]) -> list[Sequence[LogitSample]]:
-    """The samples in columns, no more than can be drawn."""
-    size = -(-len(samples) // DRAWN)
-    return [samples[i : i + size] for i in range(0, len(samples), size)]
+            label += f", {look}: {limit:g}"
+    finish_axes(curves[0], "step", label, size=8)
+    finish_axes(curves[1], "step", "attention entropy (nats)", size=8)
+    save_figure(figure, path)
 
 
 def _rows(
-    spans: Sequence[Sequence[LogitSample]],
-    layers: Sequence[str],
-    of_layer: Callable[[LayerSample], float],
-    worst: Callable[..., float],
+    columns: Sequence[Sequence[LogitSample]], layers: Sequence[str], field: str, worst: Callable[..., float]
 ) -> list[list[float]]:
-    """A row a layer: of each column the worst; NaN where nothing is known."""
+    """A row per layer with the worst number in each column; NaN where there is none."""
 
-    def cell(span: Sequence[LogitSample], name: str) -> float:
-        found = [of_layer(sample.layers[name]) for sample in span if name in sample.layers]
-        return worst(_known(found), default=math.nan)
+    def cell(column: Sequence[LogitSample], name: str) -> float:
+        found = [sample.layers[name] for sample in column if name in sample.layers]
+        return worst(known(value for layer in found for value in drawable(getattr(layer, field))), default=math.nan)
 
-    return [[cell(span, name) for span in spans] for name in layers]
+    return [[cell(column, name) for column in columns] for name in layers]
 
 
 def _curves(
@@ -101,36 +88,20 @@ def _curves(
     field: str,
     rank: Callable[[Sequence[float]], float],
 ) -> None:
-    """The curves of the heads that rank first in any sample."""
-    found: dict[Head, list[tuple[int, float]]] = {}
+    """Draw the curves of the heads that rank first in any sample."""
+    points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for sample in samples:
         for name, layer in sample.layers.items():
-            for head, value in enumerate(_drawable(getattr(layer, field), keep=True)):
-                found.setdefault((name, head), []).append((sample.step, value))
-    known = {head: _known([value for _, value in points]) for head, points in found.items()}
-    worst = sorted((head for head in found if known[head]), key=lambda head: rank(known[head]))[:WORST]
+            for head, value in enumerate(drawable(getattr(layer, field))):
+                points.setdefault((name, head), []).append((sample.step, value))
+    values = {head: known(value for _, value in found) for head, found in points.items()}
+    worst = sorted((head for head in points if values[head]), key=lambda head: rank(values[head]))[:WORST]
     for (name, head), colour in zip(worst, CURVES, strict=False):
-        steps, values = zip(*found[name, head], strict=True)
-        label = f"layer {layers.index(name)}, head {head}"
-        axes.plot(
-            steps, values, color=colour, linewidth=1.4, marker="o" if len(steps) < 40 else "", markersize=3, label=label
-        )
+        steps, curve = zip(*points[name, head], strict=True)
+        style = {"linewidth": 1.4, "marker": "o" if len(steps) < 40 else "", "markersize": 3}
+        axes.plot(steps, curve, color=colour, label=f"layer {layers.index(name)}, head {head}", **style)
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("step", color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
-    axes.tick_params(length=2, colors=INK, labelsize=8)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     if worst:
-        axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), labelcolor=INK)
-
-
-def _drawable(values: Sequence[float], *, keep: bool = False) -> list[float]:
-    """The numbers where they can be drawn; what is none is left out, or a gap if its place is to be kept."""
-    limited = [max(min(value, LARGEST), -LARGEST) if math.isfinite(value) else math.nan for value in values]
-    return limited if keep else _known(limited)
-
-
-def _known(values: Sequence[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
+        legend_above(axes, size=8, columns=3)

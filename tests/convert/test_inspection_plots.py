@@ -102,7 +102,10 @@ def test_a_failed_drawing_leaves_the_old_one(monkeypatch, tmp_path):
 
 
 def test_matplotlib_is_imported_only_to_draw():
-    code = "import sys, hf_qknorm, hf_qknorm.convert.inspect; sys.exit('matplotlib' in sys.modules)"
+    code = (
+        "import sys, hf_qknorm.cli, hf_qknorm.convert.inspect, hf_qknorm.demo.story, hf_qknorm.hub.card, "
+        "hf_qknorm.training.logit_monitor; sys.exit('matplotlib' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
