@@ -31,10 +31,11 @@ from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.stats.bounds import logit_bound
+from hf_qknorm.stats.distributed import Batches
 from hf_qknorm.stats.logit_statistics import CAP
-from hf_qknorm.stats.measure import Batches, layer_statistics, predictions, require_causal
-from hf_qknorm.stats.records import LayerStatistics, Prediction, predictions_table
-from hf_qknorm.stats.report import FORMAT, save_json
+from hf_qknorm.stats.measure import layer_statistics, predictions, require_causal
+from hf_qknorm.stats.records import FORMAT, LayerStatistics, Prediction, predictions_table
+from hf_qknorm.stats.report import save_json
 from hf_qknorm.stats.tables import READING, ROWS, aligned, bound_cell, mean, over_names, pair_of_means, rest
 
 WIDTH = 100  # of the advice, in characters

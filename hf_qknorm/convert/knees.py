@@ -11,8 +11,8 @@ import torch
 
 from hf_qknorm.convert.moments import Moments, moments, norm_sizes, norms_of
 from hf_qknorm.model.knees import put_knee
-from hf_qknorm.stats.distributed import reshard
-from hf_qknorm.stats.measure import Batches, predictions
+from hf_qknorm.stats.distributed import Batches, reshard
+from hf_qknorm.stats.measure import predictions
 from hf_qknorm.stats.records import Prediction
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from hf_qknorm.families import family_of
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.stats.bounds import worst_bound
-from hf_qknorm.stats.measure import Batches, predictions
+from hf_qknorm.stats.distributed import Batches
+from hf_qknorm.stats.measure import predictions
 from hf_qknorm.stats.records import Prediction
 
 

@@ -207,8 +207,8 @@ def test_gradients_reach_gains_on_the_way():
         ("qk_norm", lambda m: set_cap(m, 0.5), "has no cap to bring in"),
         ("qkv_norm", lambda m: set_blend(m, 0.0), "pre_norm=False removed the norm"),
         (Scheme(v="rms", scale=1.0), lambda m: set_blend(m, 0.0), "can't bring in scale=1 without a norm on queries"),
-        ("qk_norm_cap", lambda m: (set_cap(m, 0.5), set_blend(m, 0.5)), "the cap is on its way by itself"),
-        ("qk_norm_cap", lambda m: (set_blend(m, 0.5), set_cap(m, 0.5)), "brings in the cap as well"),
+        ("qk_norm_cap", lambda m: (set_cap(m, 0.5), set_blend(m, 0.5)), "moves the cap by itself"),
+        ("qk_norm_cap", lambda m: (set_blend(m, 0.5), set_cap(m, 0.5)), "moves the cap as well"),
     ],
 )
 def test_refusals(scheme, act, message):

@@ -284,7 +284,7 @@ def test_largest_logits_without_forming_them_all(kind, window):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="Linear is not patched: patch_model"):
+    with pytest.raises(ValueError, match="Linear is not patched: call patch_model"):
         QKClip(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="threshold is -1, expected a finite number > 0"):
         QKClip(made("llama"), threshold=-1)

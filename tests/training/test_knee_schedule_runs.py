@@ -80,7 +80,7 @@ def test_refused_settings():
         (plain, False, "the model's knee is 0, and KneeSchedule lowers it to 0: calibrate"),
         (without_gain, False, 'gain="none"'),
         (lambda: wrapped(kneed()), False, "an adapter's checkpoint does not hold the knee"),
-        (kneed, True, "load_best_model_at_end puts weights of another knee"),
+        (kneed, True, "load_best_model_at_end loads weights for another knee"),
     ],
 )
 def test_runs_that_are_refused_when_they_begin(make, best, message, tmp_path):
@@ -92,7 +92,7 @@ def test_runs_that_are_refused_when_they_begin(make, best, message, tmp_path):
 
 def test_deepspeed_is_refused():
     arguments: Any = SimpleNamespace(deepspeed_plugin=object(), load_best_model_at_end=False)
-    with pytest.raises(ValueError, match="DeepSpeed steps copies of the weights .* use DDP or FSDP 2"):
+    with pytest.raises(ValueError, match="DeepSpeed steps copies of the weights in fp32.* use DDP or FSDP 2"):
         KneeSchedule().on_train_begin(arguments, SimpleNamespace(global_step=0), None, model=kneed())  # type: ignore[arg-type]
 
 

@@ -85,7 +85,7 @@ def changed(**fields):
         (changed(step=True), "sample.step is True"),
         (changed(step=2), "sample.step is 2, expected more than 3"),
         (changed(layers={}), "sample.layers is {}"),
-        (changed(layers={"a b": {}}), "expected a mapping from layers' names"),
+        (changed(layers={"a b": {}}), "a name in sample.layers is 'a b', expected a module's path"),
         (changed(entropy=None), "layers.0.entropy is missing"),
         (changed(more=[1]), "layers.0.more is unknown"),
         (changed(entropy="x"), "layers.0.entropy is 'x', expected a list"),

@@ -114,4 +114,4 @@ def test_report_to_without_attach_warns(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(run.args, "report_to", ["tensorboard"])
     with caplog.at_level(logging.WARNING):
         run.callback_handler.on_train_begin(run.args, run.state, run.control)
-    assert "LogitMonitor is not heard by ['tensorboard']: use LogitMonitor(...).attach(trainer)" in caplog.text
+    assert "['tensorboard'] get no numbers from LogitMonitor: use LogitMonitor(...).attach(trainer)" in caplog.text
