@@ -29,7 +29,7 @@ def made(scheme: str | Scheme = "qk_norm_cap", method: str = "moments", family: 
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_json_gives_the_report_back(family, tmp_path):
+def test_json_round_trip(family, tmp_path):
     report = made("soft_cap" if FAMILIES[family].own_norms else "qk_norm_cap", family=family)
     assert Calibration.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     report.save(tmp_path / "report.json")
@@ -37,7 +37,7 @@ def test_json_gives_the_report_back(family, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-def test_names_from_the_hub_are_told_and_paths_are_not(tmp_path, monkeypatch):
+def test_reports_name_hub_repositories_and_no_local_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("a line of text " * 100)
     monkeypatch.setattr("hf_qknorm.convert.text._dataset_text", lambda name, limit: "some text " * 100)
@@ -50,7 +50,7 @@ def test_names_from_the_hub_are_told_and_paths_are_not(tmp_path, monkeypatch):
 
     assert names("owner/corpus") == (None, "owner/corpus")
     assert names("corpus.txt") == names(str(tmp_path / "corpus.txt")) == names(["text " * 50]) == (None, None)
-    model.name_or_path = "owner/llama"  # but not loaded from there: a folder may have had this name
+    model.name_or_path = "owner/llama"  # not loaded from the Hub: it may be the name of a local folder
     assert names("corpus.txt") == (None, None)
     model.config._commit_hash = "0" * 40
     assert names("corpus.txt") == ("owner/llama", None)
@@ -58,7 +58,7 @@ def test_names_from_the_hub_are_told_and_paths_are_not(tmp_path, monkeypatch):
     assert names("corpus.txt") == (None, None)
 
 
-def test_how_much_the_judging_saw():
+def test_reports_count_the_tokens_of_the_evaluation():
     model = patch_model(tiny_model("llama"), "qk_norm")
     report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)], method="ones")
     assert (report.tokens, report.judged) == (160, 40)
@@ -66,12 +66,12 @@ def test_how_much_the_judging_saw():
     assert (report.tokens, report.judged) == (40, 40)
 
 
-def test_a_calibration_reports_both_sides_and_the_gains():
+def test_reports_have_statistics_before_and_after_and_gains():
     batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
     model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", gain="per_head"))
     report = calibrate(model, batches, method="moments")
     with as_unpatched(model):
-        before = layer_statistics(model, batches[:1], 50.0)  # of three, one is kept from fits, to be looked at
+        before = layer_statistics(model, batches[:1], 50.0)  # of three batches, one is for the evaluation
     after = layer_statistics(model, batches[:1], 50.0)
     assert list(report.layers) == list(patched_layers(model))
     for name, layer in patched_layers(model).items():
@@ -85,7 +85,7 @@ def test_a_calibration_reports_both_sides_and_the_gains():
     assert report.scheme == model.config.scheme
 
 
-def test_a_calibration_reports_bounds_and_shares_beyond_the_knee():
+def test_reports_have_bounds_and_shares_beyond_the_knee():
     batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
     model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", knee=1.0))
     report = calibrate(model, batches, method="moments")
@@ -103,13 +103,13 @@ def test_a_calibration_reports_bounds_and_shares_beyond_the_knee():
 @pytest.mark.parametrize(
     ("scheme", "q", "k"), [("qk_norm", 4, 2), ("henry", 4, None), ("q_norm", 4, None), ("soft_cap", None, None)]
 )
-def test_gains_are_told_for_every_head_that_has_one(scheme, q, k):
+def test_reports_have_a_gain_per_head(scheme, q, k):
     for layer in made(scheme).layers.values():
         assert (layer.gain_q and len(layer.gain_q), layer.gain_k and len(layer.gain_k)) == (q, k)
         assert (len(layer.after.rms_q), len(layer.after.rms_k)) == (4, 2)
 
 
-def test_without_a_head_there_are_layers_and_no_predictions():
+def test_without_a_language_modelling_head_there_are_no_predictions():
     model = patch_model(tiny_model("llama").base_model, "qk_norm")
     report = calibrate(model, [tokens(2, 20)], method="moments")
     assert (report.base, report.ones, report.chosen, report.loss, report.kl, report.kept) == (None,) * 6

@@ -1,4 +1,4 @@
-"""Measuring one call: kernels and blocks agree with the oracle, whoever made the mask."""
+"""Measuring one call: kernels and blocks agree with the reference for every kind of mask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALLS = {
 
 
 def call(name):
-    """q, k and what of k is seen in a call of 2 rows, 4 heads on 2, 17 queries; and what the oracle says."""
+    """q, k and the visible keys of a call with 2 rows, 4 query heads, 2 key heads, 17 queries; and the reference."""
     q, k, _ = (x.detach() for x in make_qkv(2, 4, 2, 17, 17, 16, spread=2.0))
     rules = {"causal": False, "window": None, "ranges": None, **CALLS[name]}
     if rules["ranges"] is not None:
@@ -55,7 +55,7 @@ def test_heads_that_are_not_finite_have_no_largest_logit():
     assert_near(found.max_logit[1], exact.max_logit[1], 1e-5)
 
 
-def test_kernels_leave_large_logits_to_be_counted():
+def test_kernels_do_not_measure_large_logits():
     q, seen, exact = call("causal")
     largest = float(exact.max_logit.max())
     assert measure_by_kernels(q, seen, 0.25, None, cap=2.1 * largest) is not None
@@ -65,7 +65,7 @@ def test_kernels_leave_large_logits_to_be_counted():
 
 @pytest.mark.parametrize("pad", ["left", "right"])
 @pytest.mark.parametrize("window", [None, 5])
-def test_flash_attentions_masks_of_padding(pad, window):
+def test_padding_masks_of_flash_attention(pad, window):
     (layer, *_) = patched_layers(patch_model(tiny_model("llama"), "none")).values()
     q, k, _ = (x.detach() for x in make_qkv(2, 4, 2, 12, 12, 16))
     real = torch.ones(2, 12, dtype=torch.long)

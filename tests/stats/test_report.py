@@ -16,7 +16,7 @@ from hf_qknorm.stats.tables import aligned
 
 
 def example(layers: int = 2) -> Calibration:
-    """A report with numbers that are easy to tell apart."""
+    """A report with distinct numbers."""
     before = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), (1.0, 3.0), (2.0,))
     after = LayerStatistics((8.0, 7.0), (2.5, 2.0), (0.0, 0.0), (0.0, 0.0), (1.0, 3.0), (2.0,))
     reports = {
@@ -27,7 +27,7 @@ def example(layers: int = 2) -> Calibration:
     return Calibration("fit", 199_936, SCHEMES["soft_cap"], 50.0, *predictions, reports)
 
 
-def test_the_line_and_the_properties():
+def test_the_text_and_the_properties():
     report = example()
     assert str(report) == (
         "fit: loss 1.415 unpatched, 1.905 with fresh gains, 1.531 calibrated on 199,936 tokens "
@@ -54,7 +54,7 @@ def test_the_table_has_predictions_and_the_worst_layers():
 
 
 def with_a_knee(layers: int = 2) -> Calibration:
-    """A report of a calibration that found a knee."""
+    """A report of a calibration with a knee."""
     report = example(layers)
     shares = {"beyond_q": (0.125, 0.375), "beyond_k": (0.5,)}
     return dataclasses.replace(
@@ -69,7 +69,7 @@ def with_a_knee(layers: int = 2) -> Calibration:
     )
 
 
-def test_a_knee_and_its_bound_are_in_line_and_table():
+def test_text_and_table_have_the_knee_and_its_bound():
     report = with_a_knee(layers=15)
     assert str(report).startswith("moments, knee 4: loss 1.415 unpatched")
     assert str(report).endswith("; KL 0.1097; |logit| ≤ 164.0 for any input")
@@ -85,7 +85,7 @@ def test_a_knee_and_its_bound_are_in_line_and_table():
     assert max(map(len, wide.table().splitlines())) <= 120
 
 
-def test_the_bound_of_a_model_is_that_of_its_worst_layer():
+def test_the_bound_of_a_model_is_the_largest_of_its_layers():
     report = with_a_knee()
     assert report.bound == 151
     first, second = report.layers.items()
@@ -94,7 +94,7 @@ def test_the_bound_of_a_model_is_that_of_its_worst_layer():
     assert dataclasses.replace(report, layers={}).bound is None
 
 
-def test_json_holds_the_knee_and_gives_it_back():
+def test_json_round_trip_of_a_knee():
     report = with_a_knee()
     data = json.loads(json.dumps(report.to_dict()))
     assert [(item["knee"], item["loss"], item["kl"]) for item in data["knees"]] == [
@@ -121,7 +121,7 @@ PREDICTED = Prediction(1.0).to_dict()
 
 
 def changed(path: str, value: object) -> dict:
-    """The example's JSON with something else at `path`; `...` takes the key away."""
+    """The example's JSON with another value at `path`; `...` removes the key."""
     data = copy.deepcopy(example().to_dict())
     *parents, last = path.split("/")
     place = data
@@ -178,19 +178,19 @@ def test_malformed_reports_are_refused_by_key(path, value, message):
 
 
 @pytest.mark.parametrize("data", [None, [], "report"])
-def test_what_is_no_mapping_is_refused(data):
+def test_anything_but_a_mapping_is_refused(data):
     with pytest.raises(ValueError, match="expected a mapping"):
         Calibration.from_dict(data)
 
 
 @pytest.mark.parametrize("keys", [("judged",), ("base_model", "dataset"), ("judged", "base_model", "dataset")])
-def test_older_reports_lack_what_was_added_since(keys):
+def test_older_reports_without_newer_keys_are_read(keys):
     data = {key: value for key, value in example().to_dict().items() if key not in keys}
     assert Calibration.from_dict(data) == example()
 
 
-def test_numbers_that_are_not_finite_are_facts_too():
-    """A conversion that failed has such a report, and it must be readable."""
+def test_reports_with_numbers_that_are_not_finite_are_read():
+    """Failed conversions have such reports."""
     diverged = dataclasses.replace(example(), ones=Prediction(math.inf), chosen=Prediction(math.nan, math.inf, 0.0))
     again = Calibration.from_dict(json.loads(json.dumps(diverged.to_dict())))
     assert math.isnan(again.loss)
@@ -198,7 +198,7 @@ def test_numbers_that_are_not_finite_are_facts_too():
     assert "nan" in again.table()
 
 
-def test_a_file_is_named_where_it_is_no_report(tmp_path):
+def test_errors_name_the_file(tmp_path):
     file = tmp_path / "report.json"
     example().save(file)
     assert Calibration.load(file) == example()
@@ -216,14 +216,14 @@ def test_a_file_is_named_where_it_is_no_report(tmp_path):
         Calibration.load(file)
 
 
-def test_a_report_of_gigabytes_is_not_read(tmp_path):
+def test_a_report_of_gigabytes_is_refused(tmp_path):
     with (tmp_path / "report.json").open("wb") as file:
-        file.truncate(2**32)  # takes no room, and would take a minute
+        file.truncate(2**32)  # a sparse file
     with pytest.raises(ValueError, match="report.json is larger than 67,108,864 bytes"):
         Calibration.load(tmp_path / "report.json")
 
 
-def test_more_layers_than_any_model_has_are_refused():
+def test_too_many_layers_are_refused():
     data = example().to_dict()
     data["layers"] = dict.fromkeys(map(str, range(1_000_000)), next(iter(data["layers"].values())))
     with pytest.raises(ValueError, match="expected a mapping from at most 10,000 layers"):

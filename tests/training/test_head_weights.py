@@ -1,4 +1,4 @@
-"""The parts of the projections are those that queries and keys are made of: told by gradients, for every style."""
+"""The parts of the projections are those of each head's queries and keys, for every style; gradients show it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = [*((model_type, {}) for model_type in STYLES), *VARIANTS]
 
 
 def heads_made(model_type: str, layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """By part, what the layer makes of x, `[B, T, heads, *]`, without norms of its own."""
+    """The outputs of each part for x, `[B, T, heads, *]`, without the layer's own norms."""
     for name in NORMS:
         if getattr(layer, name, None) is not None:
             setattr(layer, name, nn.Identity())
@@ -34,7 +34,7 @@ def heads_made(model_type: str, layer: nn.Module, x: Tensor) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize(("model_type", "settings"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x))
-def test_parts_are_what_heads_are_made_of(model_type, settings):
+def test_parts_are_the_rows_of_the_heads(model_type, settings):
     model = tiny_model(model_type, **settings).train(False)
     if any(getattr(layer, "is_kv_shared_layer", False) for layer in model.modules()):
         with pytest.raises(ValueError, match="has no k_proj: it attends to the keys of another layer"):
@@ -66,14 +66,14 @@ def test_norms_and_factors_by_hand():
     assert vector.tolist() == [1, 2, 2, 1, 3, 3]
 
 
-def test_patched_and_unpatched_are_found_alike():
+def test_patching_does_not_change_the_parts():
     model = sharp_model("llama")
     before = attention_head_weights(model)
     assert attention_head_weights(patch_model(model, "qk_norm")) == before
     assert list(attention_head_weights(model.model)) == [name.removeprefix("model.") for name in before]
 
 
-def test_what_cannot_be_told_is_refused():
+def test_unknown_projections_are_refused():
     with pytest.raises(ValueError, match="Linear has no attention layer of a known family"):
         attention_head_weights(nn.Linear(2, 2))
     model = sharp_model("llama")

@@ -1,4 +1,4 @@
-"""The monitor's picture: what is on it, whatever the log's size."""
+"""The plot of a monitor's log: its content, for logs of any size."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def drawn(monkeypatch, tmp_path, found):
 
 @pytest.mark.parametrize(("count", "layers", "heads"), [(1, 1, 1), (12, 2, 4), (30, 80, 8), (1001, 3, 2)])
 @pytest.mark.parametrize("size", [0.0, 10.0, 1e300, math.inf, math.nan])
-def test_any_log_is_a_picture(tmp_path, count, layers, heads, size):
+def test_any_log_can_be_drawn(tmp_path, count, layers, heads, size):
     draw_log(samples(count, layers, heads, size), tmp_path / "map.png")
     height, width, _ = imread(tmp_path / "map.png").shape
     assert 900 < height <= 1800
@@ -72,7 +72,7 @@ def test_curves_are_those_of_the_worst_heads(monkeypatch, tmp_path):
     assert least == min(s.sharpest()[2] for s in found)
 
 
-def test_long_logs_are_drawn_by_the_worst_of_several(monkeypatch, tmp_path):
+def test_columns_of_long_logs_show_the_worst_of_several_samples(monkeypatch, tmp_path):
     found = samples(3 * DRAWN, 1, 1)
     left, *_ = drawn(monkeypatch, tmp_path, found).axes
     (row,) = left.images[0].get_array().tolist()
