@@ -37,7 +37,7 @@ def set_knee(model: nn.Module, knee: float) -> None:
     The optimizer must step the model's own weights: copies such as DeepSpeed's would overwrite the gains. PEFT's copies
     of a norm are changed too; an adapter's file does not hold the knee, so merge the adapter and save the whole model.
 
-        >>> _ = qk.calibrate(qk.patch_model(model, "qk_norm"), texts, tokenizer="llama", knee=4.0)
+        >>> _ = qk.calibrate(qk.patch_model(model, "qk_norm"), texts, knee=4.0)
         >>> qk.set_knee(model, 2.0)
         >>> model.config.scheme.knee
         2.0

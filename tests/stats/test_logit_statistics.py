@@ -166,10 +166,10 @@ def test_shares_are_relative_to_the_layers_cap_by_default(scheme, cap):
     batch = make_batch("plain", labels=False)
     with torch.no_grad(), logit_statistics(model) as own:
         model(**batch)
-    with torch.no_grad(), logit_statistics(model, cap=1.5) as told:
+    with torch.no_grad(), logit_statistics(model, cap=1.5) as statistics_of_cap:
         model(**batch)
     assert all(entry.cap == cap for entry in own.values())
-    assert all(entry.cap == 1.5 for entry in told.values())
+    assert all(entry.cap == 1.5 for entry in statistics_of_cap.values())
     assert all((entry.over_cap == 0).all() for entry in own.values() if cap == 50)
 
 

@@ -69,7 +69,7 @@ def test_padding_changes_no_prediction():
     assert found[2] == pytest.approx(found[0], rel=1e-4)
 
 
-def test_a_scheme_that_changes_nothing_keeps_the_predictions():
+def test_predictions_without_a_change_a_head_or_a_target():
     assert predictions(patch_model(sharp_model("gpt2"), "none"), [batch_of("plain")])[1].kl == 0
     assert predictions(patch_model(sharp_model("gpt2").base_model, "qk_norm"), [batch_of("plain")]) == (None, None)
     with pytest.raises(ValueError, match="no token of the data has a successor"):
