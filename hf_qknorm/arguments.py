@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hf_qknorm.convert.calibrate import METHODS
-from hf_qknorm.convert.memory import memory_size
+from hf_qknorm.convert.memory import parse_size
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.version import __version__
 
@@ -182,7 +182,7 @@ def knee(text: str) -> float | str:
 def memory(text: str) -> int:
     """A size of memory, in bytes."""
     try:
-        return memory_size(text)
+        return parse_size(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a size as 8GB, 500MiB or bytes, got {_short(text)}") from None
 

@@ -20,8 +20,8 @@ from hf_qknorm.convert import convert_checkpoint, plan_conversion
 from hf_qknorm.convert.text import check_text
 from hf_qknorm.export import export_native
 from hf_qknorm.families import table
-from hf_qknorm.files.atomic_io import check_writable, user_path
 from hf_qknorm.files.names import CARD
+from hf_qknorm.files.paths import check_writable, user_path
 from hf_qknorm.hub.push import check_push, check_target, push_to_hub
 from hf_qknorm.scheme import SCHEMES
 
@@ -187,7 +187,7 @@ def _inspect(options: argparse.Namespace) -> None:
     names = ("inspect.json", "heatmap.png", "knees.png")
     numbers, picture, curve = written = tuple(out / name for name in names)
     check_writable(*written)
-    check_files(out, names, sources=[options.checkpoint, options.texts], sign=(names[0], "advice"))
+    check_files(out, names, sources=[options.checkpoint, options.texts], marker=(names[0], "advice"))
     with _writing(*written):
         found = inspect_checkpoint(options.checkpoint, texts=options.texts, tokens=options.tokens, cap=options.cap)
         print(found.table())

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hf_qknorm.files.untrusted import brief
+from hf_qknorm.files.formatting import shorten
 
 NORMS: Final = ("rms", "layer", "l2", "lp")
 GAINS: Final = ("shared", "per_head", "scalar", "none")
@@ -111,12 +111,12 @@ class Scheme:
         if not isinstance(data, Mapping):
             raise ValueError(
                 f"a scheme that is no preset's name must be a mapping of its fields, got {type(data).__name__}: "
-                f"{brief(data)}. Presets: {', '.join(SCHEMES)}"
+                f"{shorten(data)}. Presets: {', '.join(SCHEMES)}"
             )
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := [key for key in data if key not in known]:
             raise ValueError(
-                f"unknown scheme field {brief(unknown[0])}{_nearest(unknown[0], known)} Known fields: "
+                f"unknown scheme field {shorten(unknown[0])}{_nearest(unknown[0], known)} Known fields: "
                 f"{', '.join(known)}. A checkpoint from a newer hf_qknorm needs that version to load."
             )
         return cls(**data)
@@ -131,7 +131,7 @@ class Scheme:
         if isinstance(data, str):
             known = f", for {data!r} {SCHEMES[data].to_dict()}" if data in SCHEMES else ""
             raise ValueError(
-                f'config.json: "qk_norm" is {brief(data)}, expected a scheme\'s fields{known}: a preset may change '
+                f'config.json: "qk_norm" is {shorten(data)}, expected a scheme\'s fields{known}: a preset may change '
                 "between versions"
             )
         scheme = cls.from_dict(data)
@@ -150,7 +150,7 @@ class Scheme:
         if isinstance(scheme, str):
             if scheme not in SCHEMES:
                 raise ValueError(
-                    f"unknown scheme {brief(scheme)}{_nearest(scheme, SCHEMES)} Presets: {', '.join(SCHEMES)}; "
+                    f"unknown scheme {shorten(scheme)}{_nearest(scheme, SCHEMES)} Presets: {', '.join(SCHEMES)}; "
                     'or spell one out: Scheme(q="rms", k="rms", softcap=50.0)'
                 )
             return SCHEMES[scheme]
@@ -182,7 +182,7 @@ def _listed(values: tuple[str, ...]) -> str:
 def _nearest(name: object, known: Iterable[str]) -> str:
     """The end of a sentence about a name that is not known: with the nearest one, if any is near."""
     folded = {_folded(one): one for one in known}
-    match = difflib.get_close_matches(_folded(brief(name).strip("'")), list(folded), n=1)
+    match = difflib.get_close_matches(_folded(shorten(name).strip("'")), list(folded), n=1)
     return f", did you mean {folded[match[0]]!r}?" if match else "."
 
 
@@ -193,7 +193,7 @@ def _folded(name: str) -> str:
 
 def _require(field: str, got: object, holds: bool, allowed: str) -> None:
     if not holds:
-        raise ValueError(f"Scheme({field}={brief(got)}) is not possible: expected {allowed}")
+        raise ValueError(f"Scheme({field}={shorten(got)}) is not possible: expected {allowed}")
 
 
 SCHEMES: Final[dict[str, Scheme]] = {

@@ -1,12 +1,13 @@
-"""A LoRA fine-tune of a converted model: patch, calibrate, wrap; the gains of the norms are trained along.
+"""Fine-tune a converted model with LoRA: patch, calibrate, wrap. The gains of the norms train as well.
 
     python recipes/lora.py
     python recipes/lora.py --checkpoint gpt2 --text corpus.txt --scheme qk_norm --max_steps 500
     torchrun --nproc-per-node 2 recipes/lora.py --checkpoint gpt2 --text corpus.txt --bf16 true
 
-The order matters: patched and calibrated first, wrapped by PEFT then, so that the norms see what the adapters add.
-Without arguments a small Llama, trained for it on the sources of Python's library: some minutes of a CPU. Prints the
-held-out losses as Markdown; writes the adapter, and the merged model to `merged`, which loads without PEFT.
+Patch and calibrate before PEFT wraps the model: the norms then see the projections' output with the adapters' part.
+Without arguments the recipe first trains a small Llama on the source code of Python's library; this takes a few minutes
+on a CPU. It prints held-out losses as Markdown, and writes the adapter and a merged model (`merged`) that loads without
+PEFT.
 """
 
 from __future__ import annotations
@@ -15,18 +16,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import peft
-from text_trainer import BaseOptions, held_out_loss, make_trainer, parse, say, start, told, train_and_save
+from text_trainer import (
+    BaseOptions,
+    held_out_loss,
+    make_trainer,
+    parse,
+    print_once,
+    results_table,
+    start,
+    train_and_save,
+)
 
 from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save
 
 
 @dataclass
 class Options(BaseOptions):
-    """What the recipe can be told, beside the Trainer's arguments."""
+    """The recipe's options, beside the Trainer's arguments."""
 
     scheme: str = "qk_norm"
-    rank: int = field(default=8, metadata={"help": "of the adapters"})
-    targets: str = field(default="all-linear", metadata={"help": "what they stand on: a pattern, or all-linear"})
+    rank: int = field(default=8, metadata={"help": "rank of the adapters"})
+    targets: str = field(default="all-linear", metadata={"help": "modules with adapters: a pattern, or all-linear"})
 
 
 def main(command: list[str] | None = None) -> dict[str, float]:
@@ -34,7 +44,7 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     model, tokenizer, text = start(options, arguments)
     patch_model(model, Scheme.of(options.scheme))
     batches = text.batches(options.calibration, arguments.per_device_train_batch_size, arguments.seed + 1)
-    say(arguments, calibrate(model, batches, options.method))
+    print_once(arguments, calibrate(model, batches, options.method))
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=options.rank,
@@ -43,15 +53,15 @@ def main(command: list[str] | None = None) -> dict[str, float]:
         modules_to_save=peft_modules_to_save(model),
     )
     adapted = peft.get_peft_model(model, config)
-    trained, all_of_it = adapted.get_nb_trainable_parameters()
-    say(arguments, f"trained are {trained:,} of {all_of_it:,} parameters")
+    trained, total = adapted.get_nb_trainable_parameters()
+    print_once(arguments, f"{trained:,} of {total:,} parameters are trained")
     trainer = make_trainer(adapted, text, tokenizer, arguments, options.every)
     losses = {f"{options.scheme}, calibrated": held_out_loss(trainer)}
     train_and_save(trainer, losses)
     trainer.model = adapted.merge_and_unload()
     losses["merged"] = held_out_loss(trainer)
     trainer.save_model(str(Path(arguments.output_dir) / "merged"))
-    say(arguments, told(losses, trainer))
+    print_once(arguments, results_table(losses, trainer))
     return losses
 
 

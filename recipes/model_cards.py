@@ -1,10 +1,10 @@
-"""The cards in `model_cards/`: small trained models, converted with a calibration, and what their cards say of it.
+"""Render the cards in `model_cards/` from calibrated conversions of small trained models.
 
     python recipes/model_cards.py --text ../shared/data/tinyshakespeare.txt --schemes qk_norm_cap qk_norm \\
         --checkpoints ../shared/checkpoints/llama-shakespeare ../shared/checkpoints/gpt2-shakespeare
 
-Each conversion finds knee and gains on 262,144 tokens of the text, of which 16,384 judge it: about a minute on a core.
-The checkpoints themselves are thrown away, their reports kept.
+Each conversion searches a knee and gains on 262,144 tokens of the text, of which 16,384 are for evaluation. It takes
+about a minute on one core. The reports are kept, the converted checkpoints are not.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hf_qknorm.standalone import add_standalone
 
 
 def make_card(checkpoint: Path, scheme: str, text: str, out: Path) -> None:
-    """Convert a checkpoint for a moment, and keep its card, plots and report in the folder `out`."""
+    """Convert a checkpoint in a temporary folder, and keep its card, plots and report in `out`."""
     with TemporaryDirectory() as temporary:
         converted = Path(temporary) / "converted"
         print(convert_checkpoint(checkpoint, converted, scheme, calibration=text), flush=True)
-        add_standalone(converted)  # as a push does: the card tells of it
+        add_standalone(converted)  # as a push does: the card mentions the code
         write_card(converted)
         out.mkdir(parents=True, exist_ok=True)
         for name in (CARD, REPORT, LOSS_PLOT, LOGITS_PLOT):

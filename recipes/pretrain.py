@@ -1,29 +1,43 @@
-"""Continued pretraining of a converted model: patch, calibrate, bring the scheme in over half of the run, watch it.
+"""Continue pretraining of a converted model: patch, calibrate, blend the scheme in over half of the run, watch logits.
 
     python recipes/pretrain.py
     python recipes/pretrain.py --checkpoint gpt2 --text corpus.txt --scheme qk_norm_cap --max_steps 2000
     torchrun --nproc-per-node 2 recipes/pretrain.py --checkpoint gpt2 --text corpus.txt --bf16 true
 
-Without arguments a small Llama, trained for it on the sources of Python's library: some minutes of a CPU. The Trainer's
-own arguments are all there (`--learning_rate`, `--bf16`, `--save_strategy steps`, `--resume_from_checkpoint`, …).
-Prints the held-out losses as Markdown; writes model, tokenizer and `logits.jsonl` (`hf-qknorm monitor` draws it).
+Without arguments the recipe first trains a small Llama on the source code of Python's library; this takes a few minutes
+on a CPU. All arguments of the Trainer work (`--learning_rate`, `--bf16`, `--save_strategy steps`,
+`--resume_from_checkpoint`, …). It prints held-out losses as Markdown, and writes the model, its tokenizer and
+`logits.jsonl`, which `hf-qknorm monitor` plots.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from text_trainer import BaseOptions, held_out_loss, make_trainer, parse, say, start, told, train_and_save
+from text_trainer import (
+    BaseOptions,
+    held_out_loss,
+    make_trainer,
+    parse,
+    print_once,
+    results_table,
+    start,
+    train_and_save,
+)
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
 
 
 @dataclass
 class Options(BaseOptions):
-    """What the recipe can be told, beside the Trainer's arguments."""
+    """The recipe's options, beside the Trainer's arguments."""
 
-    method: str = field(default="moments", metadata={"choices": ["ones", "moments", "fit"]})  # fit_qk moves the start
-    share: float = field(default=0.5, metadata={"help": "of the run over which the scheme comes in; 0: at once"})
+    method: str = field(
+        default="moments", metadata={"choices": ["ones", "moments", "fit"]}
+    )  # not fit_qk, which changes the weights
+    share: float = field(
+        default=0.5, metadata={"help": "share of the run over which the scheme is blended in; 0: at once"}
+    )
 
 
 def main(command: list[str] | None = None) -> dict[str, float]:
@@ -31,7 +45,7 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     model, tokenizer, text = start(options, arguments)
     patch_model(model, Scheme.of(options.scheme))
     batches = text.batches(options.calibration, arguments.per_device_train_batch_size, arguments.seed + 1)
-    say(arguments, calibrate(model, batches, options.method))
+    print_once(arguments, calibrate(model, batches, options.method))
     callbacks = [BlendSchedule(share=options.share)] if options.share else []
     trainer = make_trainer(model, text, tokenizer, arguments, options.every, callbacks=callbacks)
     losses = {f"{options.scheme}, calibrated": held_out_loss(trainer)}
@@ -39,7 +53,7 @@ def main(command: list[str] | None = None) -> dict[str, float]:
         set_blend(model, 0.0)
         losses["start of the blend: the model as it was"] = held_out_loss(trainer)
     train_and_save(trainer, losses)
-    say(arguments, told(losses, trainer))
+    print_once(arguments, results_table(losses, trainer))
     return losses
 
 

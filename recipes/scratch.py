@@ -1,13 +1,14 @@
-"""Training from random weights with a scheme, or with QuacK or QK-Clip in its place.
+"""Train from random weights with a scheme, or with QuacK or QK-Clip instead.
 
     python recipes/scratch.py
     python recipes/scratch.py --config gpt2 --tokenizer gpt2 --text corpus.txt --scheme qk_norm_cap --learning_rate 1e-2
     torchrun --nproc-per-node 2 recipes/scratch.py --config gpt2 --tokenizer gpt2 --text corpus.txt --bf16 true
 
-Without arguments a Llama of three million parameters, a token a byte, on the sources of Python's library: minutes of a
-CPU. `--config` is a folder or a Hub name whose config gives the shape. `--quack 1` scales the steps of queries and keys
-by head (its τ), `--qk_clip 100` clips the heads whose logits pass 100; both take a scheme without norms (`--scheme
-none`). Prints held-out losses as Markdown; writes the model, its tokenizer and `logits.jsonl`.
+Without arguments the recipe trains a byte-level Llama of three million parameters on the source code of Python's
+library; this takes a few minutes on a CPU. `--config` is a folder or a Hub name whose config gives the shape.
+`--quack 1` sets QuacK's τ, which scales the steps of queries and keys by head. `--qk_clip 100` clips the heads whose
+logits pass 100. Both need a scheme without norms (`--scheme none`). The recipe prints held-out losses as Markdown, and
+writes the model, its tokenizer and `logits.jsonl`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sweep import decayed
-from text_trainer import Arguments, Text, TextOptions, held_out_loss, make_trainer, parse, say, told, train_and_save
+from text_trainer import (
+    Arguments,
+    Text,
+    TextOptions,
+    held_out_loss,
+    make_trainer,
+    parse,
+    print_once,
+    results_table,
+    train_and_save,
+)
 from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from hf_qknorm import QKClip, QuacK, Scheme, patch_model
-from hf_qknorm.demo.training import byte_tokenizer, small_llama
+from hf_qknorm.demo.training import byte_tokenizer, decay_groups, small_llama
 
 
 @dataclass
 class Options(TextOptions):
-    """What the recipe can be told, beside the Trainer's arguments."""
+    """The recipe's options, beside the Trainer's arguments."""
 
     scheme: str = "qk_norm"
     config: str | None = field(
@@ -34,11 +44,11 @@ class Options(TextOptions):
     )
     tokenizer: str | None = field(default=None, metadata={"help": "a folder or a Hub name; default: a token a byte"})
     quack: float | None = field(default=None, metadata={"help": "τ of QuacK's learning rates"})
-    qk_clip: float | None = field(default=None, metadata={"help": "the largest |logit| that QK-Clip lets be"})
+    qk_clip: float | None = field(default=None, metadata={"help": "the largest |logit| that QK-Clip allows"})
 
 
 def random_model(options: Options, tokens: int) -> Any:
-    """A patched model with random weights."""
+    """Return a patched model with random weights."""
     if options.config is None:
         model = small_llama()
     else:
@@ -47,9 +57,9 @@ def random_model(options: Options, tokens: int) -> Any:
 
 
 def quack(model: Any, arguments: Arguments, tau: float) -> QuacK:
-    """AdamW with the Trainer's settings, its steps on queries and keys scaled by head."""
+    """Return AdamW with the Trainer's settings, wrapped by QuacK."""
     options, defaults = Trainer.get_optimizer_cls_and_kwargs(arguments)[1], AdamW(model.parameters()).defaults
-    groups = decayed(model, arguments.weight_decay)
+    groups = decay_groups(model, arguments.weight_decay)
     return QuacK(AdamW(groups, **{key: value for key, value in options.items() if key in defaults}), model, tau)
 
 
@@ -59,11 +69,11 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     text, model = Text(options, tokenizer), random_model(options, len(tokenizer))
     optimizers = (None if options.quack is None else quack(model, arguments, options.quack), None)
     trainer = make_trainer(model, text, tokenizer, arguments, options.every, optimizers=optimizers)
-    if options.qk_clip is not None:  # after the monitor: the last observer of the logits
+    if options.qk_clip is not None:  # after the monitor, which must see logits before they are clipped
         trainer.add_callback(QKClip(model, options.qk_clip))
     losses = {"random weights": held_out_loss(trainer)}
     train_and_save(trainer, losses)
-    say(arguments, told(losses, trainer))
+    print_once(arguments, results_table(losses, trainer))
     return losses
 
 

@@ -1,4 +1,4 @@
-"""What the recipes on transformers' Trainer share: text as rows of tokens, a model to start from, and the monitor."""
+"""Shared parts of the recipes on transformers' Trainer: text as rows of tokens, a starting model, and the monitor."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from hf_qknorm.convert.calibrate import METHODS
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import byte_tokenizer, small_llama, train
 
-HELD_OUT = 0.1  # the last tenth of the text
-JUDGING = 48  # rows of it that tell the held-out loss
+HELD_OUT = 0.1  # the share of the text at its end
+HELD_OUT_ROWS = 48  # held-out rows to evaluate on
 
 T = TypeVar("T")
 
 
 @dataclass
 class Arguments(TrainingArguments):
-    """The Trainer's arguments, all of them, with defaults for a small model."""
+    """All arguments of the Trainer, with defaults for a small model."""
 
     output_dir: str = "training"
     max_steps: int = 60
@@ -44,47 +44,48 @@ class Arguments(TrainingArguments):
     logging_steps: float = 10
     save_strategy: str = "no"
     report_to: str = "none"
-    use_cpu: bool = not torch.accelerator.is_available()  # untold, processes without GPUs don't find each other
+    use_cpu: bool = not torch.accelerator.is_available()  # without it, processes on CPUs do not find each other
     dataloader_pin_memory: bool = torch.accelerator.is_available()
 
 
 @dataclass
 class TextOptions:
-    """Where text and model come from."""
+    """The options about the text and the monitor."""
 
     text: str | None = field(
         default=None, metadata={"help": "a file, a folder or a Hub dataset; default: Python's library"}
     )
-    length: int = field(default=256, metadata={"help": "tokens in a sequence"})
-    every: int = field(default=10, metadata={"help": "steps between two looks at the attention logits"})
+    length: int = field(default=256, metadata={"help": "tokens per sequence"})
+    every: int = field(default=10, metadata={"help": "steps between samples of the attention logits"})
 
 
 @dataclass
 class BaseOptions(TextOptions):
-    """What a trained model is needed for."""
+    """The options of a recipe that starts from a trained model."""
 
     checkpoint: str | None = field(
         default=None, metadata={"help": "a causal LM; default: a small Llama, trained first"}
     )
     base_steps: int = field(default=200, metadata={"help": "steps of training for the small Llama"})
     scheme: str = "qk_norm_cap"
-    calibration: int = field(default=16, metadata={"help": "batches that the gains are fitted to"})
+    calibration: int = field(default=16, metadata={"help": "batches of calibration text"})
     method: str | None = field(
-        default=None, metadata={"choices": list(METHODS), "help": "default: gains in closed form, and a knee found"}
+        default=None,
+        metadata={"choices": list(METHODS), "help": "default: closed-form gains, and a search for a knee"},
     )
 
 
-def parse(options: type[T], out: str, command: list[str] | None) -> tuple[T, Arguments]:
-    """The options of a recipe and the Trainer's arguments, from a command line."""
-    parser = HfArgumentParser((options, Arguments))
+def parse(kind: type[T], out: str, command: list[str] | None) -> tuple[T, Arguments]:
+    """Parse a command line into the recipe's options and the Trainer's arguments."""
+    parser = HfArgumentParser((kind, Arguments))
     parser.set_defaults(output_dir=out)
-    told, arguments = parser.parse_args_into_dataclasses(command)
+    options, arguments = parser.parse_args_into_dataclasses(command)
     torch.manual_seed(arguments.seed)
-    return told, arguments
+    return options, arguments
 
 
 class Text:
-    """A text's tokens, cut into what is trained on and what is held out."""
+    """The tokens of a text, split into a training part and a held-out part."""
 
     def __init__(self, options: TextOptions, tokenizer: PreTrainedTokenizerBase) -> None:
         text = load_text(options.text)
@@ -93,14 +94,14 @@ class Text:
         self.seen, self.held_out = tokenize(tokenizer, text[:cut]), tokenize(tokenizer, text[cut:])
 
     def batches(self, count: int, batch: int, seed: int) -> list[Tensor]:
-        """Batches `[B, T]` at random places of what is trained on."""
+        """Sample batches `[B, T]` at random places of the training part."""
         return sample_batches(self.seen, count, batch, self.length, seed)
 
     def rows(self) -> list[dict[str, Tensor]]:
         return _rows(self.seen, self.length)
 
-    def judging(self) -> list[dict[str, Tensor]]:
-        return _rows(self.held_out, self.length)[:JUDGING]
+    def held_out_rows(self) -> list[dict[str, Tensor]]:
+        return _rows(self.held_out, self.length)[:HELD_OUT_ROWS]
 
 
 def _rows(ids: Tensor, length: int) -> list[dict[str, Tensor]]:
@@ -109,7 +110,7 @@ def _rows(ids: Tensor, length: int) -> list[dict[str, Tensor]]:
 
 
 def start(options: BaseOptions, arguments: Arguments) -> tuple[Any, PreTrainedTokenizerBase, Text]:
-    """The trained model that is gone on with, its tokenizer, and the text."""
+    """Return the trained model to start from, its tokenizer, and the text."""
     if options.checkpoint is not None:
         tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
         model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32, use_safetensors=True)
@@ -122,15 +123,15 @@ def start(options: BaseOptions, arguments: Arguments) -> tuple[Any, PreTrainedTo
 
 
 def make_trainer(model: Any, text: Text, tokenizer: Any, arguments: Arguments, every: int, **options: Any) -> Trainer:
-    """A Trainer on the text that notes the attention logits every few steps, in `logits.jsonl` beside the model.
+    """Return a Trainer on the text that logs attention logits every few steps to `logits.jsonl` beside the model.
 
-    A run that is not resumed takes the place of what the folder holds.
+    A run that is not resumed replaces the log of an earlier one.
     """
     trainer = Trainer(
         model,
         arguments,
         train_dataset=text.rows(),
-        eval_dataset=text.judging(),
+        eval_dataset=text.held_out_rows(),
         processing_class=tokenizer,
         **options,
     )
@@ -142,31 +143,31 @@ def make_trainer(model: Any, text: Text, tokenizer: Any, arguments: Arguments, e
 
 
 def held_out_loss(trainer: Trainer) -> float:
-    """Nats a token on the held-out rows."""
+    """Return the loss on the held-out rows, in nats per token."""
     return float(trainer.evaluate()["eval_loss"])
 
 
 def train_and_save(trainer: Trainer, losses: dict[str, float]) -> None:
-    """Train, or go on from a checkpoint, save the model, and add its held-out loss to `losses`."""
+    """Train or resume, save the model, and add its held-out loss to `losses`."""
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     losses[f"after {trainer.state.global_step} steps"] = held_out_loss(trainer)
     trainer.save_model()
 
 
 def largest_logits(trainer: Trainer) -> list[tuple[int, float]]:
-    """Step and largest |logit|, as the monitor noted them."""
+    """Return the step and the largest |logit| of each of the monitor's samples."""
     name = "attention/max_logit"
     return [(entry["step"], entry[name]) for entry in trainer.state.log_history if name in entry]
 
 
-def say(arguments: Arguments, what: object) -> None:
-    """Print it, from one of the processes."""
+def print_once(arguments: Arguments, text: object) -> None:
+    """Print on the first process only."""
     if arguments.process_index == 0:
-        print(what, flush=True)
+        print(text, flush=True)
 
 
-def told(losses: dict[str, float], trainer: Trainer) -> str:
-    """What came of it, as Markdown."""
-    lines = ["| | held-out loss |", "|---|---:|", *(f"| {what} | {loss:.4f} |" for what, loss in losses.items())]
+def results_table(losses: dict[str, float], trainer: Trainer) -> str:
+    """Format losses and largest logits as Markdown."""
+    lines = ["| | held-out loss |", "|---|---:|", *(f"| {name} | {loss:.4f} |" for name, loss in losses.items())]
     logits = ", ".join(f"{logit:.1f} at {step}" for step, logit in largest_logits(trainer))
     return "\n".join(["", *lines, "", f"largest |logit| before any cap, by step: {logits}"])

@@ -1,4 +1,4 @@
-"""Common settings and fixtures: no test reaches the network, and trained checkpoints are used where they are."""
+"""Common settings and fixtures: no test uses the network; trained checkpoints are used where they exist."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_log_level() -> Iterator[None]:
-    """What a recipe or the demo keeps quiet is not kept from the next test."""
+    """Restore the log level after each test, since recipes and the demo change it."""
     logger = logging.getLogger("hf_qknorm")
     level = logger.level
     yield
@@ -54,7 +54,7 @@ def _own_log_level() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of small trained checkpoints and texts that stands beside the repository."""
+    """The folder of small trained checkpoints and texts beside the repository."""
     folder = Path(__file__).parents[2] / "shared"
     if not (folder / "checkpoints").is_dir():
         pytest.skip("needs ../shared/checkpoints, the small trained models, beside the repository")

@@ -110,7 +110,7 @@ ERRORS = [
     ),
     (
         ["convert", "MODEL", "out", "--scheme", '{"q": "rms", "knee": 4}'],
-        "what arrives there in text: pass",
+        "its input for a text: pass",
     ),
     (["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--scheme", "soft_cap", "--knee", "4"], "Scheme(knee=4"),
     (["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--max-memory", "1KB"], "is less than the"),
@@ -119,7 +119,7 @@ ERRORS = [
     *((["inspect", name], message) for name, message in COMMON),
     (["inspect", "./nowhere", "--texts", "./nowhere.txt"], NOWHERE),
     (["inspect", "./nowhere", "--texts", "BINARY"], "BINARY is no text in UTF-8"),
-    (["inspect", "nowhere"], "nowhere is no folder here, and the Hub does not give it"),
+    (["inspect", "nowhere"], "nowhere is no folder here, and the download from the Hub failed"),
     (["inspect", "MODEL", "--texts", "FILE"], "gives 0 tokens to predict, expected at least 16"),
     (["inspect", "MODEL", "--tokens", "1"], "gives 0 tokens to predict, expected at least 16"),
     (["inspect", "SMALL", "--texts", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),

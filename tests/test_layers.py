@@ -12,7 +12,7 @@ import pytest
 import hf_qknorm
 
 ROOT = Path(hf_qknorm.__file__).parent
-LONGEST = 300  # lines of a module
+LONGEST = 300  # lines
 
 
 def modules() -> dict[str, Path]:
@@ -75,4 +75,5 @@ def test_folders_do_not_import_each_other_in_a_circle():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_no_module_is_long(name):
-    assert len(MODULES[name].read_text(encoding="utf-8").splitlines()) <= LONGEST
+    lines = MODULES[name].read_text(encoding="utf-8").count("\n")
+    assert lines <= LONGEST

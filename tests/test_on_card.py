@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 import interpreter
+from operator_calls import call
 from tables import TRIED, assert_identical, randomise
 
 from hf_qknorm import patch_model
@@ -92,7 +93,7 @@ def attend(x: Tensors, *, knee: bool = False, **options: Any) -> Tensors:
     eps = x["eps"] if knee else 1e-6
     norms = {"q_norm": Norm("rms", q_gain, eps=eps), "k_norm": Norm("rms", k_gain, eps=eps)}
     ends = {**norms, "rotary": Rotary(x["cos"], x["sin"])}
-    out = library.fused_attention(q, k, v, **ends, **options)
+    out = library.fused_attention(*call(q, k, v, **ends, **options))
     return {
         "out": out.detach(),
         **dict(zip(leaves, torch.autograd.grad(out, [*leaves.values()], x["grad"]), strict=True)),
@@ -111,7 +112,7 @@ def draw_step(seed: int) -> Tensors:
 
 
 def decode_step(x: Tensors) -> Tensors:
-    return {"out": library.fused_attention(**x, softcap=50.0)}
+    return {"out": library.fused_attention(*call(**x, softcap=50.0))}
 
 
 @cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from difflib import get_close_matches
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,12 +17,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from hf_qknorm.backends.masks import is_padded_ranges, is_ranges, structure, structured_mask
+from hf_qknorm.backends.masks import Structure, is_padded_ranges, is_ranges, structure, structured_mask
 from hf_qknorm.ops import library, reference
-from hf_qknorm.ops.types import Norm, Rotary
+from hf_qknorm.ops.types import Heads, Options, Visible
 
 logger = logging.getLogger(__name__)
-_told: set[str] = set()
+_logged: set[str] = set()
 
 CAP_BACKENDS: Final = (
     "hf_qknorm",
@@ -75,7 +74,7 @@ def attention_function(
 
 
 def weights_wanted(options: dict[str, Any]) -> bool:
-    """Whether the caller asks for attention weights: in the options of this call, or of the model's, not all passed on.
+    """Whether the caller asks for attention weights: in this call's options, or in the model's.
 
     transformers keeps the model's in a context variable, of which a trace can read the global part alone.
     """
@@ -83,90 +82,79 @@ def weights_wanted(options: dict[str, Any]) -> bool:
     return bool(options.get("output_attentions")) or "attentions" in (gathered or ())
 
 
-def kernels_take(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
-) -> bool:
-    """Whether the module's backend is one that norms, rotates and attends in one kernel, and that takes this call.
-
-    Heads `[B, H or Hk, T, D]`, raw. "hf_qknorm" does so on CUDA, "hf_qknorm_triton" in Triton's interpreter too.
-    """
-    name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
-    if name not in ("hf_qknorm", "hf_qknorm_triton") or (name == "hf_qknorm" and not query.is_cuda):
-        return False
-    return not weights_wanted(options) and _why_not_kernels(query, key, value, mask) is None
-
-
-def _why_not_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
+def why_not_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
+    """The reason why the kernels can't take a call of an attention function, or None if they can."""
     if mask is not None and not is_ranges(mask) and not is_padded_ranges(mask):
         return f"the mask {list(mask.shape)} is an arbitrary one, and not a range of keys for each query"
     return library.why_not_fused(query, key, value)
 
 
+def takes_raw_heads(module: nn.Module, heads: Heads, mask: Tensor | None, options: dict[str, Any]) -> bool:
+    """Whether the module's backend norms, rotates and attends in one kernel, and takes this call.
+
+    "hf_qknorm" does so on CUDA, "hf_qknorm_triton" in Triton's interpreter too.
+    """
+    name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
+    if name not in ("hf_qknorm", "hf_qknorm_triton") or (name == "hf_qknorm" and not heads.q.is_cuda):
+        return False
+    return not weights_wanted(options) and why_not_kernels(heads.q, heads.k, heads.v, mask) is None
+
+
+def attend_raw(
+    module: nn.Module, heads: Heads, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Norm, RoPE and attention in the kernels, for a call that `takes_raw_heads` accepts.
+
+    Values may be narrower than queries and keys, but not wider: a norm would see the padding.
+    """
+    if heads.q.is_cuda:
+        _log_once("runs its Triton kernels, norm and RoPE included")
+    return _call_operator(library.fused_attention, module, heads, attention_mask, **kwargs)
+
+
 def best_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The fused kernels on CUDA for whatever they take, else the tiled one; `attn_implementation="hf_qknorm"`.
+    """The kernels on CUDA for every call that they take, else tiled in PyTorch; `attn_implementation="hf_qknorm"`.
 
-    Both need memory linear in length, and know cap, window, sinks and dropout. Neither forms the attention weights:
-    with `output_attentions=True` the oracle does, with every logit in memory.
+    Both need memory linear in the length, and support cap, window, sinks and dropout. For `output_attentions=True` it
+    is the eager function, which holds every logit in memory.
     """
     if weights_wanted(kwargs):
-        _tell("forms every logit in memory, for output_attentions=True")
+        _log_once("forms every logit in memory, for output_attentions=True")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
-    reason = _why_not_kernels(query, key, value, attention_mask) if query.is_cuda else "the tensors are not on CUDA"
-    if query.is_cuda:
-        _tell("runs its Triton kernels" if reason is None else f"runs tiled in PyTorch: {reason}")
-    attend = library.fused_attention if reason is None else library.attention
-    return _attend(attend, module, query, key, value, attention_mask, **kwargs)
+    if not query.is_cuda:
+        return tiled_attention(module, query, key, value, attention_mask, **kwargs)
+    reason = why_not_kernels(query, key, value, attention_mask)
+    _log_once("runs its Triton kernels" if reason is None else f"runs tiled in PyTorch: {reason}")
+    operator = library.fused_attention if reason is None else library.attention
+    return _call_operator(operator, module, Heads(query, key, value), attention_mask, **kwargs)
 
 
 def triton_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The fused kernels, or a ValueError that says why not; `attn_implementation="hf_qknorm_triton"`."""
-    reason = _why_not_kernels(query, key, value, attention_mask)
+    """The kernels, or a ValueError with the reason; `attn_implementation="hf_qknorm_triton"`."""
+    reason = why_not_kernels(query, key, value, attention_mask)
     if reason is not None:
         raise ValueError(
             f'attn_implementation="hf_qknorm_triton" can\'t serve this call: {reason}. Call '
             'model.set_attn_implementation("hf_qknorm"), which takes the kernels only where they serve'
         )
-    return _attend(library.fused_attention, module, query, key, value, attention_mask, **kwargs)
+    return _call_operator(library.fused_attention, module, Heads(query, key, value), attention_mask, **kwargs)
 
 
 def tiled_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """A block of queries at a time, in PyTorch, on any device; `attn_implementation="hf_qknorm_tiled"`."""
-    return _attend(library.attention, module, query, key, value, attention_mask, **kwargs)
+    return _call_operator(library.attention, module, Heads(query, key, value), attention_mask, **kwargs)
 
 
-def fused_attention(
+def _call_operator(
+    operator: Callable[[Heads, Visible, Options], Tensor],
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    q_norm: Norm,
-    k_norm: Norm,
-    rotary: Rotary | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention over raw heads: what `kernels_take` promised, norm and RoPE included, with a backward of its own.
-
-    Values may be narrower than queries and keys, but not wider: a norm would see the padding.
-    """
-    if query.is_cuda:
-        _tell("runs its Triton kernels, norm and RoPE included")
-    attend = partial(library.fused_attention, q_norm=q_norm, k_norm=k_norm, rotary=rotary)
-    return _attend(attend, module, query, key, value, attention_mask, **kwargs)
-
-
-def _attend(
-    attend: Callable[..., Tensor],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    heads: Heads,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -176,43 +164,35 @@ def _attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """Translate the arguments of an attention function into those of an operator, and its output back."""
     if weights_wanted(kwargs):
         name = module.config._attn_implementation  # type: ignore[union-attr]
         raise ValueError(
             f"attn_implementation={name!r} never forms the attention weights that output_attentions=True asks for: "
             'call model.set_attn_implementation("hf_qknorm_eager") before, or "hf_qknorm", which forms them when asked'
         )
-    _refuse_unsupported(kwargs)
-    boundaries = kwargs.get("cu_seq_lens_q")
-    seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal, boundaries)
-    masks = {"ranges": seen.ranges} if seen.mask is None else {"ranges": seen.ranges, "mask": seen.mask}
-    out = attend(
-        *_even(query, seen.key, seen.value),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        causal=seen.causal,
-        window=seen.window,
-        sinks=s_aux,
-        dropout=dropout,
-        **masks,
+    q, k, v = heads[:3]
+    seen = _structure(module, q, k, v, attention_mask, sliding_window, is_causal, kwargs)
+    out = operator(
+        _pad_to_widest(heads._replace(k=seen.key, v=seen.value)),
+        Visible(seen.ranges, s_aux, mask=seen.mask),
+        Options(q.shape[-1] ** -0.5 if scaling is None else scaling, softcap, seen.causal, seen.window, dropout),
     )
-    return out[..., : value.shape[-1]].transpose(1, 2).contiguous(), None
+    return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), None
 
 
-def _even(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """The three with one width of heads: zeros behind the narrower ones change neither logits nor what is seen."""
-    widths = [x.shape[-1] for x in (query, key, value)]
-    return tuple(
-        x if width == max(widths) else nn.functional.pad(x, (0, max(widths) - width))
-        for x, width in zip((query, key, value), widths, strict=True)
-    )
+def _pad_to_widest(heads: Heads) -> Heads:
+    """The heads in one width: zeros behind the narrower ones change neither the logits nor the output's own columns."""
+    width = max(x.shape[-1] for x in heads[:3])
+    q, k, v = (x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1])) for x in heads[:3])
+    return heads._replace(q=q, k=k, v=v)
 
 
-def _tell(what: str) -> None:
-    """Say once, at info level, what runs; a traced graph is silent."""
-    if not torch.compiler.is_compiling() and what not in _told:
-        _told.add(what)
-        logger.info("hf_qknorm attention %s", what)
+def _log_once(message: str) -> None:
+    """Log at info level which implementation runs, once a process; a traced graph is silent."""
+    if not torch.compiler.is_compiling() and message not in _logged:
+        _logged.add(message)
+        logger.info("hf_qknorm attention %s", message)
 
 
 def eager_attention(
@@ -229,13 +209,11 @@ def eager_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The oracle as a backend: every logit in memory, weights returned; `attn_implementation="hf_qknorm_eager"`."""
-    _refuse_unsupported(kwargs)
-    boundaries = kwargs.get("cu_seq_lens_q")
-    seen = structure(module, query, key, value, attention_mask, sliding_window, is_causal, boundaries)
+    """`reference.attention`, with every logit in memory and weights; `attn_implementation="hf_qknorm_eager"`."""
+    seen = _structure(module, query, key, value, attention_mask, sliding_window, is_causal, kwargs)
     key = seen.key
     dropout_mask = None
-    if dropout != 0:  # torch refuses what is no rate
+    if dropout != 0:  # torch refuses numbers that are no rate
         kept = query.new_ones((*query.shape[:3], key.shape[2]))
         dropout_mask = nn.functional.dropout(kept, dropout)
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's switch: logits in fp32
@@ -259,10 +237,21 @@ def eager_attention(
     return result.out.transpose(1, 2).contiguous(), weights
 
 
-def _refuse_unsupported(arguments: dict[str, Any]) -> None:
+def _structure(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    window: int | None,
+    is_causal: bool | None,
+    arguments: dict[str, Any],
+) -> Structure:
+    """`structure` of the call; raises ValueError for other arguments that would change the result."""
     for name in ("position_bias", "cache"):
         if arguments.get(name) is not None:
             raise ValueError(f"hf_qknorm attention does not support the argument {name!r}")
+    return structure(module, query, key, value, mask, window, is_causal, arguments.get("cu_seq_lens_q"))
 
 
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {

@@ -1,15 +1,16 @@
-"""Which keys each query may see: what transformers says, as ranges wherever those say it all, else as a T×S mask.
+"""The keys that each query sees, from transformers' masks: as ranges where those suffice, else as a T×S mask.
 
 Ranges are int32 `[B, 1, T, 2]`: query t sees the keys from ranges[b, 0, t, 0] on, before ranges[b, 0, t, 1]. Neither
 column decreases down the rows. A query that sees nothing has its stop at its start or before.
 
 A trace can't look whether padding stands between a row's tokens. It gets ranges and padding in one tensor, int32
-`[B, 1, 1, 2·T + S]`: the ranges, and behind them 1 for each key that is a token. `structure` moves the tokens of each
-row together, so that ranges alone say all.
+`[B, 1, 1, 2·T + S]`: the ranges, followed by 1 for each key that is a token. `structure` then moves the tokens of each
+row together, so that ranges suffice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,15 +22,15 @@ from transformers.utils import is_tracing
 from hf_qknorm.backends.spans import MaskFunction, Spans, known, read
 from hf_qknorm.families import FAMILIES
 
-CHUNK = 1 << 22  # entries of a mask that are looked at together
-# The code of transformers' functions by which each query sees keys without a gap, or that join such functions: what a
-# trace can tell functions by.
+CHUNK = 1 << 22  # entries of a mask that are read together
+# The code of transformers' mask functions without gaps between a query's keys, and of their conjunction: a trace goes
+# by a function's code.
 WITHOUT_GAPS = (
     masking_utils.causal_mask_function.__code__,
     masking_utils.bidirectional_mask_function.__code__,
     masking_utils.and_masks(masking_utils.causal_mask_function).__code__,
 )
-# Whether transformers' windows are those of the layers: what a trace goes by.
+# Whether the windows of transformers' masks are those of the layers; a trace can't check it by itself.
 WINDOWS_KNOWN = all(
     known(window(2), torch.arange(4)) is not None
     for window in (
@@ -57,37 +58,37 @@ def structured_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Ranges, or ranges and padding, or a boolean mask `[B, 1, T, S]`, or None where causality and window say all.
+    """Ranges, or ranges and padding, or a boolean mask `[B, 1, T, S]`, or None where causality and window suffice.
 
     transformers passes a window as `local_size` so that a mask is built for it. Where the layers pass the same window
     to their attention function, a batch without padding needs no mask.
     """
-    own = torch.arange(q_length, device=device) + q_offset - kv_offset  # the key at each query's own place
+    own = torch.arange(q_length, device=device) + q_offset - kv_offset  # the key at each query's own position
     traced = is_tracing(own)
     if _layers_pass(local_size, config) and (WINDOWS_KNOWN if traced else known(mask_function, torch.arange(1))):
         local_size = None
     build = partial(masking_utils.sdpa_mask, batch_size, kv_length=kv_length, kv_offset=kv_offset, device=device)
     whole = {"q_length": q_length, "q_offset": q_offset, "attention_mask": attention_mask, "local_size": local_size}
-    # Whether sdpa needs a mask does not depend on the function: with this one, the answer costs no T×S tensor.
+    # Whether a mask is needed does not depend on the function: with this one, the answer costs no T×S tensor.
     if build(**whole, **kwargs, mask_function=_everything) is None:
         return None
 
-    def rows(first: int, number: int) -> Tensor:
-        part = {"q_length": number, "q_offset": q_offset + first, "allow_is_causal_skip": False}
+    def rows(first: int, count: int) -> Tensor:
+        """The mask of `count` queries `[B, 1, count, S]`, before padding."""
+        part = {"q_length": count, "q_offset": q_offset + first, "allow_is_causal_skip": False}
         return build(**part, mask_function=mask_function, use_vmap=use_vmap)
 
-    spans = None if traced or use_vmap else known(mask_function, own)  # dynamo reads no closures
-    if spans is None and not traced:
-        step = max(CHUNK // (batch_size * kv_length), 1)
-        spans = read(rows(first, min(step, q_length - first)) for first in range(0, q_length, step))
-    elif spans is None and not use_vmap and _has_no_gaps(mask_function):
-        spans = read([rows(0, q_length)])  # a compiler fuses these rows into what is read from them
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
-    if spans is not None and padding is not None and not traced:
-        spans = spans & read([padding[:, None, None]])
-    if spans is None or not _holds(spans, traced):  # a function of the user's own in a trace, or gaps
+    if traced:
+        contiguous = not use_vmap and any(mask_function.__code__ is code for code in WITHOUT_GAPS)
+        spans = _asserted(read([rows(0, q_length)])) if contiguous else None  # a compiler fuses these rows
+    else:
+        spans = None if use_vmap else known(mask_function, own)
+        spans = _read_in_chunks(rows, q_length, batch_size * kv_length) if spans is None else spans
+        spans = _checked(spans if padding is None else spans & read([padding[:, None, None]]))
+    if spans is None:
         return build(**whole, **kwargs, mask_function=mask_function, use_vmap=use_vmap)
     ranges = torch.stack([x.clamp(0, kv_length).expand(batch_size, q_length) for x in spans[:2]], -1)
     if traced and padding is not None:
@@ -96,12 +97,33 @@ def structured_mask(
 
 
 def _layers_pass(window: int | None, config: Any) -> bool:
-    """Whether the layers of this config's model pass this window on: patched ones do, as their family says."""
+    """Whether the layers of this config's model pass this window to their attention function, as patched ones do."""
     family = FAMILIES.get(getattr(config, "base_model_type", ""))
     if window is None or family is None or not family.has_window:
         return False
     chunked = getattr(config, "attention_chunk_size", None) is not None  # then the size may be that of the chunks
     return not chunked and window == getattr(config, "sliding_window", None)
+
+
+def _everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key >= 0
+
+
+def _read_in_chunks(rows: Callable[[int, int], Tensor], queries: int, row: int) -> Spans:
+    """The spans of a mask with `row` entries for each query."""
+    step = max(CHUNK // row, 1)
+    return read(rows(first, min(step, queries - first)) for first in range(0, queries, step))
+
+
+def _checked(spans: Spans) -> Spans | None:
+    """The spans if their conditions hold, which waits for the device once."""
+    return spans if not spans.conditions or bool(torch.stack(spans.conditions).all()) else None
+
+
+def _asserted(spans: Spans) -> Spans:
+    """The spans in a graph that asserts their conditions when it runs."""
+    torch._assert_async(torch.stack(spans.conditions).all(), GAPS)
+    return spans
 
 
 def is_ranges(mask: Tensor) -> bool:
@@ -110,33 +132,14 @@ def is_ranges(mask: Tensor) -> bool:
 
 
 def is_padded_ranges(mask: Tensor) -> bool:
-    """Whether a mask of four dimensions is ranges and padding, as a trace gets them."""
+    """Whether a mask of four dimensions is ranges and padding, as in a trace."""
     return mask.dtype == torch.int32 and not is_ranges(mask)
 
 
-def _has_no_gaps(function: Any) -> bool:
-    return any(function.__code__ is code for code in WITHOUT_GAPS)
-
-
-def _everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return key >= 0
-
-
-def _holds(spans: Spans, traced: bool) -> bool:
-    """Whether the spans say all; reading that waits for the device once. A trace goes on, and asserts it."""
-    if not spans.conditions:
-        return True
-    holds = torch.stack(spans.conditions).all()
-    if traced:
-        torch._assert_async(holds, GAPS)
-        return True
-    return bool(holds)
-
-
 class Structure(NamedTuple):
-    """Which keys each query may see: a mask, or ranges `[B, T, 2]`, or else causality and window; keys cut to these.
+    """Keys and values, and which of them each query sees: by a mask, by ranges `[B, T, 2]`, or by causality and window.
 
-    `order` `[B, S]` says where each key stood before; None: where it stands.
+    `order` `[B, S]` is the place of each key in the call, if the keys were moved.
     """
 
     key: Tensor
@@ -158,7 +161,7 @@ def structure(
     is_causal: bool | None = None,
     boundaries: Tensor | None = None,
 ) -> Structure:
-    """transformers' conventions for a call of an attention function, spelt out for the ops.
+    """Apply transformers' conventions to the mask, window and causality of a call of an attention function.
 
     `boundaries` `[N + 1]` are the ends of packed sequences in the flattened batch (`cu_seq_lens_q`).
     """
@@ -166,33 +169,33 @@ def structure(
     tokens = None
     if mask is not None and is_padded_ranges(mask):
         mask, tokens = mask[..., : 2 * queries].reshape(-1, 1, queries, 2), mask[:, 0, 0, 2 * queries :]
-    if mask is not None and is_ranges(mask):  # they hold causality, window and padding, as a mask does
+    if mask is not None and is_ranges(mask):  # these include causality, window and padding
         seen = Structure(key, value, None, mask[:, 0].clamp_max(keys), False, None)
     elif mask is not None:
         seen = Structure(key, value, mask[..., :keys], None, False, None)
     else:
         causal = _is_causal(module) if is_causal is None else bool(is_causal)
-        if causal and 1 < queries < keys:  # a static cache's first call: what lies beyond the queries is still empty
+        if causal and 1 < queries < keys:  # a static cache's first call: the rest of it is empty
             key, value = key[:, :, :queries], value[:, :, :queries]
-        # Causal with one query too: a window looks back only. An unpatched layer's is in its masks, where it has one.
+        # Causal with one query too: a window looks back only. The window of an unpatched layer is in its masks.
         seen = Structure(key, value, None, None, causal, window if hasattr(module, "scheme") else None)
     seen = seen if boundaries is None else _within_sequences(seen, query, boundaries)
     return seen if tokens is None else _without_gaps(seen, tokens[:, :keys])
 
 
 def _is_causal(module: nn.Module) -> bool:
-    """Whether a mask of None means causality to the module: not where its model asks for masks without, as config says.
+    """Whether a mask of None means causal attention: both the module and its config say so.
 
-    transformers' sdpa goes by the module alone, and so is causal where its eager attention is not.
+    transformers' sdpa reads the module alone, and so is causal for models whose eager attention is not.
     """
     model_is = getattr(getattr(module, "config", None), "is_causal", True)
     return bool(getattr(module, "is_causal", True) and model_is)
 
 
 def _without_gaps(seen: Structure, tokens: Tensor) -> Structure:
-    """The same with the keys of each row that are tokens (`tokens` `[B, S]`, 1 for these) in front of the others.
+    """Move the keys that are tokens (1 in `tokens` `[B, S]`) in front of the others, in their order.
 
-    They keep their order, so that a query still sees a range of them.
+    So each query still sees a range of keys.
     """
     assert seen.ranges is not None
     order = (1 - tokens).argsort(dim=-1, stable=True)
@@ -203,7 +206,7 @@ def _without_gaps(seen: Structure, tokens: Tensor) -> Structure:
 
 
 def _within_sequences(seen: Structure, query: Tensor, boundaries: Tensor) -> Structure:
-    """Keep packed sequences apart: `boundaries` `[N + 1]` are their ends in the flattened batch."""
+    """Hide the other packed sequences from each query."""
     batch, length = query.shape[0], query.shape[2]
     if length != seen.key.shape[2]:
         raise ValueError("hf_qknorm attention takes cu_seq_lens_q for whole sequences only, not with a filled cache")

@@ -1,7 +1,7 @@
-"""Whether weights hold every tensor that a model asks for, checked by names, shapes and dtypes alone.
+"""Check that a checkpoint holds every tensor of its model, by names, shapes and dtypes alone.
 
-transformers does the matching, by loading the model on the meta device: it renames, joins and splits stored tensors,
-ties weights, and knows which ones may be absent. No value of a tensor is read.
+transformers matches the names by loading the model on the meta device: it renames, joins and splits stored tensors,
+ties weights, and knows which ones are optional. No value of a tensor is read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import logging as transformers_logging
 
-from hf_qknorm.checkpoint.safetensors_files import New, Stored
-from hf_qknorm.files.names import INDEX, SINGLE
-from hf_qknorm.files.untrusted import brief
+from hf_qknorm.checkpoint.safetensors_files import Tensors
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.names import CONFIG, INDEX, SINGLE
 from hf_qknorm.model.load_checks import checked_elsewhere
 
-Tensors = Mapping[str, Stored | New]
 NORM = re.compile(r"(?:^|\.)(?:[qkv]|query|key|value)_(?:layer)?norm\.[^.]+$")  # of heads, in an attention layer
 REPORTER = logging.getLogger("transformers.modeling_utils")
 
@@ -35,66 +34,66 @@ REPORTER = logging.getLogger("transformers.modeling_utils")
 def check_complete(
     model_class: type[PreTrainedModel], config: PretrainedConfig, tensors: Tensors, folder: Path
 ) -> tuple[str, ...]:
-    """Check that `tensors`, of the checkpoint in `folder`, are all that the model asks for.
+    """Check that `tensors`, of the checkpoint in `folder`, are those of the model; return the names that it ignores.
 
-    Returns the names of those that the model does not read. Of a quantised model only the norms of heads are checked:
-    the shapes and dtypes of its other tensors are the quantiser's.
+    Of a quantised model only the norms of heads are checked: its quantiser decides on the other tensors.
 
-    Raises ValueError, naming file and tensor, for one that is missing, of another shape, of a dtype that is no floating
-    point where the model computes in it, stored twice, or a norm of heads that the model does not have; and naming
-    config.json, if no model can be built from it.
+    Raises ValueError, naming file and tensor, for a tensor that is missing, of another shape, not floating point where
+    the model computes with it, stored twice, or of a norm that the model does not have; and naming config.json, if no
+    model can be built from it.
     """
-    fit = _Fit(model_class, config, tensors, folder)
-    if not fit.quantised:
-        fit.check_missing()
-    fit.check_norms()
-    if not fit.quantised:
-        fit.check_shapes()
-        fit.check_twice()
-    fit.check_dtypes()
-    return fit.unused
+    comparison = _Comparison(model_class, config, tensors, folder)
+    if not comparison.quantised:
+        comparison.check_missing()
+    comparison.check_norms()
+    if not comparison.quantised:
+        comparison.check_shapes()
+        comparison.check_twice()
+    comparison.check_dtypes()
+    return comparison.ignored
 
 
-class _Fit:
-    """How tensors fit a model: what it reads each one as, and what is wrong with them, by transformers' account."""
+class _Comparison:
+    """Stored tensors compared with those of a model: `read_as` maps each stored name to the model's own."""
 
     def __init__(
         self, model_class: type[PreTrainedModel], config: PretrainedConfig, tensors: Tensors, folder: Path
     ) -> None:
         self.tensors, self.folder, self.config = tensors, folder, config
+        self.config_file = folder / CONFIG
         self.quantised = getattr(config, "quantization_config", None) is not None
-        self.kind = model_class.__name__
+        self.class_name = model_class.__name__
         plain = copy.deepcopy(config)
         if self.quantised:
             del plain.quantization_config
-        model = self._built(model_class, plain)
-        self.asked = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
+        model = self._build(model_class, plain)
+        self.expected = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
         self.modules = {name for name, _ in model.named_modules()}
-        self.read_as, self.joined = _renamed(model, tensors)
-        info = self._loaded(model_class, plain)
-        self.missing = [name for name in self.asked if name in info["missing_keys"]]
-        found = {name: tuple(got) for name, got, _ in info["mismatched_keys"]}
-        self.other_shape = {name: found[name] for name in self.asked if name in found}
+        self.read_as, self.joined = _match_names(model, tensors)
+        info = self._loading_info(model_class, plain)
+        self.missing = [name for name in self.expected if name in info["missing_keys"]]
+        found = {name: tuple(shape) for name, shape, _ in info["mismatched_keys"]}
+        self.wrong_shape = {name: found[name] for name in self.expected if name in found}
         unexpected = info["unexpected_keys"]
-        self.unused = tuple(name for name, key in self.read_as.items() if key in unexpected)
+        self.ignored = tuple(name for name, key in self.read_as.items() if key in unexpected)
 
-    def _built(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> nn.Module:
+    def _build(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> nn.Module:
         try:
             with torch.device("meta"):
-                return model_class(copy.deepcopy(config))  # to which it writes
+                return model_class(copy.deepcopy(config))  # the constructor writes to it
         except Exception as error:  # a config's fields can be wrong in any way
             raise ValueError(
-                f"{self._config_file}: no {self.kind} can be built from it "
-                f"({type(error).__name__}: {brief(str(error))})"
+                f"{self.config_file}: no {self.class_name} can be built from it "
+                f"({type(error).__name__}: {shorten(str(error))})"
             ) from error
 
-    def _loaded(self, model_class: Any, config: PretrainedConfig) -> dict[str, Any]:
-        """transformers' account of a loading: the names that are missing, unexpected, or of another shape."""
+    def _loading_info(self, model_class: Any, config: PretrainedConfig) -> dict[str, Any]:
+        """Return transformers' loading info: the names that are missing, unexpected, or of another shape."""
         try:
             return _load(model_class, config, self.tensors)
         except RuntimeError as error:
             keys = sorted({self.read_as[name] for name in self.joined})
-            while len(keys) > 1:  # transformers does not say which ones it can't join: halve them
+            while len(keys) > 1:  # bisect, as transformers does not name the tensors that it can't join
                 half = keys[: len(keys) // 2]
                 keys = half if self._fails(model_class, config, half) else keys[len(half) :]
             names = [name for name, key in self.read_as.items() if key in keys] or [*self.tensors]
@@ -115,45 +114,37 @@ class _Fit:
         return False
 
     @property
-    def _where(self) -> Path:
+    def _weights_file(self) -> Path:
         files = {tensor.file for tensor in self.tensors.values()}
         return self.folder / (SINGLE if files == {SINGLE} else INDEX)
 
-    @property
-    def _config_file(self) -> Path:
-        return self.folder / "config.json"
-
     def _stored(self, key: str) -> tuple[Path, str]:
-        """The file of what is read as a model's tensor, and its name there, or those of the first that are joined."""
+        """Return the file and stored name of a model's tensor; of several joined tensors, those of the first."""
         names = [name for name, read in self.read_as.items() if read == key]
         if not names:
-            return self._where, key
+            return self._weights_file, key
         first = min(names, key=dot_natural_key)
         joined = f"{key}, joined from {len(names)} tensors, first {first}," if len(names) > 1 else first
         return self.folder / self.tensors[first].file, joined
 
     def check_norms(self) -> None:
-        wrong = {name: self.asked[name][0] for name in (*self.missing, *self.other_shape) if NORM.search(name)}
-        for name, shape in wrong.items():
-            file, stored = self._stored(name)
-            got = f"has shape {list(self.other_shape[name])}" if name in self.other_shape else "is not there"
+        scheme = getattr(self.config, "scheme", None)
+        setting = f" (qk_norm = {scheme})" if scheme is not None else ""
+        for key in filter(NORM.search, (*self.missing, *self.wrong_shape)):
+            file, name = self._stored(key)
+            problem = f"has shape {list(self.wrong_shape[key])}" if key in self.wrong_shape else "is not there"
             raise ValueError(
-                f"{file}: {stored} {got}, expected {list(shape)}, as {self._config_file} asks for{self._scheme}. "
-                "Restore the config.json or the weights that belong together"
+                f"{file}: {name} {problem}, expected {list(self.expected[key][0])}, as {self.config_file} asks "
+                f"for{setting}. Restore the config.json or the weights that belong together"
             )
-        for name in self.unused:
+        for name in self.ignored:
             key = self.read_as[name]
             if NORM.search(key) and key.rsplit(".", 2)[0] in self.modules:
                 raise ValueError(
-                    f"{self.folder / self.tensors[name].file}: {name} is the weight of a norm that a {self.kind} does "
-                    f"not have, by {self._config_file}{self._scheme}. Restore the config.json that belongs to these "
-                    "weights"
+                    f"{self.folder / self.tensors[name].file}: {name} is the weight of a norm that a {self.class_name} "
+                    f"does not have, by {self.config_file}{setting}. Restore the config.json "
+                    "that belongs to these weights"
                 )
-
-    @property
-    def _scheme(self) -> str:
-        scheme = getattr(self.config, "scheme", None)
-        return f" (qk_norm = {scheme})" if scheme is not None else ""
 
     def check_missing(self) -> None:
         missing = [name for name in self.missing if not NORM.search(name)]
@@ -161,27 +152,30 @@ class _Fit:
             return
         first = missing[0]
         layer = re.match(r".*?\.\d+\.", first)
-        beyond = layer and not any(name.startswith(layer.group()) for name in self.read_as.values())
-        reason = f"num_hidden_layers={getattr(self.config, 'num_hidden_layers', None)}, {self.kind}"
+        layers = ""
+        if layer and not any(name.startswith(layer.group()) for name in self.read_as.values()):
+            layers = f"num_hidden_layers={getattr(self.config, 'num_hidden_layers', None)}, "
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"{self._where}: no entry for {first} {list(self.asked[first][0])}{more}, which {self._config_file} asks "
-            f"for ({reason if beyond else self.kind}). transformers would make up its values. Is the download "
-            'complete? If it is, correct the config, or name the class that the weights are of under "architectures"'
+            f"{self._weights_file}: no entry for {first} {list(self.expected[first][0])}{more}, which "
+            f"{self.config_file} asks for ({layers}{self.class_name}). transformers would fill in random values. Is "
+            "the download complete? If it is, correct the config, or name the class of the weights under "
+            '"architectures"'
         )
 
     def check_shapes(self) -> None:
-        for key, got in self.other_shape.items():
+        for key, shape in self.wrong_shape.items():
             file, name = self._stored(key)
             raise ValueError(
-                f"{file}: {name} has shape {list(got)}, expected {list(self.asked[key][0])}, as {self._config_file} "
-                f"asks for ({self.kind}). Restore the config.json or the weights that belong together"
+                f"{file}: {name} has shape {list(shape)}, expected {list(self.expected[key][0])}, as "
+                f"{self.config_file} asks for ({self.class_name}). Restore the config.json or the weights that belong "
+                "together"
             )
 
     def check_twice(self) -> None:
         seen: dict[str, str] = {}
         for name, key in self.read_as.items():
-            if key in self.asked and name not in self.joined and seen.setdefault(key, name) != name:
+            if key in self.expected and name not in self.joined and seen.setdefault(key, name) != name:
                 raise ValueError(
                     f"{self.folder / self.tensors[name].file}: {name} and {seen[key]} are both read as {key}: the "
                     "checkpoint mixes two saves. Save the model again"
@@ -189,7 +183,7 @@ class _Fit:
 
     def check_dtypes(self) -> None:
         for name, key in self.read_as.items():
-            computed = key in self.asked and self.asked[key][1].is_floating_point
+            computed = key in self.expected and self.expected[key][1].is_floating_point
             tensor = self.tensors[name]
             if computed and not tensor.is_floating_point and (NORM.search(key) or not self.quantised):
                 raise ValueError(
@@ -200,23 +194,23 @@ class _Fit:
 
 def _load(model_class: Any, config: PretrainedConfig, tensors: Tensors) -> dict[str, Any]:
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
-    load: Any = PreTrainedModel.from_pretrained.__func__  # not a patched class's own, which says less of what is wrong
+    load: Any = PreTrainedModel.from_pretrained.__func__  # a patched class's own has less precise errors
     options = {"device_map": "meta", "dtype": torch.float32, "ignore_mismatched_sizes": True}
     with _quiet(), checked_elsewhere():
         _, info = load(model_class, None, config=config, state_dict=shapes, output_loading_info=True, **options)
     return dict(info)
 
 
-def _renamed(model: Any, tensors: Tensors) -> tuple[dict[str, str], set[str]]:
-    """What the model reads each stored tensor as, and the names of those that it joins or splits."""
+def _match_names(model: Any, tensors: Tensors) -> tuple[dict[str, str], set[str]]:
+    """Return the model's name of each stored tensor, and the stored names that it joins or splits."""
     conversions = get_model_conversion_mapping(model)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    asked, prefix = model.state_dict(), model.base_model_prefix
+    expected, prefix = model.state_dict(), model.base_model_prefix
     read_as, joined = {}, set()
-    for name in sorted(tensors, key=dot_natural_key):  # some renamings depend on those before
-        key, pattern = rename_source_key(name, renamings, converters, prefix, asked)
-        if key not in asked and name in asked:
+    for name in sorted(tensors, key=dot_natural_key):  # some renamings depend on earlier ones
+        key, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if key not in expected and name in expected:
             key, pattern = name, None
         read_as[name] = key
         if pattern is not None:
@@ -226,17 +220,13 @@ def _renamed(model: Any, tensors: Tensors) -> tuple[dict[str, str], set[str]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' report of a loading and its progress bar."""
-    bars = transformers_logging.is_progress_bar_enabled()
-    REPORTER.addFilter(_never)
+    """Suppress transformers' report of a loading and its progress bar."""
+    bars, disabled = transformers_logging.is_progress_bar_enabled(), REPORTER.disabled
+    REPORTER.disabled = True
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        REPORTER.removeFilter(_never)
+        REPORTER.disabled = disabled
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def _never(record: logging.LogRecord) -> bool:
-    return False

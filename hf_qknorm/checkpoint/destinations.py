@@ -1,4 +1,4 @@
-"""Where a command may write: never over a source, and in place of nothing but what it writes itself."""
+"""Checks of a destination: a command never overwrites its source, and replaces only what a command like it wrote."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.files.atomic_io import check_parent
-from hf_qknorm.files.names import CONFIG, FOLDERS, foreign_files
+from hf_qknorm.files.names import CONFIG, FOLDERS, unknown_files
+from hf_qknorm.files.paths import check_parent
 from hf_qknorm.files.untrusted import read_json
 
 SHOWN = 3  # names in an error
-CHECKPOINT = (CONFIG, "model_type")  # the file that shows that a folder is a checkpoint, and a key in it
+CHECKPOINT = (CONFIG, "model_type")  # the file that marks a folder as a checkpoint, and a key in it
 
 
 def check_new(path: Path, *, overwrite: bool) -> None:
-    """Raise OSError unless a folder can be put at `path`; FileExistsError where one is there and not to be replaced.
+    """Raise OSError unless a new folder can be put at `path`; FileExistsError if a folder there may not be replaced.
 
-    The working directory, and a folder that holds it, can't be: a rename would leave shells in a folder that is gone.
+    The working directory and its parents are never replaced: shells would stay in a folder that is gone.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise FileExistsError(f"{path} is a file or a link: give the name of a new folder")
@@ -41,14 +41,14 @@ def check_folder(
     *,
     overwrite: bool,
     sources: Iterable[Any] = (),
-    sign: tuple[str, str] = CHECKPOINT,
-    foreign: Callable[[Path], list[str]] = foreign_files,
+    marker: tuple[str, str] = CHECKPOINT,
+    unknown: Callable[[Path], list[str]] = unknown_files,
 ) -> None:
-    """Raise FileExistsError, touching nothing, unless a command may put its folder at `path`, or replace one there.
+    """Raise FileExistsError unless a command may create its output folder at `path`, or replace the folder there.
 
-    `sources` are what it reads: none may be the folder that is replaced, lie in it, or be linked into it; what is no
-    path of this machine (Hub names, texts in memory, None) can't be. What may be replaced, with `overwrite` alone, is a
-    folder with the file and key of `sign`, and without `foreign` files; copies of a source's own files are none.
+    `sources` are the command's inputs: none may be the replaced folder, lie in it, or have links into it. Sources that
+    are no local paths (Hub names, texts in memory, None) are ignored. With `overwrite`, a folder is replaced if it has
+    the file and key of `marker`, and no `unknown` files other than copies of a source's own files.
     """
     here = _on_this_machine(sources)
     for source in here:
@@ -58,11 +58,11 @@ def check_folder(
     check_new(path, overwrite=overwrite)
     if not path.is_dir() or not any(path.iterdir()):
         return
-    if not _has_key(path, *sign):
+    if not _has_key(path, *marker):
         raise FileExistsError(
-            f"{path} holds no {sign[0]} with {sign[1]!r}, so it is nothing that may be overwritten: move it away"
+            f"{path} holds no {marker[0]} with {marker[1]!r}, so it may not be overwritten: move it away"
         )
-    others = [name for name in foreign(path) if not any(_is_copy(path / name, source / name) for source in here)]
+    others = [name for name in unknown(path) if not any(_is_copy(path / name, source / name) for source in here)]
     if others:
         more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
         raise FileExistsError(
@@ -71,11 +71,11 @@ def check_folder(
         )
 
 
-def check_files(folder: Path, names: Iterable[str], *, sources: Iterable[Any], sign: tuple[str, str]) -> None:
-    """Raise FileExistsError, touching nothing, unless a command may write these files into `folder`.
+def check_files(folder: Path, names: Iterable[str], *, sources: Iterable[Any], marker: tuple[str, str]) -> None:
+    """Raise FileExistsError unless a command may write the files `names` into `folder`.
 
-    They may not be among its `sources`, nor become a part of one; and they may replace only what the same command
-    wrote, which the file and key of `sign` show.
+    They may not be among its `sources`, nor lie in the folder of one. Existing files are replaced only if the folder
+    has the file and key of `marker`, which the same command wrote.
     """
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file: give a folder")
@@ -85,12 +85,12 @@ def check_files(folder: Path, names: Iterable[str], *, sources: Iterable[Any], s
             raise FileExistsError(f"{folder} is the source: give another folder, so that nothing is added to it")
         for path in there:
             check_apart(path, source)
-    if there and not _has_key(folder, *sign):
+    if there and not _has_key(folder, *marker):
         raise FileExistsError(f"{there[0]} is there, and not from this command: move it away, or give another folder")
 
 
 def check_apart(path: Path, source: Path) -> None:
-    """Raise FileExistsError where a source that is there, or what its links point to, is `path`, or lies in it."""
+    """Raise FileExistsError if an existing source, or the target of a link in it, is `path` or lies in it."""
     linked = [source]
     if source.is_dir():
         linked += [item for place in ("*", *(f"{name}/*" for name in FOLDERS)) for item in source.glob(place)]
@@ -106,13 +106,13 @@ def _on_this_machine(sources: Iterable[Any]) -> list[Path]:
 
 
 def _holds(path: Path, item: Path) -> bool:
-    """Whether `path` is `item`, or a folder around it, behind all links."""
+    """Return whether `path` is `item` or one of its parents, with all links resolved."""
     real = Path(os.path.realpath(item))
     return path.exists() and any(p.exists() and os.path.samefile(path, p) for p in (real, *real.parents))
 
 
 def _has_key(folder: Path, name: str, key: str) -> bool:
-    """Whether a JSON file of the folder is a mapping with a key."""
+    """Return whether the JSON file `name` of a folder is a mapping with a key."""
     try:
         data = read_json(folder / name)
     except (OSError, ValueError):

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from hf_qknorm.convert.fit import check_movable, fit_gains
 from hf_qknorm.convert.knees import KNEES, restored, search
 from hf_qknorm.convert.moments import fit_spread, moments, norm_sizes, norms_of
+from hf_qknorm.convert.pretrained import load_tokenizer
 from hf_qknorm.convert.text import as_batches, check_batches
-from hf_qknorm.convert.trained import load_tokenizer
-from hf_qknorm.files.atomic_io import hub_name
-from hf_qknorm.files.untrusted import brief
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.model.attention import patched_layers, require_base
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
@@ -109,7 +109,7 @@ def settled(scheme: Scheme, method: str | None, knee: Knee | None, most: float |
     if most is not None and not math.isfinite(most):
         raise ValueError(f"max_loss_increase={most} is no limit: expected a finite number, or None")
     if isinstance(knee, str) and knee != "auto":
-        raise ValueError(f'knee={brief(knee)}: expected a number ≥ 0, "auto", or None')
+        raise ValueError(f'knee={shorten(knee)}: expected a number ≥ 0, "auto", or None')
     if method == "ones" and knee == "auto":
         raise ValueError('knee="auto" is found with gains by "moments": name another method than "ones", or a number')
     if knee is None:

@@ -1,6 +1,6 @@
-"""`convert_checkpoint`: a checkpoint on the disk or the Hub to one with a scheme, written whole or not at all.
+"""`convert_checkpoint`: a checkpoint on the disk or the Hub converted to a scheme, written atomically.
 
-The weights pass through shard by shard; a model is built only to calibrate it.
+The weights are rewritten shard by shard; a model is built only for a calibration.
 """
 
 from __future__ import annotations
@@ -16,19 +16,30 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_qknorm.checkpoint.config import check_readable
+from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.destinations import check_folder, check_new
-from hf_qknorm.checkpoint.safetensors_files import Weights, copy_file
-from hf_qknorm.checkpoint.source import Source, check_readable, open_source
+from hf_qknorm.checkpoint.safetensors_files import Weights
+from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.convert.calibrate import MAX_TOKENS, Knee, calibrate, length_for
-from hf_qknorm.convert.memory import SEQUENCES, memory_left, placed
-from hf_qknorm.convert.plan import Plan, check_exact_fold, converted_config, make_plan, new_tensors, stored_name
-from hf_qknorm.convert.request import Request
+from hf_qknorm.convert.memory import SEQUENCES, memory_left, place_weights
+from hf_qknorm.convert.plan import (
+    Options,
+    Plan,
+    check_exact_fold,
+    converted_config,
+    make_plan,
+    new_tensors,
+    stored_name,
+)
+from hf_qknorm.convert.pretrained import load_tokenizer
 from hf_qknorm.convert.text import as_batches, check_batches, check_text, regrouped
-from hf_qknorm.convert.trained import load_tokenizer
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.families.class_names import TYPE_PREFIX
-from hf_qknorm.files.atomic_io import check_space, hub_name, new_folder, user_path
-from hf_qknorm.files.names import REPORT
+from hf_qknorm.files.atomic_io import new_folder
+from hf_qknorm.files.hub_names import hub_name
+from hf_qknorm.files.names import CONFIG, REPORT
+from hf_qknorm.files.paths import check_space, user_path
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
@@ -47,16 +58,24 @@ def plan_conversion(
     overwrite: bool = False,
     allow_pickle: bool = False,
 ) -> Plan:
-    """What `convert_checkpoint` would do with these arguments; writes nothing, and reads no more than headers.
+    """Return the plan of `convert_checkpoint` with these arguments.
 
-    Raises what `convert_checkpoint` raises before it reads weights.
+    Nothing is written, and of the weights only headers are read. Raises what `convert_checkpoint` raises before it
+    reads weights.
+
+    >>> print(qk.plan_conversion("llama", "converted", "qk_norm"))  # doctest: +ELLIPSIS
+    source      llama (llama, ... parameters)
+    destination converted (qknorm_llama, ... MB)
+    scheme      q=rms, k=rms
+    adds        ... parameters: ... tensors, first model.layers.0.self_attn.q_norm.weight
+    ...
     """
     destination = user_path(dst, "dst")
     check_new(destination, overwrite=overwrite)
-    request = Request.of(scheme, calibration, method, knee)
-    with _opened(src, request, allow_pickle) as (source, request):
+    options = Options.of(scheme, calibration, method=method, knee=knee)
+    with _open_convertible(src, options, allow_pickle) as (source, options):
         check_folder(destination, overwrite=overwrite, sources=[source.folder, calibration])
-        return make_plan(source, destination, request)
+        return make_plan(source, destination, options)
 
 
 def convert_checkpoint(
@@ -75,75 +94,62 @@ def convert_checkpoint(
 ) -> Calibration | None:
     """Convert the checkpoint `src` (a folder or a Hub name) to `scheme`, into the new folder `dst`.
 
-    With `calibration` (data as `calibrate` takes it) the model is loaded, and gains and knee are set by `method` and
-    `knee` as `calibrate` does: by default in closed form, with the smallest knee that keeps the loss. The report is
-    returned, and saved beside the weights. Without calibration gains are fresh, and the weights stream through without
-    a model being built.
+    With `calibration` (texts or batches, as for `calibrate`) the model is loaded and calibrated with `method` and
+    `knee`; the report is returned, and saved beside the weights. Without it gains are fresh, and no model is built.
 
-    `max_memory` is how much memory the process may take in all, in bytes or as "8GB"; by default as much as the
-    machine, its cgroups and the process's limits leave. Of a checkpoint that does not fit, accelerate reads the layers
-    from the disk in each forward pass. Then batches are regrouped, into up to 64 sequences each, as many as a third of
-    the memory holds, and eight batches at least: fewer passes read the weights.
+    `max_memory` limits the memory of the process, in bytes or as "8GB"; default: what machine, cgroups and process
+    limits leave. If the checkpoint does not fit, accelerate reads the layers from the disk in each forward pass, which
+    then takes up to 64 sequences.
 
-    Tokenizer, generation config, templates, licence and card travel along, and with `standalone` the code that runs it
-    with torch and transformers alone, as `add_standalone` gives it. `dst` appears at once when all is written; one that
-    is there is replaced only with `overwrite`, and only where it is a checkpoint and holds nothing else. Only
-    safetensors is read, unless `allow_pickle`.
+    Tokenizer, generation config, templates, licence and card are copied; `standalone` adds the code that runs the model
+    without hf_qknorm, as `add_standalone` does. `dst` appears once it is complete. With `overwrite` an existing folder
+    is replaced if it holds a checkpoint and nothing else. Pickled weights are read with `allow_pickle` alone.
 
-    Raises ValueError for a source, scheme or tokenizer that can't be converted, naming the file, for a knee without
-    text to calibrate it on, for too little text or memory, for a loss (nats) that rose by more than
-    `max_loss_increase`, and for an empty `dst`; FileExistsError for a destination that is there and not to be replaced,
-    is the working directory, or holds the source or the calibration text; OSError, naming the file, for what can't be
-    read or written. Nothing is written then.
+    Raises ValueError, naming the file, for a source, scheme or tokenizer that can't be converted, for too little text
+    or memory, for a knee without calibration, and for a loss that rises by more than `max_loss_increase` nats;
+    FileExistsError for a destination that may not be replaced, is the working directory, or holds the source or the
+    text; OSError, naming the file, for a failed read or write. After an error nothing is written.
+
+    >>> report = qk.convert_checkpoint("llama", "converted", "qk_norm", calibration=texts, method="moments")
+    >>> report.scheme.q
+    'rms'
     """
-    request = Request.of(scheme, calibration, method, knee, max_loss_increase, max_memory)
+    options = Options.of(
+        scheme, calibration, method=method, knee=knee, max_loss_increase=max_loss_increase, max_memory=max_memory
+    )
     if isinstance(calibration, str | Path):
         check_text(str(calibration))
     destination = user_path(dst, "dst")
     check_new(destination, overwrite=overwrite)
-    with _opened(src, request, allow_pickle) as (source, request):
+    with _open_convertible(src, options, allow_pickle) as (source, options):
         check = partial(check_folder, destination, overwrite=overwrite, sources=[source.folder, calibration])
         check()
-        check_space(destination, make_plan(source, destination, request).size, str(destination))
-        report = None
+        check_space(destination, make_plan(source, destination, options).size, str(destination))
+        report: Calibration | None = None
         values: dict[str, Tensor] = {}
         if calibration is not None:
-            report, values = _calibrated(source, request, calibration, max_loss_increase, max_memory, destination)
-            request = replace(request, scheme=report.scheme)
-            dataset = hub_name(calibration) if isinstance(calibration, str) else None
-            report = replace(report, base_model=hub_name(source.name), dataset=dataset)
-        new, removed = new_tensors(source, request)
+            report, values = _calibrate(source, options, calibration, destination)
+            options = replace(options, scheme=report.scheme)
+        new, removed = new_tensors(source, options)
         new |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
         with new_folder(destination, check) as folder:
-            _write_settings(folder, source, request.scheme, standalone=standalone)
+            _write_settings(folder, source, options.scheme, standalone=standalone)
             if report is not None:
                 report.save(folder / REPORT)
             source.weights.rewrite(folder, new, removed)
-            Weights(folder)  # what was written is whole
+            Weights(folder)  # check the written files
             source.check_unchanged()
         return report
 
 
-def _write_settings(folder: Path, source: Source, scheme: Scheme, *, standalone: bool) -> None:
-    """Write all but the weights. Raises ValueError where transformers could not read it."""
-    for file in source.files:
-        (folder / file).parent.mkdir(exist_ok=True)
-        copy_file(source.folder / file, folder / file)
-    config = converted_config(source, scheme)
-    if standalone:
-        carry_code(config)
-    config.save_pretrained(folder)
-    check_readable(folder, source.folder)
-
-
 @contextmanager
-def _opened(src: str | Path, request: Request, allow_pickle: bool) -> Iterator[tuple[Source, Request]]:
-    """The source, and the request with the scheme as it is for this family, once all that can be refused has been."""
+def _open_convertible(src: str | Path, options: Options, allow_pickle: bool) -> Iterator[tuple[Source, Options]]:
+    """Open a source, refuse what can't be converted, and yield it with the scheme resolved for its family."""
     with open_source(src, allow_pickle=allow_pickle) as source:
         if getattr(source.config, "quantization_config", None) is not None:
             raise ValueError(
-                f"{source.folder / 'config.json'}: this checkpoint is quantised. Convert the one in full precision, "
-                "then quantise that"
+                f"{source.folder / CONFIG}: this checkpoint is quantised. Convert the one in full precision, then "
+                "quantise that"
             )
         model_type = source.config.model_type
         if model_type.startswith(TYPE_PREFIX):
@@ -151,30 +157,36 @@ def _opened(src: str | Path, request: Request, allow_pickle: bool) -> Iterator[t
                 f"{source.name} is converted already ({source.config.scheme}): convert the original checkpoint instead"
             )
         try:
-            request = replace(request, scheme=request.scheme.resolve(family_of(source.config).norm))
-            check_scheme(model_type, source.config, request.scheme)
+            options = replace(options, scheme=options.scheme.resolve(family_of(source.config).norm))
+            check_scheme(model_type, source.config, options.scheme)
         except ValueError as error:
-            raise ValueError(f"{source.folder / 'config.json'}: {error}") from error
+            raise ValueError(f"{source.folder / CONFIG}: {error}") from error
         source.check_complete()
-        if not request.scheme.pre_norm and request.method is None:
-            check_exact_fold(source, request.scheme)
-        yield source, request
+        if not options.scheme.pre_norm and options.method is None:
+            check_exact_fold(source, options.scheme)
+        yield source, options
 
 
-def _calibrated(
-    source: Source,
-    request: Request,
-    calibration: Any,
-    max_loss_increase: float | None,
-    max_memory: int | str | None,
-    destination: Path,
+def _write_settings(folder: Path, source: Source, scheme: Scheme, *, standalone: bool) -> None:
+    """Write all files but report and weights. Raises ValueError if transformers could not read them."""
+    for file in source.files:
+        copy_file(source.folder, file, folder)
+    config = converted_config(source, scheme)
+    if standalone:
+        carry_code(config)
+    config.save_pretrained(folder)
+    check_readable(folder, source.folder)
+
+
+def _calibrate(
+    source: Source, options: Options, calibration: Any, destination: Path
 ) -> tuple[Calibration, dict[str, Tensor]]:
-    """Load, patch and calibrate the model; the report, and every value that is new or may have moved, by its name."""
+    """Load, patch and calibrate the model; return the report, and the new or changed values by their stored names."""
     tokenizer, length = partial(load_tokenizer, source.folder), length_for(source.config)
     batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=MAX_TOKENS))
     check_batches(batches, source.config)  # before the weights are read
     longest = max(batch["input_ids"].shape[1] for batch in batches)
-    with placed(source, longest, memory_left(max_memory), destination) as placement:
+    with place_weights(source, longest, memory_left(options.max_memory), destination) as placement:
         if placement.sequences is not None:
             batches = regrouped(batches, placement.sequences)
         model = source.model_class.from_pretrained(
@@ -184,26 +196,21 @@ def _calibrated(
             use_safetensors=True,
             **placement.options,
         )
-        model.name_or_path = ""  # a model with a name is told to be calibrated, which is next
-        patch_model(model, request.scheme)
-        model.name_or_path = str(source.folder)  # where its tokenizer is
-        report = calibrate(
-            model,
-            batches,
-            request.method,
-            knee=request.knee,
-            max_loss_increase=max_loss_increase,
-        )
-        return report, _changed_values(source, request, model)
+        model.name_or_path = ""  # without a name, patch_model does not warn that the model needs a calibration
+        patch_model(model, options.scheme)
+        model.name_or_path = str(source.folder)  # for the tokenizer
+        limit = options.max_loss_increase
+        report = calibrate(model, batches, options.method, knee=options.knee, max_loss_increase=limit)
+        dataset = hub_name(calibration) if isinstance(calibration, str) else None
+        report = replace(report, base_model=hub_name(source.name), dataset=dataset)
+        return report, _changed_values(source, options, model)
 
 
-def _changed_values(source: Source, request: Request, model: Any) -> dict[str, Tensor]:
-    """Gains, biases and knees, and the projections' weights where those moved, by their names in the checkpoint."""
+def _changed_values(source: Source, options: Options, model: Any) -> dict[str, Tensor]:
+    """Return gains, biases and knees, and the projections' weights if those changed, by their stored names."""
     values: dict[str, Tensor] = {}
     for name, layer in patched_layers(model).items():
-        parts = [*head_norms(layer)]
-        if request.moves:
-            parts += layer.family.style.weights
+        parts = [*head_norms(layer), *(layer.family.style.weights if options.changes_projections else ())]
         prefix = stored_name(source.weights, model.base_model_prefix, name, layer) if parts else ""
         for part in parts:
             module = layer.get_submodule(part)

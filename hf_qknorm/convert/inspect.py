@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert.advice import Advice, KneeTrials, Risk, Situation, advise, name_of, rank
 from hf_qknorm.convert.calibrate import length_for, tokenizer_of
-from hf_qknorm.convert.memory import SEQUENCES, memory_left, placed
+from hf_qknorm.convert.memory import SEQUENCES, memory_left, place_weights
+from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
 from hf_qknorm.convert.text import CHARACTERS, as_batches, check_batches, check_text, load_text, tokenize
-from hf_qknorm.convert.trained import load_causal, load_tokenizer
 from hf_qknorm.convert.trials import try_knees, try_schemes
 from hf_qknorm.families import family_of
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
@@ -278,7 +278,7 @@ def inspect_checkpoint(
         ids = tokenize(tokenizer, load_text(texts, limit=CHARACTERS * tokens))[:tokens]
         check_batches([{"input_ids": ids[None]}], source.config)
         scratch = Path(tempfile.gettempdir(), source.folder.name)
-        with placed(source, length_for(source.config), memory_left(None), scratch) as placement:
+        with place_weights(source, length_for(source.config), memory_left(None), scratch) as placement:
             model = load_causal(source, "auto", **placement.options)
             return inspect_model(
                 model, [{"input_ids": ids}], max_tokens=tokens, cap=cap, batch_size=placement.sequences or SEQUENCES

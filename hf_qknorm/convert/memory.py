@@ -1,7 +1,7 @@
-"""How much memory a process may take, and where the weights of a checkpoint go that does not fit into it.
+"""The memory that a process may take, and the placement of a checkpoint's weights in it.
 
-Weights without a place in memory stay on the disk: accelerate reads each layer's from the safetensors when its turn
-comes in a forward pass, and drops them again.
+Weights that do not fit stay on the disk: in each forward pass accelerate reads a layer's weights from the safetensors
+files before the layer runs, and drops them afterwards.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from transformers.core_model_loading import WeightConverter
 
 from hf_qknorm.checkpoint.safetensors_files import DTYPES, Weights
 from hf_qknorm.checkpoint.source import Source
-from hf_qknorm.files.atomic_io import check_space, readable, scratch_folder
+from hf_qknorm.files.atomic_io import scratch_folder
+from hf_qknorm.files.formatting import format_bytes
+from hf_qknorm.files.paths import check_space
 
 try:
     import resource
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
-SEQUENCES = 8  # at most in a forward pass of a model that is in memory
-MOST_SEQUENCES = 64  # at most in one that reads weights from the disk: more of them cost little more
-ROOM = 0.9  # of the memory that is free: the rest is for others, and for what is not counted here
+SEQUENCES = 8  # at most in a forward pass of a model in memory
+MOST_SEQUENCES = 64  # at most in a forward pass that reads weights from the disk, where more cost little more
+USABLE = 0.9  # of the free memory: the rest is for other processes, and for what is not counted here
 UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
                 "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]I?B)?", re.IGNORECASE)
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_UNLIMITED: Final = 2**60  # version 1 of cgroups states a number next to 2⁶³ instead of "max"
+_UNLIMITED: Final = 2**60  # cgroups of version 1 write a number near 2⁶³ instead of "max"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a checkpoint's weights go: `options` of `from_pretrained`.
-
-    `sequences` is how many a forward pass is to take at most; None where there is room enough for the usual ones.
-    """
+    """The placement of a checkpoint's weights, as `options` of `from_pretrained`, and the most sequences that fit into
+    a forward pass; None if `SEQUENCES` do."""
 
     options: dict[str, Any]
     sequences: int | None = None
 
 
-def memory_size(size: int | str, name: str = "max_memory") -> int:
-    """Bytes, from a number of them or a text such as "8GB" (10⁹ each) or "8GiB" (2³⁰ each).
+def parse_size(size: int | str, name: str = "max_memory") -> int:
+    """Return a size in bytes, from a number or a text such as "8GB" (10⁹ bytes each) or "8GiB" (2³⁰ each).
 
     Raises ValueError, naming the argument `name`, for anything else and for 0.
     """
@@ -64,27 +64,28 @@ def memory_size(size: int | str, name: str = "max_memory") -> int:
 
 
 def memory_left(max_memory: int | str | None) -> int:
-    """Bytes that this process may still take: `max_memory` less what it holds, or what is free, whichever is less.
+    """Return the bytes that this process may still take: the free memory, and at most `max_memory` in all.
 
-    Free is the least of what the machine, the cgroups (version 1 and 2) and the process's own limits leave.
-
-    Raises ValueError for a `max_memory` that is no size, or that the process holds already.
+    Machine, cgroups (version 1 and 2) and the process's own limits count. Raises ValueError for a `max_memory` that is
+    no size, or that the process uses already.
     """
     left = _free()
     if max_memory is None:
         return left
-    most, held = memory_size(max_memory), psutil.Process().memory_info().rss
+    most, held = parse_size(max_memory), psutil.Process().memory_info().rss
     if most <= held:
-        raise ValueError(f"max_memory={max_memory!r} is less than the {readable(held)} that this process holds already")
+        raise ValueError(
+            f"max_memory={max_memory!r} is less than the {format_bytes(held)} that this process holds already"
+        )
     return min(most - held, left)
 
 
 def _free() -> int:
-    return int(min([psutil.virtual_memory().available, *_cgroup_rooms(), *_process_limits()]))
+    return int(min([psutil.virtual_memory().available, *_cgroup_limits(), *_process_limits()]))
 
 
 def _process_limits() -> list[int]:
-    """Bytes that the process's own limits on address space and data leave, where there are any."""
+    """Return the bytes that the process's own limits on address space and data leave, if it has any."""
     if resource is None:
         return []
     held = psutil.Process().memory_info()
@@ -93,9 +94,9 @@ def _process_limits() -> list[int]:
     return [max(most[kind] - used[kind], 0) for kind in used if most[kind] != resource.RLIM_INFINITY]
 
 
-def _cgroup_rooms(process: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> list[int]:
-    """Bytes that each memory cgroup of this process and those above it leave; cached files count as free."""
-    rooms = []
+def _cgroup_limits(process: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> list[int]:
+    """Return the bytes that each memory cgroup of this process and its parents leave; cached files count as free."""
+    limits = []
     for line in process.read_text(encoding="utf-8").splitlines() if process.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -106,15 +107,15 @@ def _cgroup_rooms(process: Path = Path("/proc/self/cgroup"), root: Path = _CGROU
             continue
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
-            room = _room(folder, *names)
-            rooms += [] if room is None else [room]
+            left = _left_in_cgroup(folder, *names)
+            limits += [] if left is None else [left]
             if folder == top:
                 break
-    return rooms
+    return limits
 
 
-def _room(folder: Path, limit: str, usage: str, cached: str) -> int | None:
-    """Bytes that a cgroup leaves; None for one without a limit, or that can't be read."""
+def _left_in_cgroup(folder: Path, limit: str, usage: str, cached: str) -> int | None:
+    """Return the bytes that a cgroup leaves; None if it has no limit, or can't be read."""
     try:
         most, used = ((folder / name).read_text(encoding="ascii").strip() for name in (limit, usage))
         stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
@@ -126,20 +127,19 @@ def _room(folder: Path, limit: str, usage: str, cached: str) -> int | None:
 
 
 @contextmanager
-def placed(source: Source, length: int, left: int, scratch: Path) -> Iterator[Placement]:
-    """Where the weights of a checkpoint go, to calibrate it on sequences of `length` tokens in `left` bytes of memory.
+def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iterator[Placement]:
+    """Yield the placement of a checkpoint's weights for forward passes of `length` tokens in `left` bytes of memory.
 
-    What fits goes to the GPUs, if there are any, then into memory; the rest stays in the safetensors. Weights that
-    transformers computes with in another form than it stores (experts, in most models that have them) are written into
-    a temporary folder beside `scratch` on loading, which is gone afterwards.
+    Weights go to the GPUs first, then into memory; the rest stays on the disk. If transformers converts weights when it
+    loads them (as most experts), it writes those that stay on the disk into a temporary folder beside `scratch`.
 
-    Raises ValueError where the largest tensor and one sequence do not fit, OSError where the disk has no room.
+    Raises ValueError if the largest tensor and one sequence do not fit, OSError if the disk is too small.
     """
-    if getattr(source.config, "quantization_config", None) is not None:  # its size in memory is the quantiser's
+    if getattr(source.config, "quantization_config", None) is not None:  # the quantiser decides on the size in memory
         yield Placement({"device_map": "auto"} if torch.cuda.is_available() else {})
         return
-    size, most = source.weights.size, int(ROOM * left)
-    gpus = {place: int(ROOM * free) for place, free in _gpus().items()}
+    size, most = source.weights.size, int(USABLE * left)
+    gpus = {device: int(USABLE * free) for device, free in _gpus().items()}
     fits = (n for n in _down_from(SEQUENCES) if size + working_memory(source, n, length) <= sum(gpus.values()) + most)
     in_memory = next(fits, None)
     sequences = in_memory or _sequences(source, length, most)
@@ -150,41 +150,42 @@ def placed(source: Source, length: int, left: int, scratch: Path) -> Iterator[Pl
         return
     _check_mappable(source.weights)
     with scratch_folder(scratch) as folder:
-        if _converts(source):
+        if _converts_weights(source):
             check_space(folder, size, f"{source.name}, in the form that transformers computes with,")
         yield Placement({**options, "offload_folder": str(folder)}, sequences)
 
 
 def _gpus() -> dict[int, int]:
-    """The free memory of each CUDA device."""
+    """Return the free bytes of each CUDA device."""
     if not torch.cuda.is_available():
         return {}
-    return {place: size for place, size in get_max_memory().items() if isinstance(place, int)}
+    return {device: size for device, size in get_max_memory().items() if isinstance(device, int)}
 
 
 def _sequences(source: Source, length: int, most: int) -> int:
-    """How many sequences a forward pass takes that reads all weights: as many as a third of the memory holds."""
+    """Return the sequences of a forward pass that reads weights from the disk: those that a third of `most` holds."""
     largest = max(tensor.size for tensor in source.weights.stored.values())
     least = largest + working_memory(source, 1, length)
     if least > most:
         raise ValueError(
-            f"{source.name}: {readable(most)} of memory are left, too little for this checkpoint: its largest tensor "
-            f"and one sequence of {length} tokens take {readable(least)}. Raise max_memory, or use a larger machine"
+            f"{source.name}: {format_bytes(most)} of memory are left, too little for this checkpoint: its largest "
+            f"tensor and one sequence of {length} tokens take {format_bytes(least)}. Raise max_memory, or use a larger "
+            "machine"
         )
     many = (n for n in _down_from(MOST_SEQUENCES) if 3 * working_memory(source, n, length) <= most)
     return next(many, 1)
 
 
 def _down_from(most: int) -> list[int]:
-    """The powers of two up to `most`, which is one, the largest first."""
+    """Return the powers of two from `most`, itself one, down to 1."""
     return [most >> i for i in range(most.bit_length())]
 
 
 def working_memory(source: Source, sequences: int, length: int) -> int:
-    """About how many bytes a forward pass of a calibration takes beside the weights, rather too many than too few.
+    """Estimate, from above, the bytes of a calibration's forward pass beside the weights.
 
-    The logits of the model as it is and unpatched, and those of one sequence in float32; of one layer, hidden states,
-    attention logits, and what is summed of queries and keys in float64.
+    They are the logits of the patched and the unpatched model, and of one sequence in float32; and of one layer the
+    hidden states, the attention logits, and float64 sums over queries and keys.
     """
     config = source.config.get_text_config()
     vocabulary, hidden = getattr(config, "vocab_size", 0), config.hidden_size
@@ -195,25 +196,25 @@ def working_memory(source: Source, sequences: int, length: int) -> int:
 
 
 def _itemsize(weights: Weights) -> int:
-    """Bytes of a number of the largest tensor."""
+    """Return the bytes per element of the largest tensor."""
     largest = max(weights.stored.values(), key=lambda tensor: tensor.size)
     return DTYPES[largest.dtype].itemsize if largest.dtype in DTYPES else 4
 
 
 def _check_mappable(weights: Weights) -> None:
-    """Raise ValueError where the process's own limits do not let it map the files: they count maps as memory."""
+    """Raise ValueError if the process's own limits, which count mapped files as memory, are too low for the files."""
     limits = _process_limits()
     largest = max((weights.folder / file).stat().st_size for file in weights.files)
     if limits and min(limits) < weights.size + 2 * largest:
         raise ValueError(
-            f"{weights.folder}: reading these weights from the disk maps their files, {readable(weights.size)} of "
-            f"address space, and the limits of this process leave {readable(min(limits))}, which count maps as memory "
-            "(ulimit -v, ulimit -d). Lift them, and give max_memory (--max-memory) instead"
+            f"{weights.folder}: reading these weights from the disk maps their files, {format_bytes(weights.size)} of "
+            f"address space, and the limits of this process leave {format_bytes(min(limits))}, which count maps as "
+            "memory (ulimit -v, ulimit -d). Lift them, and give max_memory (--max-memory) instead"
         )
 
 
-def _converts(source: Source) -> bool:
-    """Whether transformers stores some of the weights in another form than it computes with."""
+def _converts_weights(source: Source) -> bool:
+    """Return whether transformers joins or splits some of the stored tensors when it loads the model."""
     with torch.device("meta"):
         model = source.model_class(copy.deepcopy(source.config))
     return any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model))

@@ -1,7 +1,8 @@
-"""What a conversion will do to the tensors and files of a checkpoint, known before anything is written."""
+"""The plan of a conversion: its options, and the tensors and files that it adds, changes, removes and copies."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.checkpoint.complete import check_complete
-from hf_qknorm.checkpoint.safetensors_files import New, Weights
+from hf_qknorm.checkpoint.safetensors_files import NewTensor, Weights
 from hf_qknorm.checkpoint.source import Source
-from hf_qknorm.convert.request import Request
+from hf_qknorm.convert.calibrate import Knee, settled
+from hf_qknorm.convert.memory import parse_size
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.names import CONFIG, INDEX
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
@@ -25,8 +27,71 @@ from hf_qknorm.scheme import Scheme
 
 
 @dataclass(frozen=True)
+class Options:
+    """A scheme, and the options of its calibration, as for `convert_checkpoint`; all None without calibration."""
+
+    scheme: Scheme
+    method: str | None = None
+    knee: Knee | None = None
+    max_loss_increase: float | None = None
+    max_memory: int | str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        scheme: Scheme | str | Mapping[str, Any],
+        calibration: Any,
+        *,
+        method: str | None,
+        knee: Knee | None,
+        max_loss_increase: float | None = None,
+        max_memory: int | str | None = None,
+    ) -> Options:
+        """Check these arguments of `convert_checkpoint`, and fill in their defaults.
+
+        Raises ValueError for an impossible value, and for an argument that needs a calibration without one.
+        """
+        scheme = Scheme.of(scheme)
+        if calibration is None:
+            given = {"method": method, "knee": knee, "max_loss_increase": max_loss_increase, "max_memory": max_memory}
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(f"{name} is for a calibration, on text: pass calibration= as well")
+            if scheme.knee:
+                raise ValueError(
+                    f"knee={scheme.knee:g} sets each norm's ε in proportion to its input for a text: pass "
+                    "calibration= (--calibrate TEXT) as well"
+                )
+            return cls(scheme)
+        if max_memory is not None:
+            parse_size(max_memory)
+        method, knee = settled(scheme, method, knee, max_loss_increase)
+        scheme = replace(scheme, knee=0.0 if isinstance(knee, str) else knee)
+        return cls(scheme, method, knee, max_loss_increase, max_memory)
+
+    @property
+    def finds_knee(self) -> bool:
+        """Whether the calibration finds the knee."""
+        return self.knee == "auto"
+
+    @property
+    def changes_projections(self) -> bool:
+        """Whether the calibration changes the projections' weights."""
+        return self.method == "fit_qk" or (self.method is not None and not self.scheme.pre_norm)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What a conversion will do: from where, to where, which tensors come and go, which files travel."""
+    """The plan of a conversion: its source, destination and scheme, and the tensors and files that it touches.
+
+    Tensors: `added` (of `added_parameters` numbers), `changed`, `removed`; `unused` ones are copied, although the model
+    does not read them; `knees` are added too if the calibration finds a knee above 0. Files: `files` are copied, `left`
+    are not; of these, `unread` hold weights that transformers does not read either. `size` is in bytes.
+
+    >>> plan = qk.plan_conversion("llama", "converted", "qk_norm")
+    >>> plan.added[0], plan.removed
+    ('model.layers.0.self_attn.q_norm.weight', ())
+    """
 
     source: str
     destination: str
@@ -39,14 +104,12 @@ class Plan:
     removed: tuple[str, ...]
     files: tuple[str, ...]
     left: tuple[str, ...]
-    size: int  # bytes to be written
-    unread: tuple[str, ...] = ()  # of `left`, the files with weights that transformers does not read either
-    unused: tuple[str, ...] = ()  # tensors that the model does not read, copied as they are
-    knees: tuple[str, ...] = ()  # tensors that come as well where the calibration finds a knee above 0
+    size: int
+    unread: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    knees: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """A few lines for people."""
-
         def listed(names: tuple[str, ...]) -> str:
             return f"{len(names)} tensors, first {names[0]}" if names else "nothing"
 
@@ -66,17 +129,18 @@ class Plan:
             lines["not read"] = f"{', '.join(self.unread)}: transformers reads other files of this folder"
         if self.unused:
             lines["not used"] = f"{listed(self.unused)}: copied, and not read by the model"
-        return "\n".join(f"{what:12}{text}" for what, text in lines.items())
+        return "\n".join(f"{title:12}{text}" for title, text in lines.items())
 
 
-def make_plan(source: Source, dst: Path, request: Request) -> Plan:
-    """The plan of a conversion.
+def make_plan(source: Source, dst: Path, options: Options) -> Plan:
+    """Return the plan of a conversion.
 
-    Raises ValueError, naming file and tensor, unless the converted model finds all that it asks for.
+    Raises ValueError, naming file and tensor, unless the converted model would find all of its tensors.
     """
-    weights, scheme = source.weights, request.scheme
-    new, removed = new_tensors(source, request)
-    with_knee = new_tensors(source, replace(request, scheme=replace(scheme, knee=1.0)))[0] if request.searched else new
+    weights, scheme = source.weights, options.scheme
+    new, removed = new_tensors(source, options)
+    most = replace(options, scheme=replace(scheme, knee=1.0)) if options.finds_knee else options
+    with_knee, _ = new_tensors(source, most)
     tensors = weights.tensors(new, removed)
     model_class = derived_model(source.model_class)
     unused = check_complete(model_class, converted_config(source, scheme), tensors, weights.folder)
@@ -84,7 +148,7 @@ def make_plan(source: Source, dst: Path, request: Request) -> Plan:
     taken = {CONFIG, *weights.files, *map(str, source.files)}
     if weights.index is not None:
         taken.add(INDEX)
-    files = sum((source.folder / file).stat().st_size for file in source.files)
+    copied = sum((source.folder / file).stat().st_size for file in source.files)
     return Plan(
         source=source.name,
         destination=str(dst),
@@ -97,7 +161,7 @@ def make_plan(source: Source, dst: Path, request: Request) -> Plan:
         removed=tuple(sorted(removed)),
         files=tuple(map(str, source.files)),
         left=tuple(sorted(p.name for p in source.folder.iterdir() if p.is_file() and p.name not in taken)),
-        size=sum(tensor.size for tensor in weights.tensors(with_knee, removed).values()) + files,
+        size=sum(tensor.size for tensor in weights.tensors(with_knee, removed).values()) + copied,
         unread=source.unread,
         unused=unused,
         knees=tuple(name for name in with_knee if name not in new),
@@ -105,60 +169,57 @@ def make_plan(source: Source, dst: Path, request: Request) -> Plan:
 
 
 def converted_config(source: Source, scheme: Scheme) -> Any:
-    """The config of the converted model."""
+    """Return the config of the converted model."""
     config = patched_config(source.config, scheme)
     config.architectures = [f"{PREFIX}{source.model_class.__name__}"]
-    vars(config).pop("auto_map", None)  # it names code for the model that it was
+    vars(config).pop("auto_map", None)  # it names code of the original model
     return config
 
 
-def _skeleton(source: Source, scheme: Scheme) -> nn.Module:
-    """The converted model without weights: its modules say what the new parameters are called, and their shapes."""
+def _empty_model(source: Source, scheme: Scheme) -> nn.Module:
+    """Return the converted model on the meta device, for the names and shapes of its parameters."""
     with torch.device("meta"):
         return derived_model(source.model_class)(converted_config(source, scheme))
 
 
-def new_tensors(source: Source, request: Request) -> tuple[dict[str, New], set[str]]:
-    """The tensors that a conversion adds or changes, and the names of those that it removes.
+def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor], set[str]]:
+    """Return the tensors that a conversion adds or changes, and the names of those that it removes.
 
-    They are as they would be without calibration: one gives gains and knees other values, and where it moves
-    projections, those too.
+    Their values are those without calibration: it changes gains and knees, and perhaps projections.
     """
-    scheme = request.scheme
-    new: dict[str, New] = {}
+    scheme, weights = options.scheme, source.weights
+    new: dict[str, NewTensor] = {}
     removed: set[str] = set()
-    model: Any = _skeleton(source, scheme)
+    model: Any = _empty_model(source, scheme)
     for name, layer in patched_layers(model).items():
-        if not (head_norms(layer) or request.moves or not scheme.pre_norm):
+        if not (head_norms(layer) or options.changes_projections or not scheme.pre_norm):
             continue  # a cap has no tensors
-        prefix = stored_name(source.weights, model.base_model_prefix, name, layer)
-        projection = f"{prefix}.{layer.family.style.weights[0]}.weight"
-        file, dtype = source.weights.stored[projection].file, source.weights.dtype(projection)
+        prefix = stored_name(weights, model.base_model_prefix, name, layer)
+        projections = [f"{prefix}.{part}" for part in layer.family.style.weights]
+        file, dtype = weights.stored[f"{projections[0]}.weight"].file, weights.dtype(f"{projections[0]}.weight")
         for norm_name, norm in head_norms(layer).items():
             for kind, parameter in norm.named_parameters():
-                start = norm.fresh if kind == "weight" else 0.0
-                shape = tuple(parameter.shape)
-                new[f"{prefix}.{norm_name}.{kind}"] = New(file, shape, dtype, partial(torch.full, shape, start))
+                shape, value = tuple(parameter.shape), norm.fresh if kind == "weight" else 0.0
+                new[f"{prefix}.{norm_name}.{kind}"] = NewTensor(file, shape, dtype, partial(torch.full, shape, value))
             for kind, buffer in norm.named_buffers():
-                new[f"{prefix}.{norm_name}.{kind}"] = New(file, (), buffer.dtype, partial(torch.full, (), norm.floor))
-        parts = layer.family.style.weights
-        if request.moves:
-            moved = (f"{prefix}.{part}.{kind}" for part in parts for kind in ("weight", "bias"))
-            new |= {key: _as_stored(source.weights, key) for key in moved if key in source.weights}
+                make = partial(torch.full, (), norm.floor)
+                new[f"{prefix}.{norm_name}.{kind}"] = NewTensor(file, (), buffer.dtype, make)
+        if options.changes_projections:
+            names = (f"{projection}.{kind}" for projection in projections for kind in ("weight", "bias"))
+            new |= {key: _as_stored(weights, key) for key in names if key in weights}
         if not scheme.pre_norm:
             pre_norm = f"{prefix.rpartition('.')[0]}.{layer.family.pre_norm}"
-            removed |= {key for key in (f"{pre_norm}.weight", f"{pre_norm}.bias") if key in source.weights}
-            for part in parts:
-                key = f"{prefix}.{part}.weight"
-                transposed = isinstance(layer.get_submodule(part), Conv1D)
-                make = partial(_folded, source.weights, key, pre_norm, layer, transposed)
-                new[key] = replace(_as_stored(source.weights, key), make=make)
+            removed |= {key for key in (f"{pre_norm}.weight", f"{pre_norm}.bias") if key in weights}
+            for part, projection in zip(layer.family.style.weights, projections, strict=True):
+                key, transposed = f"{projection}.weight", isinstance(layer.get_submodule(part), Conv1D)
+                folded = partial(_folded, weights, key, pre_norm, layer, transposed)
+                new[key] = replace(_as_stored(weights, key), make=folded)
     return new, removed
 
 
-def _as_stored(weights: Weights, key: str) -> New:
+def _as_stored(weights: Weights, key: str) -> NewTensor:
     stored = weights.stored[key]
-    return New(stored.file, stored.shape, weights.dtype(key), partial(weights.read, key))
+    return NewTensor(stored.file, stored.shape, weights.dtype(key), partial(weights.read, key))
 
 
 def _folded(weights: Weights, key: str, pre_norm: str, layer: QKNormAttention, transposed: bool) -> Tensor:
@@ -166,7 +227,10 @@ def _folded(weights: Weights, key: str, pre_norm: str, layer: QKNormAttention, t
 
 
 def stored_name(weights: Weights, base_prefix: str, name: str, layer: QKNormAttention) -> str:
-    """What the weights call a layer: checkpoints may hold a model's base alone, without its prefix, or with it."""
+    """Return the name of a layer in the weights, which may have the prefix of the base model or not.
+
+    Raises ValueError if the layer's projections are stored under other names.
+    """
     start = f"{base_prefix}."
     for candidate in (name, name.removeprefix(start), start + name):
         if all(f"{candidate}.{part}.weight" in weights for part in layer.family.style.weights):
@@ -180,14 +244,14 @@ def stored_name(weights: Weights, base_prefix: str, name: str, layer: QKNormAtte
 
 
 def check_exact_fold(source: Source, scheme: Scheme) -> None:
-    """Raise ValueError for a bias that `pre_norm=False` can't fold without having seen text."""
-    model: Any = _skeleton(source, scheme)
+    """Raise ValueError for a bias that `pre_norm=False` can't fold without a calibration."""
+    model: Any = _empty_model(source, scheme)
     for name, layer in patched_layers(model).items():
         prefix = stored_name(source.weights, model.base_model_prefix, name, layer)
         pre_norm = f"{prefix.rpartition('.')[0]}.{layer.family.pre_norm}"
         for key in (f"{pre_norm}.bias", *(f"{prefix}.{part}.bias" for part in layer.family.style.weights)):
             if key in source.weights and bool(source.weights.read(key).any()):
                 raise ValueError(
-                    f"pre_norm=False can't fold {key} exactly: how large it must be depends on the text that the model "
+                    f"pre_norm=False can't fold {key} exactly: the right value depends on the text that the model "
                     "sees. Pass calibration= (--calibrate)"
                 )

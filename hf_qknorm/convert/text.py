@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.files.atomic_io import is_path
-from hf_qknorm.files.untrusted import brief, hub_token, repo_name
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
 LEAST = 16  # tokens to predict: of fewer, nothing can be said
@@ -72,7 +72,7 @@ def _file_text(source: str | None, paths: list[Path], limit: int) -> str:
 
 def _datasets(name: str) -> Any:
     """The package `datasets`, to load the dataset `name`. Raises ImportError without it, ValueError for no name."""
-    repo_name(name, "the text's source", "a file, a folder, or the name of a dataset on the Hub, as OWNER/NAME")
+    check_repo_id(name, "the text's source", "a file, a folder, or the name of a dataset on the Hub, as OWNER/NAME")
     hub_token()  # it goes along with each request
     try:
         import datasets
@@ -106,7 +106,7 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
         ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
     except Exception as error:  # each tokenizer library has its own
         raise ValueError(
-            f"{where}: the tokenizer can't read the text ({brief(str(error))}): restore its files"
+            f"{where}: the tokenizer can't read the text ({shorten(str(error))}): restore its files"
         ) from error
     if text and not len(ids):
         raise ValueError(f"{where}: the tokenizer gives no tokens for {len(text):,} characters: restore its files")

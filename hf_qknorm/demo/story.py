@@ -22,12 +22,13 @@ from tqdm.auto import tqdm
 from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert.calibrate import calibrate, length_for
+from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
 from hf_qknorm.convert.text import check_batches, check_text, load_text, sample_batches, tokenize
-from hf_qknorm.convert.trained import load_causal, load_tokenizer
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
 from hf_qknorm.families import check_scheme, family_of
-from hf_qknorm.files.atomic_io import new_folder, user_path
-from hf_qknorm.files.names import foreign_files
+from hf_qknorm.files.atomic_io import new_folder
+from hf_qknorm.files.names import unknown_files
+from hf_qknorm.files.paths import user_path
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
@@ -72,8 +73,8 @@ def run(settings: Settings) -> dict[str, Any]:
     """
     out = user_path(settings.out, "out")
     sources = [settings.checkpoint, settings.data]
-    sign = (REPORT, "reloaded")
-    check = partial(check_folder, out, overwrite=True, sources=sources, sign=sign, foreign=_foreign)
+    marker = (REPORT, "reloaded")
+    check = partial(check_folder, out, overwrite=True, sources=sources, marker=marker, unknown=_unknown_files)
     check()
     scheme = Scheme.of(settings.scheme)
     check_text(settings.data)
@@ -108,10 +109,10 @@ def run(settings: Settings) -> dict[str, Any]:
     return report
 
 
-def _foreign(folder: Path) -> list[str]:
+def _unknown_files(folder: Path) -> list[str]:
     """What lies in a folder and is not from a demo."""
     found = [item.name for item in sorted(folder.iterdir()) if item.name not in WRITTEN]
-    return found + ([f"{MODEL}/{name}" for name in foreign_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
+    return found + ([f"{MODEL}/{name}" for name in unknown_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
 
 
 def _start(settings: Settings, scheme: Scheme) -> tuple[Any, Any, _Batches]:

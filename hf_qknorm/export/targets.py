@@ -1,14 +1,14 @@
-"""Which of transformers' own models computes what a patched one does. A new target is an entry of `TARGETS`.
+"""The models of transformers that compute the same as a patched one. A new target is an entry of `TARGETS`.
 
-What each is, as its modelling file says:
+What each computes, by its modelling file:
 
 qwen3, qwen3_moe  RMSNorm over head_dim on q and k, before RoPE, one gain a layer, with the eps of all norms
-phi               LayerNorm there, with a bias; attention and MLP side by side, behind one norm
+phi               LayerNorm there, with a bias; attention and MLP in parallel, after one norm
 vaultgemma        a cap on the logits, no norms on q and k; gains as weight + 1, embeddings times √hidden_size
 
-None has norms with a knee, each of which has an eps of its own. None has both norms and a cap: Gemma 3's config can
-state a cap, but its attention does not apply it. OLMo 2's norms run over all heads at once, HunYuan's stand behind
-RoPE; StableLM and Cohere have LayerNorm where Llama has RMSNorm.
+No model has norms with a knee, each with its own eps, or both norms and a cap: Gemma 3's config can state a cap, but
+its attention does not apply it. OLMo 2's norms run over all heads at once, HunYuan's come after RoPE; StableLM and
+Cohere have LayerNorm where Llama has RMSNorm.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hf_qknorm.export import phi, transforms
-from hf_qknorm.export.tensor_plan import Draft
+from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.scheme import Scheme
 
 SEPARATE: Final = ("gemma2", "llama", "mistral", "mixtral", "qwen2", "qwen3")  # with a projection for q alone
 RMS: Final = ("rms", "l2", "lp")  # l2, and lp with p = 2, are rms/√D
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model type of transformers, the norms that its queries and keys have, and whether it caps their products.
+    """A model type of transformers, the norms of its queries and keys, and whether it caps the logits.
 
-    `settings` gives what its config says otherwise than the source's; `steps` move the tensors, in this order;
-    `obstacle` says what of a config would be lost, if anything.
+    `settings` returns the settings that differ from the source config's; `transforms` change the tensor plan, in order;
+    `obstacle` returns what of a config would be lost, or None; `bias` is whether the norms have biases.
     """
 
     model_type: str
     norms: tuple[str, ...]
     cap: bool
-    settings: Callable[[Any], dict[str, Any]]
-    steps: tuple[Callable[[Draft, Any, Scheme], None], ...]
-    obstacle: Callable[[Any], str | None]
-    bias: bool = False  # beside the norms' gains
+    settings: Callable[[Any], Settings]
+    transforms: tuple[Callable[[TensorPlan, Any], None], ...]
+    obstacle: Callable[[Any], str | None] = lambda config: None
+    bias: bool = False
 
 
 def _window(config: Any) -> int | None:
-    """The sliding window; a Llama's config may name one, but the model has none."""
+    """Return the sliding window; None for a Llama, which ignores the setting."""
     return None if config.base_model_type == "llama" else config.sliding_window
 
 
@@ -54,7 +55,7 @@ def _layer_types(config: Any) -> list[str]:
     return ["full_attention" if _window(config) is None else "sliding_attention"] * config.num_hidden_layers
 
 
-def _qwen3(config: Any) -> dict[str, Any]:
+def _qwen3_settings(config: Any) -> Settings:
     return {
         "head_dim": transforms.head_dim(config),
         "attention_bias": transforms.biased(config),
@@ -65,7 +66,7 @@ def _qwen3(config: Any) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(config: Any) -> dict[str, Any]:
+def _qwen3_moe_settings(config: Any) -> Settings:
     return {
         "head_dim": transforms.head_dim(config),
         "attention_bias": False,
@@ -78,7 +79,7 @@ def _qwen3_moe(config: Any) -> dict[str, Any]:
     }
 
 
-def _vaultgemma(config: Any) -> dict[str, Any]:
+def _vaultgemma_settings(config: Any) -> Settings:
     window = _window(config)
     return {
         "head_dim": transforms.head_dim(config),
@@ -87,13 +88,13 @@ def _vaultgemma(config: Any) -> dict[str, Any]:
         "attn_logit_softcapping": config.attn_logit_softcapping,
         "final_logit_softcapping": None,
         "hidden_activation": config.hidden_act,
-        "sliding_window": config.max_position_embeddings if window is None else window,  # it makes that mask always
+        "sliding_window": config.max_position_embeddings if window is None else window,  # it always makes that mask
         "layer_types": _layer_types(config),
         "tie_word_embeddings": False,
     }
 
 
-def _phi(config: Any) -> dict[str, Any]:
+def _phi_settings(config: Any) -> Settings:
     return {
         "num_key_value_heads": config.num_attention_heads,
         "qk_layernorm": True,
@@ -102,7 +103,7 @@ def _phi(config: Any) -> dict[str, Any]:
     }
 
 
-def _of_llama(config: Any) -> str | None:
+def _llama_obstacle(config: Any) -> str | None:
     if getattr(config, "mlp_bias", False):
         return "the biases of the MLP would be lost (mlp_bias=True)"
     rope = config.rope_parameters
@@ -114,28 +115,24 @@ def _of_llama(config: Any) -> str | None:
     return None
 
 
-def _of_neox(config: Any) -> str | None:
-    return (
-        None
-        if config.use_parallel_residual
-        else "attention and MLP are side by side there (use_parallel_residual=False)"
-    )
+def _neox_obstacle(config: Any) -> str | None:
+    parallel = config.use_parallel_residual
+    return None if parallel else "attention and MLP are in parallel there (use_parallel_residual=False)"
 
 
 _NORMS = (transforms.align_eps, transforms.share_gains)
-QWEN3 = Target("qwen3", RMS, False, _qwen3, (transforms.split_fused, transforms.fill_output_bias, *_NORMS), _of_llama)
-QWEN3_MOE = Target("qwen3_moe", RMS, False, _qwen3_moe, (transforms.rename_experts, *_NORMS), _of_llama)
-PHI = Target("phi", ("layer",), False, _phi, (phi.name_as_phi, *_NORMS, phi.name_norms), _of_neox, True)
+_LLAMA = (transforms.split_fused, transforms.fill_output_bias)
+QWEN3 = Target("qwen3", RMS, False, _qwen3_settings, (*_LLAMA, *_NORMS), _llama_obstacle)
+QWEN3_MOE = Target("qwen3_moe", RMS, False, _qwen3_moe_settings, (transforms.rename_experts, *_NORMS), _llama_obstacle)
+PHI = Target(
+    "phi", ("layer",), False, _phi_settings, (phi.rename_to_phi, *_NORMS, phi.rename_norms), _neox_obstacle, bias=True
+)
 VAULTGEMMA = Target(
-    "vaultgemma", (), True, _vaultgemma,
-    (
-        transforms.split_fused, transforms.fill_output_bias, transforms.scale_queries, transforms.centre_gains,
-        transforms.shrink_embedding,
-    ),
-    _of_llama,
+    "vaultgemma", (), True, _vaultgemma_settings,
+    (*_LLAMA, transforms.scale_queries, transforms.centre_gains, transforms.shrink_embedding), _llama_obstacle,
 )  # fmt: skip
 
-# By the model type that was patched. A scheme without norms, on a model whose cap is its own affair, goes back there.
+# By the patched model type. A scheme without norms goes back to that type itself, if it has no cap or a cap of its own.
 TARGETS: Final[dict[str, tuple[Target, ...]]] = {
     "gpt_neox": (PHI,),
     "llama": (QWEN3, VAULTGEMMA),
@@ -147,30 +144,30 @@ TARGETS: Final[dict[str, tuple[Target, ...]]] = {
 
 
 def find_target(config: Any) -> Target:
-    """The counterpart of a patched model's config. Raises ValueError, with what would be lost, where there is none."""
+    """Return the target of a patched model's config. Raises ValueError, with what would be lost, if there is none."""
     base, scheme = config.base_model_type, config.scheme
     norms, capped = set(scheme.norms), scheme.softcap is not None
     if not norms and (not capped or FAMILIES[base].own_cap):
-        return _itself(base, scheme)
+        return _unpatched(base, scheme)
     for target in TARGETS.get(base, ()):
         if capped == target.cap and bool(norms) == bool(target.norms) and norms <= set(target.norms):
             if lost := target.obstacle(config) or _lost(target, scheme):
                 raise ValueError(f"{target.model_type} would be its counterpart, but {lost}")
             return target
-    raise ValueError(_nothing_like(config))
+    raise ValueError(_no_target(config))
 
 
-def _itself(base: str, scheme: Scheme) -> Target:
-    """The unpatched model: the scheme does nothing that its config can't say."""
+def _unpatched(base: str, scheme: Scheme) -> Target:
+    """Return the unpatched model as the target of a scheme that its config can express."""
     if scheme.scale is not None and base not in SEPARATE:
         raise ValueError(
             f"scale={scheme.scale:g} would be lost: {base} has no projection of the queries alone to fold it into"
         )
-    return Target(base, (), FAMILIES[base].own_cap, lambda config: {}, (transforms.scale_queries,), lambda config: None)
+    return Target(base, (), FAMILIES[base].own_cap, lambda config: {}, (transforms.scale_queries,))
 
 
 def _lost(target: Target, scheme: Scheme) -> str | None:
-    """What `target` has no place for in a scheme whose kinds of norms, and cap, it has."""
+    """Return what of a scheme would be lost in a target with the same kinds of norms and cap."""
     if scheme.knee:
         return (
             f"the knee of {scheme.knee:g} would be lost: one eps serves all norms there, and each norm with a knee has "
@@ -179,26 +176,26 @@ def _lost(target: Target, scheme: Scheme) -> str | None:
     if scheme.v is not None:
         return "the norm of the values would be lost: convert with a scheme on q and k alone, such as qk_norm"
     if scheme.norms and None in (scheme.q, scheme.k):
-        return "it norms queries and keys, not one of them: convert with a scheme on both, such as qk_norm"
+        return "it norms both queries and keys, not one of them: convert with a scheme on both, such as qk_norm"
     if "lp" in scheme.norms and scheme.p != 2:
         return f"its norms are of order 2, not p={scheme.p:g}: convert with henry or qk_norm"
     if scheme.gain == "per_head" and scheme.norms:
-        return 'it shares gains among the heads of a layer, those of each would be lost: convert with gain="shared"'
+        return 'its gains are shared by the heads of a layer, gains per head would be lost: convert with gain="shared"'
     if not target.bias and any(scheme.has_bias(norm) for norm in scheme.norms):
         return "the biases of the norms on q and k would be lost there: convert with bias=False"
     return None
 
 
-def _nothing_like(config: Any) -> str:
-    """Why there is no target with the norms and the cap of the scheme."""
+def _no_target(config: Any) -> str:
+    """Return the reason why no target has the norms and the cap of the scheme."""
     base, scheme, cap = config.base_model_type, config.scheme, config.attn_logit_softcapping
     possible = ["any model with the scheme none", "gemma2 with a cap"]
     for model_type, targets in TARGETS.items():
         possible += [f"{model_type} with {'a cap' if t.cap else '/'.join(t.norms)}" for t in targets]
-    what = [f"norms (q={scheme.q}, k={scheme.k})"] if scheme.norms else []
+    lost = [f"norms (q={scheme.q}, k={scheme.k})"] if scheme.norms else []
     if cap is not None:
-        what.append(f"the cap of {cap:g}")
+        lost.append(f"the cap of {cap:g}")
     return (
-        f"{' or '.join(what)} would be lost: no model of transformers is a {base} but for "
-        f"{'both' if len(what) > 1 else what[0]}. What can be exported: {', '.join(possible)}; never norms and a cap"
+        f"{' or '.join(lost)} would be lost: no model of transformers is a {base} but for "
+        f"{'both' if len(lost) > 1 else lost[0]}. What can be exported: {', '.join(possible)}; never norms and a cap"
     )

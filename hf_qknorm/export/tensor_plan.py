@@ -1,4 +1,4 @@
-"""A checkpoint's tensors on their way to other names, shapes and values: planned first, made when they are written."""
+"""A plan of tensors to be written under other names, shapes and values; each is computed when it is written."""
 
 from __future__ import annotations
 
@@ -11,94 +11,100 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_qknorm.checkpoint.safetensors_files import New, Stored, Weights
+from hf_qknorm.checkpoint.safetensors_files import NewTensor, Tensors, Weights
 
-LARGEST = 2.0**32  # factor of a tensor, which then neither overflows nor vanishes in 32 bits
+LARGEST = 2.0**32  # factor of a tensor: a larger one could overflow 32 bits
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor to be: the stored one whose file and dtype it takes, its shape, and how it is made (None: as it is)."""
+class PlannedTensor:
+    """A tensor to be written: `like` names the stored tensor with its file and dtype; `make` computes it, or is None
+    for the stored tensor itself."""
 
-    beside: str
+    like: str
     shape: tuple[int, ...]
     make: Callable[[], Tensor] | None = None
 
 
-class Draft:
-    """What the tensors of `weights` will be, by name; at first what they are. Nothing is read before `write`."""
+class TensorPlan:
+    """The tensors to be written, by name; at first those of `weights`. Nothing is read before `write`."""
 
     def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-        self.parts = {name: Part(name, stored.shape) for name, stored in weights.stored.items()}
+        self.weights, self.folder = weights, weights.folder
+        self.planned = {name: PlannedTensor(name, stored.shape) for name, stored in weights.stored.items()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.parts
+        return name in self.planned
 
     def reader(self, name: str) -> Callable[[], Tensor]:
-        """What gives the tensor as it is planned now, whatever becomes of its name later."""
-        part = self.parts[name]
-        return part.make or (lambda: self.weights.read(part.beside))
+        """Return a function that computes the tensor as it is planned now, unaffected by later changes."""
+        planned = self.planned[name]
+        return planned.make or (lambda: self.weights.read(planned.like))
 
-    def add(self, name: str, beside: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> None:
-        """A tensor in the file and the dtype of the planned tensor `beside`."""
-        self.parts[name] = Part(self.parts[beside].beside, shape, make)
+    def add(self, name: str, like: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> None:
+        """Add a tensor, in the file and dtype of the planned tensor `like`."""
+        self.planned[name] = PlannedTensor(self.planned[like].like, shape, make)
 
-    def fill(self, name: str, beside: str, shape: tuple[int, ...], value: float) -> None:
-        """A tensor of one value."""
-        self.add(name, beside, shape, lambda: torch.full(shape, value))
+    def fill(self, name: str, like: str, shape: tuple[int, ...], value: float) -> None:
+        """Add a constant tensor."""
+        self.add(name, like, shape, lambda: torch.full(shape, value))
+
+    def fill_missing(self, name: str, like: str, shape: tuple[int, ...], value: float) -> None:
+        """Add a constant tensor, unless there is a tensor of that name."""
+        if name not in self:
+            self.fill(name, like, shape, value)
 
     def drop(self, *names: str) -> None:
+        """Remove tensors that are there."""
         for name in names:
-            self.parts.pop(name, None)
+            self.planned.pop(name, None)
 
     def rename(self, old: str, new: str) -> None:
-        if old in self.parts and old != new:
-            part = dataclasses.replace(self.parts[old], make=self.reader(old))
-            del self.parts[old]
-            self.parts[new] = part
+        """Rename a tensor that is there."""
+        if old in self and old != new:
+            planned = dataclasses.replace(self.planned[old], make=self.reader(old))
+            del self.planned[old]
+            self.planned[new] = planned
 
     def change(self, name: str, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> None:
-        """The tensor, changed: computed in fp64 and rounded once, where it is written."""
+        """Change a tensor's values, computed in float64 and rounded once on writing, and perhaps its shape."""
         read = self.reader(name)
-        part = self.parts[name]
-        self.parts[name] = Part(part.beside, shape or part.shape, lambda: change(read().double()))
+        self.add(name, name, shape or self.planned[name].shape, lambda: change(read().double()))
 
-    def scale(self, name: str, factor: float, why: str) -> None:
-        """The tensor times `factor`. Raises ValueError, with `why`, if that would round one of 16 bits, or overflow."""
-        if not 1 / LARGEST <= factor <= LARGEST:  # false for NaN too
-            raise ValueError(f"{name} would be multiplied by {factor}: {why}")
+    def scale(self, name: str, factor: float, reason: str) -> None:
+        """Multiply a tensor. Raises ValueError, with `reason`, if that would overflow, or round one of 16 bits."""
+        if not 1 / LARGEST <= factor <= LARGEST:  # NaN too
+            raise ValueError(f"{name} would be multiplied by {factor}: {reason}")
         exponent = round(math.log2(factor))
         if math.isclose(factor, 2.0**exponent, rel_tol=1e-12):
-            factor = 2.0**exponent  # only moves exponents: exact in any dtype
+            factor = 2.0**exponent  # changes exponents alone: exact in any dtype
         else:
-            self.require_wide(name, why)
+            self.require_wide(name, reason)
         if factor != 1:
             self.change(name, lambda x: x * factor)
 
-    def require_wide(self, name: str, why: str) -> None:
-        """Raise ValueError if the tensor has fewer than 32 bits, in which a changed one would be off by rounding."""
-        beside = self.parts[name].beside
-        if self.weights.dtype(beside).itemsize < 4:
-            dtype = str(self.weights.dtype(beside)).removeprefix("torch.")
+    def require_wide(self, name: str, reason: str) -> None:
+        """Raise ValueError, with `reason`, if the tensor has fewer than 32 bits: a change would round it visibly."""
+        dtype = self.weights.dtype(self.planned[name].like)
+        if dtype.itemsize < 4:
             raise ValueError(
-                f"it would not be exact in {dtype}: {why}, which rounds {name} anew. Save the checkpoint in float32 "
-                "first (model.float().save_pretrained(...)) and export that"
+                f"it would not be exact in {str(dtype).removeprefix('torch.')}: {reason}, which rounds {name} again. "
+                "Save the checkpoint in float32 first (model.float().save_pretrained(...)) and export that"
             )
 
-    def tensors(self) -> dict[str, Stored | New]:
-        """The planned tensors by name."""
+    def tensors(self) -> Tensors:
+        """Return the planned tensors by name."""
         return self.weights.tensors(*self._changes())
 
     def write(self, folder: Path) -> None:
-        """Write the planned tensors into `folder`, sharded as they were."""
+        """Write the planned tensors into `folder`, in the same shards."""
         self.weights.rewrite(folder, *self._changes())
 
-    def _changes(self) -> tuple[dict[str, New], list[str]]:
-        """The tensors that are made anew, and the names of those that go."""
+    def _changes(self) -> tuple[dict[str, NewTensor], list[str]]:
+        """Return the new tensors, and the names of the removed ones."""
         new = {
-            name: New(stored.file, part.shape, self.weights.dtype(part.beside), part.make)
-            for name, part in self.parts.items()
-            if part.make is not None and (stored := self.weights.stored[part.beside])
+            name: NewTensor(self.weights.stored[one.like].file, one.shape, self.weights.dtype(one.like), one.make)
+            for name, one in self.planned.items()
+            if one.make is not None
         }
-        return new, [name for name in self.weights.stored if name not in self.parts]
+        return new, [name for name in self.weights.stored if name not in self]

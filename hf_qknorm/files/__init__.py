@@ -1,1 +1,1 @@
-"""Files: written whole or not at all, read within limits, and their names in a checkpoint."""
+"""Files: atomic writing, reading of untrusted data, paths, and the names of a checkpoint's files."""

@@ -1,4 +1,4 @@
-"""The names of a checkpoint's files, and which files of a folder are none of them."""
+"""The names of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 FOLDERS = ("additional_chat_templates",)
 LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([._-]\w+)?(\.(txt|md))?", re.IGNORECASE)
-REPORT = "qk_norm_report.json"  # of a calibration, beside the weights that it gave
+REPORT = "qk_norm_report.json"  # of a calibration, saved beside the weights
 CARD = "README.md"
-KEPT_CARD = "README.original.md"  # the text that a card took the place of
+KEPT_CARD = "README.original.md"  # the card that ours replaced
 PLOTS = LOSS_PLOT, LOGITS_PLOT = "qk_norm_loss.png", "qk_norm_logits.png"
 CODE_FILE = "modeling_qknorm.py"
 _NAMES = {
@@ -31,8 +31,8 @@ _NAMES = {
 }  # fmt: skip
 
 
-def foreign_files(folder: Path) -> list[str]:
-    """The names of what lies in a folder and is no file of a checkpoint; those of folders end in "/"."""
+def unknown_files(folder: Path) -> list[str]:
+    """Return the names in a folder that are not files of a checkpoint; names of folders end in "/"."""
     indexed = _indexed(folder)
     found: list[str] = []
     for item in sorted(folder.iterdir()):
@@ -47,7 +47,7 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def _indexed(folder: Path) -> set[str]:
-    """The safetensors that the folder's own index names; none where it can't be read."""
+    """Return the safetensors files that the folder's index names; none if it can't be read."""
     try:
         index = read_json(folder / INDEX)
         return {name for name in index["weight_map"].values() if name.endswith(".safetensors")}

@@ -17,13 +17,14 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from hf_qknorm.backends.functions import CAP_BACKENDS
-from hf_qknorm.checkpoint.source import read_config
+from hf_qknorm.checkpoint.config import read_config
 from hf_qknorm.export.targets import find_target
 from hf_qknorm.families import FAMILIES
-from hf_qknorm.files import untrusted
-from hf_qknorm.files.atomic_io import replace_file, replace_text, user_path
+from hf_qknorm.files.atomic_io import replace_file, replace_text
+from hf_qknorm.files.formatting import format_fixed
+from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, REPORT, TOKENIZER_FILES
-from hf_qknorm.files.untrusted import fixed
+from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub import papers
 from hf_qknorm.hub.metadata import is_ours, loader, metadata
 from hf_qknorm.model.configs import QKNormConfig
@@ -123,7 +124,7 @@ def _template() -> Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"markdown": Markdown, "fixed": fixed}
+    environment.filters |= {"markdown": Markdown, "fixed": format_fixed}
     return environment.get_template("card.md.jinja")
 
 
@@ -136,7 +137,7 @@ def _escaped(value: object) -> str:
 
 def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str | None) -> dict[str, Any]:
     """Everything that the template names."""
-    untrusted.repo_id(repo_id, "repo_id")
+    check_optional_repo_id(repo_id, "repo_id")
     scheme = config.scheme
     name = _name(config, report, repo_id)
     card = metadata(folder / CARD, config, report, name)
@@ -213,7 +214,9 @@ def _predictions(report: Calibration) -> list[Markdown]:
         named["fresh gains"] = report.ones
     named["**this model**"] = report.chosen
     return [
-        _row(Markdown(name), *(fixed(getattr(p, field), digits) for field, digits in FIELDS), f"{p.agreement:.1%}")
+        _row(
+            Markdown(name), *(format_fixed(getattr(p, field), digits) for field, digits in FIELDS), f"{p.agreement:.1%}"
+        )
         for name, p in named.items()
         if p is not None
     ]
@@ -223,10 +226,10 @@ def _layer(name: str, layer: LayerReport, has_knee: bool) -> Markdown:
     """A row of the table of layers."""
 
     def cells(side: LayerStatistics) -> list[str]:
-        return [fixed(max(side.max_logit), 1), fixed(min(side.entropy), 2), f"{mean(side.over_half):.2%}"]
+        return [format_fixed(max(side.max_logit), 1), format_fixed(min(side.entropy), 2), f"{mean(side.over_half):.2%}"]
 
     largest, *others = (" → ".join(pair) for pair in zip(cells(layer.before), cells(layer.after), strict=True))
-    bound = "–" if layer.bound is None else fixed(layer.bound, 1)
+    bound = "–" if layer.bound is None else format_fixed(layer.bound, 1)
     beyond = [_means(layer.beyond_q, layer.beyond_k, ".2%")] if has_knee else []
     return _row(name, largest, bound, *beyond, *others, _means(layer.gain_q, layer.gain_k, ".3g"))
 

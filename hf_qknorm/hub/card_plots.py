@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
+from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
-from hf_qknorm.files.untrusted import fixed
 from hf_qknorm.stats.plotting import (
     COLOURS,
     GRID,
@@ -58,8 +58,14 @@ def _losses(report: Calibration) -> Figure | None:
         line: dict[str, Any] = {"color": COLOUR[name], "linewidth": 3, "solid_capstyle": "round", "alpha": 0.45}
         axes.plot([places[0], place], [row, row], **line)
         axes.plot([place], [row], color=COLOUR[name], marker="o", markersize=8)
-        rise = "" if row == 0 else f"  (+{fixed(loss - report.base.loss)})" if loss >= report.base.loss else "  (lower)"
-        write_beside(axes, f"{fixed(loss)}{rise}", (place, row), (9, 0), va="center")
+        rise = (
+            ""
+            if row == 0
+            else f"  (+{format_fixed(loss - report.base.loss)})"
+            if loss >= report.base.loss
+            else "  (lower)"
+        )
+        write_beside(axes, f"{format_fixed(loss)}{rise}", (place, row), (9, 0), va="center")
     axes.set_yticks(range(len(losses)), labels=list(losses))
     axes.set_ylim(len(losses) - 0.5, -0.5)
     axes.set_xmargin(0.08)

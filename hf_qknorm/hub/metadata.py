@@ -11,7 +11,9 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
 from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX
-from hf_qknorm.files.untrusted import brief, read_text, repo_id
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.hub_names import check_optional_repo_id
+from hf_qknorm.files.untrusted import read_text
 from hf_qknorm.stats.report import Calibration
 
 TAG = "hf_qknorm"  # by which a card of ours is known
@@ -49,12 +51,12 @@ def front_matter(path: Path) -> dict[str, Any]:
         data = yaml.load(text, Loader=yaml.BaseLoader)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(
-            f"{path}: its front matter can't be read ({brief(str(error))}): mend it, or take it away"
+            f"{path}: its front matter can't be read ({shorten(str(error))}): mend it, or take it away"
         ) from None
     if data in (None, ""):
         return {}
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: its front matter is {brief(data)}, expected a mapping")
+        raise ValueError(f"{path}: its front matter is {shorten(data)}, expected a mapping")
     return data
 
 
@@ -86,7 +88,7 @@ def _strings(value: Any, where: str) -> list[str]:
         raise ValueError(f"{where} has {len(values):,} entries, expected at most {ENTRIES}")
     for item in values:
         if not isinstance(item, str) or not item.isprintable() or not 0 < len(item) <= LENGTH:
-            raise ValueError(f"{where} is {brief(item)}, expected a line of text, or a list of them")
+            raise ValueError(f"{where} is {shorten(item)}, expected a line of text, or a list of them")
     return list(dict.fromkeys(values))
 
 
@@ -107,7 +109,7 @@ def metadata(path: Path, config: Any, report: Calibration | None, name: str) -> 
     known = carried(path)
     base = [report.base_model] if report and report.base_model else known.pop("base_model", [])
     for item in base:
-        repo_id(item, f"{path}: base_model")
+        check_optional_repo_id(item, f"{path}: base_model")
     datasets = dict.fromkeys([*known.get("datasets", []), *([report.dataset] if report and report.dataset else [])])
     scheme = config.scheme
     tags = [TAG, *(["qk-norm"] if scheme.q and scheme.k else []), *(["logit-softcapping"] if scheme.softcap else [])]

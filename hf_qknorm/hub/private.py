@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_qknorm.checkpoint.source import Source
-from hf_qknorm.files.atomic_io import hub_name
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import CONFIGS, REPORT, TOKENIZER_FILES
-from hf_qknorm.files.untrusted import brief
 
 SETTINGS = (*CONFIGS, "special_tokens_map.json", REPORT)  # JSON whose values are no words of a model
 WORDS = {*TOKENIZER_FILES} - {*SETTINGS}  # vocabularies hold anything
@@ -92,7 +92,7 @@ def check_private(files: Mapping[str, Path], source: Source, token: str | None) 
 
 
 def _refuse(where: str, what: str, found: re.Match[str]) -> None:
-    shown = f" ({brief(found.group())})" if what == A_PATH else ""
+    shown = f" ({shorten(found.group())})" if what == A_PATH else ""
     raise ValueError(f"{where}, holds {what}{shown}: take it out, nothing was sent")
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_qknorm.checkpoint.safetensors_files import copy_file
+from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.source import Source
-from hf_qknorm.files.atomic_io import is_path, user_path
+from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
 from hf_qknorm.files.names import CARD, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
-from hf_qknorm.files.untrusted import hub_token, repo_name
+from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub.repository import Repository, check_repository, patiently, said, told
 from hf_qknorm.hub.upload_files import companions, open_checkpoint, packed
 from hf_qknorm.model.derived import QKNormModel
@@ -77,7 +77,7 @@ def check_target(repo_id: str, token: str | None = None) -> str | None:
 
     Raises ValueError for a name that is none on the Hub, and for a token with a character that no token has.
     """
-    repo_name(repo_id, "the repository")
+    check_repo_id(repo_id, "the repository")
     return hub_token(token)
 
 
@@ -97,10 +97,8 @@ def _folder(checkpoint: Any, token: str | None) -> Iterator[Path]:
         origin = _origin(checkpoint, token)
         if origin is not None:
             for name in companions(origin):
-                place = Path(temporary, name)
-                if not place.exists() and name.name not in (INDEX, REPORT):
-                    place.parent.mkdir(exist_ok=True)
-                    copy_file(origin / name, place)
+                if not Path(temporary, name).exists() and name.name not in (INDEX, REPORT):
+                    copy_file(origin, name, Path(temporary))
         yield Path(temporary)
 
 

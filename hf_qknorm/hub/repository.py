@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
-from hf_qknorm.checkpoint.source import LEFT_SUFFIXES, HTTPError
+from hf_qknorm.checkpoint.copied_files import WEIGHT_SUFFIXES
+from hf_qknorm.checkpoint.source import HTTPError
 from hf_qknorm.families.class_names import TYPE_PREFIX
 
 T = TypeVar("T")
@@ -170,7 +171,7 @@ def _check_not_taken(api: HfApi, repo_id: str, revision: str | None, config: Any
         ours["model_type"] = TYPE_PREFIX + config.model_type.removeprefix(TYPE_PREFIX)
         other = [f"{name} {held.get(name)}, not {ours[name]}" for name in names if held.get(name) != ours[name]]
     else:
-        other = [file for file in files if Path(file).suffix in LEFT_SUFFIXES]
+        other = [file for file in files if Path(file).suffix in WEIGHT_SUFFIXES]
     if other:
         raise ValueError(
             f"{repo_id} is taken: it holds another model ({other[0]}). Give another name; to replace that model, "

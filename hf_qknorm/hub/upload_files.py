@@ -12,21 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hf_qknorm.checkpoint.safetensors_files import copy_file
+from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.families.class_names import TYPE_PREFIX
-from hf_qknorm.files.atomic_io import user_path
-from hf_qknorm.files.names import (
-    CARD,
-    CONFIGS,
-    FOLDERS,
-    INDEX,
-    KEPT_CARD,
-    LICENCE,
-    REPORT,
-    TEMPLATES,
-    TOKENIZER_FILES,
-)
+from hf_qknorm.files.names import CARD, CONFIGS, FOLDERS, INDEX, KEPT_CARD, LICENCE, REPORT, TEMPLATES, TOKENIZER_FILES
+from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub.card import PLACEHOLDER, has_card, write_card
 from hf_qknorm.hub.private import check_private, forget_places
 from hf_qknorm.standalone import add_standalone
@@ -76,8 +66,7 @@ def packed(source: Source, repo_id: str, token: str | None) -> Iterator[dict[str
         for file in companions(source.folder):
             if str(file) in source.unread:
                 continue
-            (staged / file).parent.mkdir(exist_ok=True)
-            copy_file(source.folder / file, staged / file)
+            copy_file(source.folder, file, staged)
         for config in CONFIGS:
             forget_places(staged / config)
         add_standalone(staged)

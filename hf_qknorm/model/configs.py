@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hf_qknorm.families import FAMILIES, check_scheme
 from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX, types_of
-from hf_qknorm.files.untrusted import brief
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.settings import check_settings, config_errors, config_file
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.standalone import write_code
@@ -80,8 +80,8 @@ class QKNormConfig(_Config):
             cap = self.qk_norm_base["attn_logit_softcapping"]
         if stated_cap is not None and stated_cap != cap:
             raise ValueError(
-                f"attn_logit_softcapping={brief(stated_cap)} contradicts qk_norm, whose softcap is {cap}: servers read "
-                "the first, hf_qknorm the second. Make them equal, or leave attn_logit_softcapping out"
+                f"attn_logit_softcapping={shorten(stated_cap)} contradicts qk_norm, whose softcap is {cap}: servers "
+                "read the first, hf_qknorm the second. Make them equal, or leave attn_logit_softcapping out"
             )
         self.qk_norm = scheme.to_dict()
         self.attn_logit_softcapping = cap
@@ -124,7 +124,7 @@ def check_names(names: Iterable[str]) -> None:
     for name in names:
         if name == "base_model_type" or name in vars(QKNormConfig):
             raise ValueError(
-                f"config.json: {brief(name)} is no setting, it is the name of a part of the config's class. Remove it"
+                f"config.json: {shorten(name)} is no setting, it is the name of a part of the config's class. Remove it"
             )
 
 
@@ -169,7 +169,7 @@ def _check_type(cls: Any, stored: Any) -> None:
     base = stored.removeprefix(TYPE_PREFIX) if isinstance(stored, str) else None
     if not any(base in names and names[base] == names.get(cls.base_model_type) for names in AUTO_CLASSES.values()):
         raise ValueError(
-            f"config.json: model_type is {brief(stored)}, and {cls.__name__} reads {cls.model_type!r}. Load it by an "
+            f"config.json: model_type is {shorten(stored)}, and {cls.__name__} reads {cls.model_type!r}. Load it by an "
             "Auto class, or restore the config.json that was saved with the weights"
         )
 
@@ -179,7 +179,7 @@ def _check_stored_base(config: Any) -> None:
     if (config.qk_norm_base is not None) != has_own_cap(type(config)) and config.qk_norm is not None:
         expected = '{"attn_logit_softcapping": the cap without a scheme}' if has_own_cap(type(config)) else "null"
         raise ValueError(
-            f'config.json: "qk_norm_base" is {brief(config.qk_norm_base)}, expected {expected} for model_type '
+            f'config.json: "qk_norm_base" is {shorten(config.qk_norm_base)}, expected {expected} for model_type '
             f"{config.model_type!r}. Restore the config.json that was saved with the weights"
         )
 
@@ -188,7 +188,7 @@ def _check_base(base: Any) -> None:
     if base is None:
         return
     if not isinstance(base, dict) or set(base) != {"attn_logit_softcapping"}:
-        raise ValueError(f'qk_norm_base is {brief(base)}, expected None or {{"attn_logit_softcapping": a cap}}')
+        raise ValueError(f'qk_norm_base is {shorten(base)}, expected None or {{"attn_logit_softcapping": a cap}}')
     Scheme(softcap=base["attn_logit_softcapping"])  # raises for what is no cap
 
 
@@ -197,5 +197,5 @@ def _check_blend(blend: Any) -> None:
         return
     if not isinstance(blend, dict) or set(blend) != {"norms", "softcap"} or not isinstance(blend["norms"], bool):
         expected = 'None or {"norms": true or false, "softcap": a cap}'
-        raise ValueError(f"qk_norm_blend is {brief(blend)}, expected {expected}")
+        raise ValueError(f"qk_norm_blend is {shorten(blend)}, expected {expected}")
     Scheme(softcap=blend["softcap"])  # raises for what is no cap

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.model.attention import head_norms, norm_copies, patched_layers, place
+from hf_qknorm.model.attention import device_and_dtype, head_norms, norm_copies, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 
 Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of what arrives at a norm, by its layer's name and its own
@@ -31,7 +31,7 @@ def put_knee(model: Any, knee: float, powers: Powers) -> None:
     layers = patched_layers(model)
     schemes = {name: dataclasses.replace(layer.scheme, knee=knee) for name, layer in layers.items()}
     norms = [
-        (norm, powers[name, norm_name], place(layer)[0])
+        (norm, powers[name, norm_name], device_and_dtype(layer)[0])
         for name, layer in layers.items()
         for norm_name, copies in norm_copies(layer).items()
         for norm in copies

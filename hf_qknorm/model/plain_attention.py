@@ -58,11 +58,11 @@ class PlainAttention(nn.Module):
         if hasattr(self, "sinks"):
             options["s_aux"] = self.sinks
         positions = position_embeddings if style.rotates(self) else None
-        out, weights = self._attend(q, k, v, attention_mask, positions, cache, options)
+        out, weights = self._norm_rotate_attend(q, k, v, attention_mask, positions, cache, options)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return style.output(self, out, *rest), weights
 
-    def _attend(
+    def _norm_rotate_attend(
         self,
         q: Tensor,
         k: Tensor,
@@ -83,9 +83,9 @@ class PlainAttention(nn.Module):
             k, v = cache.update(k, v, style.slot(self, **options))
         if style.expand is not None:
             k, v = style.expand(self, k, v, **options)
-        return self._attend_heads(q, k, v, attention_mask, options)
+        return self._call_backend(q, k, v, attention_mask, options)
 
-    def _attend_heads(
+    def _call_backend(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """The attention function, over heads that are ready for it."""

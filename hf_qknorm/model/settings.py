@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_qknorm.files.untrusted import brief
+from hf_qknorm.files.formatting import shorten
 
 SIZES: Final = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -85,7 +85,7 @@ def config_errors(file: str, model_type: Any, architectures: Any) -> Iterator[No
         if isinstance(error, RuntimeError) and "negative dimension" not in str(error):
             raise  # no memory, for example
         raise ValueError(
-            f"{file} can't be used, with model_type {brief(model_type)} and architectures {brief(architectures)}: "
+            f"{file} can't be used, with model_type {shorten(model_type)} and architectures {shorten(architectures)}: "
             f"{describe(error)}. Restore the config.json that was saved with the weights"
         ) from error
 
@@ -95,7 +95,7 @@ def no_attention(model: Any, attention: str) -> ValueError:
     config = model.config
     return ValueError(
         f"{config_file(config)}: {type(model).__name__} has no {attention} to patch. Either model_type "
-        f"{config.model_type!r} does not fit architectures {brief(config.architectures)}, or no layer has attention"
+        f"{config.model_type!r} does not fit architectures {shorten(config.architectures)}, or no layer has attention"
     )
 
 
@@ -126,4 +126,4 @@ def _ropes(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _impossible(config: Any, name: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{config_file(config)}: {name} is {brief(value)}, expected {expected}")
+    return ValueError(f"{config_file(config)}: {name} is {shorten(value)}, expected {expected}")

@@ -1,4 +1,4 @@
-"""The checks of the fused operators' arguments: kernels read and write memory without any of their own."""
+"""The checks of the fused operators' arguments. The kernels read and write memory without checks of their own."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import os
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.checks import check_call, check_rules
-from hf_qknorm.ops.types import Norm, Options, Rotary
+from hf_qknorm.ops.checks import check_heads, check_options, check_visible
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NORMS = ("none", "rms", "layer", "l2", "lp")
 
-Ends = tuple[Norm, Norm, Rotary | None]  # what is done to q and to k
-
 
 def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the kernels can't take these heads `[B, H or Hk, T or S, D]`, or None if they can.
+    """The reason why the kernels can't take these heads `[B, H or Hk, T or S, D]`, or None if they can.
 
-    Values may be wider or narrower than q and k: they are all padded to the widest.
+    Values may be wider or narrower than queries and keys: all three are padded to the widest.
     """
     head_dim, size = max(q.shape[-1], v.shape[-1]), q.element_size()
     if q.dtype not in DTYPES:
@@ -37,7 +35,7 @@ def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _why_not_here(device: str) -> str | None:
-    """Why kernels can't run on a device; the CPU can where Triton interprets."""
+    """The reason why kernels can't run on a device. On the CPU they run in Triton's interpreter alone."""
     kind = torch.device(device).type
     interpreted = kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if importlib.util.find_spec("triton") is None:
@@ -56,26 +54,22 @@ def _why_not_here(device: str) -> str | None:
 _why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def check_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: Ends,
-    visible: tuple[Tensor | None, Tensor | None, Tensor | None],
-    options: Options,
-) -> None:
-    """Raise ValueError unless these are the arguments of one fused attention; `visible` are ranges, sinks and seed."""
-    ranges, sinks, seed = visible
-    check_call(q, k, v, None, ranges, sinks, options.dropout)
-    check_rules(options.scale, options.softcap, options.causal, options.window)
-    _check_heads(q, k, v, *ends)
+def check_attention(heads: Heads, visible: Visible, options: Options) -> None:
+    """Raise ValueError unless these are the arguments of one fused attention."""
+    q, seed = heads.q, visible.seed
+    check_heads(q, heads.k, heads.v)
+    check_visible(heads, visible)
+    check_options(options)
+    _check_kernel_heads(heads)
+    if visible.mask is not None:
+        raise ValueError("fused attention takes ranges of keys and no mask: use library.attention")
     if options.scale <= 0:  # the kernels take a maximum before they multiply by it
         raise ValueError(f"scale must be positive, got {options.scale}")
     if options.dropout > 0 and (seed is None or seed.shape != (1,) or seed.dtype != torch.int64):
         got = None if seed is None else f"{list(seed.shape)} in {seed.dtype}"
         raise ValueError(f"dropout needs a seed, [1] in torch.int64, got {got}")
-    _check_floating(sinks=sinks)
-    _check_devices(q, ranges=ranges, sinks=sinks, seed=seed)
+    _check_floating(sinks=visible.sinks)
+    _check_devices(q, ranges=visible.ranges, sinks=visible.sinks, seed=seed)
 
 
 def check_gradients(q: Tensor, grad: Tensor, out: Tensor, normaliser: Tensor) -> None:
@@ -90,24 +84,24 @@ def check_gradients(q: Tensor, grad: Tensor, out: Tensor, normaliser: Tensor) ->
     _check_devices(q, grad=grad, out=out, normaliser=normaliser)
 
 
-def check_norm_rope(q: Tensor, k: Tensor | None, ends: Ends, *gradients: Tensor) -> None:
-    """Raise ValueError unless these are the arguments of `norm_rope`, and of its backward where gradients are given."""
-    given = [q] if k is None else [q, k]
+def check_norm_rope(q: Tensor, k: Tensor | None, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> None:
+    """Raise ValueError unless these are the arguments of one `norm_rope`."""
     k = q if k is None else k
-    check_call(q, k, k, None, None, None, 0.0)
-    _check_heads(q, k, k, *ends)
+    check_heads(q, k, k)
+    _check_kernel_heads(Heads(q, k, k, q_norm, k_norm, rotary))
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must be of one length")
-    for x, gradient in zip(given, gradients, strict=False):
-        if gradient.shape != x.shape or gradient.device != x.device:
+
+
+def check_head_gradients(*pairs: tuple[Tensor | None, Tensor | None]) -> None:
+    """Raise ValueError unless the second of each pair can be the gradient of the first."""
+    for x, gradient in pairs:
+        if x is not None and gradient is not None and (gradient.shape != x.shape or gradient.device != x.device):
             raise ValueError(f"expected the gradient of heads {list(x.shape)}, got {list(gradient.shape)}")
 
 
 def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-    """Raise ValueError unless new keys and values can be written to a cache, IndexError for positions outside of it.
-
-    On a GPU, which is not waited for, positions are the kernel's to check.
-    """
+    """Raise ValueError unless new keys and values can be written to this cache at these positions."""
     room = keys.shape[2] if keys.dim() == 4 else 0
     wanted = (*k.shape[:2], room, k.shape[3])
     if v.shape != k.shape or keys.shape != wanted or values.shape != wanted:
@@ -130,19 +124,20 @@ def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: T
 
 
 def check_positions(positions: Tensor, room: int) -> None:
-    """Raise IndexError for positions on the CPU outside of a cache with `room` for so many keys."""
+    """Raise IndexError for positions on the CPU outside of a cache of `room` keys; on a GPU the kernel asserts it."""
     if positions.device.type == "cpu" and not bool(((positions >= 0) & (positions < room)).all()):
         raise IndexError(f"positions {positions.tolist()} are outside of a cache with room for {room} keys")
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> None:
+def _check_kernel_heads(heads: Heads) -> None:
+    q, k, v, q_norm, k_norm, rotary = heads
     reason = why_not_fused(q, k, v)
     if reason is not None:
         raise ValueError(f"fused attention can't run: {reason}. Use library.attention, or hf_qknorm_tiled")
     _check_devices(q, k=k, v=v)
-    for name, norm, x in (("q_norm", q_norm, q), ("k_norm", k_norm, k)):
-        _check_norm(name, norm, x)
-    if (q_norm.kind, k_norm.kind, rotary) != ("none", "none", None) and q.shape[2] != k.shape[2]:
+    _check_norm("q_norm", q_norm, q)
+    _check_norm("k_norm", k_norm, k)
+    if heads.raw and q.shape[2] != k.shape[2]:
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must be of one length to be normed or rotated")
     if rotary is not None:
         _check_rotary(rotary, q)
@@ -153,7 +148,7 @@ def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
         raise ValueError(f"{name}.kind must be one of {', '.join(NORMS)}, got {norm.kind!r}")
     if norm.p < 1:
         raise ValueError(f"{name}.p must be at least 1, got {norm.p}")
-    stored_eps, eps = norm.eps_parts  # a stored one is not looked at: that would wait for the GPU
+    stored_eps, eps = norm.eps_parts  # reading a stored one would wait for the GPU
     if eps < 0:
         raise ValueError(f"{name}.eps must not be negative, got {eps}")
     parts = {f"{name}.gain": norm.gain, f"{name}.bias": norm.bias}

@@ -1,25 +1,25 @@
-"""The operators as torch.library ops: schema, fake and autograd, so that torch.compile sees one opaque node.
+"""The public operators over q `[B, H, T, D]` and k, v `[B, Hk, S, D]`, with H a multiple of Hk.
 
-Which implementation runs is decided here and nowhere else. Importing this module loads no kernels.
+torch.compile sees each as one node. Importing this module loads no kernels. All of them raise ValueError for arguments
+that do not fit, and NotImplementedError in forward mode (`torch.func.jvp`) and for a second derivative. The fused ones
+raise ValueError, with the reason, for heads that the kernels do not take: see `why_not_fused`.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops import tiled
-from hf_qknorm.ops.checks import check_call, check_rules
-from hf_qknorm.ops.fused import (
-    fused_attention,
-    fused_statistics,
-    norm_rope,
-    norm_rope_into,
-    norm_rope_one,
-    why_not_fused,
-)
+from hf_qknorm.ops import operators
+from hf_qknorm.ops.checks import refuse_forward_mode
+from hf_qknorm.ops.fused_checks import why_not_fused
+from hf_qknorm.ops.registration import Operator, Values, flatten, flatten_norms
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 __all__ = [
+    "RowStatistics",
     "attention",
     "fused_attention",
     "fused_statistics",
@@ -30,136 +30,86 @@ __all__ = [
 ]
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    mask: Tensor | None = None,
-    ranges: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """softmax(cap(scale·q·kᵀ) + mask)·v in linear memory, `[B, H, T, D]`, laid out as `[B, T, H, D]`.
+def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
+    """softmax(cap(scale·q·kᵀ) + mask)·v in linear memory, in PyTorch: `[B, H, T, D]`, laid out as `[B, T, H, D]`.
 
-    q `[B, H, T, D]`; k, v `[B, Hk, S, D]` with H a multiple of Hk; arguments as in `reference.attention`, except
-    that `dropout` is a rate: its seed is drawn from torch's default generator, and backward repeats the mask.
-    `ranges` must not decrease down the rows, neither the starts nor the stops, which is not checked.
-
-    Raises ValueError for arguments that do not fit, and for a mask that needs a gradient (none is computed);
-    NotImplementedError in forward mode (`torch.func.jvp`), and in backward for a second derivative.
+    The arguments are those of `reference.attention`, except that dropout is a rate: its seed is drawn from torch's
+    default generator, and backward repeats the mask. Starts and stops of the ranges must not decrease down the rows,
+    which is not checked. Raises ValueError for heads that are still raw, and for a mask that requires a gradient.
     """
-    check_call(q, k, v, mask, ranges, sinks, dropout)
-    check_rules(scale, softcap, causal, window)
-    seed = torch.randint(torch.iinfo(torch.int64).max, (1,)) if dropout > 0 else None
-    out, _ = _attention(
-        q,
-        k,
-        v,
-        mask,
-        ranges,
-        sinks,
-        seed,
-        q.shape[-1] ** -0.5 if scale is None else scale,
-        softcap,
-        causal,
-        window,
-        dropout,
-    )
-    return out
+    if heads.raw:
+        raise ValueError("attention takes heads after norm and rotation: use fused_attention for raw ones")
+    if visible.mask is not None and visible.mask.requires_grad:
+        raise ValueError(
+            "the mask requires a gradient, which this attention does not compute: detach it, or use "
+            'attn_implementation="hf_qknorm_eager"'
+        )
+    values = flatten(heads, _with_seed(visible, options, torch.device("cpu")), options)
+    return _call(operators.ATTENTION, values)[0]
 
 
-@torch.library.custom_op("hf_qknorm::attention", mutates_args=())
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    ranges: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    window: int | None,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    options = tiled.Options(scale, softcap, causal, window, dropout)
-    return tiled.forward(q, k, v, mask, ranges, sinks, seed, options)
+def fused_attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
+    """`attention` in the kernels, after the heads' norms and rotation. It takes no mask.
+
+    T and S may differ for heads that are not raw. Backward keeps raw q, k and v, the output and two numbers for each
+    query; its gradients are the same bits on each run.
+    """
+    return _fused(heads, visible, options, statistics=False)[0]
 
 
-@torch.library.custom_op("hf_qknorm::attention_backward", mutates_args=())
-def _attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    ranges: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    window: int | None,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = tiled.Options(scale, softcap, causal, window, dropout)
-    dq, dk, dv, dsinks = tiled.backward(grad, q, k, v, mask, ranges, sinks, seed, out, lse, options)
-    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+class RowStatistics(NamedTuple):
+    """Each query's logits `[B, H, T]`: the largest |scale·q·k| before the cap, and the weights' entropy in nats."""
+
+    largest: Tensor
+    entropy: Tensor
 
 
-@_attention.register_fake
-def _(q, k, v, mask, ranges, sinks, seed, scale, softcap, causal, window, dropout):  # type: ignore[no-untyped-def]
-    b, h, t, d = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((b, t, h, d)).transpose(1, 2), q.new_empty((b, h, t, 2), dtype=lse_dtype)
+@torch.no_grad()
+def fused_statistics(heads: Heads, visible: Visible, options: Options) -> RowStatistics:
+    """Measure the logits of `fused_attention`, without dropout, without gradients, and without a T×S tensor."""
+    _, _, largest, entropy = _fused(heads, visible, options._replace(dropout=0.0), statistics=True)
+    return RowStatistics(largest, entropy)
 
 
-@_attention_backward.register_fake
-def _(grad, q, k, v, mask, ranges, sinks, seed, out, lse, *options):  # type: ignore[no-untyped-def]
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
+    """Norm and rotate q `[B, H, T, D]` and k `[B, Hk, T, D]` in one launch."""
+    return _call(operators.NORM_ROPE_HEADS, {"q": heads.q, "k": heads.k, **flatten_norms(*heads[3:])})
 
 
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.scale, ctx.softcap, ctx.causal, ctx.window, ctx.dropout = inputs
-    ctx.save_for_backward(*tensors, *output)
+def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
+    """Norm and rotate queries or keys `[B, H, T, D]` alone."""
+    return _call(operators.NORM_ROPE_HEADS, {"q": x, "k": None, **flatten_norms(norm, Norm(), rotary)})[0]
 
 
-def _differentiate(ctx, grad, grad_lse):  # type: ignore[no-untyped-def]
-    q, k, v, mask, ranges, sinks, seed, out, lse = ctx.saved_tensors
-    dq, dk, dv, dsinks = _attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        mask,
-        ranges,
-        sinks,
-        seed,
-        out,
-        lse,
-        ctx.scale,
-        ctx.softcap,
-        ctx.causal,
-        ctx.window,
-        ctx.dropout,
-    )
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, None, None, None, None, None, None
+def norm_rope_into(heads: Heads, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """`norm_rope` that writes the new keys and values to a static cache in the same launch; returns the queries.
+
+    keys, values `[B, Hk, S, D]` are changed in place at `positions` `[T]` (int64) of their third axis. No gradient.
+
+    Raises ValueError for tensors that require gradients and for a cache that does not fit, IndexError for positions
+    outside of the cache. On a GPU an assertion in the kernel reports these, later. Nothing outside of the cache is
+    written.
+    """
+    q, k, v = heads[:3]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, keys, values)):
+        raise ValueError("writing to a cache has no gradient: call it under torch.no_grad(), or use norm_rope")
+    cache = {"v": v, "keys": keys, "values": values, "positions": positions}
+    return _call(operators.NORM_ROPE_INTO, {"q": q, "k": k, **cache, **flatten_norms(*heads[3:])})
 
 
-def _refuse_second(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise NotImplementedError(
-        'hf_qknorm attention has no second derivative: for double backward use attn_implementation="hf_qknorm_eager"'
-    )
+def _fused(heads: Heads, visible: Visible, options: Options, *, statistics: bool) -> tuple[Tensor, ...]:
+    """Output, normaliser and the two of `RowStatistics`, empty unless wanted."""
+    values = flatten(heads, _with_seed(visible, options, heads.q.device), options)
+    return _call(operators.FUSED_ATTENTION, {**values, "statistics": statistics})
 
 
-_attention.register_autograd(_differentiate, setup_context=_save)
-_attention_backward.register_autograd(_refuse_second)
+def _with_seed(visible: Visible, options: Options, device: torch.device) -> Visible:
+    """The same with a seed from torch's default generator, if there is dropout."""
+    if not options.dropout > 0:
+        return visible
+    return visible._replace(seed=torch.randint(torch.iinfo(torch.int64).max, (1,), device=device))
+
+
+def _call(operator: Operator, values: Values) -> Any:
+    refuse_forward_mode(values.values())
+    return operator(values)

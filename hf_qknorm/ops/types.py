@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 
 
 class Norm(NamedTuple):
-    """A norm over head_dim, as `reference.head_norm` has it; kind "none" leaves its input alone.
+    """The arguments of `reference.head_norm`; the kind "none" is the identity.
 
-    `gain` and `bias` are `[D]`, `[H, D]` or `[1]`; `blend` is a number, as a tensor. `eps` is a number, as a tensor
-    where the norm has a knee: kernels then read it from memory, and one graph serves every value.
+    `gain` and `bias` are `[D]`, `[H, D]` or `[1]`, `blend` is a tensor of one number. `eps` is a number, or a tensor of
+    one number for a norm with a knee: kernels read it from memory, so that one graph serves every value.
     """
 
     kind: str = "none"
@@ -25,14 +24,14 @@ class Norm(NamedTuple):
 
     @property
     def eps_parts(self) -> tuple[Tensor | None, float]:
-        """`eps` as operators and kernels take it: a tensor, or else a number."""
+        """`eps` as a tensor or None, and as a number: operators and kernels take both."""
         return (self.eps, 0.0) if isinstance(self.eps, Tensor) else (None, self.eps)
 
 
 class Rotary(NamedTuple):
     """The rotation of the first R columns of each head: cos and sin `[B or 1, T, R/2]`, one angle a pair of columns.
 
-    A pair is (i, i + R/2), or (2i, 2i + 1) if `interleaved`. Views of any strides will do.
+    A pair is (i, i + R/2), or (2i, 2i + 1) if `interleaved`. Any strides are allowed.
     """
 
     cos: Tensor
@@ -41,7 +40,7 @@ class Rotary(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values `[B, H or Hk, T or S, D]` as a call gets them, and what is to be done to q and k."""
+    """Queries `[B, H, T, D]`, keys and values `[B, Hk, S, D]`, and the norms and rotation still to be applied."""
 
     q: Tensor
     k: Tensor
@@ -52,27 +51,30 @@ class Heads(NamedTuple):
 
     @property
     def raw(self) -> bool:
-        """Whether something is to be done to q or k."""
+        """Whether a norm or a rotation is still to be applied."""
         return self.rotary is not None or self.q_norm.kind != "none" or self.k_norm.kind != "none"
 
 
 class Visible(NamedTuple):
-    """What hides keys, weights beside causality and window: ranges `[B, T, 2]`, sinks `[H]`, a dropout seed `[1]`."""
+    """The keys and weights that each query sees, apart from causality and window; as in `reference.attention`.
+
+    `ranges` `[B or 1, T, 2]` (int32), `sinks` `[H]`, the `seed` `[1]` of dropout, `mask` broadcastable to
+    `[B, H, T, S]`. The kernels take no mask.
+    """
 
     ranges: Tensor | None = None
     sinks: Tensor | None = None
     seed: Tensor | None = None
+    mask: Tensor | None = None
 
-    @classmethod
-    def of(cls, q: Tensor, ranges: Tensor | None, sinks: Tensor | None, seed: Tensor | None) -> Visible:
-        """As kernels read them: ranges of every row of the batch, and no gaps."""
-        ranges = None if ranges is None else ranges.expand(len(q), -1, -1).contiguous()
-        return cls(ranges, None if sinks is None else sinks.contiguous(), seed)
+    def for_kernels(self, batch: int) -> Visible:
+        """The same with ranges for every row of the batch, and without gaps between the numbers."""
+        ranges = None if self.ranges is None else self.ranges.expand(batch, -1, -1).contiguous()
+        return self._replace(ranges=ranges, sinks=None if self.sinks is None else self.sinks.contiguous())
 
 
-@dataclass(frozen=True)
-class Options:
-    """How logits become weights; the meaning of each is that of `reference.attention`."""
+class Options(NamedTuple):
+    """The numbers and switches between logits and weights; as in `reference.attention`, and the dropout rate."""
 
     scale: float
     softcap: float | None = None

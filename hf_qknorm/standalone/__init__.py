@@ -17,8 +17,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX
-from hf_qknorm.files.atomic_io import replace_text, user_path
+from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.names import CODE_FILE
+from hf_qknorm.files.paths import user_path
 from hf_qknorm.standalone.bundler import Bundle
 from hf_qknorm.standalone.notice import NOTICES
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends.masks import Structure, structure
 from hf_qknorm.ops import library, tiled
+from hf_qknorm.ops.types import Heads, Options, Visible
 
 
 def visible_keys(
@@ -44,8 +45,8 @@ def visible_keys(
 
 def measure(
     q: Tensor, seen: Structure, scale: float, softcap: float | None, cap: float
-) -> tuple[tiled.Statistics, Tensor]:
-    """`tiled.statistics` of q `[B, H, T, D]`, and the entropy of uniform attention over the visible keys, in nats.
+) -> tuple[tiled.HeadStatistics, Tensor]:
+    """`tiled.head_statistics` of q `[B, H, T, D]`, and the entropy of uniform attention over the visible keys, in nats.
 
     The largest logit of a head with queries or keys that are not finite is NaN.
     """
@@ -53,8 +54,8 @@ def measure(
     even = keys.clamp_min(1).float().log().sum() / (keys > 0).sum().clamp_min(1)
     found = measure_by_kernels(q, seen, scale, softcap, cap) if q.is_cuda else None
     if found is None:
-        options = tiled.Options(scale, softcap, seen.causal, seen.window)
-        found = tiled.statistics(q, seen.key, seen.mask, seen.ranges, None, options, cap)
+        options = Options(scale, softcap, seen.causal, seen.window)
+        found = tiled.head_statistics(Heads(q, seen.key, seen.key), Visible(seen.ranges, mask=seen.mask), options, cap)
     finite = [x.isfinite().all(-1).all(2).all(0) for x in (q, seen.key)]  # by head
     broken = ~(finite[0] & finite[1].repeat_interleave(len(finite[0]) // len(finite[1])))
     return found._replace(max_logit=found.max_logit.masked_fill(broken, torch.nan)), even
@@ -62,26 +63,18 @@ def measure(
 
 def measure_by_kernels(
     q: Tensor, seen: Structure, scale: float, softcap: float | None, cap: float
-) -> tiled.Statistics | None:
+) -> tiled.HeadStatistics | None:
     """The same by one kernel; None for unsupported inputs, and for logits over cap/2, which kernels do not count."""
     if seen.mask is not None or scale <= 0 or library.why_not_fused(q, seen.key, seen.key) is not None:
         return None
-    found = library.fused_statistics(
-        q,
-        seen.key,
-        seen.key,
-        scale=scale,
-        softcap=softcap,
-        causal=seen.causal,
-        window=seen.window,
-        ranges=seen.ranges,
-    )
+    options = Options(scale, softcap, seen.causal, seen.window)
+    found = library.fused_statistics(Heads(q, seen.key, seen.key), Visible(seen.ranges), options)
     if not bool(found.largest.max() <= cap / 2):
         return None
     keys = _keys_seen(q, seen).expand(q.shape[0], 1, -1)
     entropy = found.entropy.where(keys > 0, 0.0).sum((0, 2)) / (keys > 0).sum().clamp_min(1)
     none = torch.zeros_like(entropy, dtype=torch.int64)
-    return tiled.Statistics(found.largest.amax((0, 2)), entropy, none + keys.sum(), none, none)
+    return tiled.HeadStatistics(found.largest.amax((0, 2)), entropy, none + keys.sum(), none, none)
 
 
 def _between(seen: Structure, queries: int, padding: Tensor) -> Structure:

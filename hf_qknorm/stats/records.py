@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_qknorm.files.untrusted import brief, check_keys, number
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.untrusted import check_keys, check_number
 from hf_qknorm.stats.tables import aligned
 
 FORMAT = 1  # of reports and logs
@@ -44,7 +45,7 @@ class Prediction:
     def from_dict(cls, data: Any, where: str = "prediction") -> Prediction:
         """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
         check_keys(data, ("loss", "perplexity", "kl", "agreement"), where)
-        numbers = {key: number(value, f"{where}.{key}") for key, value in data.items()}
+        numbers = {key: check_number(value, f"{where}.{key}") for key, value in data.items()}
         return cls(numbers["loss"], numbers["kl"], numbers["agreement"])
 
 
@@ -112,7 +113,7 @@ class LayerReport:
         check_keys(data, ("before", "after", "gain_q", "gain_k"), where, optional=("bound",))
         before, after = (LayerStatistics.from_dict(data[key], f"{where}.{key}") for key in ("before", "after"))
         q, k = (None if data[k] is None else head_numbers(data[k], f"{where}.{k}") for k in ("gain_q", "gain_k"))
-        bound = None if data.get("bound") is None else number(data["bound"], f"{where}.bound")
+        bound = None if data.get("bound") is None else check_number(data["bound"], f"{where}.bound")
         return cls(before, after, q, k, bound)
 
 
@@ -139,13 +140,13 @@ def check_fields(data: Any, data_class: Any, where: str, *, beside: tuple[str, .
 def check_format(data: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for the format of another version."""
     if data["format"] != FORMAT:
-        raise ValueError(f"{where}.format is {brief(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it")
+        raise ValueError(f"{where}.format is {shorten(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it")
 
 
 def check_layers(layers: Any, where: str) -> Mapping[str, Any]:
     """`layers`, a mapping from layers' names. Raises ValueError for anything else."""
     if not isinstance(layers, Mapping) or len(layers) > LAYERS:
-        raise ValueError(f"{where} is {brief(layers)}, expected a mapping from at most {LAYERS:,} layers' names")
+        raise ValueError(f"{where} is {shorten(layers)}, expected a mapping from at most {LAYERS:,} layers' names")
     for name in layers:
         check_name(name, f"a name in {where}", "a module's path")
     return layers
@@ -154,12 +155,12 @@ def check_layers(layers: Any, where: str) -> Mapping[str, Any]:
 def check_name(value: Any, where: str, what: str = "a name") -> str:
     """`value`, a name of letters, digits, _ and dots. Raises ValueError for anything else."""
     if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ValueError(f"{where} is {brief(value)}, expected {what}: letters, digits, _ and .")
+        raise ValueError(f"{where} is {shorten(value)}, expected {what}: letters, digits, _ and .")
     return value
 
 
 def head_numbers(value: Any, where: str) -> Numbers:
     """`value`, a list of numbers. Raises ValueError for anything else, and for an empty list."""
     if not isinstance(value, list | tuple) or not 0 < len(value) <= HEADS:
-        raise ValueError(f"{where} is {brief(value)}, expected a list of numbers, one per head")
-    return tuple(number(item, f"{where}[{i}]") for i, item in enumerate(value))
+        raise ValueError(f"{where} is {shorten(value)}, expected a list of numbers, one per head")
+    return tuple(check_number(item, f"{where}[{i}]") for i, item in enumerate(value))

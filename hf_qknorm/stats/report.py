@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_qknorm.files.atomic_io import replace_text
-from hf_qknorm.files.untrusted import brief, count, fixed, number, positive, read_json, repo_id
+from hf_qknorm.files.formatting import format_fixed, shorten
+from hf_qknorm.files.hub_names import check_optional_repo_id
+from hf_qknorm.files.untrusted import check_count, check_number, check_positive, read_json
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats.records import (
     FORMAT,
@@ -112,7 +114,7 @@ class Calibration:
         return share if math.isfinite(share) else None
 
     def __str__(self) -> str:
-        bound = "" if self.bound is None else f"; |logit| ≤ {fixed(self.bound, 1)} for any input"
+        bound = "" if self.bound is None else f"; |logit| ≤ {format_fixed(self.bound, 1)} for any input"
         if self.base is None or self.ones is None or self.chosen is None:
             return f"{self.title}: gains from {self.tokens:,} tokens{bound}"
         kept = "" if self.kept is None else f" ({self.kept:.1%} of the jump removed)"
@@ -173,14 +175,14 @@ class Calibration:
         layers = check_layers(data["layers"], "report.layers")
         return cls(
             method=check_name(data["method"], "report.method"),
-            tokens=count(data["tokens"], "report.tokens"),
+            tokens=check_count(data["tokens"], "report.tokens"),
             scheme=Scheme.from_dict(data["scheme"]),
-            cap=positive(data["cap"], "report.cap"),
+            cap=check_positive(data["cap"], "report.cap"),
             **predictions,
             layers={name: LayerReport.from_dict(x, f"report.layers.{name}") for name, x in layers.items()},
-            judged=None if data.get("judged") is None else count(data["judged"], "report.judged"),
-            base_model=repo_id(data.get("base_model"), "report.base_model"),
-            dataset=repo_id(data.get("dataset"), "report.dataset"),
+            judged=None if data.get("judged") is None else check_count(data["judged"], "report.judged"),
+            base_model=check_optional_repo_id(data.get("base_model"), "report.base_model"),
+            dataset=check_optional_repo_id(data.get("dataset"), "report.dataset"),
             knees=_knees(data.get("knees", [])),
         )
 
@@ -204,13 +206,13 @@ def save_json(data: Mapping[str, Any], path: Path) -> None:
 
 def _knees(value: Any) -> dict[float, Prediction]:
     if not isinstance(value, list | tuple) or len(value) > KNEES:
-        raise ValueError(f"report.knees is {brief(value)}, expected a list of at most {KNEES} predictions by knee")
+        raise ValueError(f"report.knees is {shorten(value)}, expected a list of at most {KNEES} predictions by knee")
     found = {}
     for i, item in enumerate(value):
         where = f"report.knees[{i}]"
         if not isinstance(item, Mapping) or "knee" not in item:
-            raise ValueError(f"{where} is {brief(item)}, expected a mapping with a knee and its predictions")
-        knee = number(item["knee"], f"{where}.knee")
+            raise ValueError(f"{where} is {shorten(item)}, expected a mapping with a knee and its predictions")
+        knee = check_number(item["knee"], f"{where}.knee")
         if not (math.isfinite(knee) and knee >= 0):
             raise ValueError(f"{where}.knee is {knee}, expected a finite number ≥ 0")
         found[knee] = Prediction.from_dict({key: x for key, x in item.items() if key != "knee"}, where)

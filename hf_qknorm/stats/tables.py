@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_qknorm.files.untrusted import fixed
+from hf_qknorm.files.formatting import format_fixed
 
 ROWS = 12  # layers in a table: the worst ones; JSON has all layers
 READING = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; others: means over heads"
@@ -19,7 +19,7 @@ def over_names(cap: float) -> list[str]:
 
 def bound_cell(bound: float | None) -> str:
     """A bound with one decimal; `-` for None."""
-    return "-" if bound is None else fixed(bound, 1)
+    return "-" if bound is None else format_fixed(bound, 1)
 
 
 def pair_of_means(q: Sequence[float] | None, k: Sequence[float] | None, form: str = ".3g") -> str:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from hf_qknorm.backends.masks import Structure
-from hf_qknorm.files.untrusted import positive
+from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.model.attention import QKNormAttention
 from hf_qknorm.ops.tiled_blocks import Problem
-from hf_qknorm.ops.types import Options
+from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.stats.distributed import world_size
 from hf_qknorm.stats.logit_statistics import PassFilter
 from hf_qknorm.stats.logits import visible_keys
@@ -53,7 +53,7 @@ class QKClip(TrainerCallback):
     """
 
     def __init__(self, model: Any, threshold: float = 100.0) -> None:
-        self.threshold = positive(threshold, "threshold")
+        self.threshold = check_positive(threshold, "threshold")
         self.layers = require_patched(model)
         self.parts = attention_head_weights(model)
         owners: dict[int, str] = {}
@@ -188,7 +188,8 @@ def largest_logits(q: Tensor, seen: Structure, scale: float, threshold: float) -
     if mask is not None and mask.shape[1] > 1:
         mask = mask.reshape(mask.shape[0], -1, group, *mask.shape[2:])[:, heads].flatten(1, 2)
     q, k = q.reshape(q.shape[0], -1, group, *q.shape[2:])[:, heads].flatten(1, 2), k[:, heads]
-    problem = Problem(q, k, k, mask, seen.ranges, None, Options(scale, None, seen.causal, seen.window))
+    options = Options(scale, None, seen.causal, seen.window)
+    problem = Problem(Heads(q, k, k), Visible(seen.ranges, mask=mask), options)
     buffer = problem.buffer()
     for block in problem.blocks:
         logits = problem.logits(block, buffer, buffer).view(block.shape[0], len(heads), group, -1)

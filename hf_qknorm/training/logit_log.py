@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.files.atomic_io import replace_text, user_path
-from hf_qknorm.files.untrusted import brief, check_keys, count, is_shallow, number
+from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.paths import user_path
+from hf_qknorm.files.untrusted import check_count, check_keys, check_number, is_shallow
 from hf_qknorm.stats.records import FORMAT, Numbers, check_fields, check_format, check_layers, head_numbers
 from hf_qknorm.stats.tables import mean
 
@@ -44,7 +46,7 @@ class LayerSample:
     def from_dict(cls, data: Any, where: str) -> LayerSample:
         """The layer in a line of the file. Raises ValueError, naming the key, for anything else."""
         check_fields(data, cls, where)
-        values = {name: number(data[name], f"{where}.{name}") for name in ("cap", "even")}
+        values = {name: check_number(data[name], f"{where}.{name}") for name in ("cap", "even")}
         if not 1e-6 <= values["cap"] <= 1e6 or not 0 <= values["even"] <= 100:
             raise ValueError(
                 f"{where} has cap {values['cap']:g}, expected 1e-6 to 1e6, and even {values['even']:g}, expected 0 to "
@@ -112,9 +114,9 @@ class LogitSample:
         check_format(data, "sample")
         layers = check_layers(data["layers"], "sample.layers")
         if not layers:
-            raise ValueError(f"sample.layers is {brief(layers)}, expected at least one layer")
+            raise ValueError(f"sample.layers is {shorten(layers)}, expected at least one layer")
         found = {name: LayerSample.from_dict(layer, f"sample.layers.{name}") for name, layer in layers.items()}
-        return cls(count(data["step"], "sample.step"), found)
+        return cls(check_count(data["step"], "sample.step"), found)
 
 
 def read_log(path: str | Path) -> list[LogitSample]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_qknorm.files.untrusted import positive
+from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.training.head_weights import along_outputs, attention_head_weights, by_projection
 
 PREFIX = "quack_"  # of the initial norms in a parameter's state
@@ -59,7 +59,7 @@ class QuacK(Optimizer):
     defaults = _delegated("defaults")
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, tau: float = 1.0) -> None:
-        self.optimizer, self.tau = optimizer, positive(tau, "tau")
+        self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
         self.layers = attention_head_weights(model)
         self.first: dict[tuple[str, str], Tensor] = {}  # initial norms by layer and part
         self._require_own()

@@ -170,8 +170,8 @@ def test_weights_that_the_config_asks_for(model_type, tmp_path):
 
 
 @torch.no_grad()
-def test_the_way_weights_are_formed_is_told_once(caplog, monkeypatch):
-    monkeypatch.setattr(functions, "_told", set())
+def test_forming_the_weights_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(functions, "_logged", set())
     caplog.set_level(logging.INFO, "hf_qknorm")
     model = capped_model("gpt2", "cap")
     for _ in range(2):

@@ -19,6 +19,7 @@ from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.backends import functions
 from hf_qknorm.backends.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.ops.types import Heads
 from hf_qknorm.testing import error, make_qkv
 
 OWN = tuple(name for name in REGISTERED if name != "hf_qknorm_triton")  # test_kernels_in_models.py has that one
@@ -220,15 +221,15 @@ def test_backends_that_can_cap_are_the_ones_listed():
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A query that says it is on a GPU; no attention is computed."""
-    monkeypatch.setattr(functions, "_told", set())
-    monkeypatch.setattr(functions, "_attend", lambda *heads, **options: None)
+    monkeypatch.setattr(functions, "_logged", set())
+    monkeypatch.setattr(functions, "_call_operator", lambda *call, **options: None)
     return SimpleNamespace(is_cuda=True)
 
 
-def test_what_runs_is_told_once(on_cuda, monkeypatch, caplog):
+def test_the_implementation_is_logged_once(on_cuda, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hf_qknorm")
     for reason in (None, "head_dim is 264", None, "head_dim is 264"):
-        monkeypatch.setattr(functions, "_why_not_kernels", lambda *call, reason=reason: reason)
+        monkeypatch.setattr(functions, "why_not_kernels", lambda *call, reason=reason: reason)
         functions.best_attention(None, on_cuda, None, None, None)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "hf_qknorm attention runs its Triton kernels"),
@@ -236,13 +237,13 @@ def test_what_runs_is_told_once(on_cuda, monkeypatch, caplog):
     ]
 
 
-def test_a_traced_graph_tells_nothing(on_cuda, monkeypatch, caplog):
+def test_a_traced_graph_logs_nothing(on_cuda, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hf_qknorm")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    functions.fused_attention(None, on_cuda, None, None, None, None, None, None)
+    functions.attend_raw(None, Heads(on_cuda, None, None), None)
     assert not caplog.records
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
-    functions.fused_attention(None, on_cuda, None, None, None, None, None, None)
+    functions.attend_raw(None, Heads(on_cuda, None, None), None)
     assert "norm and RoPE included" in caplog.text
 
 

@@ -10,8 +10,7 @@ import torch
 import transformers
 from folders import contents, loaded, logits, save
 from safetensors.torch import load_file
-from tables import PAIRS, make_batch, sharp_model
-from test_fold import trained_like
+from tables import PAIRS, make_batch, sharp_model, trained_like
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, convert_checkpoint, patch_model, plan_conversion

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from folders import contents, loaded, save
-from test_fold import trained_like
+from tables import trained_like
 
 from hf_qknorm import SCHEMES, convert_checkpoint, plan_conversion
 from hf_qknorm.checkpoint.safetensors_files import INDEX
@@ -118,13 +118,13 @@ def test_other_refusals(llama, tmp_path):
 
 def test_gains_that_are_not_finite_are_not_written(llama, tmp_path, monkeypatch):
     """A calibration on a model that overflows gives NaN."""
-    calibrated = checkpoint._calibrated
+    calibrated = checkpoint._calibrate
 
     def broken(*arguments: Any) -> Any:
         report, values = calibrated(*arguments)
         return report, values | {name: value * torch.nan for name, value in list(values.items())[:1]}
 
-    monkeypatch.setattr(checkpoint, "_calibrated", broken)
+    monkeypatch.setattr(checkpoint, "_calibrate", broken)
     with pytest.raises(ValueError, match=r"self_attn.q_norm.weight would hold NaN or infinity in float32: nothing was"):
         convert_checkpoint(llama, tmp_path / "out", calibration=["to be or not to be " * 20], method="ones")
     assert sorted(os.listdir(tmp_path)) == ["source"]

@@ -236,7 +236,7 @@ def test_what_is_missing_is_told_in_a_line(checkpoint):
     for name, message in (
         (str(checkpoint.parent / "nowhere"), "nowhere is no folder: expected one with a checkpoint"),
         ("./nowhere", "./nowhere is no folder: expected one with a checkpoint"),
-        ("no-such-model-anywhere", "no-such-model-anywhere is no folder here, and the Hub does not give it"),
+        ("no-such-model-anywhere", "no-such-model-anywhere is no folder here, and the download from the Hub failed"),
         (str(checkpoint.parent), "config.json is missing: is this a checkpoint of transformers?"),
     ):
         with pytest.raises((OSError, ValueError), match=message) as error:

@@ -21,7 +21,7 @@ from hf_qknorm import Scheme, convert_checkpoint
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert import checkpoint, inspect, memory
 from hf_qknorm.convert.inspect import inspect_checkpoint
-from hf_qknorm.convert.memory import memory_left, memory_size, placed, working_memory
+from hf_qknorm.convert.memory import memory_left, parse_size, place_weights, working_memory
 from hf_qknorm.demo.training import byte_tokenizer
 
 KNEE = Scheme(q="rms", k="rms", knee=4)
@@ -37,7 +37,7 @@ def least(folder: Path, length: int = 16) -> int:
     """What a calibration takes at least: one sequence, and the largest tensor."""
     with open_source(folder) as source:
         largest = max(tensor.size for tensor in source.weights.stored.values())
-        return int((largest + working_memory(source, 1, length)) / memory.ROOM) + 1
+        return int((largest + working_memory(source, 1, length)) / memory.USABLE) + 1
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_full_disk_has_no_room_for_weights_in_another_form(model_type, tmp_pat
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     with open_source(folder) as source:
-        placing = placed(source, 16, least(folder), tmp_path / "out")
+        placing = place_weights(source, 16, least(folder), tmp_path / "out")
         refusal = pytest.raises(OSError, match=r"that transformers computes with, needs .* has 0\.0 MB free")
         with refusal if model_type == "mixtral" else nullcontext(), placing as placement:
             assert placement.sequences == 1
@@ -175,7 +175,7 @@ SIZES = {
 
 @pytest.mark.parametrize("text", SIZES, ids=repr)
 def test_sizes(text):
-    assert memory_size(text) == SIZES[text]
+    assert parse_size(text) == SIZES[text]
 
 
 @pytest.mark.parametrize("text", ["", "much", "0GB", "-1GB", "8 cats", "1e9", 0, -5, 1.5, True, "9" * 40], ids=repr)
@@ -183,7 +183,7 @@ def test_sizes_that_are_none(text):
     with pytest.raises(
         ValueError, match=r'max_memory=.* is no size of memory: expected bytes, or a text such as "8GB"'
     ):
-        memory_size(text)
+        parse_size(text)
 
 
 def test_what_is_left_of_a_limit(monkeypatch):
@@ -210,8 +210,8 @@ def test_what_cgroups_leave(tmp_path):
     cgroup(tmp_path / "memory/a", memory__limit_in_bytes="150\n", **one)
     cgroup(tmp_path / "c/d", memory__max="max\n", memory__current="5\n", memory__stat=stat)
     cgroup(tmp_path / "c", memory__max="20\n", memory__current="25\n", memory__stat=stat)
-    assert sorted(memory._cgroup_rooms(process, tmp_path)) == [2, 80]
-    assert memory._cgroup_rooms(tmp_path / "none", tmp_path) == []
+    assert sorted(memory._cgroup_limits(process, tmp_path)) == [2, 80]
+    assert memory._cgroup_limits(tmp_path / "none", tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])

@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, str]] = {
     "qwen3-cap": ("qwen3", {}, "soft_cap", "the cap of 50 would be lost"),
     "gpt2": ("gpt2", {}, "qk_norm", r"norms \(q=layer, k=layer\) would be lost"),
     "gpt2-scale": ("gpt2", {}, Scheme(scale=1.0), "scale=1 would be lost: gpt2 has no projection of the queries alone"),
-    "serial-neox": ("gpt_neox", {"use_parallel_residual": False}, LAYER, "attention and MLP are side by side there"),
+    "serial-neox": ("gpt_neox", {"use_parallel_residual": False}, LAYER, "attention and MLP are in parallel there"),
     "partial-phi3": (
         "phi3", EPS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         RMS, "partial_rotary_factor=0.5 would be lost: only Phi-3",
@@ -215,7 +215,7 @@ def test_what_is_not_exact_is_refused(tmp_path, case):
         ),
         ("llama-another-scale", "the queries' gains would be scaled"),
         ("llama-henry-wide-heads", "the queries' gains would be scaled"),
-        ("llama-cap", "held as their difference from 1"),
+        ("llama-cap", "stored as their difference from 1"),
         ("gemma2-scale", "scale=0.3 would be folded"),
         ("gpt_neox", "two norms of a layer would become one"),
     ],
@@ -241,7 +241,7 @@ def test_only_whole_causal_models_of_ours_are_taken(tmp_path):
     with pytest.raises(FileExistsError, match="is where the source lies"):
         export_native(tmp_path / "ours", tmp_path / "ours", overwrite=True)
     change_config(tmp_path / "ours", qk_norm_blend={"norms": True, "softcap": None})
-    with pytest.raises(ValueError, match="on its way in"):
+    with pytest.raises(ValueError, match="during a blend"):
         export_native(tmp_path / "ours", tmp_path / "out")
     change_config(tmp_path / "ours", qk_norm_blend=None, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ValueError, match="is quantised"):

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
 from hf_qknorm.families import REFUSED, family_of
-from hf_qknorm.model.attention import QKNormAttention, _angles, as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, kernel_rotary, patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.ops.types import Rotary
@@ -189,19 +189,19 @@ def test_what_kernels_rotate(case, monkeypatch):
     """The angles that kernels are given turn heads as the model does."""
     if FAMILIES[type_of(case)].rope is None:
         pytest.skip("only the model's own code rotates it")
-    plain, seen = PlainAttention._attend, []
+    plain, seen = PlainAttention._norm_rotate_attend, []
 
     def attend(layer: QKNormAttention, q: Tensor, k: Tensor, *rest: Any) -> Any:
         _, mask, positions, cache, options = rest
         if positions is not None:
-            rotary = _angles(positions, layer.family.rope)
+            rotary = kernel_rotary(positions, layer.family.rope)
             expected = layer.family.style.rotate(layer, q, k, k, positions, cache, **options)
             for x, y in zip((q, k), expected, strict=False):
                 assert_near(turned(x, rotary), y, 1e-6)
             seen.append(rotary)
         return plain(layer, q, k, *rest)
 
-    monkeypatch.setattr(PlainAttention, "_attend", attend)
+    monkeypatch.setattr(PlainAttention, "_norm_rotate_attend", attend)
     patch_model(made(case), "none")(**make_batch("left"))
     assert seen or case.endswith("-unrotated") or not hasattr(config_of(case), "rope_parameters")
 

@@ -9,14 +9,8 @@ import pytest
 from filelock import FileLock
 
 from hf_qknorm.files import atomic_io
-from hf_qknorm.files.atomic_io import (
-    is_leftover,
-    new_folder,
-    replace_file,
-    replace_text,
-    scratch_folder,
-    user_path,
-)
+from hf_qknorm.files.atomic_io import is_leftover, new_folder, replace_file, replace_text, scratch_folder
+from hf_qknorm.files.paths import user_path
 
 
 def anything() -> None:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 
 from hf_qknorm import FAMILIES, Calibration, Scheme, patch_model
+from hf_qknorm.checkpoint.config import read_config
 from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE, Weights
-from hf_qknorm.checkpoint.source import read_config
-from hf_qknorm.files.untrusted import DEPTH, brief, is_shallow, read_json
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.untrusted import DEPTH, is_shallow, read_json
 from hf_qknorm.hub.metadata import carried, is_ours
 from hf_qknorm.model.derived import derived_config
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
@@ -278,7 +279,7 @@ def test_front_matter_of_the_right_keys(tmp_path, data):
 @given(JSON)
 @FUZZ
 def test_brief_is_brief(value):
-    assert len(brief(value)) < 2500
+    assert len(shorten(value)) < 2500
 
 
 def test_depth_is_limited(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "benchmarks"))
 
 import compiled
 import sass

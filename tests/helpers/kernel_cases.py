@@ -108,7 +108,7 @@ def raw_problem(raw: Raw, case: Case, scale: float | None = None) -> Problem:
     )
     heads, visible, options, grad = plain_problem(case, raw.dtype)
     heads = heads._replace(q=call.q, k=call.k, q_norm=call.q_norm, k_norm=call.k_norm, rotary=call.rotary)
-    options = dataclasses.replace(options, scale=scale or options.scale)
+    options = options._replace(scale=scale or options.scale)
     return Problem(heads._replace(v=lay_out(heads.v, raw.layout)), visible, options, grad)
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "benchmarks"))
 
 import compile_kernels as recipe
 from compiled import compiling

@@ -129,3 +129,16 @@ def assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(actual[name], value), name
+
+
+def trained_like(model_type: str, *, biases: bool = True, **settings: Any) -> PreTrainedModel:
+    """A model whose norms and projections have gains and biases that differ from channel to channel."""
+    model = sharp_model(model_type, **settings)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "ln_" in name or name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+            if name.endswith("bias") and not biases:
+                parameter.zero_()
+    return model

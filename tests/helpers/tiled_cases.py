@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops import reference, tiled
+from hf_qknorm.ops.tiled_blocks import Problem
+from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.testing import make_qkv
 
 
@@ -37,8 +39,8 @@ class Case:
         return "-".join(f"{field.name}={value}" for field, value in fields if value != field.default) or "plain"
 
     @property
-    def options(self) -> tiled.Options:
-        return tiled.Options(self.head_dim**-0.5, self.softcap, self.causal, self.window, self.dropout)
+    def options(self) -> Options:
+        return Options(self.head_dim**-0.5, self.softcap, self.causal, self.window, self.dropout)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,14 @@ class Inputs:
     sinks: Tensor | None
     seed: Tensor | None
     grad: Tensor
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.q, self.k, self.v)
+
+    @property
+    def visible(self) -> Visible:
+        return Visible(self.ranges, self.sinks, self.seed, self.mask)
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same numbers in another dtype."""
@@ -132,16 +142,27 @@ def drawn_dropout(case: Case, inputs: Inputs) -> Tensor | None:
     """The dropout mask that `tiled` multiplies the weights by, if the case has dropout."""
     if inputs.seed is None:
         return None
-    q, k = inputs.q.detach(), inputs.k.detach()
-    return tiled.dropout_mask(q, k, inputs.mask, inputs.ranges, inputs.seed, case.options)
+    return dropout_mask(inputs.heads, inputs.visible, case.options)
+
+
+@torch.no_grad()
+def dropout_mask(heads: Heads, visible: Visible, options: Options) -> Tensor:
+    """The mask `[B, H, T, S]` that `tiled` multiplies the weights by; 0 for keys that no block reads."""
+    problem = Problem(heads, visible, options)
+    full = problem.q.new_zeros((*problem.q.shape[:3], problem.keys))
+    for block in problem.blocks:
+        rows = problem.q.new_zeros((*problem.part(problem.q, block).shape[:2], problem.keys))
+        rows[..., block.cols] = problem.keep(block)
+        problem.put(full, block, rows)
+    return full.view(*heads.q.shape[:3], problem.keys)
 
 
 def tiled_results(case: Case, inputs: Inputs) -> dict[str, Tensor]:
     """Output and gradients of `tiled`."""
     with torch.no_grad():
-        tensors = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.ranges, inputs.sinks, inputs.seed)
-        out, lse = tiled.forward(*tensors, case.options)
-        grads = tiled.backward(inputs.grad, *tensors, out, lse, case.options)
+        call = (inputs.heads, inputs.visible, case.options)
+        out, lse = tiled.forward(*call)
+        grads = tiled.backward(inputs.grad, *call, out, lse)
     return named(out, *grads)
 
 

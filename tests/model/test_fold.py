@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, sharp_model
+from tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, trained_like
 from tiny import TINY
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -20,19 +19,6 @@ from hf_qknorm.model.fold import is_exact
 FOLDED = Scheme(q="auto", k="auto", v="auto", pre_norm=False, eps=1e-12)
 KEPT = Scheme(q="auto", k="auto", v="auto", eps=1e-12)
 TYPES = [model_type for model_type in MODEL_TYPES if applies(model_type, SCHEMES["qkv_norm"])]
-
-
-def trained_like(model_type: str, *, biases: bool = True, **settings: Any) -> PreTrainedModel:
-    """A model whose norms and projections have gains and biases that differ from channel to channel."""
-    model = sharp_model(model_type, **settings)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "ln_" in name or name.endswith("bias"):
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-            if name.endswith("bias") and not biases:
-                parameter.zero_()
-    return model
 
 
 def logits(model: PreTrainedModel) -> Tensor:

@@ -18,7 +18,8 @@ from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.backends.functions import REGISTERED
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import powers_of, put_knee
-from hf_qknorm.ops import fused, reference
+from hf_qknorm.ops import reference
+from hf_qknorm.ops.operators import FUSED_ATTENTION, NORM_ROPE_INTO
 from hf_qknorm.testing import error, make_qkv
 from hf_qknorm.training.blend import set_blend
 
@@ -84,7 +85,7 @@ def test_the_kernels_give_what_eager_gives(
     model = patched(model_type, scheme)
     expected = outputs(model, "hf_qknorm_eager", kind)
     calls = []
-    monkeypatch.setattr(fused.OPERATORS, "fused_attention", counted(fused.OPERATORS.fused_attention, calls))
+    monkeypatch.setattr(FUSED_ATTENTION, "overload", counted(FUSED_ATTENTION.overload, calls))
     assert_same(outputs(model, "hf_qknorm_triton", kind), expected)
     assert len(calls) == len(patched_layers(model))
 
@@ -117,7 +118,9 @@ def test_a_norm_sees_no_padding_where_values_are_wider(gain: str) -> None:
     for backend in ("hf_qknorm_triton", "hf_qknorm_tiled", "hf_qknorm_eager"):
         model.set_attn_implementation(backend)
         options = {"scaling": layer.logit_scale, "softcap": 5.0}
-        found.append(layer._attend(q[..., :width], k[..., :width], v, None, (cos, sin), DynamicCache(), options)[0])
+        found.append(
+            layer._norm_rotate_attend(q[..., :width], k[..., :width], v, None, (cos, sin), DynamicCache(), options)[0]
+        )
     for got in found[:2]:
         torch.testing.assert_close(got, found[2])
 
@@ -204,10 +207,10 @@ def test_a_cache_changes_nothing_in_training(model_type: str, scheme: str, monke
     model = patched(model_type, scheme)
     expected = outputs(model, "hf_qknorm_triton", "left")
     calls: list[Any] = []
-    monkeypatch.setattr(fused.OPERATORS, "fused_attention", counted(fused.OPERATORS.fused_attention, calls))
+    monkeypatch.setattr(FUSED_ATTENTION, "overload", counted(FUSED_ATTENTION.overload, calls))
     got = outputs(model, "hf_qknorm_triton", "left", use_cache=True)
     assert len(calls) == len(patched_layers(model))
-    assert calls[0][3] is not None, "the norm is in the kernel"
+    assert FUSED_ATTENTION.named(calls[0])["q_gain"] is not None, "the norm is in the kernel"
     assert all(torch.equal(got[name], value) for name, value in expected.items())
     assert saved(model, use_cache=True) == saved(model, use_cache=False)
 
@@ -328,7 +331,7 @@ def test_a_cache_of_another_batch_is_refused() -> None:
 def test_generation_with_a_cache(model_type: str, scheme: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched(model_type, scheme)
     calls: list[Any] = []
-    monkeypatch.setattr(fused.OPERATORS, "norm_rope_into", counted(fused.OPERATORS.norm_rope_into, calls))
+    monkeypatch.setattr(NORM_ROPE_INTO, "overload", counted(NORM_ROPE_INTO.overload, calls))
     prompt = batch("left", labels=False)
     settings = {
         "cache_implementation": cache,

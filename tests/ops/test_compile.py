@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
+from operator_calls import call
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -38,7 +39,7 @@ def projected(x: Tensor, options: dict) -> Tensor:
     """What a model does around attention: heads split and joined by transposed views."""
     q = x.unflatten(-1, (4, 16)).transpose(1, 2) * 2
     k, v = q[:, ::2], q[:, 1::2]
-    return library.attention(q, k, v, **options).transpose(1, 2).flatten(2).sin()
+    return library.attention(*call(q, k, v, **options)).transpose(1, 2).flatten(2).sin()
 
 
 def output_and_gradient(function, x: Tensor, options: dict) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
@@ -93,5 +94,5 @@ def test_the_graph_holds_one_attention_node() -> None:
         return graph
 
     q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 9, 9, 16))
-    torch.compile(library.attention, fullgraph=True, backend=record)(q, k, v, softcap=5.0, causal=True)
-    assert [name for name in seen if "hf_qknorm" in name] == ["hf_qknorm.model.attention.default"]
+    torch.compile(library.attention, fullgraph=True, backend=record)(*call(q, k, v, softcap=5.0, causal=True))
+    assert [name for name in seen if "hf_qknorm" in name] == ["hf_qknorm.attention.default"]

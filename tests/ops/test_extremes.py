@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from operator_calls import call
 from tiled_cases import Case, Inputs, draw_inputs, oracle_results, tiled_results
 from torch import Tensor
 
 from hf_qknorm.ops import library, reference, tiled
+from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.testing import assert_within_budget, make_qkv
 
 CAPS = (None, 5.0, 50.0)
@@ -49,7 +51,7 @@ def test_statistics_show_what_is_not_finite(softcap: float | None) -> None:
     q, k, v = (x.detach() for x in make_qkv(1, 3, 3, 9, 9, 16))
     q[:, 0, 4, 0], q[:, 1] = torch.nan, 1e20
     k[:, 1] = -1e20  # logits of -inf
-    found = tiled.statistics(q, k, None, None, None, tiled.Options(1.0, softcap, causal=True))
+    found = tiled.head_statistics(Heads(q, k, v), Visible(), Options(1.0, softcap, causal=True))
     exact = reference.attention(q, k, v, scale=1.0, softcap=softcap, causal=True).max_logit
     torch.testing.assert_close(found.max_logit, exact, equal_nan=True)
     assert math.isnan(exact[0])
@@ -64,7 +66,7 @@ def test_logits_that_overflow(dtype: torch.dtype, softcap: float | None, sign: f
     """A cap bounds them. Without one their softmax is NaN, and not that of a row that sees nothing."""
     q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 9, 9, 16, dtype=dtype))
     q, k = torch.full_like(q, 1e30), torch.full_like(k, sign * 1e30)
-    out = library.attention(q, k, v, softcap=softcap, causal=True)
+    out = library.attention(*call(q, k, v, softcap=softcap, causal=True))
     exact = reference.attention(q, k, v, softcap=softcap, causal=True).out
     torch.testing.assert_close(out, exact, equal_nan=True)
     assert bool(out.isnan().all()) == (softcap is None)
@@ -97,7 +99,7 @@ def test_nothing_to_attend_is_no_fault(case: Case, rules: dict) -> None:
     arguments |= {"mask": inputs.mask, "ranges": inputs.ranges, "sinks": inputs.sinks}
     leaves = [x for x in (inputs.q, inputs.k, inputs.v, inputs.sinks) if x is not None]
     exact = reference.attention(inputs.q, inputs.k, inputs.v, **arguments)
-    for out in (exact.out, library.attention(inputs.q, inputs.k, inputs.v, **arguments)):
+    for out in (exact.out, library.attention(*call(inputs.q, inputs.k, inputs.v, **arguments))):
         assert out.shape == inputs.q.shape
         assert not out.any()
         for leaf, grad in zip(leaves, torch.autograd.grad(out, leaves, torch.ones_like(out)), strict=True):
@@ -105,22 +107,22 @@ def test_nothing_to_attend_is_no_fault(case: Case, rules: dict) -> None:
             assert not grad.any()
     assert not exact.max_logit.any()
     assert not exact.entropy.any()
-    sinks = None if inputs.sinks is None else inputs.sinks.detach()
-    found = tiled.statistics(inputs.q.detach(), inputs.k.detach(), inputs.mask, inputs.ranges, sinks, case.options)
+    with torch.no_grad():
+        found = tiled.head_statistics(inputs.heads, inputs.visible, case.options)
     assert not any(x.any() for x in found)
 
 
 @pytest.mark.parametrize("case", NOTHING, ids=str)
 def test_nothing_to_attend_has_the_same_shape_where_nothing_is_computed(case: Case) -> None:
     q, k, v = (x.detach().to("meta").requires_grad_() for x in make_qkv(case.batch, 4, 2, case.queries, case.keys, 16))
-    out = library.attention(q, k, v, causal=True)
+    out = library.attention(*call(q, k, v, causal=True))
     assert out.shape == q.shape
     assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
 
 
 def test_nothing_to_attend_drops_nothing() -> None:
     q, k, v = make_qkv(2, 4, 2, 5, 0, 16)
-    assert not library.attention(q, k, v, dropout=0.5).any()
+    assert not library.attention(*call(q, k, v, dropout=0.5)).any()
 
 
 @pytest.mark.parametrize("softcap", [1e-30, 1e-3, 1e30])
@@ -139,7 +141,7 @@ def test_caps_of_any_size(softcap: float) -> None:
 @pytest.mark.parametrize("scale", [0.0, -0.7, 30.0])
 def test_scales_of_any_sign(scale: float) -> None:
     q, k, v = make_qkv(2, 4, 2, 9, 9, 16, dtype=torch.float64)
-    out, exact = (library.attention(q, k, v, scale=scale), reference.attention(q, k, v, scale=scale).out)
+    out, exact = (library.attention(*call(q, k, v, scale=scale)), reference.attention(q, k, v, scale=scale).out)
     torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-12)
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 import interpreter
+from operator_calls import call
 
 from hf_qknorm.ops import library, reference
-from hf_qknorm.ops.types import Norm, Rotary
+from hf_qknorm.ops.types import Heads, Norm, Rotary
 from hf_qknorm.testing import assert_within_budget
 
 interpreter.install()
@@ -100,7 +101,7 @@ def test_a_few_queries_over_many_keys(dtype: torch.dtype, softcap: float | None,
     grad = normal(*q.shape, dtype=dtype, seed=3)
     ranges = padded(batch, queries, keys) if padding else None
     options = {"softcap": softcap, "causal": not padding}
-    got = with_gradients([q, k, v], grad, lambda *x: library.fused_attention(*x, ranges=ranges, **options))
+    got = with_gradients([q, k, v], grad, lambda *x: library.fused_attention(*call(*x, ranges=ranges, **options)))
     exact, eager = (by_head(q, k, v, grad, ranges, x, **options) for x in (torch.float64, dtype))
     check(got, exact, eager)
 
@@ -114,7 +115,7 @@ def test_a_step_over_a_large_cache(dtype: torch.dtype, softcap: float | None) ->
     q = normal(SCALE.batch, SCALE.heads[0], 1, SCALE.head_dim, dtype=dtype, seed=0, spread=3.0)
     k, v = normal(*CACHE, dtype=dtype, seed=1), normal(*CACHE, dtype=dtype, seed=2)
     ranges = padded(SCALE.batch, 1, SCALE.keys - 5)
-    out = library.fused_attention(q, k, v, ranges=ranges, softcap=softcap)
+    out = library.fused_attention(*call(q, k, v, ranges=ranges, softcap=softcap))
     for row in (slice(0, 1), slice(-1, None)):
         part = (q[row], k[row], v[row], torch.zeros_like(q[row]), ranges[row])
         exact, eager = (by_head(*part, x, softcap=softcap)[:1] for x in (torch.float64, dtype))
@@ -128,9 +129,9 @@ def test_new_keys_reach_the_end_of_a_large_cache() -> None:
     keys, values = (torch.zeros(CACHE, dtype=BRAIN, device=DEVICE) for _ in range(2))
     positions = torch.arange(SCALE.keys - count, SCALE.keys, device=DEVICE)
     knee = Norm("layer", eps=torch.tensor(4.0, device=DEVICE))
-    ends = (Norm("rms"), knee, rotation(SCALE.keys, slice(-count, None)))
-    got = library.norm_rope_into(q, k, v, keys, values, positions, *ends)
-    expected = library.norm_rope(q, k, *ends)
+    norms = (Norm("rms"), knee, rotation(SCALE.keys, slice(-count, None)))
+    got = library.norm_rope_into(Heads(q, k, v, *norms), keys, values, positions)
+    expected = library.norm_rope(Heads(q, k, v, *norms))
     for x, wanted in ((got, expected[0]), (keys[:, :, -count:], expected[1]), (values[:, :, -count:], v)):
         assert torch.equal(x, wanted)
     assert not any(x[:, :, :-count].any() for x in (keys, values))
@@ -181,7 +182,7 @@ def test_more_numbers_than_32_bits_count(heads_kv: int, knee: float) -> None:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor) -> Tensor:
         ends = {"q_norm": Norm("rms", q_gain, eps=eps), "k_norm": Norm("rms", k_gain, eps=eps), "rotary": whole}
-        return library.fused_attention(q, k, v, **ends, **options)
+        return library.fused_attention(*call(q, k, v, **ends, **options))
 
     leaves = [q, k, v, *gains]
     out, *grads = with_gradients(leaves, grad, attend)

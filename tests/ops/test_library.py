@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from operator_calls import call
+from tiled_cases import dropout_mask
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from hf_qknorm.ops import library, reference, tiled
+from hf_qknorm.ops import library, operators, reference
+from hf_qknorm.ops.registration import flatten
+from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.testing import make_qkv
 
 F64 = torch.float64
@@ -65,21 +69,15 @@ def test_the_operators_pass_torchs_opcheck(dtype: torch.dtype, laid_out: bool, b
     mask = options["mask"][:batch] if "mask" in options else None
     ranges = options["ranges"][:batch] if "ranges" in options else None
     seed = torch.tensor([3]) if "dropout" in options else None
-    numbers = (
-        options.get("scale", 0.25),
-        options.get("softcap"),
-        options.get("causal", False),
-        options.get("window"),
-        options.get("dropout", 0.0),
-    )
-    tensors = (q, k, v, mask, ranges, options.get("sinks"), seed)
-    opcheck(torch.ops.hf_qknorm.model.attention.default, (*tensors, *numbers))
-    with torch.no_grad():
-        out, lse = torch.ops.hf_qknorm.model.attention(*tensors, *numbers)
-    detached = [x if x is None else x.detach() for x in tensors]
+    numbers = {name: x for name, x in options.items() if name in Options._fields}
+    visible = Visible(ranges, options.get("sinks"), seed, mask)
+    values = flatten(Heads(q, k, v), visible, Options(**{"scale": 0.25, **numbers}))
+    opcheck(torch.ops.hf_qknorm.attention.default, operators.ATTENTION.arguments(values))
+    values = {name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}
+    out, lse = operators.ATTENTION(values)
     opcheck(
         torch.ops.hf_qknorm.attention_backward.default,
-        (torch.ones_like(out), *detached, out, lse, *numbers),
+        operators.ATTENTION_BACKWARD.arguments({**values, "grad": torch.ones_like(out), "out": out, "lse": lse}),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -98,20 +96,20 @@ def test_autograd_is_the_oracles(laid_out: bool, options: dict) -> None:
 
 
 def both(q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Tensor]:
-    return library.attention(q, k, v, **options), reference.attention(q, k, v, **options).out
+    return library.attention(*call(q, k, v, **options)), reference.attention(q, k, v, **options).out
 
 
 def dropped(q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Tensor]:
     """Output with dropout, and the oracle's with the mask that the same generator state gives."""
     options = dict(options)
     torch.manual_seed(5)
-    out = library.attention(q, k, v, **options)
+    out = library.attention(*call(q, k, v, **options))
     torch.manual_seed(5)
     seed = torch.randint(torch.iinfo(torch.int64).max, (1,))
     rate, scale = options.pop("dropout"), options.get("scale", q.shape[-1] ** -0.5)
-    settings = tiled.Options(scale, options.get("softcap"), options.get("causal", False), options.get("window"), rate)
-    with torch.no_grad():
-        kept = tiled.dropout_mask(q, k, options.get("mask"), options.get("ranges"), seed, settings)
+    settings = Options(scale, options.get("softcap"), options.get("causal", False), options.get("window"), rate)
+    visible = Visible(options.get("ranges"), seed=seed, mask=options.get("mask"))
+    kept = dropout_mask(Heads(q, k, v), visible, settings)
     return out, reference.attention(q, k, v, **options, dropout_mask=kept).out
 
 
@@ -128,7 +126,7 @@ def test_a_gradient_of_one_input_alone(wanted: str) -> None:
 @pytest.mark.parametrize(("heads", "queries"), [(4, 9), (1, 9), (4, 1), (1, 1)])
 def test_the_output_is_laid_out_for_the_output_projection(heads: int, queries: int, dtype: torch.dtype) -> None:
     q, k, v = make_qkv(2, heads, 1, queries, 9, 16, dtype=dtype)
-    out = library.attention(q, k, v, causal=True)
+    out = library.attention(*call(q, k, v, causal=True))
     assert out.shape == (2, heads, queries, 16)
     assert out.dtype == dtype
     assert out.transpose(1, 2).is_contiguous()
@@ -139,12 +137,12 @@ def test_the_same_generator_state_drops_the_same() -> None:
 
     def attend(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return library.attention(q, k, v, causal=True, dropout=0.5)
+        return library.attention(*call(q, k, v, causal=True, dropout=0.5))
 
     assert torch.equal(attend(1), attend(1))
     assert not torch.equal(attend(1), attend(2))
     torch.manual_seed(1)
-    twice = [library.attention(q, k, v, causal=True, dropout=0.5) for _ in range(2)]
+    twice = [library.attention(*call(q, k, v, causal=True, dropout=0.5)) for _ in range(2)]
     assert not torch.equal(*twice)
 
 
@@ -153,7 +151,7 @@ def test_dropout_keeps_the_mean(rate: float) -> None:
     """With equal weights over S keys and v = 1, each output is the kept share: mean 1, deviation √(r/(1 − r)/S)."""
     q, k, _ = (torch.zeros_like(x) for x in make_qkv(2, 4, 4, 500, 400, 16))
     torch.manual_seed(0)
-    out = library.attention(q, k, torch.ones_like(k), dropout=rate)[..., 0]
+    out = library.attention(*call(q, k, torch.ones_like(k), dropout=rate))[..., 0]
     deviation = math.sqrt(rate / (1 - rate) / 400)
     assert float(out.mean()) == pytest.approx(1.0, abs=5 * deviation / math.sqrt(out.numel()))
     assert float(out.std()) == pytest.approx(deviation, rel=0.1)
@@ -165,7 +163,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(dropout: float, use_ree
     q, k, v = make_qkv(2, 4, 2, 70, 70, 16, dtype=F64)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return library.attention(q, k, v, softcap=5.0, causal=True, dropout=dropout).sin()
+        return library.attention(*call(q, k, v, softcap=5.0, causal=True, dropout=dropout)).sin()
 
     torch.manual_seed(7)
     attend(q, k, v).sum().backward()
@@ -181,7 +179,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(dropout: float, use_ree
 
 def test_a_second_derivative_is_refused() -> None:
     q, k, v = make_qkv(1, 2, 1, 5, 5, 8)
-    (grad,) = torch.autograd.grad(library.attention(q, k, v).square().sum(), q, create_graph=True)
+    (grad,) = torch.autograd.grad(library.attention(*call(q, k, v)).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative.*hf_qknorm_eager"):
         grad.sum().backward()
 
@@ -194,7 +192,7 @@ def test_forward_mode_is_refused(wrap: Any, wanted: str) -> None:
     tensors = dict(zip("qkv", (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8)), strict=True)) | {"sinks": SINKS}
 
     def tangent(x: Tensor) -> Tensor:
-        attend = lambda y: library.attention(**tensors | {wanted: y})  # noqa: E731
+        attend = lambda y: library.attention(*call(**tensors | {wanted: y}))  # noqa: E731
         return torch.func.jvp(attend, (x,), (torch.ones_like(x),))[1]
 
     with pytest.raises(NotImplementedError, match="no forward-mode derivative.*hf_qknorm_eager"):
@@ -203,15 +201,15 @@ def test_forward_mode_is_refused(wrap: Any, wanted: str) -> None:
 
 def test_forward_mode_of_something_else_is_no_matter() -> None:
     q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
-    expected = library.attention(q, k, v)
-    out, tangent = torch.func.jvp(lambda x: library.attention(q, k, v) * x, (torch.ones(1),), (torch.ones(1),))
+    expected = library.attention(*call(q, k, v))
+    out, tangent = torch.func.jvp(lambda x: library.attention(*call(q, k, v)) * x, (torch.ones(1),), (torch.ones(1),))
     assert torch.equal(out, expected)
     assert torch.equal(tangent, expected)
 
 
 def test_vmap_is_one_call_after_the_other() -> None:
     q, k, v = (torch.stack([x.detach(), 2 * x.detach()]) for x in make_qkv(2, 4, 2, 9, 9, 16))
-    attend = lambda *x: library.attention(*x, softcap=5.0, causal=True)  # noqa: E731
+    attend = lambda *x: library.attention(*call(*x, softcap=5.0, causal=True))  # noqa: E731
     torch.testing.assert_close(torch.vmap(attend)(q, k, v), torch.stack([attend(q[i], k[i], v[i]) for i in range(2)]))
 
 
@@ -262,10 +260,10 @@ WRONG = [
 def test_what_does_not_fit_is_refused(wrong: dict, message: str) -> None:
     arguments = {**GOOD, **wrong}
     with pytest.raises(ValueError, match=message):
-        library.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+        library.attention(*call(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments))
 
 
 def test_what_fits_is_accepted() -> None:
     assert library.attention(
-        **GOOD, mask=q_of(1, 1, 1, 7), ranges=q_of(1, 5, 2, dtype=torch.int32), sinks=q_of(4), dropout=0.5
+        *call(**GOOD, mask=q_of(1, 1, 1, 7), ranges=q_of(1, 5, 2, dtype=torch.int32), sinks=q_of(4), dropout=0.5)
     ).shape == (2, 4, 5, 8)

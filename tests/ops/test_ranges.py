@@ -8,6 +8,7 @@ from tables import dense
 from tiled_cases import Case, draw_inputs, draw_ranges, drawn_dropout, oracle_results, tiled_results
 
 from hf_qknorm.ops import reference, tiled, tiled_blocks
+from hf_qknorm.ops.types import Heads, Options
 from hf_qknorm.testing import assert_within_budget
 
 KINDS = ("left_padding", "right_padding", "packed", "window", "shared", "nothing")
@@ -70,9 +71,9 @@ def test_output_and_gradients_are_within_the_budget(kind: str, softcap: float | 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.dropout], ids=str)
 def test_statistics_are_the_oracles(case: Case) -> None:
     inputs = draw_inputs(case, torch.float64)
-    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (x.detach() for x in inputs.heads[:3])
     sinks = None if inputs.sinks is None else inputs.sinks.detach()
-    got = tiled.statistics(q, k, inputs.mask, inputs.ranges, sinks, case.options)
+    got = tiled.head_statistics(Heads(q, k, v), inputs.visible._replace(sinks=sinks), case.options)
     options = {"softcap": case.softcap, "causal": case.causal, "window": case.window}
     expected = reference.attention(q, k, v, **options, mask=inputs.mask, ranges=inputs.ranges, sinks=sinks)
     torch.testing.assert_close(got.max_logit, expected.max_logit, rtol=1e-12, atol=0)
@@ -83,7 +84,7 @@ def test_statistics_are_the_oracles(case: Case) -> None:
 def test_a_block_reads_no_keys_outside_its_ranges() -> None:
     inputs = draw_inputs(Case(batch=1, queries=200, ranges="packed"), torch.float32)
     inputs.ranges[0, 70:80] = 0  # as rows of padding are where statistics leave them out
-    problem = tiled_blocks.Problem(inputs.q, inputs.k, inputs.v, None, inputs.ranges, None, tiled.Options(1.0))
+    problem = tiled_blocks.Problem(inputs.heads, inputs.visible, Options(1.0))
     for block in problem.blocks:
         rows = [(start, stop) for start, stop in inputs.ranges[0, block.rows].tolist() if stop > start]
         assert (block.cols.start, block.cols.stop) == (rows[0][0], min(rows[-1][1], 200))

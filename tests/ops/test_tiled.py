@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results, tiled_results
+from tiled_cases import Case, draw_inputs, drawn_dropout, dropout_mask, oracle_results, tiled_results
 
 from hf_qknorm.ops import reference, tiled, tiled_blocks
+from hf_qknorm.ops.types import Heads, Options, Visible
 
 F64 = torch.float64
 LENGTHS = (1, 63, 64, 65, 111, 128, 129)
@@ -94,8 +95,9 @@ def test_statistics_are_the_oracles(case: Case) -> None:
     inputs = draw_inputs(case, F64)
     q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     sinks = None if inputs.sinks is None else inputs.sinks.detach()
+    visible = inputs.visible._replace(sinks=sinks)
     cap = 4.0 * case.spread**2
-    got = tiled.statistics(q, k, inputs.mask, inputs.ranges, sinks, case.options, cap)
+    got = tiled.head_statistics(Heads(q, k, v), visible, case.options, cap)
     expected = reference.attention(
         q,
         k,
@@ -120,7 +122,7 @@ def test_statistics_tell_the_shares_apart() -> None:
     q, k = torch.ones(1, 2, 2, 1), torch.tensor([0.0, 6.0, 12.0]).view(1, 1, 3, 1)
     q[:, 1] = -2.0
     mask = torch.tensor([[True, True, True], [True, False, False]]).view(1, 1, 2, 3)
-    got = tiled.statistics(q, k, mask, None, None, tiled.Options(1.0), cap=10.0)
+    got = tiled.head_statistics(Heads(q, k, k), Visible(mask=mask), Options(1.0), cap=10.0)
     assert [x.tolist() for x in got[2:]] == [[4, 4], [2, 2], [1, 2]]
     assert got.max_logit.tolist() == [12.0, 24.0]
 
@@ -139,8 +141,8 @@ def test_a_decode_step_is_the_full_passes_last_row(case: Case) -> None:
     inputs = draw_inputs(case, F64)
     q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     sinks = None if inputs.sinks is None else inputs.sinks.detach()
-    full, lse = tiled.forward(q, k, v, None, None, sinks, None, case.options)
-    last, last_lse = tiled.forward(q[:, :, -1:], k, v, None, None, sinks, None, case.options)
+    full, lse = tiled.forward(Heads(q, k, v), Visible(sinks=sinks), case.options)
+    last, last_lse = tiled.forward(Heads(q[:, :, -1:], k, v), Visible(sinks=sinks), case.options)
     torch.testing.assert_close(last, full[:, :, -1:], rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(last_lse, lse[:, :, -1:], rtol=1e-12, atol=1e-13)
 
@@ -150,13 +152,13 @@ def test_a_decode_step_is_the_full_passes_last_row(case: Case) -> None:
 )
 @pytest.mark.parametrize("cap", [None, 5.0, 70.0])
 def test_the_second_result_is_the_log_sum_exp(case: Case, cap: float | None) -> None:
-    inputs, options = draw_inputs(case, F64), tiled.Options(0.25, cap, case.causal)
+    inputs, options = draw_inputs(case, F64), Options(0.25, cap, case.causal)
     q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     logits = 0.25 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     logits = logits.masked_fill(~reference.visible(q.shape[2], k.shape[2], causal=True), -torch.inf)
     expected = torch.logsumexp(logits, -1)
-    _, lse = tiled.forward(q, k, v, None, None, None, None, options)
+    _, lse = tiled.forward(Heads(q, k, v), Visible(), options)
     torch.testing.assert_close(
         lse.sum(-1), expected.masked_fill(expected == -torch.inf, torch.inf), rtol=1e-12, atol=1e-13
     )
@@ -166,8 +168,8 @@ def test_the_second_result_is_the_log_sum_exp(case: Case, cap: float | None) -> 
 @pytest.mark.parametrize("case", [Case(queries=256, causal=True), Case(queries=256, window=40, softcap=5.0)], ids=str)
 def test_the_dropout_mask_has_its_rate_where_keys_are_seen(case: Case, rate: float) -> None:
     inputs = draw_inputs(case, F64)
-    options = tiled.Options(0.25, case.softcap, case.causal, case.window, rate)
-    masks = [tiled.dropout_mask(inputs.q, inputs.k, None, None, torch.tensor([seed]), options) for seed in (3, 3, 4)]
+    options = Options(0.25, case.softcap, case.causal, case.window, rate)
+    masks = [dropout_mask(inputs.heads, Visible(seed=torch.tensor([seed])), options) for seed in (3, 3, 4)]
     seen = reference.visible(256, 256, case.causal, case.window).expand(masks[0].shape)
     values = masks[0][seen]
     assert torch.equal(masks[0], masks[1])

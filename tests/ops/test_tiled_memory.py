@@ -3,20 +3,22 @@
 import pytest
 import torch
 from memory import LargestStorage
-from tiled_cases import Case, draw_inputs, draw_ranges, tiled_results
+from tiled_cases import Case, draw_inputs, draw_ranges, dropout_mask, tiled_results
 from torch import Tensor
 
 from hf_qknorm.ops import tiled
+from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.testing import make_qkv
 
 
 def largest_of_forward_and_backward(
-    q: Tensor, k: Tensor, v: Tensor, options: tiled.Options, ranges: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, ranges: Tensor | None = None
 ) -> int:
     with torch.no_grad(), LargestStorage() as largest:
-        out, lse = tiled.forward(q, k, v, None, ranges, None, None, options)
-        tiled.backward(out, q, k, v, None, ranges, None, None, out, lse, options)
-        tiled.statistics(q, k, None, ranges, None, options)
+        call = (Heads(q, k, v), Visible(ranges), options)
+        out, lse = tiled.forward(*call)
+        tiled.backward(out, *call, out, lse)
+        tiled.head_statistics(*call)
     return largest.elements
 
 
@@ -24,13 +26,13 @@ def largest_of_forward_and_backward(
 def test_nothing_as_large_as_the_logits_of_a_head_is_allocated(dtype: torch.dtype) -> None:
     length, heads = 4096, 8
     q, k, v = (x.detach() for x in make_qkv(1, heads, heads, length, length, 64, dtype=dtype))
-    options = tiled.Options(64**-0.5, 50.0, causal=True)
+    options = Options(64**-0.5, 50.0, causal=True)
     assert largest_of_forward_and_backward(q, k, v, options) <= length * length * heads // 8
 
 
 @pytest.mark.parametrize("ranges", [None, "shared", "packed"])
 def test_the_largest_temporary_is_linear_in_the_length(ranges: str | None) -> None:
-    options = tiled.Options(0.25, 50.0, causal=ranges is None)
+    options = Options(0.25, 50.0, causal=ranges is None)
     sizes = []
     for n in (512, 1024, 2048):
         q, k, v = (x.detach() for x in make_qkv(1, 4, 2, n, n, 16))
@@ -45,7 +47,7 @@ def test_the_largest_temporary_is_linear_in_the_length(ranges: str | None) -> No
 def test_keys_and_values_are_not_repeated_for_their_group(softcap: float | None, dtype: torch.dtype) -> None:
     """With few queries, the keys themselves are the largest tensor; repeated they would be 8 times that."""
     q, k, v = (x.detach() for x in make_qkv(1, 8, 1, 4, 2048, 64, dtype=dtype))
-    assert largest_of_forward_and_backward(q, k, v, tiled.Options(0.125, softcap)) == k.numel()
+    assert largest_of_forward_and_backward(q, k, v, Options(0.125, softcap)) == k.numel()
 
 
 POISONED = [
@@ -82,14 +84,13 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("case", POISONED, ids=str)
 def test_uninitialised_memory_is_never_read(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw_inputs(case, dtype)
-    detached = (inputs.q.detach(), inputs.k.detach(), inputs.mask, inputs.ranges)
+    call = (inputs.heads, inputs.visible, case.options)
 
+    @torch.no_grad()
     def everything() -> dict[str, Tensor]:
-        results = tiled_results(case, inputs)
-        sinks = None if inputs.sinks is None else inputs.sinks.detach()
-        results |= tiled.statistics(*detached, sinks, case.options)._asdict()
+        results = tiled_results(case, inputs) | tiled.head_statistics(*call)._asdict()
         if inputs.seed is not None:
-            results["dropout_mask"] = tiled.dropout_mask(*detached, inputs.seed, case.options)
+            results["dropout_mask"] = dropout_mask(*call)
         return results
 
     expected = everything()

@@ -5,6 +5,7 @@ import torch
 from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_terms, tiled_results
 
 from hf_qknorm.ops import tiled
+from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.testing import assert_within_budget
 
 CAPS = (None, 5.0, 50.0, 70.0)
@@ -71,7 +72,8 @@ def test_logits_driven_to_the_cap_stay_within_the_budget(sinks: bool, softcap: f
 def test_logits_of_ten_thousand_stay_finite(mask: str | None, softcap: float | None, dtype: torch.dtype) -> None:
     case = Case(queries=111, head_dim=64, causal=True, softcap=softcap, mask=mask, spread=40.0)
     inputs = draw_inputs(case, dtype)
-    seen = tiled.statistics(inputs.q.detach(), inputs.k.detach(), inputs.mask, None, None, case.options)
+    with torch.no_grad():
+        seen = tiled.head_statistics(inputs.heads, inputs.visible, case.options)
     assert float(seen.max_logit.min()) > 5e3
     assert torch.isfinite(seen.entropy).all()
     results = tiled_results(case, inputs)
@@ -87,7 +89,7 @@ def test_rows_with_all_logits_at_the_cap_are_averages(sign: float, softcap: floa
     """Nothing may overflow or vanish there."""
     q = torch.full((1, 2, 300, 16), 10.0)
     k, v = sign * q[:, :1], torch.randn(1, 1, 300, 16, generator=torch.Generator().manual_seed(0))
-    out, lse = tiled.forward(q, k, v, None, None, None, None, tiled.Options(1.0, softcap, causal=True))
+    out, lse = tiled.forward(Heads(q, k, v), Visible(), Options(1.0, softcap, causal=True))
     counts = torch.arange(1, 301)
     expected = (v.cumsum(-2) / counts[:, None]).expand(out.shape)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Recipes are scripts, not a package: here they are imported from their folder."""
+"""The recipes are scripts, not a package: the tests import them from their folders."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path[:0] = [str(RECIPES), str(RECIPES / "benchmarks")]
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> str:
-    """A file of words, the same each time."""
+    """A file of words, the same in every session."""
     words, draw = ("to", "be", "or", "not", "that", "is", "the", "question"), random.Random(0)
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(" ".join(draw.choice(words) for _ in range(6000)), encoding="utf-8")

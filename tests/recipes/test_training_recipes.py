@@ -1,4 +1,4 @@
-"""The recipes on transformers' Trainer: each from end to end, in its smallest size."""
+"""The recipes on transformers' Trainer, from end to end, each at its smallest size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = ["--length", "32", "--max_steps", "4", "--every", "2", "--use_cpu", "tru
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
-    """A tiny Llama of bytes, with its tokenizer."""
+    """A tiny byte-level Llama with its tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint")
     tokenizer = byte_tokenizer()
     tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory) -> str:
     return str(folder)
 
 
-def test_pretraining_starts_where_the_model_was_and_ends_in_a_checkpoint(text, checkpoint, tmp_path):
+def test_pretraining_starts_at_the_unpatched_loss_and_ends_in_a_checkpoint(text, checkpoint, tmp_path):
     command = ["--checkpoint", checkpoint, "--text", text, "--calibration", "2", "--learning_rate", "1e-2"]
     losses = pretrain.main([*command, *SMALL, "--output_dir", str(tmp_path)])
     calibrated, start, end = losses.values()
@@ -42,7 +42,7 @@ def test_pretraining_starts_where_the_model_was_and_ends_in_a_checkpoint(text, c
     assert [json.loads(line)["step"] for line in noted] == [2, 4]
 
 
-def test_a_run_takes_the_place_of_another_or_goes_on_with_it(text, checkpoint, tmp_path):
+def test_a_run_replaces_or_resumes_an_earlier_one(text, checkpoint, tmp_path):
     command = ["--config", checkpoint, "--text", text, *SMALL, "--output_dir", str(tmp_path)]
     command += ["--save_strategy", "steps", "--save_steps", "2"]
 
@@ -55,7 +55,7 @@ def test_a_run_takes_the_place_of_another_or_goes_on_with_it(text, checkpoint, t
 
 
 def tiny_loss(checkpoint: str, text: str) -> float:
-    """The unpatched model's loss on what the recipes hold out."""
+    """The unpatched model's loss on the recipes' held-out text."""
     tokens = byte_tokenizer()(Path(text).read_text())["input_ids"]
     ids = torch.tensor(tokens[int(len(tokens) * 0.9) :])
     ids = ids[: len(ids) // 32 * 32].view(-1, 32)[:48]
@@ -64,7 +64,7 @@ def tiny_loss(checkpoint: str, text: str) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft calls it by its old name
-def test_lora_trains_the_gains_and_merges_to_the_same(text, checkpoint, tmp_path):
+def test_lora_trains_the_gains_and_merges_exactly(text, checkpoint, tmp_path):
     command = ["--checkpoint", checkpoint, "--text", text, "--calibration", "2", "--method", "moments"]
     losses = lora.main([*command, *SMALL, "--learning_rate", "1e-2", "--output_dir", str(tmp_path)])
     start, end, merged = losses.values()

@@ -64,7 +64,7 @@ def test_a_replacement_stands_wherever_the_original_is_mentioned():
     plain = {("hf_qknorm.model.attention", "QKNormAttention"): ("hf_qknorm.model.plain_attention", "PlainAttention")}
     text = Bundle((attention_class,), plain, {("hf_qknorm.families", "FAMILIES"): ("llama",)}).text()
     assert "QKNormAttention" not in text.replace("`QKNormAttention", "")
-    assert "kernels_take" not in text
+    assert "takes_raw_heads" not in text
 
 
 def test_of_a_table_it_keeps_what_is_named(run):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -28,7 +27,7 @@ def drawn(problem: Problem) -> Tensor:
         v = torch.zeros_like(k, dtype=FULL)
         v[:, :, start : start + size] = torch.eye(size, device=DEVICE)[: length - start]
         heads = Heads(torch.zeros_like(q, dtype=FULL), torch.zeros_like(k, dtype=FULL), v)
-        options = dataclasses.replace(problem.options, causal=False, window=None, softcap=None)
+        options = problem.options._replace(causal=False, window=None, softcap=None)
         parts.append(attention.forward(heads, Visible(seed=problem.visible.seed), options).out)
     kept = torch.cat(parts, -1)[..., :length] > 0
     return kept / (1 - problem.options.dropout)

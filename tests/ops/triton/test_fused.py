@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
+from operator_calls import call
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from hf_qknorm.ops import library
-from hf_qknorm.ops.fused_ops import OPERATORS, flatten
-from hf_qknorm.ops.types import Norm, Rotary
+from hf_qknorm.ops import library, operators
+from hf_qknorm.ops.registration import flatten, flatten_norms
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 from hf_qknorm.testing import error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,39 +44,45 @@ def wanted(parts: dict, *tensors: Tensor) -> list[Tensor]:
 
 
 OPTIONS = {
-    "capped": (0.25, 5.0, True, None, 0.0),
-    "uncapped": (0.25, None, False, None, 0.0),
-    "window": (0.25, 50.0, True, 4, 0.0),
-    "dropout": (0.25, None, True, None, 0.2),
+    "capped": Options(0.25, 5.0, causal=True),
+    "uncapped": Options(0.25),
+    "window": Options(0.25, 50.0, causal=True, window=4),
+    "dropout": Options(0.25, causal=True, dropout=0.2),
 }
 
 
 @pytest.mark.parametrize(("name", "knee"), [*((name, 0.0) for name in OPTIONS), ("capped", 4.0)])
 def test_fused_attention_passes_torchs_opcheck(name: str, knee: float) -> None:
     seed = torch.tensor([3], device=DEVICE) if name == "dropout" else None
-    tensors, settings = flatten(**parts(knee=knee))
     sinks = draw(H) if name == "window" else None
-    arguments = (*tensors, None, sinks, seed, *settings, *OPTIONS[name])
-    opcheck(OPERATORS.fused_attention.default, (*heads(), *arguments, name == "uncapped"))
+    values = flatten(Heads(*heads(), **parts(knee=knee)), Visible(None, sinks, seed), OPTIONS[name])
+    values["statistics"] = name == "uncapped"
+    opcheck(operators.FUSED_ATTENTION.overload, operators.FUSED_ATTENTION.arguments(values))
 
 
 @pytest.mark.parametrize("knee", [0.0, 4.0])
 def test_norm_rope_passes_torchs_opcheck(knee: float) -> None:
     q, k, v = heads()
-    tensors, settings = flatten(**parts(knee=knee))
-    opcheck(OPERATORS.norm_rope.default, (q, k, *tensors, *settings))
-    keys, values = torch.zeros(B, HK, 12, D, device=DEVICE), torch.zeros(B, HK, 12, D, device=DEVICE)
-    fixed = [x.detach() if isinstance(x, Tensor) else x for x in (q, k, v, keys, values, *tensors)]
-    places = torch.arange(2, 2 + T, device=DEVICE)
+    values = {"q": q, "k": k, **flatten_norms(**parts(knee=knee))}
+    opcheck(operators.NORM_ROPE_HEADS.overload, operators.NORM_ROPE_HEADS.arguments(values))
+    for name in ("keys", "values"):
+        values[name] = torch.zeros(B, HK, 12, D, device=DEVICE)
+    values |= {"v": v, "positions": torch.arange(2, 2 + T, device=DEVICE)}
+    fixed = {name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}
     checks = ("test_schema", "test_faketensor")
-    opcheck(OPERATORS.norm_rope_into.default, (*fixed[:5], places, *fixed[5:], *settings), test_utils=checks)
+    opcheck(operators.NORM_ROPE_INTO.overload, operators.NORM_ROPE_INTO.arguments(fixed), test_utils=checks)
 
 
 def test_one_compiled_graph_is_the_plain_function_at_every_length() -> None:
     torch._dynamo.reset()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, fused: dict) -> Tensor:
-        return library.fused_attention(q * 2, k, v, softcap=5.0, causal=True, **fused).transpose(1, 2).flatten(2).sin()
+        return (
+            library.fused_attention(*call(q * 2, k, v, softcap=5.0, causal=True, **fused))
+            .transpose(1, 2)
+            .flatten(2)
+            .sin()
+        )
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch._functorch.config.patch(enable_autograd_cache=False):
@@ -94,7 +101,7 @@ def test_one_compiled_graph_serves_every_knee() -> None:
     counter = CompileCounterWithBackend("aot_eager")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, fused: dict) -> Tensor:
-        return library.fused_attention(q, k, v, causal=True, **fused)
+        return library.fused_attention(*call(q, k, v, causal=True, **fused))
 
     compiled = torch.compile(attend, fullgraph=True, backend=counter)
     outs = []
@@ -113,7 +120,7 @@ def test_one_compiled_graph_serves_every_knee() -> None:
 def test_an_exported_program_holds_the_operator() -> None:
     class Attention(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return library.fused_attention(q, k, v, q_norm=Norm("rms"), softcap=5.0, causal=True)
+            return library.fused_attention(*call(q, k, v, q_norm=Norm("rms"), softcap=5.0, causal=True))
 
     tensors = [x.detach() for x in heads()]
     program = torch.export.export(Attention(), tuple(tensors))
@@ -123,9 +130,9 @@ def test_an_exported_program_holds_the_operator() -> None:
 
 def test_norm_rope_and_attention_are_what_both_in_one_are() -> None:
     tensors, fused = heads(), parts()
-    one = library.fused_attention(*tensors, softcap=5.0, causal=True, **fused)
-    q, k = library.norm_rope(*tensors[:2], **fused)
-    two = library.fused_attention(q, k, tensors[2], softcap=5.0, causal=True)
+    one = library.fused_attention(*call(*tensors, softcap=5.0, causal=True, **fused))
+    q, k = library.norm_rope(Heads(*tensors, **fused))
+    two = library.fused_attention(*call(q, k, tensors[2], softcap=5.0, causal=True))
     expected, got = (torch.autograd.grad(x.sin().sum(), wanted(fused, *tensors)) for x in (one, two))
     assert error(two.detach(), one.detach()) < 1e-6
     assert all(error(x, y) < 1e-5 for x, y in zip(got, expected, strict=True))
@@ -142,7 +149,7 @@ def test_what_backward_keeps_is_linear_in_length() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = library.fused_attention(*tensors, causal=True, **fused)
+        out = library.fused_attention(*call(*tensors, causal=True, **fused))
     own = [list(x.shape) for x in kept if x.data_ptr() not in given]
     assert sorted(own) == [[B, H, 100, 2], [B, H, 100, D]]
     assert out.shape == (B, H, 100, D)
@@ -150,7 +157,7 @@ def test_what_backward_keeps_is_linear_in_length() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     q, k, v = heads()
-    (grad,) = torch.autograd.grad(library.fused_attention(q, k, v).square().sum(), q, create_graph=True)
+    (grad,) = torch.autograd.grad(library.fused_attention(*call(q, k, v)).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"no second derivative.*hf_qknorm_eager"):
         grad.sum().backward()
 
@@ -188,7 +195,7 @@ def test_what_does_not_fit_is_refused(wrong: dict, message: str) -> None:
     arguments = {**all_heads(16), **wrong}
     pattern = ".*".join(re.escape(piece) for piece in message.split(".*"))
     with pytest.raises(ValueError, match=pattern):
-        library.fused_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+        library.fused_attention(*call(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments))
 
 
 def test_a_cache_is_written_without_gradients_alone() -> None:
@@ -196,11 +203,11 @@ def test_a_cache_is_written_without_gradients_alone() -> None:
     keys, values = (torch.zeros(B, HK, 12, D, device=DEVICE) for _ in range(2))
     places = torch.arange(2, 2 + T, device=DEVICE)
     with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
-        library.norm_rope_into(q, k, v, keys, values, places, Norm(), Norm(), None)
+        library.norm_rope_into(Heads(q, k, v), keys, values, places)
     with torch.no_grad():
         with pytest.raises(ValueError, match=r"positions \[9\], got .*\[3\]"):
-            library.norm_rope_into(q, k, v, keys, values, places[:3], Norm(), Norm(), None)
-        library.norm_rope_into(q, k, v, keys, values, places, Norm(), Norm(), None)
+            library.norm_rope_into(Heads(q, k, v), keys, values, places[:3])
+        library.norm_rope_into(Heads(q, k, v), keys, values, places)
     assert torch.equal(keys[:, :, 2 : 2 + T], k)
     assert torch.equal(values[:, :, 2 : 2 + T], v)
     assert not keys[:, :, :2].any()
@@ -208,7 +215,7 @@ def test_a_cache_is_written_without_gradients_alone() -> None:
 
 def test_statistics_are_those_of_the_queries() -> None:
     q, k, v = heads()
-    found = library.fused_statistics(q, k, v, scale=0.5, causal=True)
+    found = library.fused_statistics(*call(q, k, v, scale=0.5, causal=True))
     logits = (0.5 * q @ k.repeat_interleave(H // HK, 1).transpose(-1, -2)).detach()
     seen = torch.ones(T, T, dtype=torch.bool, device=DEVICE).tril()
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)

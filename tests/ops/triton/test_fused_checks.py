@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from operator_calls import call
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hf_qknorm.ops import library
-from hf_qknorm.ops.fused_ops import OPERATORS, flatten
+from hf_qknorm.ops import library, operators
+from hf_qknorm.ops.registration import flatten, flatten_norms
 from hf_qknorm.ops.triton import norm_rope
-from hf_qknorm.ops.types import Norm, Rotary
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, HK, T, S, D = 2, 4, 2, 3, 8, 16
@@ -45,6 +46,7 @@ ATTENTION: list[tuple[dict[str, Any], str]] = [
     ({"sinks": torch.zeros(H, device="meta")}, "sinks must be on the device of q"),
     ({"dropout": 0.1}, "dropout needs a seed, [1] in torch.int64, got None"),
     ({"dropout": 0.1, "seed": torch.zeros(1)}, "got [1] in torch.float32"),
+    ({"mask": torch.ones(B, 1, T, T, dtype=torch.bool)}, "takes ranges of keys and no mask: use library.attention"),
     ({"scale": -1.0}, "scale must be positive, got -1.0"),
     ({"softcap": 0.0}, "softcap must be finite and greater than 0, got 0.0"),
     ({"q_norm": RMS, "heads": heads(T, S)}, "q [2, 4, 3, 16] and k [2, 2, 8, 16] must be of one length"),
@@ -68,15 +70,16 @@ ATTENTION: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("wrong", "message"), ATTENTION, ids=[message for _, message in ATTENTION])
 def test_attention(wrong: dict[str, Any], message: str) -> None:
     given = {"q_norm": Norm(), "k_norm": Norm(), "rotary": None, "scale": 0.25, "heads": heads(), **wrong}
-    tensors, settings = flatten(given["q_norm"], given["k_norm"], given["rotary"])
-    visible = [given.get(name) for name in ("ranges", "sinks", "seed")]
-    options = [given["scale"], given.get("softcap"), False, None, given.get("dropout", 0.0)]
-    on_device = [x.to(DEVICE) if isinstance(x, Tensor) and not x.is_meta else x for x in (*tensors, *visible)]
-    arguments = (*given["heads"], *on_device, *settings, *options)
-    assert_refused(ValueError, message, OPERATORS.fused_attention, *arguments, False)
+    values = flatten(
+        Heads(*given["heads"], given["q_norm"], given["k_norm"], given["rotary"]),
+        Visible(*(given.get(name) for name in Visible._fields)),
+        Options(given["scale"], given.get("softcap"), dropout=given.get("dropout", 0.0)),
+    )
+    values = {name: x.to(DEVICE) if isinstance(x, Tensor) and not x.is_meta else x for name, x in values.items()}
+    assert_refused(ValueError, message, operators.FUSED_ATTENTION, {**values, "statistics": False})
     out = torch.zeros_like(given["heads"][0])
-    sums = torch.ones(B, H, T, 2, device=DEVICE)
-    assert_refused(ValueError, message, OPERATORS.fused_attention_backward, out, out, sums, *arguments)
+    results = {"grad": out, "out": out, "normaliser": torch.ones(B, H, T, 2, device=DEVICE)}
+    assert_refused(ValueError, message, operators.FUSED_ATTENTION_BACKWARD, values | results)
 
 
 @pytest.mark.parametrize(
@@ -88,30 +91,29 @@ def test_attention(wrong: dict[str, Any], message: str) -> None:
     ],
 )
 def test_gradients(grad: tuple[int, ...], out: tuple[int, ...], normaliser: tuple[int, ...], message: str) -> None:
-    tensors, settings = flatten(Norm(), Norm(), None)
-    given = [torch.ones(x, device=DEVICE) for x in (grad, out, normaliser)]
-    arguments = (*given, *heads(), *tensors, None, None, None, *settings, 0.25, None, False, None, 0.0)
-    assert_refused(ValueError, message, OPERATORS.fused_attention_backward, *arguments)
+    shapes = {"grad": grad, "out": out, "normaliser": normaliser}
+    results = {name: torch.ones(shape, device=DEVICE) for name, shape in shapes.items()}
+    values = flatten(Heads(*heads()), Visible(), Options(0.25))
+    assert_refused(ValueError, message, operators.FUSED_ATTENTION_BACKWARD, values | results)
 
 
 def test_sinks_and_ranges_with_gaps_are_read_as_they_are() -> None:
     q, k, v = heads()
     sinks, ranges = normal(H), torch.tensor([[0, 2], [0, 3], [1, 3]], dtype=torch.int32, device=DEVICE)[None]
-    expected = library.fused_attention(q, k, v, sinks=sinks, ranges=ranges)
+    expected = library.fused_attention(*call(q, k, v, sinks=sinks, ranges=ranges))
     gaps, columns = torch.full((H, 3), torch.nan, device=DEVICE), ranges.mT.contiguous().mT
     gaps[:, 1] = sinks
-    assert torch.equal(library.fused_attention(q, k, v, sinks=gaps[:, 1], ranges=columns), expected)
+    assert torch.equal(library.fused_attention(*call(q, k, v, sinks=gaps[:, 1], ranges=columns)), expected)
 
 
 def test_norm_rope() -> None:
     q, k, _ = heads()
-    tensors, settings = flatten(RMS, RMS, None)
     message = "q [2, 4, 3, 16] and k [2, 2, 2, 16] must be of one length"
-    assert_refused(ValueError, message, OPERATORS.norm_rope, q, k[:, :, :2], *tensors, *settings)
-    tensors, settings = flatten(Norm(), Norm(), None)
-    assert_refused(ValueError, message, OPERATORS.norm_rope, q, k[:, :, :2], *tensors, *settings)
-    given = (q[:, :, :2], k, q, k, *tensors, *settings)
-    assert_refused(ValueError, "the gradient of heads [2, 4, 3, 16]", OPERATORS.norm_rope_backward, *given)
+    for norm in (RMS, Norm()):
+        values = {"q": q, "k": k[:, :, :2], **flatten_norms(norm, norm, None)}
+        assert_refused(ValueError, message, operators.NORM_ROPE_HEADS, values)
+    values |= {"k": k, "dq": q[:, :, :2], "dk": k}
+    assert_refused(ValueError, "the gradient of heads [2, 4, 3, 16]", operators.NORM_ROPE_BACKWARD, values)
 
 
 def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -140,9 +142,9 @@ OUTSIDE = [S - T + 1, -1, S, 2**40]
 def test_a_cache_that_does_not_fit(wrong: dict[str, Tensor], error: type[Exception], message: str) -> None:
     q, k, v = heads()
     cache = {"v": v, "keys": room(B, HK, S, D), "values": room(B, HK, S, D), "positions": PLACES, **wrong}
-    arguments = (x if x.is_meta else x.to(DEVICE) for x in cache.values())
-    tensors, settings = flatten(RMS, RMS, None)
-    assert_refused(error, message, OPERATORS.norm_rope_into, q, k, *arguments, *tensors, *settings)
+    cache = {name: x if x.is_meta else x.to(DEVICE) for name, x in cache.items()}
+    values = {"q": q, "k": k, **cache, **flatten_norms(RMS, RMS, None)}
+    assert_refused(error, message, operators.NORM_ROPE_INTO, values)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there the kernel asserts it, which ends the process")
@@ -151,7 +153,7 @@ def test_positions_outside_of_the_cache(first: int) -> None:
     keys, values = room(B, HK, S, D), room(B, HK, S, D)
     places = PLACES + first
     with pytest.raises(IndexError, match="outside of a cache with room for 8 keys"):
-        library.norm_rope_into(*heads(), keys, values, places, RMS, RMS, None)
+        library.norm_rope_into(Heads(*heads(), RMS, RMS), keys, values, places)
     assert not keys.any()
     assert not values.any()
 
@@ -177,22 +179,22 @@ def test_forward_mode_is_refused() -> None:
     q, k, v = heads()
 
     def attend(q: Tensor) -> Tensor:
-        return library.fused_attention(q, k, v, q_norm=RMS)
+        return library.fused_attention(*call(q, k, v, q_norm=RMS))
 
     with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*hf_qknorm_eager"):
         torch.func.jvp(attend, (q,), (q,))
     with pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.func.jvp(lambda x: library.norm_rope(q, x, RMS, RMS, None)[1], (k,), (k,))
+        torch.func.jvp(lambda x: library.norm_rope(Heads(q, x, v, RMS, RMS))[1], (k,), (k,))
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda x: library.norm_rope_one(k, Norm("rms", x), None), (normal(D),), (normal(D),))
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        library.fused_attention(q, k, v, sinks=forward_ad.make_dual(normal(H), normal(H)))
+        library.fused_attention(*call(q, k, v, sinks=forward_ad.make_dual(normal(H), normal(H))))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_is_one_call_after_the_other() -> None:
     q, k, v = heads()
     batches = torch.stack([q, 2 * q])
-    expected = torch.stack([library.fused_attention(x, k, v, q_norm=RMS, softcap=5.0) for x in batches])
-    got = torch.func.vmap(lambda x: library.fused_attention(x, k, v, q_norm=RMS, softcap=5.0))(batches)
+    expected = torch.stack([library.fused_attention(*call(x, k, v, q_norm=RMS, softcap=5.0)) for x in batches])
+    got = torch.func.vmap(lambda x: library.fused_attention(*call(x, k, v, q_norm=RMS, softcap=5.0)))(batches)
     assert torch.equal(got, expected)

@@ -1,0 +1,84 @@
+"""The files of a checkpoint that are copied unchanged: tokenizer, templates, generation config, licence, card."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.names import CONFIG, FOLDERS, REPORT, TOKENIZER_FILES
+from hf_qknorm.files.untrusted import read_json
+
+# Weights in any format, and the state of a Trainer: they do not belong to the converted model.
+WEIGHT_SUFFIXES = (
+    ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pickle", ".pkl", ".pt", ".pth",
+    ".safetensors", ".tflite",
+)  # fmt: skip
+_NOT_COPIED = (CONFIG, "trainer_state.json", REPORT)
+_WEIGHT_INDEX = re.compile(r".+\.index(\.[\w-]+)?\.json")  # of weights in any format, or of a variant such as fp16
+_MAPPINGS = ("generation_config.json", "tokenizer_config.json")
+_JSON_BYTES = 512 * 2**20  # the largest tokenizers have 30 MB
+
+
+def copied_files(folder: Path) -> tuple[Path, ...]:
+    """Return the names of the files of a checkpoint that are copied, relative to its folder.
+
+    Raises ValueError, naming the file, for JSON or a tokenizer that can't be read, and for a link out of the folder:
+    its target may be private, and would be copied.
+    """
+    files: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name in FOLDERS:
+            files += [item.relative_to(folder) for item in sorted(path.iterdir()) if item.is_file()]
+        elif path.is_file() and not (
+            path.name.startswith(".")
+            or path.suffix in WEIGHT_SUFFIXES
+            or path.name in _NOT_COPIED
+            or _WEIGHT_INDEX.fullmatch(path.name)
+        ):
+            files.append(Path(path.name))
+    for file in files:
+        _check_inside(folder, file)
+        if file.suffix == ".json":
+            data = read_json(folder / file, _JSON_BYTES)
+            if file.name in _MAPPINGS and not isinstance(data, dict):
+                raise ValueError(f"{folder / file} is {shorten(data)}, expected a mapping: download it again")
+    _check_tokenizer(folder, [name for name in TOKENIZER_FILES if Path(name) in files])
+    return tuple(files)
+
+
+def copy_file(folder: Path, name: Path, target: Path) -> None:
+    """Copy the file `name` of `folder` into the folder `target`; of a link, its target's content.
+
+    Raises OSError, naming the new file, if it can't be written.
+    """
+    (target / name).parent.mkdir(exist_ok=True)
+    try:
+        shutil.copyfile(folder / name, target / name)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target / name)) from error
+
+
+def _check_inside(folder: Path, file: Path) -> None:
+    """Raise ValueError for a file outside its folder, and outside the blobs of a snapshot in the Hub's cache."""
+    real, roots = Path(os.path.realpath(folder / file)), [Path(os.path.realpath(folder))]
+    if folder.absolute().parent.name == "snapshots":
+        roots.append(roots[0].parent.parent / "blobs")
+    if not any(real.is_relative_to(root) for root in roots):
+        raise ValueError(f"{folder / file} is a link to {real}, outside the folder: put the file itself there")
+
+
+def _check_tokenizer(folder: Path, files: list[str]) -> None:
+    if not files:
+        return
+    try:
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each tokenizer library has its own
+        raise ValueError(
+            f"{folder / files[0]}: the tokenizer can't be read ({type(error).__name__}: {error}). Download "
+            f"{', '.join(files)} again, or move them away to convert without a tokenizer"
+        ) from error

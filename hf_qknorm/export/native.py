@@ -1,0 +1,142 @@
+"""`export_native`: a patched checkpoint as one of transformers' own models, if one computes exactly the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_qknorm.checkpoint.complete import check_complete
+from hf_qknorm.checkpoint.config import check_readable
+from hf_qknorm.checkpoint.copied_files import copy_file
+from hf_qknorm.checkpoint.destinations import check_folder
+from hf_qknorm.checkpoint.source import open_source
+from hf_qknorm.export.targets import Target, find_target
+from hf_qknorm.export.tensor_plan import TensorPlan
+from hf_qknorm.families.class_names import PREFIX
+from hf_qknorm.files.atomic_io import new_folder
+from hf_qknorm.files.names import CARD, CONFIG
+from hf_qknorm.files.paths import user_path
+from hf_qknorm.model.configs import QKNormConfig
+from hf_qknorm.model.settings import config_errors
+from hf_qknorm.standalone.notice import NOTICES
+
+
+@dataclass(frozen=True)
+class NativeExport:
+    """The result of `export_native`: both folders, and the model type and class that transformers loads.
+
+    >>> qk.patch_model(model, "none").save_pretrained("patched")
+    >>> print(qk.export_native("patched", "exported"))
+    patched → exported: LlamaForCausalLM, which transformers loads without hf_qknorm
+    """
+
+    source: Path
+    destination: Path
+    model_type: str
+    architecture: str
+
+    def __str__(self) -> str:
+        return f"{self.source} → {self.destination}: {self.architecture}, which transformers loads without hf_qknorm"
+
+
+def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, overwrite: bool = False) -> NativeExport:
+    """Export the patched checkpoint in the folder `src` to the new folder `dst` as one of transformers' own models.
+
+    RMS norms on q and k of a Llama, Mistral, Phi-3 or Qwen 2 give a Qwen 3, of a Mixtral a Qwen 3 MoE; LayerNorms of a
+    GPT-NeoX give a Phi; a cap without norms gives a VaultGemma, or of a Gemma 2 another Gemma 2; the scheme "none"
+    gives the model that was patched. Logits are equal to the bit, or up to rounding in float32 if tensors are scaled.
+    Tensors keep their dtypes and are never all in memory; tokenizer, generation config and licence are copied.
+
+    Raises ValueError, with the reason and a remedy, if no model of transformers computes the same; FileExistsError if
+    `dst` exists (with `overwrite`: and holds anything but a checkpoint) or holds `src`; FileNotFoundError or ValueError
+    if `src` is not a complete patched checkpoint. After an error nothing is written.
+
+    >>> qk.patch_model(model, qk.Scheme(softcap=50.0)).save_pretrained("capped")
+    >>> qk.export_native("capped", "vaultgemma").architecture
+    'VaultGemmaForCausalLM'
+    """
+    folder, destination = user_path(src, "src"), user_path(dst, "dst")
+    check = partial(check_folder, destination, overwrite=overwrite, sources=[folder])
+    check()
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json: give the folder of a patched checkpoint")
+    with open_source(folder) as source:
+        _check_config(folder, source.config)
+        ignored = source.check_complete()
+        source.check_gains()
+        try:
+            target = find_target(source.config)
+            with config_errors(str(folder / CONFIG), source.config.model_type, source.config.architectures):
+                plan = TensorPlan(source.weights)
+                for transform in target.transforms:
+                    transform(plan, source.config)
+                config: Any = _target_config(source.config, target)
+            _check_nothing_lost(plan, config, ignored)
+        except ValueError as error:
+            subject = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
+            raise ValueError(f"{subject} is not exported: {error}") from error
+        with new_folder(destination, check) as out:
+            (out / CONFIG).write_text(_json(config), encoding="utf-8")
+            for file in source.files:
+                if file.name != CARD and file.suffix != ".py":  # the card and the stand-alone code are of the old model
+                    copy_file(folder, file, out)
+            check_readable(out, folder)
+            plan.write(out)
+            source.check_unchanged()
+    return NativeExport(folder, destination, target.model_type, config.architectures[0])
+
+
+def _check_config(folder: Path, config: Any) -> None:
+    if not isinstance(config, QKNormConfig):
+        raise ValueError(f"{folder} is a plain {config.model_type}, not a patched model: there is nothing to export")
+    if config.qk_norm_blend is not None:
+        raise ValueError(f"{folder} was saved during a blend of its scheme: train to the end of the blend")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{folder} is quantised: export the checkpoint in full precision, then quantise the result")
+
+
+def _check_nothing_lost(plan: TensorPlan, config: Any, ignored: tuple[str, ...]) -> None:
+    """Raise ValueError unless the target reads all planned tensors but those that the patched model ignores too."""
+    model_class = getattr(transformers, config.architectures[0])
+    lost = [name for name in check_complete(model_class, config, plan.tensors(), plan.folder) if name not in ignored]
+    if lost:
+        raise ValueError(f"{', '.join(lost)} would be lost: a {model_class.__name__} does not read it")
+
+
+def _target_config(config: Any, target: Target) -> PretrainedConfig:
+    """Return the target's config: the settings that it shares with the source's, and its own."""
+    settings = json.loads(config.to_json_string(use_diff=False))
+    for key in ("qk_norm", "qk_norm_base", "qk_norm_blend", "auto_map", "model_type", "architectures", *NOTICES):
+        settings.pop(key, None)
+    target_class = CONFIG_MAPPING[target.model_type]
+    base = config.base_model_type
+    architectures = [name.removeprefix(PREFIX) for name in config.architectures or ()]
+    if target.model_type == base:
+        if not target.cap:
+            settings.pop("attn_logit_softcapping", None)
+    else:
+        if architectures != [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base]]:
+            raise ValueError(
+                f"a {base} can become a {target.model_type} as a causal language model only, got "
+                f"{', '.join(architectures) or 'no architecture'} in config.json"
+            )
+        architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[target.model_type]]
+        known = target_class().to_dict()
+        settings = {key: value for key, value in settings.items() if key in known}
+    result: PretrainedConfig = target_class(**(settings | target.settings(config)), architectures=architectures)
+    return result
+
+
+def _json(config: PretrainedConfig) -> str:
+    settings = json.loads(config.to_json_string())
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        settings["attn_implementation"] = "eager"  # older transformers (5.17) ignore the cap by default
+    return json.dumps(settings, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,247 @@
+"""Benchmark attention with norms, RoPE and a cap against plain SDPA and other implementations: time, memory, errors.
+
+    python recipes/benchmarks/bench_attention.py --minutes 8
+
+Each implementation is checked against the fp64 oracle first. A failure ends the benchmark with exit code 1; with
+`--keep-going` the failed implementation is left out. All times come from one run, in turns, on random data that no
+cache holds: device time per pass, and host time to queue it. Ratios are to plain flash-attention SDPA in the same turns
+(for a prologue: to a copy of its data; for a training step: to the unpatched model). TFLOP/s count useful work: half
+the square for a causal forward pass, 2.5 times that for backward. GB/s count the least traffic. Memory is the peak
+above the inputs; for a backward pass it includes the forward pass. Rows are appended to `--out` as they come; page and
+plot follow at the end.
+
+`--cpu` runs everything in a minute on tiny inputs in Triton's interpreter. Its numbers mean nothing and go to a
+temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from bench_cases import Case, Inputs, draw
+from bench_checks import MODEL, Checked, print_verdicts, run_checks
+from bench_implementations import Implementation
+from bench_model import Training
+from bench_plan import Item, check_jobs, full_plan, quick_plan, tiny_plan
+from bench_table import INTERPRETED, Report, Row, environment
+from bench_timing import Clock, Dead, Late, Run, limit, reason
+
+from hf_qknorm.files.atomic_io import replace_text
+
+RESULTS = Path(__file__).parents[1] / "results"
+SAMPLED = 0.15  # seconds of samples for each run
+
+
+class Work:
+    """An implementation's passes over its inputs; pass n uses the n-th set."""
+
+    def __init__(self, implementation: Implementation, case: Case, copies: list[Inputs]) -> None:
+        self.implementation, self.case = implementation, case
+        self.inputs = implementation.prepared(case, copies)
+        self.leaves = implementation.leaves(case, copies[0].q.device.type)
+        self.outputs: dict[int, object] = {}
+
+    def attend(self, n: int) -> object:
+        return self.implementation.attend(self.case, self.inputs[n % len(self.inputs)])
+
+    def differentiate(self, n: int, out: object, again: bool) -> None:
+        x = self.inputs[n % len(self.inputs)]
+        grad = (x.grad, x.v.detach()) if isinstance(out, tuple) else x.grad
+        torch.autograd.grad(out, [getattr(x, name) for name in self.leaves], grad, retain_graph=again)
+
+    def forward(self, n: int) -> None:
+        with torch.no_grad():
+            self.attend(n)
+
+    def both(self, n: int) -> None:
+        self.differentiate(n, self.attend(n), False)
+
+    def backward(self, n: int) -> None:
+        """Over the graph of a forward pass that is kept."""
+        n %= len(self.inputs)
+        if n not in self.outputs:
+            self.outputs[n] = self.attend(n)
+        self.differentiate(n, self.outputs[n], True)
+
+    def run(self, kind: str) -> Run:
+        return Run(getattr(self, kind), whole=self.both if kind == "backward" else None)
+
+
+class Bench:
+    """Run the items of a plan in order until time is up."""
+
+    def __init__(self, report: Report, clock: Clock, dtype: torch.dtype, deadline: float) -> None:
+        self.report, self.clock, self.dtype, self.deadline = report, clock, dtype, deadline
+        self.verdicts: dict[tuple[str, str], Checked] = {}
+        self.length = 0
+        self.failures: list[str] = []
+        self.skipped: list[str] = []
+
+    def take(self, item: Item) -> None:
+        """Measure an item; an error is reported and does not stop the others."""
+        left = self.deadline - time.monotonic()
+        if left < item.seconds / 2:
+            self.skipped.append(str(item))
+            return
+        measure = self.train if item.model is not None else self.attend
+        try:
+            with limit(min(3 * item.seconds, left + 60)):
+                for row in measure(item):
+                    self.report.add(row)
+        except Dead:
+            raise
+        except Late as late:
+            self.skipped.append(f"{item}: {late}")
+        except Exception as error:
+            self.failures.append(f"{item}: {reason(error)}")
+            print(self.failures[-1], file=sys.stderr, flush=True)
+        self.clock.clear()
+
+    def attend(self, item: Item) -> Iterator[Row]:
+        case = item.case
+        assert case is not None
+        copies = draw(case, self.clock.copies(case.size(self.dtype.itemsize)), self.clock.device, self.dtype)
+        works: dict[str, Work] = {}
+        for implementation in item.implementations:
+            note = implementation.missing(case, self.clock.device.type)
+            judged = self.verdicts.get((str(case.at(self.length)), implementation.name))
+            if implementation.ours and (judged is None or not judged.passed):
+                note = "not timed: failed its check"
+            if note:
+                yield Row(str(case), implementation.name, "all", case, note=note)
+            else:
+                works[implementation.name] = Work(implementation, case, copies)
+        for kind in item.passes:
+            runs = {}
+            for name, work in works.items():
+                why = work.implementation.forward_only(self.clock.device.type)
+                if kind == "forward" or not why:
+                    runs[name] = work.run(kind)
+                elif work.implementation is not item.implementations[0]:
+                    yield Row(str(case), name, kind, case, note=why)
+            self.clock.race(runs, SAMPLED)
+            yield from self.rows(item, str(case), kind, runs)
+            for work in works.values():
+                work.outputs.clear()
+
+    def train(self, item: Item) -> Iterator[Row]:
+        assert item.model is not None
+        judged = self.verdicts.get((str(item.model.at(self.length)), MODEL))
+        steps = [step for step in item.steps if not step.ours or (judged is not None and judged.passed)]
+        training = {step.name: Training(step, item.model, self.clock.device, self.dtype) for step in steps}
+        runs = {name: Run(x.run) for name, x in training.items()}
+        self.clock.race(runs, 10 * SAMPLED)
+        yield from self.rows(item, str(item.model), "both", runs)
+
+    def rows(self, item: Item, title: str, kind: str, runs: dict[str, Run]) -> Iterator[Row]:
+        """What came of a race."""
+        first = (item.implementations or item.steps)[0].name
+        base = runs.get(first)
+        for name, run in runs.items():
+            if name == first and not item.shown:
+                continue
+            row = Row(title, name, kind, item.case, note=run.failure or "")
+            if name.startswith("ours") and run.failure:
+                self.failures.append(f"{title} | {name} | {kind}: {run.failure}")
+            if run.failure is None:
+                self.fill(row, item, run)
+                row.ratio = run.median / base.median if base is not None and base.failure is None else None
+            yield row
+
+    def fill(self, row: Row, item: Item, run: Run) -> None:
+        row.ms_min, row.ms_median, row.ms_max = min(run.times), run.median, max(run.times)
+        row.host_ms, row.peak_mib = sorted(run.host)[len(run.host) // 2], run.peak_mib
+        if item.case is not None:
+            work, row.unit = item.case.work(row.kind, self.dtype.itemsize)
+            row.rate = work / row.ms_median
+            judged = self.verdicts.get((str(item.case.at(self.length)), row.what))
+        else:
+            assert item.model is not None
+            row.rate, row.unit = item.model.batch * item.model.length / row.ms_median, "ktok/s"
+            ours = row.what.startswith("ours")
+            judged = self.verdicts.get((str(item.model.at(self.length)), MODEL)) if ours else None
+        if judged is not None:
+            row.error = judged.error(row.kind)
+            if not judged.passed:
+                row.note = "over the error budget" if judged.errors else judged.failure
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=8, help="stop starting items after that (default: 8)")
+    parser.add_argument("--quick", action="store_true", help="the twenty most important rows, in two minutes")
+    parser.add_argument("--cpu", action="store_true", help="tiny, in Triton's interpreter: tries the script out")
+    parser.add_argument("--keep-going", action="store_true", help="time what passed its checks, whatever failed")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for CSV, page and plot (default: results, here)")
+    parser.add_argument("--commit", help="what is measured, where git can't tell")
+    parser.add_argument("--processes", type=int, help="number of checking processes (default: 3 of 4 CPUs)")
+    parser.add_argument("--checks-of", type=int, nargs="+", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the checks, the plan and the report; return the exit code."""
+    args = parse(arguments)
+    start = time.monotonic()
+    if args.cpu and os.environ.get("TRITON_INTERPRET") != "1":  # read when Triton is imported, as it is by now
+        command = [sys.executable, __file__, *arguments]
+        os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
+    if not args.cpu and not torch.cuda.is_available():
+        print("needs a CUDA GPU; --cpu tries the script out without one", file=sys.stderr)
+        return 2
+    device, dtype = (torch.device("cpu"), torch.float32) if args.cpu else (torch.device("cuda"), torch.bfloat16)
+    items, length = (tiny_plan(), 48) if args.cpu else (quick_plan() if args.quick else full_plan(), 512)
+    jobs = check_jobs(items, length)
+    if args.checks_of is not None:
+        print_verdicts([jobs[n] for n in args.checks_of], device, dtype)
+        return 0
+
+    processes = args.processes or (1 if args.cpu else max((os.cpu_count() or 1) * 3 // 4, 1))
+    verdicts = run_checks(jobs, arguments, processes)
+    for verdict in verdicts:
+        print(verdict, flush=True)
+    failed = [verdict for verdict in verdicts if verdict.ours and not verdict.passed]
+    spent = time.monotonic() - start
+    print(f"checks: {len(verdicts)} verdicts, {len(failed)} failures of ours, {spent:.0f} s", flush=True)
+    if failed and not args.keep_going:
+        print("\n".join(map(str, failed)), file=sys.stderr)
+        return 1
+
+    folder = args.out or (Path(tempfile.mkdtemp()) if args.cpu else RESULTS)
+    report = Report(folder, environment(device, dtype, args.commit))
+    bench = Bench(report, Clock(device), dtype, start + 60 * args.minutes)
+    bench.verdicts, bench.length = {(x.case, x.what): x for x in verdicts}, length
+    bench.failures += map(str, failed)
+    try:
+        for item in items:
+            bench.take(item)
+    except Dead as error:
+        bench.failures.append(f"the device died: {error}")
+    finish(bench, arguments)
+    return 1 if bench.failures else 0
+
+
+def finish(bench: Bench, arguments: list[str]) -> None:
+    """Write the page and the plot, then print the table."""
+    report = bench.report
+    notes = [f"no time for {x}" for x in bench.skipped] + [f"failed: {x}" for x in bench.failures]
+    if not bench.clock.cuda:
+        notes.append(INTERPRETED)
+    command = " ".join(["python recipes/benchmarks/bench_attention.py", *arguments])
+    replace_text(report.stem.with_suffix(".md"), report.page(command, notes))
+    try:
+        report.plot()
+    except Exception as error:  # what was measured is in the table
+        notes.append(f"no plot: {reason(error)}")
+    print("\n".join(["", *notes, f"kept in {report.stem}.*", report.table()]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

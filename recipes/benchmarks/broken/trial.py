@@ -1,0 +1,253 @@
+"""A case under every command, and the verdict on each: the oracle of the test."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from broken.bases import twin, whole
+from broken.cases import Case, break_copy
+from broken.edits import read_config
+from broken.verdicts import FAULTS, OWN, REFUSED, RIGHT, SILENT, WRONG, Verdict, close, failed
+from broken.workers import SCHEME, Answer, Facts, Worker, Workers
+
+COMMANDS = ("load", "convert", "export", "inspect")
+LANGUAGE_MODEL = "AutoModelForCausalLM"  # what an inspection loads
+STATES = (  # what a message may say of a whole checkpoint that a command is not for
+    "converted already",
+    "not a patched model",
+    "on its way in (a blend)",
+    "is quantised",
+    "would be lost",
+    "folded the norms in front of attention",
+    "sees both sides",
+)
+
+
+def gist(text: str) -> str:
+    """Return the start of a message, without numbers, its folder, and the parts that differ between a derived class
+    and its base.
+    """
+    return re.sub(r"\d+|QKNorm|qknorm_|/src|/twin", "", text)[:40]
+
+
+class Trial:
+    """A case, broken in a folder of its own, and the outcome of each command."""
+
+    def __init__(self, case: Case, root: Path, facts: Facts, workers: Workers) -> None:
+        self.case, self.root, self.workers, self.base = case, root, workers, case.base
+        self.facts = facts[case.base.name]
+        self.place = root / f"case-{case.number}"
+        (self.place / "out").mkdir(parents=True)
+        (self.place / "out").chmod(0o777)
+        self.folder = break_copy(case, root, self.place / "src")
+        self.fields = frozenset(key for key in read_config(whole(root, self.base, case.layout)) if "_" in key)
+
+    def run(self, commands: tuple[str, ...] = COMMANDS) -> dict[str, Verdict]:
+        """Return the verdict on each command."""
+        try:
+            return {command: getattr(self, f"judge_{command}")() for command in commands}
+        finally:
+            for path in (self.place, self.folder):
+                path.chmod(0o700)
+            shutil.rmtree(self.place)
+
+    def ask(self, command: str, folder: Path | None = None, worker: Worker | None = None, **more: Any) -> Answer:
+        if command in ("load", "reference"):
+            more.setdefault("auto", self.base.auto)
+        answer = (worker or self.workers.package)(
+            command, folder=str(folder or self.folder), unprivileged=self.case.unprivileged, **more
+        )
+        for key in ("text", "place"):  # a folder's name is no file's
+            answer[key] = str(answer.get(key, "")).replace(str(self.place), "").replace(str(self.root), "")
+        return answer
+
+    @cached_property
+    def plain(self) -> Answer:
+        """Return the outcome of transformers alone on the folder."""
+        return self.ask("load", worker=self.workers.plain)
+
+    @cached_property
+    def twin_folder(self) -> Path:
+        """Return the unpatched twin, broken alike; for an unpatched case, the folder itself."""
+        if self.base.scheme is None:
+            return self.folder
+        return break_copy(self.case, self.root, self.place / "twin", twin)
+
+    @cached_property
+    def plain_twin(self) -> Answer:
+        """Return the outcome of transformers alone on the twin."""
+        return self.plain if self.base.scheme is None else self.ask("load", self.twin_folder, self.workers.plain)
+
+    @cached_property
+    def loaded(self) -> Answer:
+        return self.ask("load")
+
+    @cached_property
+    def meant(self) -> Answer:
+        """Return what the checkpoint is by its own config, where that is valid: its twin, patched as the config
+        says.
+        """
+        scheme, blend = self.base.scheme, self.base.blend
+        try:
+            config, before = read_config(self.folder), read_config(whole(self.root, self.base, self.case.layout))
+        except (OSError, ValueError):
+            return {"kind": "error"}
+        said, old = config.get("qk_norm"), before["qk_norm"]
+        if json.dumps(said) != json.dumps(old):
+            whole_scheme = isinstance(said, str) or (isinstance(said, dict) and {*said} == {*old})
+            if not whole_scheme or (blend is not None and not isinstance(said, dict)):
+                return {"kind": "error"}
+            scheme = said
+            if blend is not None:  # what is stored is the cap in force, and at the end another
+                if said["softcap"] != old["softcap"] or config.get("qk_norm_blend") != before["qk_norm_blend"]:
+                    return {"kind": "error"}
+                scheme = said | {"softcap": before["qk_norm_blend"]["softcap"]}
+        answer = self.ask("reference", self.twin_folder, scheme=scheme, norms=str(self.folder), blend=blend)
+        cap = (scheme if isinstance(scheme, dict) else {}).get("softcap") if scheme is said else old["softcap"]
+        if isinstance(scheme, dict) and config.get("attn_logit_softcapping") not in (None, cap):
+            return {"kind": "error"}
+        return answer
+
+    def judge_load(self) -> Verdict:
+        ours = self.loaded
+        if ours["kind"] != "done":
+            return self.judge_failure(ours)
+        if close(ours, self.facts["load"]):
+            return Verdict(RIGHT)
+        if close(ours, self.plain) or (self.base.scheme is None and self.plain.get("made_up")):
+            return Verdict(SILENT, "as transformers loads it")
+        if self.base.scheme is not None:
+            if close(ours, self.meant) and not self.meant["made_up"]:
+                same = close(self.plain_twin, self.facts["twin"])
+                return Verdict(RIGHT if same else SILENT, "as its config says")
+            if self.plain_twin.get("made_up"):
+                return Verdict(SILENT, f"transformers makes up {self.plain_twin['made_up'][0]}")
+        return Verdict(WRONG, f"it loads, and computes something else; {self.said_by_plain()}")
+
+    def said_by_plain(self) -> str:
+        plain = self.plain_twin
+        if plain["kind"] == "done":
+            return "transformers alone loads the unpatched twin"
+        return f"transformers alone refuses the unpatched twin: {plain.get('type', plain['kind'])} {plain['text'][:80]}"
+
+    def judge_failure(self, answer: Answer) -> Verdict:
+        """Judge a failed load: it must fail, or fail as transformers alone does."""
+        verdict = failed({**answer, "one_line": True}, self.case.names, self.fields)  # no command line is between
+        if verdict.outcome == REFUSED and not self.case.harmless:
+            return verdict
+        for plain in (self.plain, self.plain_twin):
+            alike = all(plain.get(key) == answer.get(key) for key in ("kind", "type"))
+            if plain["kind"] != "done" and alike and gist(plain["text"]) == gist(answer["text"]):
+                return Verdict(OWN, verdict.why)
+        if self.case.harmless:
+            return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
+        return Verdict(verdict.outcome, f"{verdict.why}; {self.said_by_plain()}")
+
+    def judge_refusal(self, answer: Answer, expected: bool) -> Verdict:
+        """Judge a failed conversion or export, which must leave nothing; `expected` says whether it must fail."""
+        left = sorted(path.name for path in (self.place / "out").iterdir())
+        if left:
+            return Verdict(WRONG, f"it failed and left {left}: {answer['text'][:100]}")
+        verdict = failed(answer, self.case.names, self.fields)
+        if not expected and verdict.outcome not in FAULTS:
+            return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
+        if verdict.outcome in FAULTS and answer.get("one_line") and any(x in answer["text"] for x in STATES):
+            return Verdict(REFUSED, verdict.why)
+        return verdict
+
+    def destination(self, name: str) -> str:
+        for path in (self.place / "out").iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return str(self.place / "out" / name)
+
+    def judge_convert(self) -> Verdict:
+        out = self.destination("converted")
+        answer = self.ask("convert", destination=out)
+        patched = self.base.scheme is not None
+        if answer["kind"] != "done":
+            return self.judge_refusal(answer, expected=patched or not self.case.harmless)
+        got = self.ask("load", Path(out))
+        if got["kind"] != "done":
+            return Verdict(WRONG, f"written, and does not load: {got.get('type')}: {got['text'][:120]}")
+        if tokens := self.judge_tokens(Path(out)):
+            return tokens
+        if not patched and close(got, self.facts["convert"]):
+            return Verdict(RIGHT)
+        meant = self.ask("reference", scheme=SCHEME)
+        if close(got, meant) and not meant["made_up"]:
+            return Verdict(SILENT, "as transformers loads its source")
+        made_up = f", of which transformers makes up {meant['made_up'][0]}" if meant.get("made_up") else ""
+        return Verdict(WRONG, f"written, and is something else than its source patched{made_up}")
+
+    def judge_export(self) -> Verdict:
+        out = self.destination("exported")
+        answer = self.ask("export", destination=out)
+        if answer["kind"] != "done":
+            return self.judge_refusal(answer, expected=not (self.base.exports and self.case.harmless))
+        if self.base.scheme is None:
+            return Verdict(WRONG, "written, and its source is not patched")
+        got = self.ask("load", Path(out), self.workers.plain)
+        if got["kind"] != "done":
+            return Verdict(WRONG, f"written, and does not load: {got.get('type')}: {got['text'][:120]}")
+        if got["made_up"]:
+            return Verdict(WRONG, f"written, and {got['made_up'][0]} is missing")
+        if tokens := self.judge_tokens(Path(out)):
+            return tokens
+        if close(got, self.facts["load"]):
+            return Verdict(RIGHT)
+        loaded = self.judge_load()
+        if close(got, self.loaded) and loaded.outcome in (RIGHT, SILENT):
+            return loaded
+        return Verdict(WRONG, f"written, and computes something else than its source, which is {loaded.outcome}")
+
+    def judge_tokens(self, out: Path) -> Verdict | None:
+        """Judge a tokenizer that travelled: it must be the source's; None without one."""
+        if not any("tokenizer" in edit.text for edit in self.case.edits):
+            return None
+        there, here = self.ask("tokens", out), self.ask("tokens")
+        if here["kind"] != "done":
+            return Verdict(
+                WRONG, f"written with a tokenizer that can't be read: {here.get('type')}: {here['text'][:90]}"
+            )
+        if there == here:
+            return None
+        if here["tokens"] != self.whole_tokens():
+            return Verdict(SILENT, "its tokenizer is another")
+        return Verdict(WRONG, "written with another tokenizer than its source's")
+
+    def judge_inspect(self) -> Verdict:
+        answer, expected = self.ask("inspect", texts=str(self.root / "text.txt")), self.facts["inspect"]
+        if answer["kind"] != "done":
+            verdict = failed(answer, (*self.case.names, "text.txt"), self.fields)
+            if (
+                verdict.outcome in FAULTS
+                and answer.get("one_line")
+                and any(words in answer["text"] for words in STATES)
+            ):
+                verdict = Verdict(REFUSED, verdict.why)
+            whole_one = "loss" in expected and self.base.auto == LANGUAGE_MODEL
+            if self.case.harmless and verdict.outcome == REFUSED and whole_one:
+                return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
+            return verdict
+        measured = self.ask("load", auto=LANGUAGE_MODEL)
+        if measured.get("made_up"):
+            return Verdict(WRONG, f"measured, where transformers makes up {measured['made_up'][0]}")
+        if "loss" in expected and math.isclose(answer["loss"], expected["loss"], rel_tol=1e-3):
+            return Verdict(RIGHT)
+        if answer["length"] != expected.get("length"):
+            return Verdict(RIGHT, "over sequences as long as its config says")
+        loaded = self.judge_load()
+        if loaded.outcome == SILENT or (loaded.outcome == RIGHT and loaded.why):
+            return loaded
+        if self.ask("tokens").get("tokens") != self.whole_tokens():
+            return Verdict(SILENT, "its tokenizer is another")
+        return Verdict(WRONG, f"a loss of {answer['loss']}, not {expected.get('loss')}")
+
+    def whole_tokens(self) -> Any:
+        return self.ask("tokens", whole(self.root, self.base, self.case.layout)).get("tokens")

@@ -1,0 +1,85 @@
+"""The Gluon kernel beside the plain one and the oracle: errors of the output, and the same bits on each run.
+
+    python recipes/benchmarks/check_gluon.py
+    compute-sanitizer --tool racecheck python recipes/benchmarks/check_gluon.py --small
+
+Prints a line a case, exits with 1 if one is over the error budget (see `hf_qknorm.testing`) or differs from run to run.
+Gradients, and with them the log-sum-exp, are for `tests/ops/triton/test_gluon.py`. `--cpu` tries the script out in
+Triton's interpreter, which knows no Gluon: there the plain kernel is checked alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+from bench_cases import Case, Inputs, Results, draw, exactly, judge, oracle, results
+from bench_implementations import ours
+
+SWITCH = "HF_QKNORM_GLUON"
+Problem = tuple[Case, bool, float | None]  # whether norm and RoPE are fused in, and the cap
+SMALL: list[Problem] = [(Case(4, 2, 128, 300), True, 50.0)]
+ALL: list[Problem] = [
+    *SMALL,
+    *((Case(4, 2, d, 1000, batch=2), True, softcap) for d in (64, 128, 256) for softcap in (50.0, None)),
+    *((Case(7, 1, d, 333, batch=2), False, softcap) for d in (96, 256) for softcap in (50.0, None)),
+    (Case(16, 4, 128, 4096), True, 50.0),
+]
+TINY: list[Problem] = [(Case(2, 1, 16, 40), True, 50.0)]
+
+
+def by(kernel: str, problem: Problem, x: Inputs) -> Results:
+    """The output of a forward pass by the kernel "plain" or "Gluon"."""
+    case, normed, softcap = problem
+    os.environ[SWITCH] = str(int(kernel == "Gluon"))
+    return results(lambda y: ours(case, y, normed=normed, softcap=softcap), x, ())
+
+
+def check(problem: Problem, device: str) -> tuple[bool, str]:
+    """Whether all is right, and the line that says so."""
+    case, normed, softcap = problem
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    (x,) = draw(case, 1, torch.device(device), dtype)
+    exact, eager = (results(lambda y: oracle(case, y, normed, softcap), inputs, ()) for inputs in (exactly(x), x))
+    passed, told = True, []
+    for kernel in ("plain",) if device == "cpu" else ("plain", "Gluon"):
+        first, again = (by(kernel, problem, x)["out"] for _ in range(2))
+        verdict = judge({"out": first}, exact, eager)["out"]
+        same = torch.equal(first, again)
+        passed &= same and verdict.passed
+        told.append(f"{kernel} {verdict.error:.1e} of {verdict.budget:.1e}" + ("" if same else ", DIFFERS when rerun"))
+    kind = ("norm, RoPE, " if normed else "") + ("no cap" if softcap is None else f"cap {softcap:g}")
+    return passed, f"{'passed' if passed else 'FAILED'} {case} B{case.batch} {kind} | " + " | ".join(told)
+
+
+def main(arguments: list[str]) -> int:
+    """Check all; the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--small", action="store_true", help="one small case, as for compute-sanitizer")
+    parser.add_argument("--cpu", action="store_true", help="the plain kernel alone, in Triton's interpreter")
+    args = parser.parse_args(arguments)
+    if args.cpu and os.environ.get("TRITON_INTERPRET") != "1":  # read when Triton is imported
+        os.execve(sys.executable, [sys.executable, __file__, *arguments], os.environ | {"TRITON_INTERPRET": "1"})
+    if not args.cpu and not torch.cuda.is_available():
+        print("needs a Hopper GPU; --cpu tries the script out without one", file=sys.stderr)
+        return 2
+    problems = TINY if args.cpu else SMALL if args.small else ALL
+    checked = partial(check, device="cpu" if args.cpu else "cuda")
+    failures = 0
+    # many compile at once; one alone stays in this process, where a sanitizer sees it
+    with ProcessPoolExecutor(8, get_context("spawn")) if len(problems) > 1 else nullcontext() as pool:
+        for passed, line in pool.map(checked, problems) if pool else map(checked, problems):
+            failures += not passed
+            print(line, flush=True)
+    print(f"{len(problems)} cases, {failures} failures")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

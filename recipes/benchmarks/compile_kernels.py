@@ -1,0 +1,295 @@
+"""What the compiler makes of every kernel configuration, without a GPU: one table, and the limits that it must keep.
+
+    python recipes/benchmarks/compile_kernels.py --arch 90
+    python recipes/benchmarks/compile_kernels.py --arch 80 --arch 100 --few
+
+Calls the package's own functions with CPU tensors; each kernel that they launch is compiled as it would be for that GPU
+(80, 90 or 100: Ampere, Hopper, Blackwell), and not started. Prints Markdown; exits with 1, naming each broken limit.
+Everything must compile everywhere, and fit the shared memory where the kernels run, on Hopper and Blackwell; spills,
+matrix instructions and slots are limited on Hopper, for which the tiles were chosen. Slots are the instructions that
+the main loop issues for one score, MUFU those among them for exp2 and tanh, spills the bytes of a thread. Run it
+without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+
+import torch
+import triton
+from compiled import Failure, Report, compiling
+
+from hf_qknorm.ops.triton import attention, gluon, norm_rope
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+
+ARCHES = (80, 90, 100)
+HOPPER = 90
+SHARED = {90: 232_448, 100: 232_448}  # bytes a block may have where the kernels run, which ptxas does not check
+SPILL_FREE = {  # largest head_dim
+    "forward_kernel": 256,
+    "gluon_forward_kernel": 256,
+    "query_kernel": 256,
+    "key_kernel": 128,
+    "split_kernel": 256,
+}
+SLOTS = {("approx", False): 6.5, ("none", False): 4.5, ("none", True): 7.8}  # (TANH, ONLINE): at head_dim 128
+GLUON_WIDE = {("approx", False): 9.0, ("none", False): 7.2}  # at head_dim 256, in tiles of 64 keys; at 64 as at 128
+GLUON_SPILL = 32  # bytes at head_dim 256 with the polynomial tanh, by Triton 3.9 and not 3.6: none in a loop of tiles
+EXTRA = 0.5  # what Triton 3.9 spends more than 3.6 on the plain kernel, on descriptors of matrix instructions
+COLUMNS = (
+    "kernel",
+    "configuration",
+    "warps",
+    "stages",
+    "registers",
+    "spills",
+    "shared",
+    "matrix",
+    "MUFU",
+    "slots",
+    "size",
+)
+
+
+def broken(report: Report, arch: int = HOPPER) -> list[str]:
+    """The limits that a kernel breaks."""
+    found = []
+    shared = SHARED.get(arch, report.shared)
+    if report.shared > shared:
+        found.append(f"{report.shared:,} bytes of shared memory, expected at most {shared:,}")
+    if arch != HOPPER:
+        return found
+    attention = report.kernel in SPILL_FREE and report.dtype != "fp32"
+    if attention and report.spilled and not spills_allowed(report):
+        found.append(f"{report.spilled:,} bytes spilled, expected none")
+    wide = attention and report.kernel != "split_kernel"  # which has few queries: a warp's own matrices
+    if wide and "HGMMA" not in report.matrix:
+        found.append(f"no HGMMA, got {report.matrix or 'no matrix instructions'}")
+    limit = slots_limit(report)
+    if limit is not None and (report.slots is None or report.slots > limit):
+        got = "no main loop" if report.slots is None else f"{report.slots:.2f}"
+        found.append(f"{got} issue slots a score, expected at most {limit}")
+    return found
+
+
+def spills_allowed(report: Report) -> bool:
+    """Wide heads, dropout's random numbers and the powers of an Lp norm take more registers than there are."""
+    told = report.constants
+    if report.kernel == "gluon_forward_kernel" and (told["PADDED"], told["TANH"]) == (256, "odd7"):
+        return report.spilled <= GLUON_SPILL
+    return told["PADDED"] > SPILL_FREE[report.kernel] or bool(told.get("DROPOUT")) or told.get("NORM") == "lp"
+
+
+def slots_limit(report: Report) -> float | None:
+    """How many issue slots a score may take, where that is limited: in the forward pass without options."""
+    told = report.constants
+    loop = (told.get("TANH"), told.get("ONLINE"))
+    if report.dtype == "fp32" or any(told.get(x) for x in ("SCALED", "WINDOW", "RANGES", "DROPOUT", "STATISTICS")):
+        return None
+    if report.kernel == "gluon_forward_kernel":
+        return (GLUON_WIDE if told["PADDED"] == 256 else SLOTS).get(loop)
+    if report.kernel != "forward_kernel" or told["PADDED"] != 128:
+        return None
+    limit = SLOTS.get(loop)
+    newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+    return limit + EXTRA if limit is not None and newer else limit
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step of causal attention, and what is fused into it."""
+
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    norm: str = "rms"
+    knee: bool = False  # whether the norms read their ε from memory
+    rotary: float = 1.0  # the share of head_dim
+    interleaved: bool = False
+    softcap: float | None = 50.0
+    window: int | None = None
+    dropout: float = 0.0
+    ranges: bool = False
+    sinks: bool = False
+    statistics: bool = False
+    tf32: bool = False
+    gluon: bool = False  # the forward pass for Hopper alone
+
+    def launch(self) -> None:
+        """Call forward and backward."""
+        os.environ[gluon.SWITCH] = str(int(self.gluon))
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if self.tf32 else "ieee"
+        b, h, hk, t, d = 2, 8, 2, 1024, self.head_dim
+        empty = partial(torch.empty, dtype=self.dtype)
+        q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
+        norm = Norm(self.norm, None if self.norm == "none" else empty(d), **stored_eps(self.knee))
+        cos = empty(1, t, int(d * self.rotary) // 2)
+        rotary = Rotary(cos, cos, self.interleaved) if self.rotary else None
+        ranges = torch.zeros(b, t, 2, dtype=torch.int32) if self.ranges else None
+        seed = torch.zeros(1, dtype=torch.int64) if self.dropout else None
+        heads = Heads(q, k, v, norm, norm, rotary)
+        visible = Visible(ranges, empty(h) if self.sinks else None, seed)
+        options = Options(d**-0.5, self.softcap, True, self.window, self.dropout)
+        out = attention.forward(heads, visible, options, self.statistics)
+        if not self.statistics and not self.gluon:
+            attention.backward(torch.empty_like(out.out), heads, visible, options, out.out, out.normaliser)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of cached generation: new heads into a static cache, in one launch, and attention over it."""
+
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    softcap: float | None = 50.0
+    knee: bool = False
+
+    def launch(self) -> None:
+        """Norm, rotate and write; then attend."""
+        b, h, hk, s, d = 2, 8, 2, 4096, self.head_dim
+        empty = partial(torch.empty, dtype=self.dtype)
+        q, k, v = (empty(b, 1, n, d).transpose(1, 2) for n in (h, hk, hk))
+        keys, values = (empty(b, hk, s, d) for _ in range(2))
+        norm, cos = Norm("rms", empty(d), **stored_eps(self.knee)), empty(1, 1, d // 2)
+        cache = norm_rope.Cache(keys, values, v, torch.zeros(1, dtype=torch.int64))
+        made = norm_rope.forward(q, k, norm, norm, Rotary(cos, cos), cache=cache)
+        options = Options(d**-0.5, self.softcap, causal=True)
+        attention.forward(Heads(made.q, keys, values), Visible(), options)
+
+
+def stored_eps(knee: bool) -> dict[str, torch.Tensor]:
+    """The ε of a norm with a knee."""
+    return {"eps": torch.ones(())} if knee else {}
+
+
+RAW = {"norm": "none", "rotary": 0.0}
+PLAIN = RAW | {"softcap": None}
+CASES = {
+    **{f"capped {d}": Case(d) for d in (256, 128, 64)},
+    **{f"uncapped {d}": Case(d, softcap=None) for d in (256, 128, 64)},
+    **{f"knee {d}": Case(d, softcap=None, knee=True) for d in (128, 64)},
+    "knee, layer": Case(64, norm="layer", knee=True),
+    **{f"fp32 {d}": Case(d, torch.float32, **PLAIN) for d in (256, 128)},
+    "fp32, tf32": Case(64, torch.float32, **PLAIN, tf32=True),
+    "fp16": Case(dtype=torch.float16, **RAW),
+    "plain 16": Case(16, **PLAIN),
+    "raw": Case(**RAW),
+    "interleaved": Case(96, interleaved=True, softcap=None),
+    "partial": Case(80, norm="layer", rotary=0.4, softcap=None),
+    "lp": Case(64, norm="lp", softcap=None),
+    "lp, knee": Case(64, norm="lp", softcap=None, knee=True),
+    "ranges": Case(**PLAIN, ranges=True),
+    "window": Case(**PLAIN, window=256, sinks=True),
+    "dropout": Case(64, **PLAIN, dropout=0.1),
+    "statistics": Case(**PLAIN, statistics=True),
+    **{f"gluon, capped {d}": Case(d, gluon=True) for d in (256, 128, 64)},
+    **{f"gluon, uncapped {d}": Case(d, softcap=None, gluon=True) for d in (256, 128, 64)},
+    "gluon, fp16": Case(dtype=torch.float16, **RAW, gluon=True),
+    **{f"step {d}": Step(d) for d in (256, 128, 64)},
+    "step, uncapped": Step(softcap=None),
+    "step, knee": Step(knee=True),
+    "step, fp32": Step(dtype=torch.float32),
+}
+# Every kernel in every dtype, of the smallest heads: it is over the registers of wide ones that ptxas spends minutes.
+FEW = {
+    f"{kind.__name__} {dtype}": kind(16, dtype, **options)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for kind, options in ((Case, {"interleaved": True, "softcap": None}), (Step, {}))
+}
+
+
+def compiles(arch: int, case: Case | Step) -> bool:
+    """Whether the case is for that GPU."""
+    return arch == HOPPER or not (isinstance(case, Case) and case.gluon)
+
+
+def compile_case(arch: int, case: Case | Step) -> list[Report | Failure]:
+    """What the launches of a case compile to."""
+    torch.set_num_threads(1)
+    with compiling(arch) as reports:
+        case.launch()
+    return reports
+
+
+def show(arch: int, results: list[Report | Failure]) -> None:
+    """Print the table of a GPU."""
+    print(f"sm_{arch}, Triton {triton.__version__}, PyTorch {torch.__version__}\n")
+    print(line(*COLUMNS), line(*("-" * len(COLUMNS))), sep="\n")
+    print(*dict.fromkeys(row(result) for result in results if isinstance(result, Report)), sep="\n", end="\n\n")
+
+
+def row(report: Report) -> str:
+    """A line of the table."""
+    matrix = " ".join(f"{n} {name}" for name, n in report.matrix.items())
+    mufu = " ".join(f"{n:.2f} {name}" for name, n in report.mufu.items())
+    slots = "" if report.slots is None else f"{report.slots:.2f}"
+    cells = [report.kernel, report.configuration, report.warps, report.stages, report.registers, report.spilled]
+    return line(*cells, f"{report.shared:,}", matrix, mufu, slots, report.size)
+
+
+def line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> str | None:
+    """Print the tables; returns the complaints, if any."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHES, help=f"default: {HOPPER}")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--case", action="append", choices=CASES, help="one of the cases; default: all")
+    chosen.add_argument(
+        "--few", action="store_true", help="every kernel in every dtype, but of the smallest heads alone"
+    )
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    if triton.knobs.runtime.interpret:
+        parser.error("kernels are interpreted: unset TRITON_INTERPRET")
+    cases = FEW if args.few else {name: CASES[name] for name in args.case or CASES}
+    jobs = [job for job in product(args.arch or [HOPPER], cases.values()) if compiles(*job)]
+    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
+        found = list(pool.map(compile_case, *zip(*jobs, strict=True)))
+    complaints = []
+    for arch in dict.fromkeys(arch for arch, _ in jobs):
+        results = [result for (at, _), results in zip(jobs, found, strict=True) if at == arch for result in results]
+        show(arch, results)
+        complaints += [f"sm_{arch} {complaint}" for result in results for complaint in complain(result, arch)]
+        if not args.case and not args.few:
+            complaints += unmet(results)
+    return "\n".join(dict.fromkeys(complaints)) or None
+
+
+def complain(result: Report | Failure, arch: int) -> list[str]:
+    """What is wrong with it, a line each."""
+    where = f"{result.kernel} ({result.configuration})"
+    if isinstance(result, Failure):
+        return [f"{where}: does not compile: {result.error}"]
+    return [f"{where}: {limit}" for limit in broken(result, arch)]
+
+
+def unmet(results: list[Report | Failure]) -> list[str]:
+    """The limits that nothing was measured by, as after a kernel was renamed."""
+    reports = [result for result in results if isinstance(result, Report) and result.dtype != "fp32"]
+    kernels = {report.kernel for report in reports}
+    met = {
+        (r.kernel, r.constants["PADDED"], r.constants["TANH"], r.constants["ONLINE"])
+        for r in reports
+        if slots_limit(r) is not None
+    }
+    return [f"no limit was checked of {x}" for x in [*(SPILL_FREE.keys() - kernels), *sorted(limited() - met)]]
+
+
+def limited() -> set[tuple[str, int, str, bool]]:
+    """What has a limit of slots: kernel, head_dim, TANH and ONLINE."""
+    wide = {("gluon_forward_kernel", 256, *loop) for loop in GLUON_WIDE}
+    kernels = (("forward_kernel", 128), ("gluon_forward_kernel", 64), ("gluon_forward_kernel", 128))
+    return wide | {(*kernel, *loop) for kernel in kernels for loop in SLOTS}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Kill writers of checkpoints (SIGKILL) at random moments, and classify what they leave.
+
+    python recipes/benchmarks/kill_writers.py --count 70 --seed 0
+
+Each writer is forked from a process that has finished its imports, and is killed within its running time: a quarter of
+the kills at any moment, the others after its first file. A kill after the end is not counted. The outcomes are:
+
+    nothing   there is no checkpoint
+    old       the previous checkpoint, byte for byte
+    new       the new checkpoint, byte for byte; for the Trainer: resuming from the last checkpoint ends in the same
+              weights as a run without a kill
+    refused   a partial checkpoint that raises an error on loading; for the Trainer: resuming raises an error, and
+              resuming from the checkpoint before it, if any, ends in the same weights
+    usable    a partial checkpoint that loads with the right weights; it lacks a tokenizer or generation settings
+    fault     anything else
+
+`convert_checkpoint` and `export_native` may leave only nothing, old or new, and files beside it that the next run
+removes. `save_pretrained` and the Trainer are transformers' own and write in place: they may leave a partial
+checkpoint. Here they write to new folders. Over an older checkpoint of several shards, a kill can leave a mixture that
+no reader detects. The exit status is 1 on a fault, or on an outcome that the writer may not have. Needs fork: Linux or
+macOS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from checkpoint_writers import Writer, contents, forked, make_writers
+
+from hf_qknorm.files.atomic_io import is_leftover
+
+OUTCOMES = ("nothing", "old", "new", "refused", "usable", "fault")
+OUT = "out"  # what writers write, in a folder of its own for each
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The moment of a kill: seconds after the start, or after the first file."""
+
+    after_first: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The times of a complete run in seconds: its first file, and its end."""
+
+    first: float
+    end: float
+
+    def moment(self, draw: random.Random) -> Moment:
+        after_first = draw.random() < 0.75
+        return Moment(after_first, draw.uniform(0, self.end - after_first * self.first))
+
+
+@dataclass
+class Tally:
+    """The outcomes of a writer's kills, and the details of each fault."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+
+def start(writer: Writer, folder: Path) -> tuple[int, set[str]]:
+    """Start a writer on `folder / OUT`; return its process and the files that exist before."""
+    shutil.rmtree(folder / OUT, ignore_errors=True)
+    if writer.old is not None:
+        shutil.copytree(writer.old, folder / OUT)
+    there = listing(folder)
+    return forked(partial(writer.write, folder / OUT), folder / "write.log"), there
+
+
+def wait_for_first(child: int, folder: Path, there: set[str]) -> int | None:
+    """Wait for a process's first file; return its exit status if it ends before."""
+    while listing(folder) == there:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.0005)
+    return None
+
+
+def measure(writer: Writer, folder: Path) -> Pace:
+    """Write `folder / OUT` without a kill, and return its times."""
+    begin = time.perf_counter()
+    child, there = start(writer, folder)
+    status = wait_for_first(child, folder, there)
+    first = time.perf_counter() - begin
+    if status is None:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        raise RuntimeError(f"the writer failed without a kill:\n{(folder / 'write.log').read_text()}")
+    return Pace(first, time.perf_counter() - begin)
+
+
+def kill(writer: Writer, folder: Path, whole: Path, moment: Moment) -> tuple[str, str] | None:
+    """Kill a writer at this moment; return the outcome and the details of a fault, or None if the writer ended
+    before.
+    """
+    child, there = start(writer, folder)
+    status = wait_for_first(child, folder, there) if moment.after_first else None
+    if status is None:
+        time.sleep(moment.seconds)
+        os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == 0:
+        return None
+    if status != -signal.SIGKILL:
+        return "fault", f"it failed by itself:\n{(folder / 'write.log').read_text()}"
+    left = os.listdir(folder)
+    outcome = writer.judge(folder / OUT, whole)
+    foreign = [name for name in left if name.startswith(".") and not is_leftover(folder / name)]
+    if foreign:
+        return "fault", f"{', '.join(foreign)} beside it is nothing that a later run would know"
+    if outcome not in writer.may_leave:
+        return "fault", f"{outcome}: {', '.join(sorted(contents(folder / OUT)))}"
+    return outcome, ""
+
+
+def listing(folder: Path) -> set[str]:
+    """Return the names of the files that writers make: staging folders, and files of the folder itself."""
+    beside = {name for name in os.listdir(folder) if name.startswith(".")}
+    return beside | {path.name for path in (folder / OUT).glob("*")}
+
+
+def run(count: int, seed: int, work: Path) -> dict[str, Tally]:
+    """Kill the writers by turns, `count` times in all, and let each write once more at the end."""
+    draw = random.Random(seed)
+    writers, paces, tallies = make_writers(work), {}, {}
+    for i in range(count):
+        name = list(writers)[i % len(writers)]
+        writer, folder, whole = writers[name], work / f"{name} killed", work / f"{name} whole" / OUT
+        if name not in paces:
+            folder.mkdir()
+            whole.parent.mkdir()
+            measure(writer, whole.parent)  # the first is slower, and would have most kills come too late
+            paces[name] = measure(writer, whole.parent)
+            tallies[name] = Tally()
+        killed = None
+        while killed is None:
+            killed = kill(writer, folder, whole, paces[name].moment(draw))
+        outcome, fault = killed
+        tallies[name].outcomes[outcome] += 1
+        tallies[name].faults += [fault] if fault else []
+    for name, tally in tallies.items():
+        folder, whole = work / f"{name} killed", work / f"{name} whole" / OUT
+        measure(writers[name], folder)
+        if listing(folder) != listing(whole.parent):
+            tally.faults.append(f"after the kills, a whole run leaves {', '.join(sorted(listing(folder)))}")
+    return tallies
+
+
+def table(tallies: dict[str, Tally]) -> str:
+    """Format counts by writer and outcome as Markdown."""
+    lines = ["| writer | kills | " + " | ".join(OUTCOMES) + " |", "|---|" + "---:|" * (1 + len(OUTCOMES))]
+    for name, tally in tallies.items():
+        counts = [tally.outcomes.total(), *(tally.outcomes[outcome] for outcome in OUTCOMES)]
+        lines.append(f"| {name} | " + " | ".join(map(str, counts)) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Kill and classify; return the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=70, help="kills in all, the writers in turns (default: 70)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    options = parser.parse_args(arguments)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}  # neither survives a fork
+    torch.set_num_threads(1)
+    with TemporaryDirectory(prefix="kill-writers-") as work:
+        tallies = run(options.count, options.seed, Path(work))
+    faults = [f"{name}: {fault}" for name, tally in tallies.items() for fault in tally.faults]
+    print("\n".join([table(tallies), *faults]))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

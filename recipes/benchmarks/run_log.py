@@ -1,0 +1,69 @@
+"""A log of finished runs, from which an interrupted sweep continues."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from bench_tiled import commit, cpu_name
+
+from hf_qknorm.files.atomic_io import replace_text
+
+Row = dict[str, Any]
+
+
+def thinned(losses: list[float], points: int) -> list[float]:
+    """Return the means of about `points` equal stretches; a stretch with NaN or infinity keeps it."""
+    width = max(len(losses) // points, 1)
+    stretches = [losses[i : i + width] for i in range(0, len(losses), width)]
+    return [round(sum(stretch) / len(stretch), 4) for stretch in stretches]
+
+
+class Runs:
+    """Finished runs, one line of JSON each: settings, result, and provenance."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
+        self.rows: list[Row] = [json.loads(line) for line in whole.splitlines()]
+        self.used: list[Row] = []  # those that were asked for: a file may hold other sweeps' as well
+        self.made = made()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, whole + "\n" * bool(whole))
+
+    def get(self, settings: Row, run: Callable[[], Row]) -> Row:
+        """Return the result of the run with these settings: an earlier one, or that of `run`, which is stored."""
+        found = next((row for row in self.rows if row["settings"] == settings), None)
+        if found is None:
+            line = json.dumps({"settings": settings, "result": run(), "made": self.made})
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+            found = json.loads(line)  # as it will be read again
+            self.rows.append(found)
+        self.used.append(found)
+        return found["result"]
+
+
+def made() -> dict[str, str]:
+    """Return the provenance of a run: machine, versions, commit, date."""
+    cuda = torch.cuda.is_available()
+    return {
+        "machine": torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} thread(s)",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": commit("hf_qknorm"),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def provenance(rows: list[Row]) -> str:
+    """Format every value of the provenance among the rows, in one line."""
+    named = {name: list(dict.fromkeys(row["made"][name] for row in rows)) for name in rows[0]["made"]}
+    return "; ".join(f"{name} {', '.join(values)}" for name, values in named.items()) + "."

@@ -1,0 +1,132 @@
+"""The model of the sweeps: a small GPT-2 on the characters of a text, in one plain training loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm.auto import tqdm
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from hf_qknorm import Scheme, patch_model
+from hf_qknorm.convert.text import load_text, sample_batches
+
+FOLDS = 10
+CHARACTERS = 1_200_000  # as many as tinyshakespeare has, of a text that has more
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT-2's shape and training length; one forward of `judge` batches gives the held-out loss."""
+
+    layers: int
+    heads: int
+    width: int
+    length: int
+    batch: int
+    steps: int
+    warmup: int = 20
+    dropout: float = 0.0
+    judge: int = 8
+
+    def build(self, vocabulary: int, scheme: str | Scheme) -> PreTrainedModel:
+        """Return a patched GPT-2 with random weights, in training mode."""
+        config = GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=self.length,
+            n_embd=self.width,
+            n_layer=self.layers,
+            n_head=self.heads,
+            attn_pdrop=self.dropout,
+            embd_pdrop=self.dropout,
+            resid_pdrop=self.dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+        logging.getLogger("hf_qknorm").setLevel(logging.ERROR)
+        return patch_model(GPT2LMHeadModel(config), scheme).train()
+
+
+class Characters:
+    """A text as character numbers; tenth `fold` is held out, the rest is for training."""
+
+    def __init__(self, source: str | None, fold: int = FOLDS - 1) -> None:
+        text = load_text(source, limit=CHARACTERS)
+        crc = zlib.crc32(text.encode())
+        self.name = (
+            f"{Path(source).name if source else 'the standard library'}, {len(text):,} characters, CRC {crc:08x}"
+        )
+        known = {character: i for i, character in enumerate(sorted(set(text)))}
+        ids = torch.tensor([known[character] for character in text])
+        start, stop = len(ids) * fold // FOLDS, len(ids) * (fold + 1) // FOLDS
+        self.vocabulary = len(known)
+        self.seen, self.held_out = torch.cat([ids[:start], ids[stop:]]), ids[start:stop]
+
+    def training(self, size: Size, seed: int) -> list[Tensor]:
+        """Return a batch `[B, T]` for every step."""
+        return sample_batches(self.seen, size.steps, size.batch, size.length, seed)
+
+    def judging(self, size: Size) -> list[Tensor]:
+        """Return the held-out batches, the same for every run."""
+        return sample_batches(self.held_out, size.judge, size.batch, size.length, seed=10_000)
+
+
+def train(
+    model: Any,
+    batches: list[Tensor],
+    optimizer: Optimizer,
+    *,
+    warmup: int = 0,
+    floor: float = 1.0,
+    clip: float | None = None,
+    what: str = "training",
+    after_step: Callable[[int], None] = lambda step: None,
+) -> list[float]:
+    """Take one step per batch and return the losses. The run ends at a loss that is not finite.
+
+    The rates rise over `warmup` steps and fall along a cosine to `floor` of their value. `after_step(n)` runs after n
+    steps, also for n = 0.
+    """
+
+    def factor(step: int) -> float:
+        cosine = (1 + math.cos(math.pi * step / len(batches))) / 2
+        return min((step + 1) / max(warmup, 1), 1.0) * (floor + (1 - floor) * cosine)
+
+    schedule = LambdaLR(optimizer, factor)
+    losses = []
+    after_step(0)
+    bar = tqdm(batches, desc=what, unit="step", leave=False)
+    for step, batch in enumerate(bar, start=1):
+        ids = batch.to(model.device)
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            break
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+        after_step(step)
+    return losses
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, batches: list[Tensor]) -> float:
+    """Return the loss over batches `[B, T]`, in nats per token."""
+    model.eval()
+    losses = [float(model(input_ids=ids, labels=ids).loss) for ids in (batch.to(model.device) for batch in batches)]
+    model.train()
+    return sum(losses) / len(losses)

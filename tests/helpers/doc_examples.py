@@ -1,0 +1,72 @@
+"""Where the examples of pages and docstrings run: a folder with small checkpoints and a text, and some names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+import hf_qknorm as qk
+from hf_qknorm.demo.training import byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "LICENSE").read_text(encoding="utf-8")
+CHECKPOINTS = ("llama", "gpt2")
+
+
+def make_folder(folder: Path) -> None:
+    """Fill `folder` with the checkpoints `llama` and `gpt2`, each with a tokenizer, and the text `corpus.txt`."""
+    tokenizer = byte_tokenizer()
+    for model_type in CHECKPOINTS:
+        model = tiny_model(model_type, vocab_size=len(tokenizer), initializer_range=0.2)
+        model.save_pretrained(folder / model_type)
+        tokenizer.save_pretrained(folder / model_type)
+    (folder / "corpus.txt").write_text(TEXT, encoding="utf-8")
+
+
+def training_data() -> list[dict[str, torch.Tensor]]:
+    """The text as rows of 32 tokens, for a Trainer."""
+    ids = torch.tensor(byte_tokenizer()(TEXT)["input_ids"])
+    return [{"input_ids": row, "labels": row} for row in ids.split(32)[:-1]]
+
+
+def training_arguments() -> TrainingArguments:
+    """Three steps on the CPU, reported to nobody."""
+    return TrainingArguments(
+        "trained",
+        max_steps=3,
+        per_device_train_batch_size=4,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+
+
+def names(code: str) -> dict[str, Any]:
+    """The names that `code` finds defined, when it runs in the folder of `make_folder`.
+
+    `qk`, `torch`, `Path`, `Trainer`, `AutoModelForCausalLM`; `model`, an unpatched Llama; `texts`, a list of strings;
+    `arguments` and `data` for a Trainer; and, if the code uses it, `trainer`, a Trainer of `model`.
+    """
+    model = AutoModelForCausalLM.from_pretrained("llama")
+    defined = {
+        "qk": qk,
+        "torch": torch,
+        "Path": Path,
+        "Trainer": Trainer,
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "model": model,
+        "texts": TEXT.split("\n\n"),
+        "arguments": training_arguments(),
+        "data": training_data(),
+    }
+    if re.search(r"\btrainer\b", code):
+        defined["trainer"] = Trainer(model, defined["arguments"], train_dataset=defined["data"])
+        defined["trainer"].remove_callback(PrinterCallback)
+    return defined

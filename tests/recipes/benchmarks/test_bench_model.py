@@ -1,0 +1,27 @@
+"""A patched 1B Llama against its eager attention in fp64; a tiny one where kernels are interpreted."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
+import interpreter
+
+bench_model = import_module("bench_model")
+interpreter.install()
+NATIVE = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if NATIVE else "cpu")
+SIZE = bench_model.Size(batch=1, length=512)
+if not NATIVE:
+    SIZE = bench_model.Size(hidden=64, inner=64, layers=1, heads=4, heads_kv=2, vocabulary=99, batch=1, length=24)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_and_gradients_keep_the_budget(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_model, "BACKEND", "hf_qknorm_triton")
+    verdicts = bench_model.check(SIZE, DEVICE, dtype)
+    assert verdicts.keys() == {"logits", "q_norm", "k_proj"}
+    assert all(verdict.passed for verdict in verdicts.values()), verdicts

@@ -1,0 +1,212 @@
+"""The compile report: that every kernel keeps its limits on Hopper, and that a kernel which does not is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton, which compiles the kernels")
+RECIPES = Path(__file__).parents[3] / "recipes" / "benchmarks"
+recipe = import_module("compile_kernels")
+
+SOUND = recipe.Report(
+    kernel="forward_kernel",
+    constants={"BLOCK_M": 128, "BLOCK_N": 128, "PADDED": 128, "TANH": "approx", "ONLINE": False, "CAUSAL": True},
+    dtype="bf16",
+    warps=8,
+    stages=2,
+    registers=210,
+    spilled=0,
+    shared=164_864,
+    matrix={"HGMMA": 32},
+    mufu={"ex2": 1.0, "tanh": 1.0},
+    slots=6.4,
+    size=1900,
+)
+
+
+def compile_script(*command: object) -> subprocess.CompletedProcess[str]:
+    """Run where kernels are compiled: the tests' own process interprets them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(RECIPES.parents[1])
+    return subprocess.run(
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_kernels_keep_their_limits_on_hopper():
+    """Some of them: .ci/run compiles them all, and prints the table."""
+    cases = [x for case in ("capped 128", "step 128", "gluon, uncapped 64") for x in ("--case", case)]
+    run = compile_script(RECIPES / "compile_kernels.py", "--arch", 90, *cases, "--processes", 1)
+    assert run.returncode == 0, run.stderr
+    for kernel in recipe.SPILL_FREE:
+        assert f"| {kernel} | bf16" in run.stdout
+
+
+def test_a_kernel_that_spills_and_one_that_does_not_compile_are_named():
+    run = compile_script(Path(__file__).parents[2] / "helpers" / "spilling.py")
+    *_, shared, spills, refused = run.stderr.splitlines()  # after what libraries say when they are imported
+    assert run.returncode == 1
+    assert shared.startswith("forward_kernel (bf16 padded=256): ")
+    assert shared.endswith("bytes of shared memory, expected at most 232,448")
+    assert spills.endswith("bytes spilled, expected none")
+    assert refused.startswith("query_kernel (padded=256): does not compile: ")
+    assert "power of 2" in refused
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str, interpreted: bool = False) -> str | None:
+    """The recipe in this process, which compiles nothing: each case has shared memory by its GPU and head_dim."""
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, processes: int, context: object) -> None:
+            super().__init__(1)
+
+    monkeypatch.setattr(recipe, "compile_case", lambda arch, case: [replace(SOUND, shared=1000 * arch + case.head_dim)])
+    monkeypatch.setattr(recipe, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(recipe.triton.knobs.runtime, "interpret", interpreted)
+    monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *arguments])
+    return recipe.main()
+
+
+def test_kernels_that_are_interpreted_are_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_here(monkeypatch, interpreted=True)
+    assert "unset TRITON_INTERPRET" in capsys.readouterr().err
+
+
+def test_each_gpu_has_its_table(monkeypatch, capsys):
+    assert run_here(monkeypatch, "--few", "--arch", "80", "--arch", "100") is None
+    first, second = capsys.readouterr().out.split("sm_100, ")
+    assert first.startswith("sm_80, ")
+    assert "80,016" in first
+    assert "100,016" in second
+    assert "100,016" not in first
+
+
+def test_what_is_wrong_is_told_of_its_gpu(monkeypatch):
+    monkeypatch.setitem(recipe.SHARED, 100, 100_100)
+    complaints = run_here(monkeypatch, "--arch", "90", "--arch", "100", "--case", "plain 16", "--case", "raw")
+    (complaint,) = complaints.splitlines()
+    assert complaint.startswith("sm_100 forward_kernel (bf16 ")
+    assert complaint.endswith("100,128 bytes of shared memory, expected at most 100,100")
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, cases: dict) -> set[tuple[str, torch.dtype]]:
+    """The kernels that the cases launch on any GPU, none of which is run, with the dtype of their heads."""
+    found = set()
+    monkeypatch.setenv(recipe.gluon.SWITCH, "0")  # to be put back: cases set it
+    for module in (recipe.attention, recipe.norm_rope, recipe.attention.attention_decode):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: found.add((kernel.__name__, case.dtype)))
+    for case in cases.values():
+        if recipe.compiles(100, case):
+            case.launch()
+    return found
+
+
+def test_the_few_cases_have_every_kernel_in_every_dtype(monkeypatch):
+    kernels = {kernel for kernel, _ in launched(monkeypatch, recipe.CASES)}
+    assert recipe.SPILL_FREE.keys() - {"gluon_forward_kernel"} < kernels
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    assert launched(monkeypatch, recipe.FEW) == {(kernel, dtype) for kernel in kernels for dtype in dtypes}
+
+
+def test_a_kernel_within_the_limits_passes():
+    assert recipe.broken(SOUND) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"spilled": 8}, "8 bytes spilled, expected none"),
+        ({"shared": 232_449}, "232,449 bytes of shared memory, expected at most 232,448"),
+        ({"matrix": {"HMMA": 64}}, "no HGMMA, got {'HMMA': 64}"),
+        ({"matrix": {}}, "no HGMMA, got no matrix instructions"),
+        ({"slots": 7.5}, "7.50 issue slots a score, expected at most"),
+        ({"slots": None}, "no main loop issue slots a score, expected at most"),
+    ],
+)
+def test_each_limit_is_checked(changes, complaint):
+    (found,) = recipe.broken(replace(SOUND, **changes))
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "allowed"),
+    [
+        ("forward_kernel", {"PADDED": 256}, False),
+        ("query_kernel", {"PADDED": 256}, False),
+        ("key_kernel", {"PADDED": 128}, False),
+        ("key_kernel", {"PADDED": 256}, True),
+        ("query_kernel", {"NORM": "lp"}, True),
+        ("forward_kernel", {"DROPOUT": True}, True),
+        ("gluon_forward_kernel", {"PADDED": 256, "TANH": "odd7"}, True),
+        ("gluon_forward_kernel", {"PADDED": 128, "TANH": "odd7"}, False),
+    ],
+)
+def test_where_spills_are_allowed(kernel, constants, allowed):
+    report = replace(SOUND, kernel=kernel, constants=SOUND.constants | constants, spilled=8)
+    assert (recipe.broken(report) == []) == allowed
+
+
+def test_the_gluon_kernel_may_not_spill_more_than_it_does():
+    constants = SOUND.constants | {"PADDED": 256, "TANH": "odd7"}
+    report = replace(SOUND, kernel="gluon_forward_kernel", constants=constants, spilled=40)
+    assert recipe.broken(report) == ["40 bytes spilled, expected none"]
+
+
+@pytest.mark.parametrize(
+    ("tanh", "online", "slots"), [("approx", False, 7.1), ("none", False, 5.1), ("none", True, 8.4)]
+)
+def test_each_loop_has_its_own_limit_of_slots(tanh, online, slots):
+    report = replace(SOUND, constants=SOUND.constants | {"TANH": tanh, "ONLINE": online})
+    assert recipe.broken(replace(report, slots=slots))
+    assert recipe.broken(replace(report, slots=slots - 0.7)) == []
+
+
+@pytest.mark.parametrize(("head_dim", "over", "under"), [(64, 6.6, 6.5), (128, 6.6, 6.5), (256, 9.1, 9.0)])
+def test_the_gluon_kernel_has_limits_at_each_head_dim_and_with_each_triton(head_dim, over, under, monkeypatch):
+    monkeypatch.setattr(recipe.triton, "__version__", "3.9.0")
+    constants = SOUND.constants | {"PADDED": head_dim}
+    report = replace(SOUND, kernel="gluon_forward_kernel", constants=constants, slots=under)
+    assert recipe.broken(report) == []
+    assert len(recipe.broken(replace(report, slots=over))) == 1
+    assert len(recipe.broken(replace(report, spilled=8))) == 1
+
+
+def test_the_gluon_kernel_is_compiled_for_hopper_alone(monkeypatch, capsys):
+    assert run_here(monkeypatch, "--arch", "80", "--arch", "90", "--case", "gluon, capped 64") is None
+    assert "80,064" not in (out := capsys.readouterr().out)
+    assert "90,064" in out
+
+
+def test_fp32_has_no_limits_but_shared_memory():
+    report = replace(SOUND, dtype="fp32", matrix={}, spilled=3000, slots=None)
+    assert recipe.broken(report) == []
+    assert recipe.broken(replace(report, shared=300_000))
+
+
+def test_a_limit_that_nothing_was_measured_by_is_named():
+    everything = [*recipe.SPILL_FREE, *recipe.limited()]
+    met = ["forward_kernel", ("forward_kernel", 128, "approx", False)]
+    assert set(recipe.unmet([SOUND])) == {f"no limit was checked of {x}" for x in everything if x not in met}
+    assert len(recipe.unmet([replace(SOUND, dtype="fp32")])) == len(everything)
+
+
+def test_blackwell_has_shared_memory_enough():
+    assert recipe.complain(replace(SOUND, shared=232_449), 100)
+    assert recipe.complain(replace(SOUND, spilled=8, matrix={"UTCHMMA": 64}, slots=9.0), 100) == []
+
+
+def test_elsewhere_everything_must_only_compile():
+    assert recipe.complain(replace(SOUND, spilled=8, shared=300_000), 80) == []
+    assert recipe.complain(recipe.Failure("forward_kernel", "bf16", "OutOfResources"), 80) == [
+        "forward_kernel (bf16): does not compile: OutOfResources"
+    ]

@@ -1,0 +1,56 @@
+"""The soak test, shortened, in a process of its own, and its detection of leaks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if not Path("/proc/self/statm").exists():
+    pytest.skip("what a process holds is counted on Linux only", allow_module_level=True)
+
+import soak
+import torch
+
+SHORT = ["--steps", "200", "--cycles", "50", "--generations", "20"]  # a tenth
+
+
+def test_nothing_grows():
+    run = subprocess.run([sys.executable, soak.__file__, *SHORT], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("| flat |") == 3 * len(soak.held())
+
+
+KEPT: list[Any] = []
+LEAKS: dict[str, Callable[[], object]] = {
+    "memory": lambda: bytearray(b"x" * 2**20),
+    "open files": lambda: os.open(os.devnull, os.O_RDONLY),
+    "tensors": lambda: torch.ones(1),
+    "modules": torch.nn.Identity,
+    "hooks": lambda: HOOKED.register_forward_hook(lambda *_: None),
+    "classes": lambda: type("Leak", (), {}),
+}
+HOOKED = torch.nn.Identity()
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_leak_is_detected(name, monkeypatch):
+    monkeypatch.setattr(soak, "POINTS", 4)
+    try:
+        grown = soak.soak("a leak", 16, lambda _: KEPT.append(LEAKS[name]()))
+    finally:
+        for one in KEPT:
+            if name == "open files":
+                os.close(one)
+        KEPT.clear()
+    assert name in {one.name for one in grown if one.grows}
+
+
+def test_a_slope_is_not_moved_by_an_odd_point():
+    assert soak.slope([0.0, 1.0, 2.0, 900.0, 4.0, 5.0, 6.0]) == 1
+    assert soak.slope([5.0, 5.0, 5.0, 0.0, 5.0, 5.0]) == 0

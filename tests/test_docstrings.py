@@ -1,0 +1,119 @@
+"""Every public function and class has a docstring that begins with one sentence, and an example that runs."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doc_examples import make_folder, names
+
+import hf_qknorm as qk
+
+PUBLIC = [name for name in qk.__all__ if inspect.isclass(getattr(qk, name)) or inspect.isfunction(getattr(qk, name))]
+
+NEEDS_NETWORK = ("push_to_hub",)  # these may skip steps of their examples
+
+
+def first_line_problem(docstring: str | None) -> str | None:
+    """Why a docstring does not begin with one sentence on a line of its own, or None."""
+    first, *rest = (docstring or "").split("\n")
+    if not first.strip():
+        return "there is no first line"
+    if not first.endswith("."):
+        return f"the first line does not end with a full stop: {first!r}"
+    if re.search(r"[.!?] +[A-Z]", first):
+        return f"the first line holds more than a sentence: {first!r}"
+    if rest and rest[0].strip():
+        return f"the first line is not followed by an empty one: {first!r}"
+    return None
+
+
+def examples(thing: Any, name: str) -> list[doctest.DocTest]:
+    """The examples in the docstring of a function or class, and in those of the class's methods."""
+    found = doctest.DocTestFinder(exclude_empty=True).find(thing, name, module=False, globs={})
+    return [test for test in found if test.examples]
+
+
+def run(test: doctest.DocTest) -> list[str]:
+    """Run the example with the names of `doc_examples`; returns the failures, as text."""
+    test.globs.update(names(test.docstring or ""))
+    failures: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=failures.append)
+    return failures
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_docstring_begins_with_one_sentence(name):
+    thing = getattr(qk, name)
+    docstring = inspect.cleandoc(vars(thing).get("__doc__") or "") if inspect.isclass(thing) else inspect.getdoc(thing)
+    assert first_line_problem(docstring) is None
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_docstring_has_an_example_that_runs(name):
+    found = examples(getattr(qk, name), name)
+    assert found, f"{name} has no example (>>> ...) in its docstring"
+    steps = [step for test in found for step in test.examples]
+    assert name in NEEDS_NETWORK or not any(doctest.SKIP in step.options for step in steps), f"{name} skips a step"
+    for test in found:
+        assert not run(test)
+
+
+def test_first_lines_are_judged():
+    assert first_line_problem("Patch a model in place.\n\nMore.") is None
+    assert "no first line" in first_line_problem("")
+    assert "full stop" in first_line_problem("Patch a model")
+    assert "more than a sentence" in first_line_problem("Patch a model. Return it.")
+    assert "empty one" in first_line_problem("Patch a model.\nMore.")
+
+
+def right() -> None:
+    """Count the layers of a model.
+
+    >>> len(qk.patch_model(model, "none").model.layers)
+    2
+    >>> Path("corpus.txt").is_file(), len(texts) > 1, trainer.model is model
+    (True, True, True)
+    """
+
+
+def wrong() -> None:
+    """Count the layers of a model.
+
+    >>> model.config.num_hidden_layers
+    3
+    """
+
+
+class Right:
+    """Hold nothing."""
+
+    def method(self) -> None:
+        """Add.
+
+        >>> 1 + 1
+        2
+        """
+
+
+@pytest.mark.usefixtures("folder")
+def test_examples_are_found_and_run():
+    (passes,), (fails,), (method,) = examples(right, "right"), examples(wrong, "wrong"), examples(Right, "Right")
+    assert not run(passes)
+    assert "Expected:\n    3\nGot:\n    2" in "".join(run(fails))
+    assert method.name == "Right.method"
+    assert not run(method)
+    assert not examples(names, "names")

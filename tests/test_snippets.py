@@ -1,0 +1,235 @@
+"""Every snippet of every page is run, or checked as far as it can be without a network, a GPU or an hour."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import io
+import re
+import runpy
+import shlex
+import shutil
+import sys
+import textwrap
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from doc_examples import make_folder, names
+from pages import NAMES, NO_RUN, ROOT, WRITTEN, Snippet, all_snippets, snippets, text_of
+from torch.distributed.run import get_args_parser
+
+from hf_qknorm import SCHEMES
+from hf_qknorm.arguments import parser
+
+LANGUAGES = ("python", "bash", "text")
+ANYWHERE = ("ruff", "mypy")  # commands whose arguments are not checked
+PYTHON = all_snippets(WRITTEN, "python")
+SHELL = all_snippets(WRITTEN, "bash")
+CARDS = all_snippets([name for name in NAMES if name.startswith("model_cards/")], "python")
+SCRIPTS = [
+    str(path.relative_to(ROOT))
+    for folder in (ROOT / "recipes", ROOT / "recipes" / "benchmarks")
+    for path in sorted(folder.glob("*.py"))
+    if "__main__" in path.read_text(encoding="utf-8")
+]
+(README,) = [snippet for snippet in PYTHON if snippet.page == "README.md" and snippet.output]
+CHARACTERS = 200_000  # of the text that README.md's output was printed for
+SEED_OSS = "hf_qknorm/families/README.md"  # its snippet changes tables: tests/families/test_contributing.py runs it
+
+
+class Parsed(BaseException):
+    """The command line was parsed, and nothing else of the script is to run."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_snippet_says_its_language(name):
+    for snippet in snippets(name):
+        assert snippet.language in LANGUAGES, snippet
+        assert snippet.info in LANGUAGES or NO_RUN.fullmatch(snippet.info), f"{snippet}: {snippet.info}"
+
+
+def test_outputs_follow_the_code_that_prints_them():
+    shown = sum(snippet.output is not None for snippet in PYTHON)
+    assert shown == len(all_snippets(WRITTEN, "text"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def printed(snippet: Snippet) -> str:
+    """What the snippet prints when it runs in the working directory."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(snippet.code, str(snippet), "exec"), names(snippet.code) | {"__name__": "example"})
+    return out.getvalue()
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+@pytest.mark.parametrize("snippet", PYTHON, ids=str)
+def test_python_runs_and_prints_what_the_page_shows(snippet, monkeypatch):
+    if not snippet.runs:
+        compile(snippet.code, str(snippet), "exec")
+        return
+    if snippet.page == SEED_OSS:
+        pytest.skip("tests/families/test_contributing.py runs it")
+    monkeypatch.setattr("hf_qknorm.scheme.SCHEMES", dict(SCHEMES))  # a snippet adds a scheme
+    text = printed(snippet)
+    if snippet == README:
+        assert words(text).startswith("moments, knee #: loss # unpatched, # with fresh gains, # calibrated")
+    elif snippet.output is not None:
+        assert text == snippet.output
+
+
+@pytest.mark.parametrize("snippet", CARDS, ids=str)
+def test_python_of_the_cards_compiles(snippet):
+    compile(snippet.code, str(snippet), "exec")
+
+
+def test_the_readme_shows_what_its_code_prints(shared, tmp_path, monkeypatch):
+    """Rounding may differ from machine to machine in the last digit."""
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path)
+    shutil.rmtree("gpt2")
+    Path("gpt2").symlink_to(shared / "checkpoints" / "gpt2-shakespeare")
+    text = (shared / "data" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:CHARACTERS]
+    Path("corpus.txt").write_text(text, encoding="utf-8")
+    text = printed(README)
+    assert words(text) == words(README.output)
+    assert numbers(text) == pytest.approx(numbers(README.output), rel=0.02)
+
+
+def shell_commands(code: str) -> list[list[str]]:
+    """The commands of a snippet, as words: those on a line that "&&" or "|" joins are several."""
+    commands: list[list[str]] = []
+    for line in code.replace("\\\n", " ").splitlines():
+        commands.append([])
+        for word in shlex.split(line, comments=True):
+            if word in ("&&", "|"):
+                commands.append([])
+            else:
+                commands[-1].append(word)
+    return [command for command in commands if command]
+
+
+@pytest.mark.parametrize("snippet", SHELL, ids=str)
+def test_shell_commands_are_understood(snippet, monkeypatch):
+    found = shell_commands(snippet.code)
+    assert found
+    for command in found:
+        check(command, monkeypatch)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_commands_of_a_recipes_docstring_are_understood(script, monkeypatch):
+    docstring = ast.get_docstring(ast.parse(text_of(script))) or ""
+    block = re.search(r"(?:^    .*\n?)+", docstring, re.MULTILINE)
+    for command in shell_commands(textwrap.dedent(block[0]) if block else ""):
+        if command[0] != "compute-sanitizer":
+            check(command, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "hf-qknorm convert CKPT",
+        "hf-qknorm inspect CKPT --knee 4",
+        "python recipes/none.py",
+        "python recipes/pretrain.py --none 1",
+        "torchrun --nproc-per-node 2 recipes/lora.py --none 1",
+        "accelerate launch --config_file recipes/accelerate/none.yaml train.py",
+        "python -m hf_qknorm.none",
+        "pip install -e '.[none]'",
+        "pytest tests/none",
+        "pytest --none",
+        "none",
+    ],
+)
+def test_wrong_commands_are_found(command, monkeypatch):
+    with pytest.raises((AssertionError, SystemExit, ModuleNotFoundError, ValueError)):
+        check(shlex.split(command), monkeypatch)
+
+
+def check(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise AssertionError for a command that its program would not accept."""
+    program, *arguments = command
+    match program:
+        case "hf-qknorm":
+            parser().parse_args(arguments)
+        case "python" if arguments[0] == "-m":
+            assert find_spec(arguments[1]), command
+        case "python":
+            check_script(arguments[0], arguments[1:], monkeypatch)
+        case "torchrun":
+            launched = get_args_parser().parse_args(arguments)
+            check_script(launched.training_script, launched.training_script_args, monkeypatch)
+        case "accelerate":
+            assert arguments[0] == "launch"
+            launched = launch_command_parser().parse_args(arguments[1:])
+            assert (ROOT / launched.config_file).is_file(), command
+            if launched.training_script != "train.py":  # the reader's own
+                check_script(launched.training_script, launched.training_script_args, monkeypatch)
+        case "pip":
+            check_extras(arguments)
+        case "pytest":
+            check_pytest(arguments)
+        case _:
+            assert program in ANYWHERE, f"{program}: a command that no test understands"
+
+
+def check_script(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a script with its arguments, as far as where it has parsed them."""
+    path = ROOT / script
+    assert path.is_file(), script
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_alone(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> NoReturn:
+        _, unknown = parse(self, args, namespace)
+        assert not unknown, f"{script} does not know {unknown}"
+        raise Parsed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_alone)
+        patch.setattr(sys, "argv", [script, *arguments])
+        patch.setattr(sys, "path", [str(path.parent), str(ROOT / "recipes"), *sys.path])
+        with pytest.raises(Parsed):
+            runpy.run_path(str(path), run_name="__main__")
+
+
+def check_extras(arguments: list[str]) -> None:
+    """The extras of `pip install -e '.[test]'` are those of pyproject.toml."""
+    assert arguments[0] == "install"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for extra in re.findall(r"\.\[(\w+)\]", " ".join(arguments)):
+        assert extra in project["optional-dependencies"]
+
+
+def check_pytest(arguments: list[str]) -> None:
+    """Folders and files of tests exist, and options are those of tests/conftest.py."""
+    options = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    for argument in arguments:
+        assert not argument.startswith("tests") or (ROOT / argument).exists(), argument
+        assert not argument.startswith("--") or f'"{argument}"' in options, argument
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_that_a_page_names_exist(name):
+    for script in re.findall(r"\brecipes/[\w/]+\.(?:py|ya?ml|jsonl?)\b", text_of(name)):
+        assert (ROOT / script).is_file(), script
+
+
+def words(text: str) -> str:
+    return re.sub(r"\d[\d,]*(?:\.\d+)?", "#", text)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
