@@ -230,7 +230,7 @@ def _layer(name: str, layer: LayerReport, has_knee: bool) -> Markdown:
 
     largest, *others = (" → ".join(pair) for pair in zip(cells(layer.before), cells(layer.after), strict=True))
     bound = "–" if layer.bound is None else format_fixed(layer.bound, 1)
-    beyond = [_means(layer.beyond_q, layer.beyond_k, ".2%")] if has_knee else []
+    beyond = [_means(layer.after.beyond_q, layer.after.beyond_k, ".2%")] if has_knee else []
     return _row(name, largest, bound, *beyond, *others, _means(layer.gain_q, layer.gain_k, ".3g"))
 
 

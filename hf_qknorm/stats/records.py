@@ -90,16 +90,6 @@ class LayerReport:
     gain_k: Numbers | None = None
     bound: float | None = None
 
-    @property
-    def beyond_q(self) -> Numbers | None:
-        """The share of queries beyond the knee, one number per head; None without a knee."""
-        return self.after.beyond_q
-
-    @property
-    def beyond_k(self) -> Numbers | None:
-        """The share of keys beyond the knee, one number per key head; None without a knee."""
-        return self.after.beyond_k
-
     def to_dict(self) -> dict[str, Any]:
         """The numbers by name, without a bound that is None."""
         gains = {"gain_q": self.gain_q, "gain_k": self.gain_k}

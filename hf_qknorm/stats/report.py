@@ -15,6 +15,7 @@ from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.untrusted import check_count, check_number, check_positive, read_json
 from hf_qknorm.scheme import Scheme
+from hf_qknorm.stats import tables
 from hf_qknorm.stats.records import (
     FORMAT,
     LayerReport,
@@ -25,18 +26,6 @@ from hf_qknorm.stats.records import (
     check_layers,
     check_name,
     predictions_table,
-)
-from hf_qknorm.stats.tables import (
-    BEYOND,
-    BOUND,
-    READING,
-    ROWS,
-    aligned,
-    bound_cell,
-    mean,
-    over_names,
-    pair_of_means,
-    rest,
 )
 
 KNEES = 1_000  # limit on the knees in a report
@@ -128,21 +117,22 @@ class Calibration:
         predictions = {"unpatched": self.base, "fresh gains": self.ones, self.title: self.chosen}
         layers = sorted(self.layers.items(), key=lambda item: -max(item[1].after.max_logit))
         beyond = ["beyond q, k"] if self.scheme.knee else []
-        rows = [["layer", "max |logit|", "bound", "entropy", over_names(self.cap)[0], "rms q, k", *beyond, "gain q, k"]]
-        for name, layer in layers[:ROWS]:
+        over_half, _ = tables.over_names(self.cap)
+        rows = [["layer", "max |logit|", "bound", "entropy", over_half, "rms q, k", *beyond, "gain q, k"]]
+        for name, layer in layers[: tables.ROWS]:
             logit, *others = (" → ".join(pair) for pair in zip(*map(_cells, (layer.before, layer.after)), strict=True))
-            pairs = [pair_of_means(layer.before.rms_q, layer.before.rms_k)]
-            pairs += [pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * len(beyond)
-            pairs += [pair_of_means(layer.gain_q, layer.gain_k)]
-            rows.append([name, logit, bound_cell(layer.bound), *others, *pairs])
+            pairs = [tables.pair_of_means(layer.before.rms_q, layer.before.rms_k)]
+            pairs += [tables.pair_of_means(layer.after.beyond_q, layer.after.beyond_k, ".2%")] * len(beyond)
+            pairs += [tables.pair_of_means(layer.gain_q, layer.gain_k)]
+            rows.append([name, logit, tables.bound_cell(layer.bound), *others, *pairs])
         knees = ", ".join(f"{knee:g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in self.knees.items())
-        reading = "; ".join(["Before → after", BOUND, *([BEYOND] if beyond else [])])
+        reading = "; ".join(["Before → after", tables.BOUND, *([tables.BEYOND] if beyond else [])])
         parts = (
             f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
             predictions_table({name: p for name, p in predictions.items() if p is not None}),
             f"loss, KL by knee: {knees}" if knees else "",
-            aligned(rows) + rest(len(layers)),
-            f"{reading};\n{READING}.",
+            tables.aligned(rows) + tables.rest(len(layers)),
+            f"{reading};\n{tables.READING}.",
         )
         return "\n\n".join(part for part in parts if part)
 
@@ -220,4 +210,4 @@ def _knees(value: Any) -> dict[float, Prediction]:
 
 
 def _cells(layer: LayerStatistics) -> list[str]:
-    return [f"{max(layer.max_logit):.1f}", f"{min(layer.entropy):.2f}", f"{mean(layer.over_half):.2%}"]
+    return [f"{max(layer.max_logit):.1f}", f"{min(layer.entropy):.2f}", f"{tables.mean(layer.over_half):.2%}"]

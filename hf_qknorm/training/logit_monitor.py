@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ class LogitMonitor(TrainerCallback):
             yield
             return
         self._open(step - 1, resumed=False)
-        with LogitSampler(model, self.rows) as sampler:
+        with closing(LogitSampler(model, self.rows)) as sampler:
             yield
             sampler.read_gradients()
         self._finish(sampler, step)
@@ -104,7 +104,6 @@ class LogitMonitor(TrainerCallback):
         self._stop()
         if (state.global_step + 1) % self.every == 0:
             self._sampler = LogitSampler(kwargs["model"], self.rows, training=True, compiled=args.torch_compile)
-            self._sampler.__enter__()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._sampler is not None:

@@ -9,19 +9,7 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
-from hf_qknorm.stats.plotting import (
-    GRID,
-    INK,
-    draw_entropies,
-    draw_logits,
-    drawable,
-    finish_axes,
-    known,
-    legend_above,
-    new_figure,
-    save_figure,
-    spread_ticks,
-)
+from hf_qknorm.stats import plotting
 from hf_qknorm.training.logit_log import LogitSample
 
 WORST = 6  # heads with a curve
@@ -45,28 +33,28 @@ def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:
     shape = f"{len(layers)} layers of {len(last.max_logit)} heads"
     title = f"{len(samples)} samples of steps {samples[0].step} to {samples[-1].step}"
     height = min(max(5.4 + 0.2 * len(layers), 6.4), 12.0)
-    figure = new_figure(12, height, f"Attention in training: {shape}, {title}")
+    figure = plotting.new_figure(12, height, f"Attention in training: {shape}, {title}")
     maps, curves = figure.subplots(2, 2, height_ratios=(max(0.2 * len(layers), 1.2), 2.6))
     size = -(-len(samples) // DRAWN)
     columns = [samples[i : i + size] for i in range(0, len(samples), size)]
     logits, entropies = _rows(columns, layers, "max_logit", max), _rows(columns, layers, "entropy", min)
-    draw_logits(figure, maps[0], logits, last.cap, "largest |logit| of the worst head, before any cap")
-    draw_entropies(figure, maps[1], entropies, uniform, "attention entropy of the sharpest head (nats)")
+    plotting.draw_logits(figure, maps[0], logits, last.cap, "largest |logit| of the worst head, before any cap")
+    plotting.draw_entropies(figure, maps[1], entropies, uniform, "attention entropy of the sharpest head (nats)")
     for axes in maps:
-        ticks = spread_ticks(len(columns), 10)
+        ticks = plotting.spread_ticks(len(columns), 10)
         axes.set_xticks(ticks, labels=[str(columns[i][-1].step) for i in ticks])
-        axes.set_xlabel("step", color=INK)
-        axes.set_ylabel("layer", color=INK)
+        axes.set_xlabel("step", color=plotting.INK)
+        axes.set_ylabel("layer", color=plotting.INK)
     _curves(curves[0], samples, layers, "max_logit", lambda values: -max(values))
     _curves(curves[1], samples, layers, "entropy", min)
     label = "largest |logit|"
     for limit, style, look in ((last.cap, ":", "dotted"), (2 * last.cap, "--", "dashed")):
         if curves[0].get_ylim()[1] > limit:
-            curves[0].axhline(limit, color=GRID, linewidth=1, linestyle=style)
+            curves[0].axhline(limit, color=plotting.GRID, linewidth=1, linestyle=style)
             label += f", {look}: {limit:g}"
-    finish_axes(curves[0], "step", label, size=8)
-    finish_axes(curves[1], "step", "attention entropy (nats)", size=8)
-    save_figure(figure, path)
+    plotting.finish_axes(curves[0], "step", label, size=8)
+    plotting.finish_axes(curves[1], "step", "attention entropy (nats)", size=8)
+    plotting.save_figure(figure, path)
 
 
 def _rows(
@@ -76,7 +64,10 @@ def _rows(
 
     def cell(column: Sequence[LogitSample], name: str) -> float:
         found = [sample.layers[name] for sample in column if name in sample.layers]
-        return worst(known(value for layer in found for value in drawable(getattr(layer, field))), default=math.nan)
+        return worst(
+            plotting.known(value for layer in found for value in plotting.drawable(getattr(layer, field))),
+            default=math.nan,
+        )
 
     return [[cell(column, name) for column in columns] for name in layers]
 
@@ -92,9 +83,9 @@ def _curves(
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for sample in samples:
         for name, layer in sample.layers.items():
-            for head, value in enumerate(drawable(getattr(layer, field))):
+            for head, value in enumerate(plotting.drawable(getattr(layer, field))):
                 points.setdefault((name, head), []).append((sample.step, value))
-    values = {head: known(value for _, value in found) for head, found in points.items()}
+    values = {head: plotting.known(value for _, value in found) for head, found in points.items()}
     worst = sorted((head for head in points if values[head]), key=lambda head: rank(values[head]))[:WORST]
     for (name, head), colour in zip(worst, CURVES, strict=False):
         steps, curve = zip(*points[name, head], strict=True)
@@ -104,4 +95,4 @@ def _curves(
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
     if worst:
-        legend_above(axes, size=8, columns=3)
+        plotting.legend_above(axes, size=8, columns=3)

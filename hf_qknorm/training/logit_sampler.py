@@ -22,7 +22,7 @@ MEANS = ("entropy", "over_cap", "rms_q", "rms_k", "rms_v")
 class LogitSampler:
     """Watches the first forward pass of a patched model in the mode `training`, by default its present mode.
 
-    A `compiled` model runs eagerly meanwhile: a compiled program ignores new hooks, and another program would be
+    A `compiled` model runs eagerly until `close()`: a compiled program ignores new hooks, and another program would be
     compiled for the sampled steps. Compiled modules in the model are found without the argument.
     """
 
@@ -31,26 +31,13 @@ class LogitSampler:
             raise ValueError("LogitMonitor does not support tensor-parallel models: each rank has other heads")
         self.model, self.layers = model, patched_layers(model)
         self.gradients: dict[str, GradientNorms] = {}
-        self._stack = ExitStack()
-        self._compiled = compiled or _is_compiled(model)
         if training is None:  # a wrapper such as PEFT's may be in another mode than its model
             training = next((m.training for m in model.modules() if isinstance(m, PreTrainedModel)), model.training)
-        self._watched = watched_layers(model, FirstPassFilter(training), rows=rows)
-
-    def __enter__(self) -> LogitSampler:
-        with ExitStack() as stack:  # undoes all if the model is refused
-            self.found: dict[str, LogitStatistics] = stack.enter_context(self._watched)
-            if self._compiled:
+        with ExitStack() as stack:  # removes all hooks if the model is refused
+            self.found = stack.enter_context(watched_layers(model, FirstPassFilter(training), rows=rows))
+            if compiled or _is_compiled(model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Remove everything from the model."""
-        self._stack.close()
+            self.close = stack.pop_all().close
 
     def read_gradients(self) -> None:
         """Record the norms of the present gradients."""

@@ -121,7 +121,7 @@ def test_knee_and_bound_are_told(tmp_path):
         assert line in text
     for name, layer in report.layers.items():
         row = next(line for line in text.splitlines() if line.startswith("| " + name.replace("_", r"\_")))
-        shares = [f"{sum(share) / len(share):.2%}" for share in (layer.beyond_q, layer.beyond_k)]
+        shares = [f"{sum(share) / len(share):.2%}" for share in (layer.after.beyond_q, layer.after.beyond_k)]
         assert f"| {layer.bound:.1f} | {', '.join(shares)} |" in row
 
 

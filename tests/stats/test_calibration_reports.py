@@ -93,8 +93,8 @@ def test_reports_have_bounds_and_shares_beyond_the_knee():
     for name, layer in patched_layers(model).items():
         got = report.layers[name]
         assert got.bound == logit_bound(layer) > max(got.after.max_logit)
-        assert (got.beyond_q, got.beyond_k) == (after[name].beyond_q, after[name].beyond_k)
-        assert (len(got.beyond_q), len(got.beyond_k)) == (4, 2)
+        assert (got.after.beyond_q, got.after.beyond_k) == (after[name].beyond_q, after[name].beyond_k)
+        assert (len(got.after.beyond_q), len(got.after.beyond_k)) == (4, 2)
         assert (got.before.beyond_q, got.before.beyond_k) == (None, None)
     assert report.bound == max(layer.bound for layer in report.layers.values())
     assert f"|logit| ≤ {report.bound:.1f} for any input" in str(report)

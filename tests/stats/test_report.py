@@ -104,8 +104,8 @@ def test_json_round_trip_of_a_knee():
     assert data["layers"]["layers.1"]["bound"] == 151
     again = Calibration.from_dict(data)
     assert again == report
-    assert again.layers["layers.0"].beyond_q == (0.125, 0.375)
-    assert again.layers["layers.0"].beyond_k == (0.5,)
+    assert again.layers["layers.0"].after.beyond_q == (0.125, 0.375)
+    assert again.layers["layers.0"].after.beyond_k == (0.5,)
 
 
 def test_a_report_without_a_knee_has_no_new_keys():
