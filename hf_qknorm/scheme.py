@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hf_qknorm.files.formatting import shorten
+from hf_qknorm.ops.norms import NORMS
 
-NORMS: Final = ("rms", "layer", "l2", "lp")
 GAINS: Final = ("shared", "per_head", "scalar", "none")
 
 # Gains with one entry per channel; only beside them does a bias make sense.
@@ -72,8 +72,9 @@ class Scheme:
         for name in ("p", "scale", "softcap", "eps", "knee"):  # 50 and 50.0 are one scheme, also in JSON
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
-        _require("p", self.p, self.p == 2 or "lp" in self.norms,
-                 'p = 2, or "lp" among q, k and v: no other norm has an order')  # fmt: skip
+        ordered = tuple(name for name, kind in NORMS.items() if kind.any_order)
+        _require("p", self.p, self.p == 2 or not {*ordered}.isdisjoint(self.norms),
+                 f"p = 2, or {_listed(ordered)} among q, k and v: no other norm has an order")  # fmt: skip
         _require("bias", self.bias, not self.bias or (bool(self.norms) and self.gain in CHANNEL_GAINS),
                  f"a norm on q, k or v, and gain {_listed(CHANNEL_GAINS)}: a bias has the gain's shape")  # fmt: skip
         _require("pre_norm", self.pre_norm, self.pre_norm or None not in (self.q, self.k, self.v),
@@ -96,7 +97,7 @@ class Scheme:
         """Whether a `norm` of this scheme has a bias: as `bias` says, and by default with LayerNorm only."""
         if self.bias is not None:
             return self.bias
-        return norm == "layer" and self.gain in CHANNEL_GAINS
+        return NORMS[norm].biased and self.gain in CHANNEL_GAINS
 
     def to_dict(self) -> dict[str, Any]:
         """The scheme as JSON-ready data; `Scheme.from_dict` gives it back. Without a knee it is that of version 0.1."""

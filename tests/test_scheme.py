@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_qknorm import SCHEMES, Scheme
-from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, NORMS
+from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.scheme import CHANNEL_GAINS, GAINS
 
 every_preset = pytest.mark.parametrize("name", SCHEMES)
 
@@ -85,7 +86,7 @@ def test_every_scheme_survives_json(scheme: Scheme) -> None:
     assert str(again) == str(scheme)
 
 
-@given(schemes(), st.sampled_from(NORMS))
+@given(schemes(), st.sampled_from(list(NORMS)))
 def test_every_scheme_resolves(scheme: Scheme, norm: str) -> None:
     resolved = scheme.resolve(norm)
     assert resolved.norms == tuple(norm if named == "auto" else named for named in scheme.norms)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_qknorm.model.knees import centred_and_size
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.stats.distributed import Ranks
 
 STEP = math.log(2) / 2  # between the logarithms of two e that sums are kept for
@@ -17,7 +18,7 @@ MARGIN = 4.0  # the mean size of vectors may differ by this factor from the one 
 
 
 class Sizes:
-    """The mean |x|ᵖ over tokens and heads of the vectors x that arrive at a norm (for "layer": without their mean)."""
+    """The mean |x|ᵖ over tokens and heads of the vectors x that arrive at a norm (if centred: without their mean)."""
 
     def __init__(self) -> None:
         self.total = torch.zeros(2, dtype=torch.float64)  # Σ mean |x|ᵖ, vectors
@@ -81,7 +82,7 @@ class NormSums:
         of_knee = slice(1, None) if knee else slice(0, 1)
         nn, nx, n = (torch.einsum("j,jhd->hd", weights, x[of_knee]) for x in self.sums[:3])
         width = self.sums[3].shape[-1]
-        factor = e ** (-1 / p) * (width ** (-1 / p) if norm.norm in ("l2", "lp") else 1.0)
+        factor = e ** (-1 / p) * (width ** (-1 / p) if NORMS[norm.norm].summed else 1.0)
         return [nn * factor**2, nx * factor, n * factor, *self.sums[3:]]
 
     def solve(self, knee: float, shape: Sequence[int], bias: bool, ranks: Ranks) -> tuple[Tensor, Tensor]:

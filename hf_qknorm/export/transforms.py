@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_qknorm.export.tensor_plan import TensorPlan
+from hf_qknorm.ops import norms
 
 KINDS = ("weight", "bias")
 NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer, before attention and MLP
@@ -112,7 +113,8 @@ def share_gains(plan: TensorPlan, config: Any) -> None:
     width, scheme = head_dim(config), config.scheme
     factor = _scale_factor(config)
     for norm in (scheme.q, scheme.k):
-        factor *= width**-0.5 if norm in ("l2", "lp") else 1.0  # a normed vector has length 1, with rms √D
+        if norm is not None and norms.NORMS[norm].summed:
+            factor *= width**-0.5  # a normed vector has length 1, with rms √D
     for layer in range(config.num_hidden_layers):
         for norm in ("q_norm", "k_norm"):
             name = f"{attention(layer)}{norm}.weight"

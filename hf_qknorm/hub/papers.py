@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.scheme import Scheme
 
 
@@ -80,7 +81,6 @@ PAPERS: Final[dict[str, Paper]] = {
 }""",
     ),
 }
-NORMS: Final = {"rms": "RMSNorm", "layer": "LayerNorm", "l2": "their length (l2)", "lp": "their Lp norm"}
 GAINS: Final = {
     "shared": "a learned gain for each channel, shared by the heads of a layer",
     "per_head": "a learned gain for each channel of each head",
@@ -98,14 +98,10 @@ SOFTWARE: Final = """@software{hf_qknorm,
 
 def papers_of(scheme: Scheme) -> list[Paper]:
     """The papers that the parts of a scheme come from."""
-    named = {
-        "rybakov": {"rms", "layer"} & {*scheme.norms} or scheme.softcap is not None,
-        "henry": {"l2", "lp"} & {*scheme.norms},
-        "lp": "lp" in scheme.norms,
-        "qwen3": scheme.q == scheme.k == "rms",
-        "gemma2": scheme.softcap is not None,
-    }
-    return [PAPERS[key] for key, there in named.items() if there]
+    keys = {key for norm in scheme.norms if norm in NORMS for key in NORMS[norm].papers}
+    keys |= {"rybakov", "gemma2"} if scheme.softcap is not None else set()
+    keys |= {"qwen3"} if scheme.q == scheme.k == "rms" else set()
+    return [paper for key, paper in PAPERS.items() if key in keys]
 
 
 def in_short(scheme: Scheme) -> str:
@@ -122,14 +118,14 @@ def in_words(scheme: Scheme) -> list[str]:
     parts = {"queries": scheme.q, "keys": scheme.k, "values": scheme.v}
     for norm in dict.fromkeys(scheme.norms):
         who = " and ".join(name for name, its in parts.items() if its == norm)
-        order = f" (p = {scheme.p:g})" if norm == "lp" else ""
+        order = f" (p = {scheme.p:g})" if NORMS[norm].any_order else ""
         sentences.append(
-            f"The **{who}** of every head are normalised over `head_dim` by {NORMS[norm]}{order}, with "
+            f"The **{who}** of every head are normalised over `head_dim` by {NORMS[norm].title}{order}, with "
             f"{GAINS[scheme.gain]}{' and a bias' if scheme.has_bias(norm) else ''}"
             ", before any rotary embedding and before the KV cache."
         )
     if scheme.knee:
-        mean = "mean |x|ᵖ" if "lp" in scheme.norms else "mean square"
+        mean = "mean |x|ᵖ" if any(NORMS[norm].any_order for norm in scheme.norms) else "mean square"
         sentences.append(
             f"These norms have a **knee** of {scheme.knee:g}: their ε, which else guards against a division by 0, is "
             f"{scheme.knee:g} times the {mean} of calibration text (a buffer of each norm, `q_norm.eps`). Vectors much "

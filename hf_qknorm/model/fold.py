@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.families import Family
 from hf_qknorm.model.attention import QKNormAttention, own_layers, patched_layers
+from hf_qknorm.ops.norms import NORMS
 
 
 class FoldedNorm(nn.Module):
@@ -45,7 +46,7 @@ def fold_weight(weight: Tensor, norm_weight: Tensor, family: Family, *, transpos
     wide = torch.promote_types(weight.dtype, torch.float32)
     columns = weight.to(wide).t() if transposed else weight.to(wide)
     columns = columns * (norm_weight.to(wide) + family.gain_plus_one)
-    columns = columns - columns.mean(1, keepdim=True) if family.norm == "layer" else columns
+    columns = columns - columns.mean(1, keepdim=True) if NORMS[family.norm].centred else columns
     return (columns.t() if transposed else columns).to(weight.dtype).contiguous()
 
 
@@ -81,7 +82,7 @@ def fold_pre_norms(model: nn.Module) -> None:
             if part.bias is not None and shift is not None:
                 part.bias.copy_(fold_bias(part.weight, part.bias, shift, transposed=transposed))
             part.weight.copy_(fold_weight(part.weight, norm.weight, layer.family, transposed=transposed))
-        layer.removed_norm = (FoldedNorm(_eps(norm), centred=layer.family.norm == "layer"),)
+        layer.removed_norm = (FoldedNorm(_eps(norm), centred=NORMS[layer.family.norm].centred),)
 
 
 def is_exact(model: nn.Module) -> bool:

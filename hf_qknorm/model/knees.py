@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_qknorm.model.attention import device_and_dtype, head_norms, norm_copies, patched_layers
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import NORMS
 
 Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of what arrives at a norm, by its layer's name and its own
 
@@ -63,9 +64,9 @@ def take_knee(model: Any, knee: float) -> None:
 
 
 def centred_and_size(norm: HeadNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The dividend of a norm, x `[..., D]` or for "layer" x − mean x, and its mean |x|ᵖ `[...]`; fp32 at least."""
+    """The dividend of a norm, x `[..., D]` or if centred x − mean x, and its mean |x|ᵖ `[...]`; fp32 at least."""
     x = x if x.dtype == torch.float64 else x.float()
-    y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
+    y = x - x.mean(-1, keepdim=True) if NORMS[norm.norm].centred else x
     return y, (y * y).mean(-1) if norm.order == 2 else y.abs().pow(norm.order).mean(-1)
 
 

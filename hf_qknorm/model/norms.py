@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.model.knee_states import plain
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.ops.types import Norm
 from hf_qknorm.scheme import Scheme
@@ -60,7 +61,7 @@ class HeadNorm(nn.Module):
     @property
     def order(self) -> float:
         """p: the order of the mean |x|ᵖ that the norm divides by."""
-        return self.p if self.norm == "lp" else 2.0
+        return NORMS[self.norm].order(self.p)
 
     @property
     def power(self) -> float:
@@ -167,7 +168,7 @@ class HeadNorm(nn.Module):
         return type(self) is HeadNorm and is_unhooked(self)
 
     def extra_repr(self) -> str:
-        order = f", p={self.p:g}" if self.norm == "lp" else ""
+        order = f", p={self.p:g}" if NORMS[self.norm].any_order else ""
         gain = "none" if self.weight is None else list(self.weight.shape)
         blend = ""
         if self.blend is not None:
@@ -207,7 +208,7 @@ def fresh_scalar(scheme: Scheme, norm: str, max_positions: int, head_dim: int, s
     Source: Henry et al. 2020 (arXiv 2010.04245), §3.1. It is divided by `scale`, which multiplies q·k as well, and for
     Lp by (‖x‖₂/‖x‖ₚ)² of a Gaussian x, so that p does not change the size of the logits. Other norms start from 1.
     """
-    if norm not in ("l2", "lp"):
+    if not NORMS[norm].summed:
         return 1.0
     g = math.log2(max(max_positions, 2) ** 2 - max(max_positions, 2)) / scale
     moment = 2 ** (scheme.p / 2) * math.gamma((scheme.p + 1) / 2) / math.sqrt(math.pi)  # E|z|ᵖ

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.checks import check_heads, check_options, check_visible
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-NORMS = ("none", "rms", "layer", "l2", "lp")
 
 
 def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -144,8 +144,8 @@ def _check_kernel_heads(heads: Heads) -> None:
 
 
 def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
-    if norm.kind not in NORMS:
-        raise ValueError(f"{name}.kind must be one of {', '.join(NORMS)}, got {norm.kind!r}")
+    if norm.kind != "none" and norm.kind not in NORMS:
+        raise ValueError(f"{name}.kind must be one of {', '.join(('none', *NORMS))}, got {norm.kind!r}")
     if norm.p < 1:
         raise ValueError(f"{name}.p must be at least 1, got {norm.p}")
     stored_eps, eps = norm.eps_parts  # reading a stored one would wait for the GPU

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_qknorm.ops.norms import NORMS
+
 
 class Attended(NamedTuple):
     """What `attention` returns; the statistics are per head, `[H]`, over everything that is not masked."""
@@ -37,25 +39,29 @@ def head_norm(
     rms:   x / √(mean x² + eps)                   layer: the same of x − mean x
     l2:    x / √(D·(mean x² + eps))               lp:    x / (D·(mean |x|ᵖ + eps^(p/2)))^(1/p)
 
+    `norm` is a name of `norms.NORMS`, whose properties combine these formulas. Raises ValueError for another name.
+
     `eps` is a number, perhaps as a tensor, as `blend` b is: with it the result y becomes x + b·(y − x), x itself at 0.
-    Computes in fp32 (fp64 stays fp64) and rounds once, to the dtype of `x`. A row of zeros (for "layer": of equal
+    Computes in fp32 (fp64 stays fp64) and rounds once, to the dtype of `x`. A row of zeros (if centred: of equal
     entries) is padding or dead: it stays zero and gets zero gradient, where 1/√eps would multiply it.
     """
+    if norm not in NORMS:
+        raise ValueError(f"unknown norm {norm!r}: expected one of {', '.join(map(repr, NORMS))}")
+    kind = NORMS[norm]
     wide = y = x if x.dtype == torch.float64 else x.float()
     eps = eps.to(y.dtype) if isinstance(eps, Tensor) else eps
-    if norm == "layer":
+    if kind.centred:
         y = y - y.mean(-1, keepdim=True)
-    if norm in ("rms", "layer", "l2"):
+    if not kind.any_order:
         square = y.pow(2).mean(-1, keepdim=True)
         y = y * torch.where(square > 0, torch.rsqrt(square + eps), 0.0)
-        y = y * y.shape[-1] ** -0.5 if norm == "l2" else y
-    elif norm == "lp":
+        y = y * y.shape[-1] ** -0.5 if kind.summed else y
+    else:
         largest = y.detach().abs().amax(-1, keepdim=True)
         peak = largest.clamp_min(eps**0.5)  # |x|ᵖ must not overflow
         power = (y.abs() / peak).pow(p).mean(-1, keepdim=True) + (eps**0.5 / peak).pow(p)
-        y = y * torch.where(largest > 0, 1 / (peak * (y.shape[-1] * power).pow(1 / p)), 0.0)
-    else:
-        raise ValueError(f"unknown norm {norm!r}: expected 'rms', 'layer', 'l2' or 'lp'")
+        power = y.shape[-1] * power if kind.summed else power
+        y = y * torch.where(largest > 0, 1 / (peak * power.pow(1 / p)), 0.0)
     y = y if gain is None else gain.to(y.dtype) * y
     y = y if bias is None else y + bias.to(y.dtype)
     y = y if blend is None else wide + blend.to(y.dtype) * (y - wide)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.stats.distributed import full_tensor
 
 
@@ -67,12 +67,12 @@ def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:
     gain, bias = (_rows(parameter, head_dim) for parameter in (norm.weight, norm.bias))
     gain = torch.ones(1, head_dim, dtype=torch.float64) if gain is None else gain.abs()
     longest = gain.amax(-1)
-    if norm.norm in ("rms", "layer"):
-        longest = longest * math.sqrt(head_dim)
-    elif norm.norm == "lp" and norm.p > 2:
-        order = 2 * norm.p / (norm.p - 2)
+    if norm.order > 2:
+        order = 2 * norm.order / (norm.order - 2)
         unit = longest.clamp_min(torch.finfo(torch.float64).tiny)[:, None]  # avoids overflow in the power
         longest = longest * (gain / unit).pow(order).sum(-1).pow(1 / order)
+    if not NORMS[norm.norm].summed:
+        longest = longest * head_dim ** (1 / norm.order)
     return longest if bias is None else longest + bias.norm(dim=-1)
 
 

@@ -26,6 +26,7 @@ import torch
 import triton
 from compiled import Failure, Report, compiling
 
+from hf_qknorm.ops.norms import NormKind
 from hf_qknorm.ops.triton import attention, gluon, norm_rope
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
@@ -35,8 +36,8 @@ SHARED = {90: 232_448, 100: 232_448}  # bytes a block may have where the kernels
 SPILL_FREE = {  # largest head_dim
     "forward_kernel": 256,
     "gluon_forward_kernel": 256,
-    "query_kernel": 256,
-    "key_kernel": 128,
+    "query_gradient_kernel": 256,
+    "key_gradient_kernel": 128,
     "split_kernel": 256,
 }
 SLOTS = {("approx", False): 6.5, ("none", False): 4.5, ("none", True): 7.8}  # (TANH, ONLINE): at head_dim 128
@@ -82,9 +83,14 @@ def broken(report: Report, arch: int = HOPPER) -> list[str]:
 def spills_allowed(report: Report) -> bool:
     """Wide heads, dropout's random numbers and the powers of an Lp norm take more registers than there are."""
     told = report.constants
-    if report.kernel == "gluon_forward_kernel" and (told["PADDED"], told["TANH"]) == (256, "odd7"):
+    if report.kernel == "gluon_forward_kernel" and (told["PADDED"], told["TANH"]) == (256, "polynomial"):
         return report.spilled <= GLUON_SPILL
-    return told["PADDED"] > SPILL_FREE[report.kernel] or bool(told.get("DROPOUT")) or told.get("NORM") == "lp"
+    return told["PADDED"] > SPILL_FREE[report.kernel] or bool(told.get("DROPOUT")) or of_any_order(told.get("NORM"))
+
+
+def of_any_order(norm: NormKind | None) -> bool:
+    """Whether a norm takes powers."""
+    return norm is not None and norm.any_order
 
 
 def slots_limit(report: Report) -> float | None:

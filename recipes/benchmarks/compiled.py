@@ -1,4 +1,4 @@
-"""Compiles what a function launches, without a GPU, and tells what became of it."""
+"""Compiles the kernels that a function launches, without a GPU, and reports the machine code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-NORMS = ("norm", "q_norm", "k_norm")  # parameters of kernels
+from hf_qknorm.ops.triton.arguments import Constants, NormArguments
+
 COMPUTING = {"gluon_forward_kernel": 8}  # warps that attend, where the others load
 
 
@@ -72,11 +73,6 @@ class Target:
         return 0
 
 
-def reads_eps(norm: tuple[Any, ...]) -> bool:
-    """Whether a kernel reads the ε of this norm, as `norm_arguments` has it, from memory."""
-    return norm[7] is not None
-
-
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Report | Failure]]:
     """Within, launches are compiled for `arch` as Triton specialises them, reported in the list, and not started."""
@@ -87,8 +83,12 @@ def compiling(arch: int) -> Iterator[list[Report | Failure]]:
         names = {p.name for p in self.params}
         bound = self.signature.bind(*arguments, **{n: value for n, value in options.items() if n in names})
         bound.apply_defaults()
-        constants = {p.name: bound.arguments[p.name] for p in self.params if p.is_constexpr}
-        constants["KNEE"] = any(name in NORMS and reads_eps(norm) for name, norm in bound.arguments.items())
+        constants = {}
+        for name in (p.name for p in self.params if p.is_constexpr):
+            value = bound.arguments[name]
+            constants |= value._asdict() if isinstance(value, Constants) else {name: value}
+        norms = [value for value in bound.arguments.values() if isinstance(value, NormArguments)]
+        constants["KNEE"] = any(norm.stored_eps is not None for norm in norms)
         try:
             compiled = run(self, *arguments, grid=grid, warmup=True, **options)
         except Exception as error:  # of whatever kind: the next kernel is compiled all the same

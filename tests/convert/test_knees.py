@@ -17,8 +17,8 @@ from hf_qknorm.convert.moments import moments, norm_sizes, norms_of
 from hf_qknorm.convert.sums import NormSums
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import head_norm
-from hf_qknorm.scheme import NORMS
 from hf_qknorm.stats.distributed import ONE_PROCESS
 from hf_qknorm.stats.records import Prediction
 

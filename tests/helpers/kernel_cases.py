@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_norm_rope import DEVICE, Call, draw, lay_out, plain, spread
-from test_norm_rope import Case as Raw
+from norm_cases import DEVICE, Call, draw, lay_out, plain, spread
+from norm_cases import Case as Raw
 from tiled_cases import Case, draw_inputs
 from torch import Tensor
 

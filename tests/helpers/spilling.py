@@ -31,7 +31,7 @@ def forward_kernel(x, out, count, PADDED: tl.constexpr):
 
 
 @triton.jit
-def query_kernel(x, out, count, PADDED: tl.constexpr):
+def query_gradient_kernel(x, out, count, PADDED: tl.constexpr):
     """What no compiler takes."""
     tl.store(out, tl.load(x + tl.arange(0, PADDED - 1)))
 
@@ -39,6 +39,6 @@ def query_kernel(x, out, count, PADDED: tl.constexpr):
 if __name__ == "__main__":
     x, out = torch.empty(256, 256, dtype=torch.bfloat16), torch.empty(256, 256)
     with compiling(recipe.HOPPER) as results:
-        for kernel in (forward_kernel, query_kernel):
+        for kernel in (forward_kernel, query_gradient_kernel):
             kernel[(1,)](x, out, 100, PADDED=256, num_warps=4, enable_fp_fusion=True)
     sys.exit("\n".join(complaint for result in results for complaint in recipe.complain(result, recipe.HOPPER)))

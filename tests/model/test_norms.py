@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from hf_qknorm.model.norms import HeadNorm, fresh_scalar
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import head_norm
-from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, NORMS, SCHEMES, Scheme
+from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, SCHEMES, Scheme
 
 HEADS, DIM = 3, 16
 SHAPES = {"shared": (DIM,), "per_head": (HEADS, DIM), "scalar": (1,), "none": None}

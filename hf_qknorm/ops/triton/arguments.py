@@ -1,16 +1,80 @@
-"""Norms and rotations as kernels unpack them, tensors with their strides, and the sums of what programs left."""
+"""Arguments of kernels as named tuples, which kernels read by field, and the sums of what their programs stored.
+
+The tuples are flat: of nested ones Triton 3.6 loses the constants after a branch or a loop.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
+from hf_qknorm.ops.norms import NORMS, NormKind
 from hf_qknorm.ops.types import Norm, Rotary
 
 
-def norm_arguments(norm: Norm) -> tuple[object, ...]:
-    """Gain and bias, each with its strides from head to head and from column to column; blend, eps twice, p."""
-    norm = Norm() if norm.kind == "none" else norm
-    return *_by_head(norm.gain), *_by_head(norm.bias), norm.blend, *norm.eps_parts, norm.p
+class Constants(NamedTuple):
+    """What an attention kernel is compiled for; `C` in kernels."""
+
+    BLOCK_M: int  # queries of a tile
+    BLOCK_N: int  # keys of a tile
+    PADDED: int  # columns of a tile
+    CAUSAL: bool = False
+    WINDOW: bool = False
+    RANGES: bool = False
+    TANH: str = "none"  # how tanh is computed, see `score_math.tanh_and_slope`; "none" without a cap
+    ONLINE: bool = False  # with a running maximum
+    WHEN: str = "always"  # which heads the launch serves, see `score_math.other_launch_serves`
+    SCALED: bool = False  # a score is q·k·unit, else q·k
+    SINKS: bool = False
+    DROPOUT: bool = False
+    STATISTICS: bool = False
+    EXACT: bool = False  # fp32: weights from peak and total, not from the log-sum-exp
+    PRECISION: str = "ieee"  # of products of fp32 tiles
+
+
+class Sizes(NamedTuple):
+    """Numbers of heads, of queries and keys a head, and the window, 0 without one."""
+
+    heads: int
+    heads_kv: int
+    queries: int
+    keys: int
+    window: int
+
+
+class ScoreArguments(NamedTuple):
+    """Factors: a score is q·k (times `unit` if SCALED), `cap` makes a logit of it. Rate of dropout, limit of WHEN."""
+
+    unit: float
+    cap: float
+    rate: float = 0.0
+    limit: float = 0.0
+
+
+class NormArguments(NamedTuple):
+    """Gain and bias, each with its strides between heads and columns; blend; ε is `stored_eps` if given, else `eps`."""
+
+    gain: Tensor | None = None
+    gain_head: int = 0
+    gain_column: int = 0
+    bias: Tensor | None = None
+    bias_head: int = 0
+    bias_column: int = 0
+    blend: Tensor | None = None
+    stored_eps: Tensor | None = None
+    eps: float = 0.0
+    p: float = 2.0
+
+    @classmethod
+    def of(cls, norm: Norm) -> NormArguments:
+        norm = Norm() if norm.kind == "none" else norm
+        return cls(*_by_head(norm.gain), *_by_head(norm.bias), norm.blend, *norm.eps_parts, norm.p)
+
+
+def norm_kind(norm: Norm) -> NormKind | None:
+    """The kind that kernels are compiled for, None for no norm."""
+    return None if norm.kind == "none" else NORMS[norm.kind]
 
 
 def _by_head(values: Tensor | None) -> tuple[Tensor | None, int, int]:
@@ -20,12 +84,37 @@ def _by_head(values: Tensor | None) -> tuple[Tensor | None, int, int]:
     return values, values.stride(0) if values.ndim == 2 else 0, 0 if values.numel() == 1 else values.stride(-1)
 
 
-def rotary_arguments(rotary: Rotary | None) -> tuple[object, ...] | None:
+class RotaryArguments(NamedTuple):
     """cos and sin, each with its strides, 0 from batch to batch where all have the same."""
-    if rotary is None:
-        return None
-    cos, sin = ((x, 0 if len(x) == 1 else x.stride(0), *x.stride()[1:]) for x in (rotary.cos, rotary.sin))
-    return *cos, *sin
+
+    cos: Tensor
+    cos_batch: int
+    cos_row: int
+    cos_pair: int
+    sin: Tensor
+    sin_batch: int
+    sin_row: int
+    sin_pair: int
+
+    @classmethod
+    def of(cls, rotary: Rotary | None) -> RotaryArguments | None:
+        if rotary is None:
+            return None
+        strides = [(0 if len(x) == 1 else x.stride(0), x.stride(1), x.stride(2)) for x in (rotary.cos, rotary.sin)]
+        return cls(rotary.cos, *strides[0], rotary.sin, *strides[1])
+
+
+class HeadArguments(NamedTuple):
+    """Heads `[B, H, T, D]` in dense rows, and their other strides."""
+
+    data: Tensor
+    batch: int
+    head: int
+    row: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> HeadArguments:
+        return cls(x, *x.stride()[:3])
 
 
 def sum_to(partials: Tensor | None, like: Tensor | None) -> Tensor | None:

@@ -1,6 +1,7 @@
-"""Attention of a few queries over many keys, as in cached generation: programs share a head's keys, then add up.
+"""Attention of a few queries over many keys, as in cached generation: several programs split a head's keys.
 
-The query heads of a group are rows of one tile, so that K and V are read once for all of them.
+The query heads of a group are rows of one tile, so that K and V are read once for all of them. A second kernel combines
+the splits' sums.
 """
 
 from __future__ import annotations
@@ -12,14 +13,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_qknorm.ops.triton.attention_forward import NEVER, attend, from_sink
-from hf_qknorm.ops.triton.launch import Tile, dense, descriptor, launch, loops, padded, precision, reach, tile, units
-from hf_qknorm.ops.triton.score_math import keys_seen
+from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments, Sizes
+from hf_qknorm.ops.triton.attention_forward import LOWEST, Sums, attend, from_sink
+from hf_qknorm.ops.triton.launch import (
+    Tile,
+    dense,
+    descriptor,
+    forward_variants,
+    launch,
+    padded,
+    precision,
+    reach,
+    tile,
+    units,
+)
+from hf_qknorm.ops.triton.score_math import QueryBlock, QueryRows, keys_seen
 from hf_qknorm.ops.types import Options, Visible, laid_out
 
-ROWS = 64  # queries of a group's heads, at most
-SHARE = 256  # keys for a program, at least: with fewer it takes longer to start than to read
-PROCESSORS = 132  # of a Hopper, where there is no GPU to ask
+MOST_ROWS = 64  # queries of a group's heads
+LEAST_KEYS = 256  # of a program: with fewer it takes longer to start than to read
+PROCESSORS = 132  # of a Hopper, where there is no GPU
 
 # By the size of a number in bytes, and head_dim rounded up to a power of two; `queries` are rows at least. In half
 # precision two programs fit a processor, with 64 KiB on their way to it: more than memory's latency needs.
@@ -39,81 +52,76 @@ DECODE: dict[tuple[int, int], Tile] = {
 
 @triton.jit(do_not_specialize=["queries", "keys", "splits"])  # keys grow with each step: one kernel for all
 def split_kernel(
-    q, K, V, partial, sums, ranges,
-    stride_b, stride_h, stride_t, stride_d, unit, cap, group, heads_kv, queries, keys, window, splits,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr,
-    TANH: tl.constexpr, ONLINE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    q, K, V, partial, totals, ranges, stride_b, stride_h, stride_t, stride_d, score, group, heads_kv, queries, keys,
+    window, splits, HEAD_DIM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The sums of weights·v `[splits, B, H, T, P]`, of weights 2^(logit − peak), and the peaks `[2, splits, B, H, T]`.
+    """Sums of weights·v `[splits, B, H, T, P]`; sums of weights 2^(logit − peak), and peaks `[2, splits, B, H, T]`.
 
-    A split is a part of what any of the queries sees, not of all keys: a static cache is empty for the most part. Where
-    a query sees nothing of its split the first sum is not written.
+    A split is a part of the keys that some query sees, not of all keys: most of a static cache is empty. The first sum
+    is not written for a query that sees nothing of its split.
     """
     split = tl.program_id(0) % splits
     number = tl.program_id(0) // splits
     batch = number // heads_kv
     head_kv = number % heads_kv
-    rows = tl.arange(0, BLOCK_M)
+    sizes = Sizes(group * heads_kv, heads_kv, queries, keys, window)
+    rows = tl.arange(0, C.BLOCK_M)
     real = rows < group * queries
     head = head_kv * group + rows // queries
     query = rows % queries
-    first, last = keys_seen(query, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
-    lowest, _ = keys_seen(batch * 0, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
-    _, highest = keys_seen(batch * 0 + queries - 1, ranges, batch, queries, keys, window, CAUSAL, WINDOW, RANGES)
-    lowest = lowest // BLOCK_N * BLOCK_N
-    share = tl.cdiv(tl.cdiv(highest - lowest, BLOCK_N), splits) * BLOCK_N
-    start = lowest + split * share
-    stop = tl.minimum(start + share, highest)
+    first, last = keys_seen(query, batch, ranges, sizes, C)
+    lowest, _ = keys_seen(batch * 0, batch, ranges, sizes, C)
+    _, highest = keys_seen(batch * 0 + queries - 1, batch, ranges, sizes, C)
+    lowest = lowest // C.BLOCK_N * C.BLOCK_N
+    length = tl.cdiv(tl.cdiv(highest - lowest, C.BLOCK_N), splits) * C.BLOCK_N
+    start = lowest + split * length
+    stop = tl.minimum(start + length, highest)
 
     at = batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + query * stride_t
-    cols = tl.arange(0, PADDED)
+    cols = tl.arange(0, C.PADDED)
     q = tl.load(q + at[:, None] + cols[None, :] * stride_d, real[:, None] & (cols < HEAD_DIM)[None, :], 0.0)
-    acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    peak = total
-    if ONLINE:
-        peak = total + NEVER
-    acc, total, peak, _, _ = attend(
-        acc, total, peak, total, total,
-        q, K, V, batch, head_kv, number, rows, first, last, start, stop, unit, cap, 0, 0.0,
-        BLOCK_N, PADDED, True, TANH, ONLINE, SCALED, False, False, PRECISION,
-    )  # fmt: skip
+    zeros = tl.zeros([C.BLOCK_M], tl.float32)
+    peak = zeros
+    if C.ONLINE:
+        peak = zeros + LOWEST
+    sums = Sums(tl.zeros([C.BLOCK_M, C.PADDED], tl.float32), zeros, peak, zeros, zeros)
+    block = QueryBlock(0, number, batch, head_kv * group, head_kv)
+    sums = attend(sums, q, K, V, block, QueryRows(rows, first, last), start, stop, score, 0, MASKED=True, C=C)
     count = tl.num_programs(0).to(tl.int64) // splits * group * queries
     at = split * count + number * group * queries + rows
-    tl.store(sums + at, total, real)
-    tl.store(sums + splits * count + at, peak, real)
-    tl.store(partial + at[:, None] * PADDED + cols[None, :], acc, (real & (total != 0))[:, None])
+    tl.store(totals + at, sums.total, real)
+    tl.store(totals + splits * count + at, sums.peak, real)
+    tl.store(partial + at[:, None] * C.PADDED + cols[None, :], sums.acc, (real & (sums.total != 0))[:, None])
 
 
 @triton.jit(do_not_specialize=["queries", "splits"])
 def combine_kernel(
-    partial, sums, sinks, out, normaliser, heads, queries, splits,
+    partial, totals, sinks, out, normaliser, heads, queries, splits,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Output `[B, T, H, D]` and normaliser `[B, H, T, 2]` of the splits' sums; the sinks are added here, once."""
+    """Output `[B, T, H, D]` and normaliser `[B, H, T, 2]` from the splits' sums, and the sinks."""
     count = tl.num_programs(0).to(tl.int64)
     number = tl.program_id(0)
     head = number // queries % heads
     cols = tl.arange(0, PADDED)
     acc = tl.zeros([PADDED], tl.float32)
     total = 0.0
-    peak = NEVER
+    peak = LOWEST
     if SINKS:
         peak, total = from_sink(sinks, head)
     for s in tl.range(0, splits, BLOCK):
         split = s + tl.arange(0, BLOCK)
         at = split * count + number
-        totals = tl.load(sums + at, split < splits, 0.0)
-        peaks = tl.load(sums + splits * count + at, split < splits, NEVER)
-        parts = tl.load(partial + at[:, None] * PADDED + cols[None, :], (totals != 0)[:, None], 0.0)
+        part_totals = tl.load(totals + at, split < splits, 0.0)
+        peaks = tl.load(totals + splits * count + at, split < splits, LOWEST)
+        parts = tl.load(partial + at[:, None] * PADDED + cols[None, :], (part_totals != 0)[:, None], 0.0)
         higher = tl.maximum(peak, tl.max(peaks, 0))
         weights = tl.exp2(peaks - higher)
         shrink = tl.exp2(peak - higher)
         acc = acc * shrink + tl.sum(parts * weights[:, None], 0)
-        total = total * shrink + tl.sum(totals * weights, 0)
+        total = total * shrink + tl.sum(part_totals * weights, 0)
         peak = higher
-    empty = total == 0  # not so for NaN, which goes on
+    empty = total == 0  # false for NaN, which reaches the output
     tl.store(normaliser + 2 * number.to(tl.int64), peak)
     tl.store(normaliser + 2 * number.to(tl.int64) + 1, total)
     row = (number // (heads * queries) * queries + number % queries).to(tl.int64) * heads + head
@@ -122,61 +130,65 @@ def combine_kernel(
 
 
 def suits(q: Tensor, k: Tensor) -> bool:
-    """Whether `forward` is the faster way for q `[B, H, T, D]` and k `[B, Hk, S, D]`: few rows, many keys."""
-    return q.shape[1] // k.shape[1] * q.shape[2] <= ROWS and k.shape[2] >= SHARE
+    """Whether splits are faster than one program a head: q `[B, H, T, D]` has few rows, k `[B, Hk, S, D]` many keys."""
+    return q.shape[1] // k.shape[1] * q.shape[2] <= MOST_ROWS and k.shape[2] >= LEAST_KEYS
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
-    """Output and normaliser as `flash.forward` has them, of heads that nothing is to be done to; no dropout."""
+    """Output and normaliser as in `attention.Result`, for heads without norm and RoPE, and without dropout."""
     return _combine(*_split(q, dense(k), dense(v), visible, options), q, visible.sinks)
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
-    """What `split_kernel` makes of each split: the sums of weights·v, those of weights with their peaks."""
+    """The sums that `split_kernel` writes for each split."""
     (b, h, t, d), hk, s = q.shape, k.shape[1], k.shape[2]
     shape, columns, parts = tile(DECODE, q), padded(d), splits(q, k)
     unit, cap, scaled = units(options.scale, options.softcap)
-    (loop,) = loops(q.dtype, options.softcap, bounded=False, sinks=False)  # sinks only meet the sums
+    # the second kernel adds the sinks
+    (variant,) = forward_variants(q.dtype, options.softcap, bounded=False, sinks=False)
     partial = torch.empty(parts, b, h, t, columns, dtype=torch.float32, device=q.device)
-    sums = torch.empty(2, parts, b, h, t, dtype=torch.float32, device=q.device)
+    totals = torch.empty(2, parts, b, h, t, dtype=torch.float32, device=q.device)
     launch(
         split_kernel,
         (parts * b * hk,),
         q.device,
-        q,
-        descriptor(k, shape.keys),
-        descriptor(v, shape.keys),
-        partial,
-        sums,
-        visible.ranges,
-        *q.stride(),
-        unit,
-        cap,
-        h // hk,
-        hk,
-        t,
-        s,
-        reach(options.window, t, s),
-        parts,
-        BLOCK_M=max(shape.queries, triton.next_power_of_2(h // hk * t)),
-        BLOCK_N=shape.keys,
-        PADDED=columns,
+        q=q,
+        K=descriptor(k, shape.keys),
+        V=descriptor(v, shape.keys),
+        partial=partial,
+        totals=totals,
+        ranges=visible.ranges,
+        stride_b=q.stride(0),
+        stride_h=q.stride(1),
+        stride_t=q.stride(2),
+        stride_d=q.stride(3),
+        score=ScoreArguments(unit, cap),
+        group=h // hk,
+        heads_kv=hk,
+        queries=t,
+        keys=s,
+        window=reach(options.window, t, s),
+        splits=parts,
         HEAD_DIM=d,
-        CAUSAL=options.causal,
-        WINDOW=options.window is not None,
-        RANGES=visible.ranges is not None,
-        TANH=loop.tanh,
-        ONLINE=loop.online,
-        SCALED=scaled,
-        PRECISION=precision(q.dtype),
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        C=Constants(
+            max(shape.queries, triton.next_power_of_2(h // hk * t)),
+            shape.keys,
+            columns,
+            CAUSAL=options.causal,
+            WINDOW=options.window is not None,
+            RANGES=visible.ranges is not None,
+            TANH=variant.tanh,
+            ONLINE=variant.online,
+            SCALED=scaled,
+            PRECISION=precision(q.dtype),
+        ),
+        **shape.launch_options,
     )
-    return partial, sums
+    return partial, totals
 
 
-def _combine(partial: Tensor, sums: Tensor, q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and normaliser, of all splits' sums."""
+def _combine(partial: Tensor, totals: Tensor, q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and normaliser from the splits' sums."""
     b, h, t, d = q.shape
     out = laid_out(q)
     normaliser = torch.empty(b, h, t, 2, dtype=torch.float32, device=q.device)
@@ -184,14 +196,14 @@ def _combine(partial: Tensor, sums: Tensor, q: Tensor, sinks: Tensor | None) -> 
         combine_kernel,
         (b * h * t,),
         q.device,
-        partial,
-        sums,
-        sinks,
-        out,
-        normaliser,
-        h,
-        t,
-        len(partial),
+        partial=partial,
+        totals=totals,
+        sinks=sinks,
+        out=out,
+        normaliser=normaliser,
+        heads=h,
+        queries=t,
+        splits=len(partial),
         BLOCK=16,
         PADDED=padded(d),
         HEAD_DIM=d,
@@ -202,9 +214,9 @@ def _combine(partial: Tensor, sums: Tensor, q: Tensor, sinks: Tensor | None) -> 
 
 
 def splits(q: Tensor, k: Tensor) -> int:
-    """How many programs share a head's keys: enough for two on each processor, but `SHARE` keys for each of them."""
+    """The number of programs for a head's keys: two for each processor, but `LEAST_KEYS` keys for each of them."""
     programs, keys = k.shape[0] * k.shape[1], k.shape[2]
-    return max(1, min(-(-2 * _processors(q.device) // programs), keys // SHARE))
+    return max(1, min(-(-2 * _processors(q.device) // programs), keys // LEAST_KEYS))
 
 
 @cache

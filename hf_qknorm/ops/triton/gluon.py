@@ -1,24 +1,23 @@
-"""The warp-specialised forward pass of `gluon_forward`: who gets it, and how it is started.
+"""Choosing and launching the warp-specialised forward pass of `gluon_forward`.
 
-No GPU has run it yet, so it is for those who ask: with HF_QKNORM_GLUON=1 in the environment it serves the calls that it
-can take, causal or not, with or without a cap, and the plain kernel all others. That is decided here, in `serves`.
+No GPU has run it yet, so it is off by default: with HF_QKNORM_GLUON=1 in the environment it serves the calls that it
+supports, causal or not, with or without a cap, and the plain kernel all others. `serves` decides.
 """
 
 from __future__ import annotations
 
 import os
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from hf_qknorm.ops.triton.launch import INTERPRETED, Loop, descriptor, launch, padded
+from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments, Sizes
+from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, descriptor, launch, padded
+from hf_qknorm.ops.triton.prepared_heads import PreparedHeads
 from hf_qknorm.ops.types import Options, Visible
-
-if TYPE_CHECKING:
-    from hf_qknorm.ops.triton.attention import Ready
 
 SWITCH = "HF_QKNORM_GLUON"
 QUERIES = 128  # of a program: 64 for each warpgroup
@@ -27,22 +26,21 @@ TILES: dict[int, tuple[int, int]] = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
 
 
 def serves(q: Tensor, visible: Visible, options: Options, statistics: bool) -> bool:
-    """Whether the Gluon kernel takes a call with queries q `[B, H, T, D]`; no one gets it who has not asked.
+    """Whether the Gluon kernel serves a call with queries q `[B, H, T, D]`; never where the switch is off.
 
-    Raises RuntimeError where it is asked for and can't run at all, and ValueError for a switch that is neither on nor
-    off.
+    Raises RuntimeError where it is switched on and can't run, and ValueError for a switch that is neither 1 nor 0.
     """
-    if not _asked():
+    if not _switched_on():
         return False
     reason = why_not(q.device)
     if reason is not None:
         raise RuntimeError(f"{SWITCH}=1 asks for the Gluon kernel, but {reason}: unset it to get the plain kernel")
-    plain = visible.ranges is None and visible.sinks is None and options.window is None and not options.dropout
+    supported = visible.ranges is None and visible.sinks is None and options.window is None and not options.dropout
     halves = q.dtype in (torch.bfloat16, torch.float16)
-    return plain and halves and not statistics and padded(q.shape[-1]) in TILES
+    return supported and halves and not statistics and padded(q.shape[-1]) in TILES
 
 
-def _asked() -> bool:
+def _switched_on() -> bool:
     value = os.environ.get(SWITCH, "0")
     if value not in ("0", "1"):
         raise ValueError(f"{SWITCH} must be 1 (the Gluon kernel where it can serve) or 0 (never), got {value!r}")
@@ -50,7 +48,7 @@ def _asked() -> bool:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why the Gluon kernel can't run on a device, or None if it can; for the CPU, without interpreter, it compiles."""
+    """The reason why the Gluon kernel can't run on a device, or None; for the CPU, without interpreter, it compiles."""
     if INTERPRETED:
         return "Triton's interpreter knows no Gluon"
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
@@ -63,42 +61,39 @@ def why_not(device: torch.device) -> str | None:
 
 
 def _module() -> Any:
-    """The kernel's module, which only those who want it import: Gluon is another one with each Triton."""
+    """The kernel's module, imported on demand: Gluon differs between versions of Triton."""
     from hf_qknorm.ops.triton import gluon_forward
 
     return gluon_forward
 
 
-def attend(ready: Ready, out: Tensor, normaliser: Tensor, causal: bool, loop: Loop) -> None:
-    """Write out `[B, H, T, D]` and normaliser `[B, H, T, 2]` of the heads that this loop is for."""
-    b, h, t, head_dim = ready.q.shape
+def attend(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, variant: LoopVariant) -> None:
+    """Write out `[B, H, T, D]` and normaliser `[B, H, T, 2]` of the heads that this variant serves."""
+    b, h, t, head_dim = prepared.q.shape
     keys, stages = TILES[padded(head_dim)]
     launch(
         _module().gluon_forward_kernel,
         (-(-t // QUERIES) * b * h,),
-        ready.q.device,
-        _tiles(ready.q, QUERIES // 2),
-        _tiles(ready.k, keys),
-        _tiles(ready.v, keys),
-        _tiles(out, QUERIES // 2),
-        normaliser,
-        ready.bound,
-        ready.unit,
-        ready.cap,
-        loop.limit,
-        h,
-        ready.k.shape[1],
-        t,
-        ready.k.shape[2],
-        BLOCK_M=QUERIES,
-        BLOCK_N=keys,
-        PADDED=padded(head_dim),
+        prepared.q.device,
+        Q=_tiles(prepared.q, QUERIES // 2),
+        K=_tiles(prepared.k, keys),
+        V=_tiles(prepared.v, keys),
+        OUT=_tiles(out, QUERIES // 2),
+        normaliser=normaliser,
+        bound=prepared.bound,
+        score=ScoreArguments(prepared.unit, prepared.cap, limit=variant.limit),
+        sizes=Sizes(h, prepared.k.shape[1], t, prepared.k.shape[2], 0),
         STAGES=stages,
-        CAUSAL=causal,
-        TANH=loop.tanh,
-        ONLINE=loop.online,
-        WHEN=loop.when,
-        SCALED=ready.scaled,
+        C=Constants(
+            QUERIES,
+            keys,
+            padded(head_dim),
+            CAUSAL=causal,
+            TANH=variant.tanh,
+            ONLINE=variant.online,
+            WHEN=variant.when,
+            SCALED=prepared.scaled,
+        ),
         num_warps=4,
     )
 

@@ -1,11 +1,11 @@
 """Attention, forward, for Hopper: one warp loads tiles, two warpgroups of 64 queries each attend, in Gluon.
 
-The same maths as in `forward`, on the same arguments, in another order of work: the scores of one tile of keys are
-multiplied while the weights of the tile before meet its values, and are turned into weights while those products go
-on. Tiles come from the last to the first, so that those with a mask are the first.
+The mathematics and the arguments are those of `attention_forward`. The products q·k of one tile of keys run while those
+of the weights and values of the tile before do, and become weights in that time. Tiles are taken from the last to the
+first, so that those with a mask come first.
 
-Keys and values are rings of STAGES tiles in shared memory. A barrier tells that a tile is there, one that both
-warpgroups are done with it; each barrier's phase flips once in a round of the ring.
+Keys and values are rings of STAGES tiles in shared memory. One barrier says that a tile is full, one that both
+warpgroups have read it; each barrier's phase flips once in a round of the ring.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from hf_qknorm.ops.triton.attention_forward import NEVER
-from hf_qknorm.ops.triton.score_math import keys_seen, not_mine, query_block, tanh
+from hf_qknorm.ops.triton.attention_forward import LOWEST
+from hf_qknorm.ops.triton.score_math import keys_seen, other_launch_serves, query_block, tanh
 
 # Triton 3.6 has other names for the copies
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -35,66 +35,60 @@ def place(n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def weigh(
-    x, total, peak, last, start, unit, cap,
-    MASKED: gl.constexpr, TANH: gl.constexpr, ONLINE: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
-    """Weights of the scores x `[M, N]` of the keys from `start` on, the new total and peak, and what shrinks the sums.
+def weigh(x, total, peak, last, start, score, MASKED: gl.constexpr, C: gl.constexpr):
+    """Weights of the scores x `[M, N]` of the keys from `start` on, new total and peak, and the factor for older sums.
 
     A query sees the keys before its `last`.
     """
-    if SCALED:
-        x = x * unit
-    if TANH != "none":
-        x = tanh(x, TANH)
+    if C.SCALED:
+        x = x * score.unit
+    if C.TANH != "none":
+        x = tanh(x, C.TANH)
     if MASKED:
         cols = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
         x = gl.where(cols[None, :] < (last - start)[:, None], x, float("-inf"))
     shrink = peak
-    if ONLINE:
-        higher = gl.maximum(peak, gl.max(x, 1) * cap)
-        x = x * cap - higher[:, None]
+    if C.ONLINE:
+        higher = gl.maximum(peak, gl.max(x, 1) * score.cap)
+        x = x * score.cap - higher[:, None]
         shrink = gl.exp2(peak - higher)
         total = total * shrink
         peak = higher
-    elif TANH != "none":
-        x = x * cap
+    elif C.TANH != "none":
+        x = x * score.cap
     p = gl.exp2(x)
     return p, total + gl.sum(p, 1), peak, shrink
 
 
 @gluon.jit
 def attend(
-    acc, p, total, peak, begin, end, q, ring, last, tiles, unit, cap,
-    BLOCK_N: gl.constexpr, PADDED: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, TANH: gl.constexpr,
-    ONLINE: gl.constexpr, SCALED: gl.constexpr,
+    acc, p, total, peak, begin, end, q, ring, last, tiles, score,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Take tiles of keys into the sums, from the `begin`-th to the `end`-th; p holds the weights of the one before.
+    """Add tiles of keys to the sums, from the `begin`-th to the `end`-th; p holds the weights of the one before.
 
-    The weights are carried as integers: bf16 numbers Triton 3.6 would take apart and pack again, one by one.
+    The weights are carried as integers: bf16 numbers Triton 3.6 would unpack and pack again, one by one.
     """
-    k_tiles, v_tiles, k_there, k_free, v_there, v_free = ring
+    k_tiles, v_tiles, k_full, k_read, v_full, v_read = ring
     SCORES: gl.constexpr = total.type.layout.parent
     SUMS: gl.constexpr = acc.type.layout
     for n in range(begin, end):
         slot, phase = place(n, STAGES)
         v_slot, v_phase = place(n - 1, STAGES)
-        mbarrier.wait(k_there.index(slot), phase)
-        k = k_tiles.index(slot).reshape([BLOCK_N, PADDED]).permute((1, 0))
-        x = warpgroup_mma(q, k, gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
-        mbarrier.wait(v_there.index(v_slot), v_phase)
-        v = v_tiles.index(v_slot).reshape([BLOCK_N, PADDED])
+        mbarrier.wait(k_full.index(slot), phase)
+        k = k_tiles.index(slot).reshape([C.BLOCK_N, C.PADDED]).permute((1, 0))
+        x = warpgroup_mma(q, k, gl.zeros([64, C.BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(v_slot), v_phase)
+        v = v_tiles.index(v_slot).reshape([C.BLOCK_N, C.PADDED])
         sums = warpgroup_mma(p.to(q.dtype, bitcast=True), v, acc, is_async=True)
         x = warpgroup_mma_wait(1, deps=(x,))
-        mbarrier.arrive(k_free.index(slot), count=1)
-        start = (tiles - 1 - n) * BLOCK_N
-        weights, total, peak, shrink = weigh(
-            x, total, peak, last, start, unit, cap, MASKED, TANH, ONLINE, SCALED
-        )  # fmt: skip
+        mbarrier.arrive(k_read.index(slot), count=1)
+        start = (tiles - 1 - n) * C.BLOCK_N
+        weights, total, peak, shrink = weigh(x, total, peak, last, start, score, MASKED, C)
         # the weights wait too: until the products are done, they read the registers of p
         acc, weights = warpgroup_mma_wait(0, deps=(sums, weights))
-        mbarrier.arrive(v_free.index(v_slot), count=1)
-        if ONLINE:
+        mbarrier.arrive(v_read.index(v_slot), count=1)
+        if C.ONLINE:
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
         p = gl.convert_layout(weights.to(q.dtype), p.type.layout).to(gl.int16, bitcast=True)
     return acc, p, total, peak
@@ -102,54 +96,51 @@ def attend(
 
 @gluon.jit
 def consume(
-    q_tile, q_there, ring, OUT, normaliser, batch, head, number, start, tiles, unit, cap, queries, keys,
-    BLOCK_N: gl.constexpr, PADDED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, TANH: gl.constexpr,
-    ONLINE: gl.constexpr, SCALED: gl.constexpr,
+    q_tile, q_full, ring, OUT, normaliser, batch, head, number, start, tiles, score, sizes,
+    STAGES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """What a warpgroup does: the 64 queries from `start` on, over all tiles of keys."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PADDED, 16])
+    """The work of a warpgroup: the 64 queries from `start` on, over all tiles of keys."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.PADDED, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    k_tiles, v_tiles, k_there, k_free, v_there, v_free = ring
+    k_tiles, v_tiles, k_full, k_read, v_full, v_read = ring
     rows = start + gl.arange(0, 64, layout=ROWS)
-    first, last = keys_seen(rows, None, batch, queries, keys, 0, CAUSAL, False, False)
-    low, least = keys_seen(start, None, batch, queries, keys, 0, CAUSAL, False, False)
-    masked = gl.maximum(tiles - gl.maximum(least, 0) // BLOCK_N, 1)  # tiles that some query does not see whole
-    acc = gl.zeros([64, PADDED], gl.float32, SUMS)
+    _, last = keys_seen(rows, batch, None, sizes, C)
+    _, least = keys_seen(start, batch, None, sizes, C)
+    masked = gl.maximum(tiles - gl.maximum(least, 0) // C.BLOCK_N, 1)  # tiles that some query does not see whole
+    acc = gl.zeros([64, C.PADDED], gl.float32, SUMS)
     total = gl.zeros([64], gl.float32, ROWS)
     peak = total
-    if ONLINE:
-        peak = total + NEVER
-    q = q_tile.reshape([64, PADDED])
-    mbarrier.wait(q_there, 0)
-    mbarrier.wait(k_there.index(0), 0)
-    k = k_tiles.index(0).reshape([BLOCK_N, PADDED]).permute((1, 0))
-    x = warpgroup_mma(q, k, gl.zeros([64, BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
+    if C.ONLINE:
+        peak = total + LOWEST
+    q = q_tile.reshape([64, C.PADDED])
+    mbarrier.wait(q_full, 0)
+    mbarrier.wait(k_full.index(0), 0)
+    k = k_tiles.index(0).reshape([C.BLOCK_N, C.PADDED]).permute((1, 0))
+    x = warpgroup_mma(q, k, gl.zeros([64, C.BLOCK_N], gl.float32, SCORES), use_acc=False, is_async=True)
     x = warpgroup_mma_wait(0, deps=(x,))
-    mbarrier.arrive(k_free.index(0), count=1)
+    mbarrier.arrive(k_read.index(0), count=1)
     weights, total, peak, shrink = weigh(
-        x, total, peak, last, (tiles - 1) * BLOCK_N, unit, cap, True, TANH, ONLINE, SCALED
+        x, total, peak, last, (tiles - 1) * C.BLOCK_N, score, MASKED=True, C=C
     )  # fmt: skip
     p = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, SUMS, 2)).to(gl.int16, bitcast=True)
     acc, p, total, peak = attend(
-        acc, p, total, peak, 1, masked, q, ring, last, tiles, unit, cap,
-        BLOCK_N, PADDED, STAGES, True, TANH, ONLINE, SCALED,
+        acc, p, total, peak, 1, masked, q, ring, last, tiles, score, STAGES, MASKED=True, C=C
     )  # fmt: skip
     acc, p, total, peak = attend(
-        acc, p, total, peak, masked, tiles, q, ring, last, tiles, unit, cap,
-        BLOCK_N, PADDED, STAGES, False, TANH, ONLINE, SCALED,
+        acc, p, total, peak, masked, tiles, q, ring, last, tiles, score, STAGES, MASKED=False, C=C
     )  # fmt: skip
     slot, phase = place(tiles - 1, STAGES)
-    mbarrier.wait(v_there.index(slot), phase)
-    v = v_tiles.index(slot).reshape([BLOCK_N, PADDED])
+    mbarrier.wait(v_full.index(slot), phase)
+    v = v_tiles.index(slot).reshape([C.BLOCK_N, C.PADDED])
     sums = warpgroup_mma(p.to(q.dtype, bitcast=True), v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(sums,))
-    empty = total == 0  # not so for NaN, which goes on
-    share = gl.where(empty, 0.0, 1.0 / total)
-    at = normaliser + 2 * (number.to(gl.int64) * queries + rows)
-    gl.store(at, peak, mask=rows < queries)
-    gl.store(at + 1, total, mask=rows < queries)
-    out = acc * gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
+    empty = total == 0  # false for NaN, which reaches the output
+    inverse_total = gl.where(empty, 0.0, 1.0 / total)
+    at = normaliser + 2 * (number.to(gl.int64) * sizes.queries + rows)
+    gl.store(at, peak, mask=rows < sizes.queries)
+    gl.store(at + 1, total, mask=rows < sizes.queries)
+    out = acc * gl.convert_layout(inverse_total, gl.SliceLayout(1, SUMS))[:, None]
     q.store(out.to(q.dtype))  # the queries have been read
     fence_async_shared()
     store_tile(OUT, [batch, head, start, 0], q_tile)
@@ -157,65 +148,60 @@ def consume(
 
 
 @gluon.jit
-def produce(
-    Q, K, V, q_tiles, q_there, ring, batch, head, head_kv, start, tiles, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
-):
-    """What the loading warp does: the queries of both warpgroups, then all tiles of keys and values."""
-    k_tiles, v_tiles, k_there, k_free, v_there, v_free = ring
-    mbarrier.expect(q_there, 2 * Q.block_type.nbytes)
-    load_tile(Q, [batch, head, start, 0], q_there, q_tiles.index(0))
-    load_tile(Q, [batch, head, start + 64, 0], q_there, q_tiles.index(1))
+def produce(Q, K, V, q_tiles, q_full, ring, batch, head, head_kv, start, tiles, STAGES: gl.constexpr, C: gl.constexpr):
+    """The work of the loading warp: the queries of both warpgroups, then all tiles of keys and values."""
+    k_tiles, v_tiles, k_full, k_read, v_full, v_read = ring
+    mbarrier.expect(q_full, 2 * Q.block_type.nbytes)
+    load_tile(Q, [batch, head, start, 0], q_full, q_tiles.index(0))
+    load_tile(Q, [batch, head, start + 64, 0], q_full, q_tiles.index(1))
     for n in range(tiles):
         slot, phase = place(n, STAGES)
-        at = [batch, head_kv, (tiles - 1 - n) * BLOCK_N, 0]
-        mbarrier.wait(k_free.index(slot), phase ^ 1)  # in the first round as if one before had been read
-        mbarrier.expect(k_there.index(slot), K.block_type.nbytes)
-        load_tile(K, at, k_there.index(slot), k_tiles.index(slot))
-        mbarrier.wait(v_free.index(slot), phase ^ 1)
-        mbarrier.expect(v_there.index(slot), V.block_type.nbytes)
-        load_tile(V, at, v_there.index(slot), v_tiles.index(slot))
+        at = [batch, head_kv, (tiles - 1 - n) * C.BLOCK_N, 0]
+        mbarrier.wait(k_read.index(slot), phase ^ 1)  # the first round waits for nothing
+        mbarrier.expect(k_full.index(slot), K.block_type.nbytes)
+        load_tile(K, at, k_full.index(slot), k_tiles.index(slot))
+        mbarrier.wait(v_read.index(slot), phase ^ 1)
+        mbarrier.expect(v_full.index(slot), V.block_type.nbytes)
+        load_tile(V, at, v_full.index(slot), v_tiles.index(slot))
 
 
 @gluon.jit
 def gluon_forward_kernel(
-    Q, K, V, OUT, normaliser, bound, unit, cap, limit, heads, heads_kv, queries, keys,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PADDED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    TANH: gl.constexpr, ONLINE: gl.constexpr, WHEN: gl.constexpr, SCALED: gl.constexpr,
+    Q, K, V, OUT, normaliser, bound, score, sizes, STAGES: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """As `forward_kernel`, without windows, ranges, sinks, dropout and statistics; BLOCK_M is 128."""
-    block, number, batch, head, head_kv = query_block(queries, heads, heads_kv, BLOCK_M, CAUSAL)
-    if not_mine(bound, batch * heads_kv + head_kv, limit, WHEN):
+    start, number, batch, head, head_kv = query_block(sizes, C)
+    if other_launch_serves(bound, batch * sizes.heads_kv + head_kv, score.limit, C.WHEN):
         return
-    start = block * BLOCK_M
-    low, stop = keys_seen(start + BLOCK_M - 1, None, batch, queries, keys, 0, CAUSAL, False, False)
-    tiles = gl.maximum(gl.cdiv(stop, BLOCK_N), 1)  # one for queries without keys, all of it masked
-    q_tiles = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, 64, PADDED], Q.layout)
-    k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_N, PADDED], K.layout)
-    v_tiles = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, BLOCK_N, PADDED], V.layout)
-    q_there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_there, count=1)
+    _, stop = keys_seen(start + C.BLOCK_M - 1, batch, None, sizes, C)
+    tiles = gl.maximum(gl.cdiv(stop, C.BLOCK_N), 1)  # one for queries without keys, all of it masked
+    q_tiles = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, 64, C.PADDED], Q.layout)
+    k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, C.BLOCK_N, C.PADDED], K.layout)
+    v_tiles = gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, C.BLOCK_N, C.PADDED], V.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_there.index(i), count=1)
-        mbarrier.init(v_there.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_read.index(i), count=2)
+        mbarrier.init(v_read.index(i), count=2)
     fence_async_shared()
-    ring = (k_tiles, v_tiles, k_there, k_free, v_there, v_free)
+    ring = (k_tiles, v_tiles, k_full, k_read, v_full, v_read)
     gl.warp_specialize(
         [
             (consume, (
-                q_tiles.index(0), q_there, ring, OUT, normaliser, batch, head, number, start, tiles, unit, cap, queries,
-                keys, BLOCK_N, PADDED, STAGES, CAUSAL, TANH, ONLINE, SCALED,
+                q_tiles.index(0), q_full, ring, OUT, normaliser, batch, head, number, start, tiles, score, sizes,
+                STAGES, C,
             )),
             (consume, (
-                q_tiles.index(1), q_there, ring, OUT, normaliser, batch, head, number, start + 64, tiles, unit, cap,
-                queries, keys, BLOCK_N, PADDED, STAGES, CAUSAL, TANH, ONLINE, SCALED,
+                q_tiles.index(1), q_full, ring, OUT, normaliser, batch, head, number, start + 64, tiles, score, sizes,
+                STAGES, C,
             )),
-            (produce, (Q, K, V, q_tiles, q_there, ring, batch, head, head_kv, start, tiles, BLOCK_N, STAGES)),
+            (produce, (Q, K, V, q_tiles, q_full, ring, batch, head, head_kv, start, tiles, STAGES, C)),
         ],
         [4, 1],
         [240, 24],

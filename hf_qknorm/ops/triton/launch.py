@@ -1,4 +1,4 @@
-"""How kernels are started: on their tensors' device, with the tiles that the tables name and the loop that is right."""
+"""Launching kernels: tile sizes, tensor descriptors, and the variants of the inner loop that a call needs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 LOG2E = math.log2(math.e)
 INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
 
-FREE = 60.0  # nats: weights of bounded logits, without their maximum taken off, stay far from fp32's and bf16's ends
-FREE_CAP = 64.0  # the same for a cap; e⁶⁴ is 2⁹²
-ODD7 = 0.75  # where the polynomial stands for tanh
+# Logits in nats, and a cap, up to which the softmax needs no maximum: see ops/README.md.
+BOUND_WITHOUT_MAXIMUM = 60.0
+CAP_WITHOUT_MAXIMUM = 64.0
+POLYNOMIAL_LIMIT = 0.75  # |score| up to which the polynomial replaces tanh
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, and how many warps and pipeline stages work on it."""
+    """Queries and keys of a tile, and the numbers of warps and pipeline stages of its kernel."""
 
     queries: int
     keys: int
     warps: int
     stages: int
 
+    @property
+    def launch_options(self) -> dict[str, Any]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
-# By the size of a number in bytes, and head_dim rounded up to a power of two. Chosen by what ptxas makes of them for
-# sm_90: no spilled registers and shared memory for one program at least.
+
+# By the size of a number in bytes, and head_dim rounded up to a power of two. Chosen so that for sm_90 no registers
+# spill and the shared memory holds at least one program.
 FORWARD: dict[tuple[int, int], Tile] = {
     (2, 16): Tile(128, 128, 8, 3),
     (2, 32): Tile(128, 128, 8, 3),
@@ -86,9 +91,9 @@ def launch(
     asserts: bool = False,
     **options: Any,
 ) -> None:
-    """Start `kernel` on `device`, which need not be the current one; `options` are its constants, warps and stages.
+    """Start `kernel` on `device`, which need not be the current one; `options` are arguments by name, warps and stages.
 
-    `asserts` keeps its assertions, and adds none of Triton's own about integers; the interpreter knows none.
+    `asserts` keeps its assertions, without Triton's own about integers; the interpreter has none.
     """
     if asserts and not INTERPRETED:
         options |= {"debug": True, "sanitize_overflow": False}
@@ -97,7 +102,7 @@ def launch(
 
 
 def dense(x: Tensor) -> Tensor:
-    """x `[B, H, T, D]` as the copy engine reads it, in rows aligned to 16 bytes; as it is wherever that will do."""
+    """x `[B, H, T, D]` in rows aligned to 16 bytes, as the copy engine (TMA) reads it: x itself, or a copy."""
     aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         aligned &= size == 1 or (stride > 0 and stride * x.element_size() % 16 == 0)
@@ -111,8 +116,8 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], [1, 1, rows, padded(x.shape[-1])])
 
 
-class Loop(NamedTuple):
-    """An inner loop, and which heads it is for: those whose bound on the scores is "within" or "beyond" the limit."""
+class LoopVariant(NamedTuple):
+    """An inner loop, and the heads that it serves: with bounds on the scores "within" or "beyond" the limit."""
 
     tanh: str
     online: bool
@@ -120,44 +125,45 @@ class Loop(NamedTuple):
     limit: float = 0.0
 
 
-def loops(dtype: torch.dtype, softcap: float | None, bounded: bool, sinks: bool) -> list[Loop]:
-    """The inner loops that share a call: each head is served by one, which the device chooses by the head's bound.
+def forward_variants(dtype: torch.dtype, softcap: float | None, bounded: bool, sinks: bool) -> list[LoopVariant]:
+    """The variants of the inner loop, one launch each: the head's bound decides on the device which one serves it.
 
-    Without a bound (nothing normed the heads) there is one loop. fp16 can't hold weights without their maximum taken
-    off; a sink is a logit without a bound. The polynomial tanh is too coarse for fp32, tanh.approx for fp16 too.
+    Without a bound (heads without norm and RoPE) there is one. Weights without a maximum don't fit fp16; a sink is a
+    logit without a bound. The polynomial is too coarse for fp32, and tanh.approx for fp16 too.
     """
-    free = dtype != torch.float16 and not sinks
+    may_skip_maximum = dtype != torch.float16 and not sinks
     if softcap is None:
-        if not (bounded and free):
-            return [Loop("none", True)]
-        limit = FREE * LOG2E
-        return [Loop("none", False, "within", limit), Loop("none", True, "beyond", limit)]
-    online = not (free and softcap <= FREE_CAP)
-    # the interpreter knows no inline assembly
+        if not (bounded and may_skip_maximum):
+            return [LoopVariant("none", True)]
+        limit = BOUND_WITHOUT_MAXIMUM * LOG2E
+        return [LoopVariant("none", False, "within", limit), LoopVariant("none", True, "beyond", limit)]
+    online = not (may_skip_maximum and softcap <= CAP_WITHOUT_MAXIMUM)
+    # the interpreter has no inline assembly
     tanh = "approx" if dtype == torch.bfloat16 and not INTERPRETED else "exact"
     if not bounded or dtype == torch.float32:
-        return [Loop(tanh, online)]
-    return [Loop("odd7", online, "within", ODD7), Loop(tanh, online, "beyond", ODD7)]
+        return [LoopVariant(tanh, online)]
+    limit = POLYNOMIAL_LIMIT
+    return [LoopVariant("polynomial", online, "within", limit), LoopVariant(tanh, online, "beyond", limit)]
 
 
-def gradient_loops(dtype: torch.dtype, softcap: float | None, bounded: bool, sinks: bool) -> list[Loop]:
-    """The loops that backward needs: it has the log-sum-exp and asks for no maximum, but for the same tanh."""
-    return [Loop("none", False)] if softcap is None else loops(dtype, softcap, bounded, sinks)
+def backward_variants(dtype: torch.dtype, softcap: float | None, bounded: bool, sinks: bool) -> list[LoopVariant]:
+    """The variants for gradients: with forward's tanh; the log-sum-exp replaces the maximum."""
+    return [LoopVariant("none", False)] if softcap is None else forward_variants(dtype, softcap, bounded, sinks)
 
 
 def units(scale: float, softcap: float | None) -> tuple[float, float, bool]:
-    """`unit` and `cap` of the kernels, for ready heads, and whether they multiply by `unit`: only in front of a cap."""
+    """`unit` and `cap` for heads without norm and RoPE, and whether kernels multiply by `unit`: only with a cap."""
     if softcap is None:  # one multiplication for both
         return 1.0, scale * LOG2E, False
     return scale / softcap, softcap * LOG2E, True
 
 
 def reach(window: int | None, queries: int, keys: int) -> int:
-    """A window as kernels count it, which add it to positions in 32 bits: 0 for none, no longer than hides nothing."""
+    """The window that kernels get, 0 for none: no longer than all positions, since they add it to 32-bit positions."""
     return min(window or 0, queries + keys)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How fp32 tiles are multiplied: exactly, unless PyTorch was told that tf32 will do."""
+    """The precision of products of fp32 tiles: "ieee", or "tf32" where PyTorch's setting allows it."""
     allowed = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if allowed else "ieee"

@@ -1,8 +1,8 @@
-"""What is done to one row of a head, on the device: its norm, its rotation, and the way back through both.
+"""The arithmetic of one row of a head on the device: its norm, the pairs of its rotation, and the norm's gradient.
 
 Tiles are fp32 `[M, P]` with P the power of two that holds head_dim; columns from head_dim on are padding and hold 0.
-All norms have one form, n = (x − shift)·factor with two numbers a row, so that any column can be computed alone. Those
-of no norm, "none", are 0 and 1.
+All norms have one form, n = (x − shift)·factor with two numbers a row, so that any column can be computed alone. NORM
+is a `norms.NormKind`; without a norm it is None, and the numbers are 0 and 1.
 """
 
 from __future__ import annotations
@@ -12,31 +12,34 @@ import triton.language as tl
 
 
 @triton.jit
-def statistics(x, real, stored_eps, eps, p, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """Shift and factor `[M]` of the rows x `[M, P]`; `real` `[P]` tells columns from padding. Norms as in the oracle.
+def statistics(x, real, norm, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """Shift and factor `[M]` of the rows x `[M, P]`; `real` `[P]` is False for padding. `norm` is `NormArguments`.
 
-    `stored_eps`, where it is not None, points to the ε that is taken in the place of `eps`. A row of zeros (for
-    "layer": of equal entries) has factor 0: it stays zero and gets no gradient.
+    A row of zeros (for a centred norm: of equal entries) has factor 0: it stays zero and gets no gradient.
     """
-    if stored_eps is not None:
-        eps = tl.load(stored_eps).to(tl.float32)
-    shift = tl.zeros([x.shape[0]], tl.float32)
-    if NORM == "layer":
-        shift = tl.sum(x, 1) / HEAD_DIM
-        x = tl.where(real[None, :], x - shift[:, None], 0.0)
-    if NORM == "none":
-        factor = shift + 1.0
-    elif NORM == "lp":
-        largest = tl.max(tl.abs(x), 1)
-        floor = tl.sqrt_rn(shift + eps)
-        peak = tl.maximum(largest, floor)  # |x|ᵖ must not overflow
-        power = tl.sum(_power(tl.abs(x) / peak[:, None], p), 1) + HEAD_DIM * _power(floor / peak, p)
-        factor = tl.where(largest > 0, tl.exp2(-tl.log2(power) / p) / peak, 0.0)
-    else:
-        square = tl.sum(x * x, 1) / HEAD_DIM
-        factor = tl.where(square > 0, 1.0 / tl.sqrt_rn(square + eps), 0.0)
-        if NORM == "l2":
-            factor = factor * (HEAD_DIM**-0.5)
+    eps = norm.eps
+    if norm.stored_eps is not None:
+        eps = tl.load(norm.stored_eps).to(tl.float32)
+    zeros = tl.zeros([x.shape[0]], tl.float32)
+    shift = zeros
+    factor = zeros + 1.0
+    if NORM is not None:
+        if NORM.centred:
+            shift = tl.sum(x, 1) / HEAD_DIM
+            x = tl.where(real[None, :], x - shift[:, None], 0.0)
+        if NORM.any_order:
+            largest = tl.max(tl.abs(x), 1)
+            floor = tl.sqrt_rn(zeros + eps)
+            peak = tl.maximum(largest, floor)  # |x|ᵖ must not overflow
+            power = tl.sum(_power(tl.abs(x) / peak[:, None], norm.p), 1) + HEAD_DIM * _power(floor / peak, norm.p)
+            if not NORM.summed:
+                power = power / HEAD_DIM
+            factor = tl.where(largest > 0, tl.exp2(-tl.log2(power) / norm.p) / peak, 0.0)
+        else:
+            square = tl.sum(x * x, 1) / HEAD_DIM
+            factor = tl.where(square > 0, 1.0 / tl.sqrt_rn(square + eps), 0.0)
+            if NORM.summed:
+                factor = factor * (HEAD_DIM**-0.5)
     return shift, factor
 
 
@@ -44,30 +47,30 @@ def statistics(x, real, stored_eps, eps, p, HEAD_DIM: tl.constexpr, NORM: tl.con
 def backward(dn, x, real, shift, factor, p, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
     """The gradient of x `[M, P]` and n itself, for the gradient dn of n = (x − shift)·factor; padding in dn is zero."""
     n = tl.where(real[None, :], (x - shift[:, None]) * factor[:, None], 0.0)
-    along = tl.sum(dn * n, 1)[:, None]
-    if NORM == "none":
-        dx = dn
-    elif NORM == "lp":
-        size = _power(tl.abs(n), p - 1.0)
-        dx = dn - tl.where(n < 0, -size, size) * along
-    elif NORM == "l2":
-        dx = dn - n * along
-    else:
-        dx = dn - n * (along / HEAD_DIM)
-        if NORM == "layer":
-            dx -= (tl.sum(dn, 1) / HEAD_DIM)[:, None]
+    dx = dn
+    if NORM is not None:
+        along = tl.sum(dn * n, 1)[:, None]
+        if not NORM.summed:
+            along = along / HEAD_DIM
+        slope = n
+        if NORM.any_order:
+            size = _power(tl.abs(n), p - 1.0)
+            slope = tl.where(n < 0, -size, size)
+        dx = dn - slope * along
+        if NORM.centred:
+            dx -= (tl.sum(dx if NORM.any_order else dn, 1) / HEAD_DIM)[:, None]
     return dx * factor[:, None], n
 
 
 @triton.jit
 def _power(x, p):
-    """xᵖ for x ≥ 0 and p ≥ 0, with 0⁰ = 0: what a dead entry adds to the slope of an Lp norm."""
+    """xᵖ for x ≥ 0 and p ≥ 0, with 0⁰ = 0: a zero entry adds nothing to the slope of an Lp norm."""
     return tl.where(x > 0, tl.exp2(p * tl.log2(tl.maximum(x, 1e-37))), 0.0)
 
 
 @triton.jit
 def partners(columns, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """For each column: the other one of its rotated pair, its angle, and the sign that the other one comes with.
+    """For each column: the other one of its rotated pair, the index of its angle, and the sign of the other one.
 
     Columns from ROTARY on are not rotated; they are their own partners.
     """

@@ -1,10 +1,13 @@
-"""What is done to a tile of scores, on the device: which of them count, the cap, dropout.
+"""The arithmetic of a tile of scores on the device: which of them are visible, the cap, dropout.
 
-A tile meets BLOCK_M queries with BLOCK_N keys. Whatever a batch hides, the keys that a query sees are one range, and so
-are the queries that see a key: a tile inside of all ranges needs no mask.
+A tile is the scores of BLOCK_M queries and BLOCK_N keys. The keys that a query sees are always one range, and so are
+the queries that see a key: a tile inside of all its ranges needs no mask. `C` is `arguments.Constants`, `sizes` is
+`arguments.Sizes`; `ops/README.md` derives the formulas.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -12,40 +15,54 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+class QueryBlock(NamedTuple):
+    """A block of queries: its first row, its head's number in the whole batch, the batch, the head and its key head."""
+
+    start: Any
+    number: Any
+    batch: Any
+    head: Any
+    head_kv: Any
+
+
+class QueryRows(NamedTuple):
+    """Rows of queries; each sees the keys from `first` on, before `last`."""
+
+    index: Any
+    first: Any
+    last: Any
+
+
 @triton.jit
-def query_block(queries, heads, heads_kv, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which block of queries this program has, the number of its head among all of the batch, batch, head, kv head."""
-    blocks = tl.cdiv(queries, BLOCK)
+def query_block(sizes, C: tl.constexpr):
+    """The block of queries of this program."""
+    blocks = tl.cdiv(sizes.queries, C.BLOCK_M)
     number = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    if CAUSAL:
-        block = blocks - 1 - block  # the longest first: the last to end are short
-    head = number % heads
-    return block, number, number // heads, head, head // (heads // heads_kv)
+    if C.CAUSAL:
+        block = blocks - 1 - block  # the longest first, so that the last ones to end are short
+    head = number % sizes.heads
+    return QueryBlock(block * C.BLOCK_M, number, number // sizes.heads, head, head // (sizes.heads // sizes.heads_kv))
 
 
 @triton.jit
-def keys_seen(
-    rows, ranges, batch, queries, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr
-):
+def keys_seen(rows, batch, ranges, sizes, C: tl.constexpr):
     """First key that each query of `rows` sees, and the one after its last. Rows past the end repeat the last one."""
-    return _limits(rows, ranges, batch, queries, keys, window, CAUSAL, False, WINDOW, RANGES)
+    return _limits(rows, batch, ranges, sizes.queries, sizes.keys, sizes.window, C.CAUSAL, False, C.WINDOW, C.RANGES)
 
 
 @triton.jit
-def queries_seeing(
-    cols, ranges, batch, queries, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr
-):
+def queries_seeing(cols, batch, ranges, sizes, C: tl.constexpr):
     """First query that sees each key of `cols`, and the one after its last. Keys past the end repeat the last one."""
-    return _limits(cols, ranges, batch, keys, queries, window, False, CAUSAL, WINDOW, RANGES)
+    return _limits(cols, batch, ranges, sizes.keys, sizes.queries, sizes.window, False, C.CAUSAL, C.WINDOW, C.RANGES)
 
 
 @triton.jit
 def _limits(
-    lines, ranges, batch, length, across, window,
+    lines, batch, ranges, length, across, window,
     UNTIL: tl.constexpr, FROM: tl.constexpr, WINDOW: tl.constexpr, RANGES: tl.constexpr,
 ):  # fmt: skip
-    """For lines of `length`, what they meet of `across`: all up to their own place (UNTIL), or all from it on (FROM),
+    """For lines of `length`, the range of `across` that they meet: up to their own place (UNTIL), or from it on (FROM),
     within the window, and within their ranges `[B, length, 2]`.
     """
     lines = tl.minimum(lines, length - 1)
@@ -70,41 +87,47 @@ def _limits(
 
 
 @triton.jit
-def segments(first_low, last_low, first_high, last_high, BLOCK: tl.constexpr):
-    """Where the tiles start, where those without a mask start and stop, and where all stop.
+def key_segments(block, ranges, sizes, C: tl.constexpr):
+    """Starts and stops of three segments of keys for a block of queries: with a mask, without one, with one.
 
-    From the limits of a block's lowest and highest line: limits never go back.
+    Limits never decrease, so that those of the block's first and last query suffice.
     """
-    start = first_low // BLOCK * BLOCK
-    full_start = tl.cdiv(first_high, BLOCK) * BLOCK
-    full_stop = tl.maximum(last_low // BLOCK * BLOCK, full_start)
-    return start, full_start, full_stop, last_high
+    first_low, last_low = keys_seen(block.start, block.batch, ranges, sizes, C)
+    first_high, last_high = keys_seen(block.start + C.BLOCK_M - 1, block.batch, ranges, sizes, C)
+    start = first_low // C.BLOCK_N * C.BLOCK_N
+    full_start = tl.cdiv(first_high, C.BLOCK_N) * C.BLOCK_N
+    full_stop = tl.maximum(last_low // C.BLOCK_N * C.BLOCK_N, full_start)
+    return (start, full_start, full_stop), (tl.minimum(full_start, last_high), full_stop, last_high)
 
 
 @triton.jit
-def not_mine(bound, group, limit, WHEN: tl.constexpr):
+def other_launch_serves(bound, group, limit, WHEN: tl.constexpr):
     """Whether another launch serves this group of heads: `bound` holds the largest norms of its queries and keys.
 
     WHEN is "within" (the bound on the scores is at most `limit`), "beyond" (it is not, or is NaN), or "always".
     """
-    others = False
+    other = False
     if WHEN != "always":
         within = tl.load(bound + 2 * group) * tl.load(bound + 2 * group + 1) <= limit
-        others = within != (WHEN == "within")
-    return others
+        other = within != (WHEN == "within")
+    return other
 
 
 @triton.jit
 def tanh(x, HOW: tl.constexpr):
-    """tanh, as exactly as HOW says; "odd7" for |x| ≤ 0.75 alone (1.1e-5, relative), "approx" the unit's (4.9e-4)."""
+    """tanh, computed as HOW says."""
     y, _ = tanh_and_slope(x, HOW)
     return y
 
 
 @triton.jit
 def tanh_and_slope(x, HOW: tl.constexpr):
-    """tanh, as above, and 1 − tanh², which if "exact" is so near the cap too, where the difference has few bits."""
-    if HOW == "odd7":
+    """tanh and its derivative 1 − tanh².
+
+    HOW is "polynomial" (for |x| ≤ 0.75, relative error 1.1e-5), "approx" (the GPU's instruction, 4.9e-4) or "exact",
+    which keeps the derivative's relative precision near ±1 too.
+    """
+    if HOW == "polynomial":
         u = x * x
         y = ((-0.035452777 * u + 0.127426963) * u - 0.332696707) * u + 0.999988984
         y = y * x
@@ -117,7 +140,7 @@ def tanh_and_slope(x, HOW: tl.constexpr):
         y = ((-0.00585216801 * u + 0.0207536283) * u - 0.0537687045) * u + 0.13331689
         y = ((y * u - 0.333332833) * u + 0.999999998) * x
         e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-        rest = 2.0 * e / (1.0 + e)  # of 1, in full: (1 − e)/(1 + e) would lose its last bits
+        rest = 2.0 * e / (1.0 + e)  # 1 − |tanh|; 1 − (1 − e)/(1 + e) would cancel
         far = 1.0 - rest
         near = tl.abs(x) < 0.6
         slope = tl.where(near, 1.0 - y * y, rest * (2.0 - rest))

@@ -52,10 +52,10 @@ def record(monkeypatch: pytest.MonkeyPatch, skip: str | None = None) -> list[tup
     seen: list[tuple[Any, ...]] = []
 
     def recorded(kernel: Any, *arguments: Any, **options: Any) -> None:
-        when = options.get("WHEN")
-        if when is not None:
-            seen.append((options["TANH"], options.get("ONLINE"), when))
-        if when is None or when != skip:
+        constants = options.get("C")
+        if constants is not None:
+            seen.append((constants.TANH, constants.ONLINE, constants.WHEN))
+        if constants is None or skip != constants.WHEN:
             launch(kernel, *arguments, **options)
 
     monkeypatch.setattr(attention, "launch", recorded)
@@ -67,11 +67,11 @@ CHOSEN = [  # dtype, cap, sinks, knee, bounds of the two groups, the loops of fo
     (BRAIN, None, False, None, (5.0, 200.0), [("none", False, "within"), ("none", True, "beyond")]),
     (BRAIN, None, False, None, (55.0, 65.0), [("none", False, "within"), ("none", True, "beyond")]),
     (BRAIN, None, False, 4.0, (55.0, 65.0), [("none", False, "within"), ("none", True, "beyond")]),
-    (BRAIN, 50.0, False, None, (0.7, 2.0), [("odd7", False, "within"), (EXACT, False, "beyond")]),
-    (BRAIN, 100.0, False, None, (0.7, 0.8), [("odd7", True, "within"), (EXACT, True, "beyond")]),
-    (BRAIN, 100.0, False, 4.0, (0.7, 0.8), [("odd7", True, "within"), (EXACT, True, "beyond")]),
-    (BRAIN, 5.0, True, None, (0.7, 40.0), [("odd7", True, "within"), (EXACT, True, "beyond")]),
-    (HALF, 5.0, False, None, (0.7, 40.0), [("odd7", True, "within"), ("exact", True, "beyond")]),
+    (BRAIN, 50.0, False, None, (0.7, 2.0), [("polynomial", False, "within"), (EXACT, False, "beyond")]),
+    (BRAIN, 100.0, False, None, (0.7, 0.8), [("polynomial", True, "within"), (EXACT, True, "beyond")]),
+    (BRAIN, 100.0, False, 4.0, (0.7, 0.8), [("polynomial", True, "within"), (EXACT, True, "beyond")]),
+    (BRAIN, 5.0, True, None, (0.7, 40.0), [("polynomial", True, "within"), (EXACT, True, "beyond")]),
+    (HALF, 5.0, False, None, (0.7, 40.0), [("polynomial", True, "within"), ("exact", True, "beyond")]),
 ]
 
 
@@ -125,7 +125,7 @@ def test_heads_without_a_bound_or_a_choice_take_one_loop(
     seen = record(monkeypatch)
     problem = raw_problem(Raw(dtype=dtype, length=9), case) if raw else plain_problem(case, dtype)
     problem.results()
-    gradient = (loop[0], None, "always")
+    gradient = (loop[0], False, "always")
     assert seen == [(*loop, "always"), gradient, gradient]
 
 
@@ -240,7 +240,7 @@ def _tanh(x, out, HOW: tl.constexpr, N: tl.constexpr):
 
 @pytest.mark.parametrize(
     ("how", "end", "bound"),
-    [("odd7", 0.75, 1.2e-5), ("exact", 20.0, 5e-7), *([] if INTERPRETED else [("approx", 20.0, 5e-4)])],
+    [("polynomial", 0.75, 1.2e-5), ("exact", 20.0, 5e-7), *([] if INTERPRETED else [("approx", 20.0, 5e-4)])],
 )
 def test_tanh(how: str, end: float, bound: float) -> None:
     x = torch.linspace(-end, end, 1 << 14, device=DEVICE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_cases import Raw, raw_problem, shrink_tiles
-from test_norm_rope import DOMINANT
+from norm_cases import DOMINANT
 from tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16

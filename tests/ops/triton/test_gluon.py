@@ -20,7 +20,7 @@ from kernel_cases import Problem, Raw, plain_problem, raw_problem, shrink_tiles
 from tiled_cases import Case
 
 from hf_qknorm.ops.triton import attention, gluon
-from hf_qknorm.ops.triton.launch import Loop, launch
+from hf_qknorm.ops.triton.launch import LoopVariant, launch
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 ELSEWHERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9
@@ -125,22 +125,23 @@ def record(monkeypatch: pytest.MonkeyPatch, run: bool) -> list[tuple[str, dict[s
 @here
 @pytest.mark.usefixtures("switched_on")
 @pytest.mark.parametrize(
-    ("softcap", "loops"),
-    [(50.0, [("odd7", False, "within"), ("approx", False, "beyond")]), (None, [("none", False), ("none", True)])],
+    ("softcap", "variants"),
+    [(50.0, [("polynomial", False, "within"), ("approx", False, "beyond")]), (None, [("none", False), ("none", True)])],
 )
-def test_each_loop_of_normed_heads_is_a_launch(
-    softcap: float | None, loops: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+def test_each_variant_for_normed_heads_is_a_launch(
+    softcap: float | None, variants: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [Loop(*loop) for loop in loops]
-    monkeypatch.setattr(attention, "loops", lambda *_: expected)
+    expected = [LoopVariant(*variant) for variant in variants]
+    monkeypatch.setattr(attention, "forward_variants", lambda *_: expected)
     seen = record(monkeypatch, run=False)
     raw = Raw(heads=(6, 2), dtype=BRAIN, length=300, head_dim=96, batch=1)
     problem = raw_problem(raw, Case(causal=True, softcap=softcap))
     attention.forward(problem.heads, problem.visible, problem.options)
     assert [name for name, _ in seen] == ["gluon_forward_kernel"] * 2
-    for (_, options), loop in zip(seen, expected, strict=True):
-        assert (options["TANH"], options["ONLINE"], options["WHEN"]) == loop[:3]
-        assert (options["PADDED"], options["CAUSAL"], options["SCALED"]) == (128, True, False)
+    for (_, options), variant in zip(seen, expected, strict=True):
+        constants = options["C"]
+        assert variant[:3] == (constants.TANH, constants.ONLINE, constants.WHEN)
+        assert (constants.PADDED, constants.CAUSAL, constants.SCALED) == (128, True, False)
         assert options["grid"] == (3 * 6,)
 
 

@@ -6,48 +6,75 @@ import math
 
 import pytest
 import torch
-from test_norm_rope import DEVICE, lay_out
+from norm_cases import DEVICE, lay_out
 
 from hf_qknorm.ops.triton import launch
 from hf_qknorm.ops.triton.launch import (
-    FREE,
+    BOUND_WITHOUT_MAXIMUM,
     INTERPRETED,
-    ODD7,
-    Loop,
+    POLYNOMIAL_LIMIT,
+    LoopVariant,
+    backward_variants,
     dense,
     descriptor,
-    gradient_loops,
-    loops,
+    forward_variants,
     padded,
     tile,
 )
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 APPROX = "exact" if INTERPRETED else "approx"
-NATS = FREE / math.log(2)
+LOG2_UNITS = BOUND_WITHOUT_MAXIMUM / math.log(2)
 
 
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        ((BRAIN, None, False, False), [Loop("none", True)]),
-        ((FULL, None, True, False), [Loop("none", False, "within", NATS), Loop("none", True, "beyond", NATS)]),
-        ((HALF, None, True, False), [Loop("none", True)]),
-        ((BRAIN, None, True, True), [Loop("none", True)]),
-        ((BRAIN, 50.0, False, False), [Loop(APPROX, False)]),
-        ((BRAIN, 64.0, True, False), [Loop("odd7", False, "within", ODD7), Loop(APPROX, False, "beyond", ODD7)]),
-        ((BRAIN, 65.0, True, False), [Loop("odd7", True, "within", ODD7), Loop(APPROX, True, "beyond", ODD7)]),
-        ((BRAIN, 50.0, True, True), [Loop("odd7", True, "within", ODD7), Loop(APPROX, True, "beyond", ODD7)]),
-        ((HALF, 50.0, True, False), [Loop("odd7", True, "within", ODD7), Loop("exact", True, "beyond", ODD7)]),
-        ((FULL, 50.0, True, False), [Loop("exact", False)]),
-        ((FULL, 100.0, False, False), [Loop("exact", True)]),
+        ((BRAIN, None, False, False), [LoopVariant("none", True)]),
+        (
+            (FULL, None, True, False),
+            [LoopVariant("none", False, "within", LOG2_UNITS), LoopVariant("none", True, "beyond", LOG2_UNITS)],
+        ),
+        ((HALF, None, True, False), [LoopVariant("none", True)]),
+        ((BRAIN, None, True, True), [LoopVariant("none", True)]),
+        ((BRAIN, 50.0, False, False), [LoopVariant(APPROX, False)]),
+        (
+            (BRAIN, 64.0, True, False),
+            [
+                LoopVariant("polynomial", False, "within", POLYNOMIAL_LIMIT),
+                LoopVariant(APPROX, False, "beyond", POLYNOMIAL_LIMIT),
+            ],
+        ),
+        (
+            (BRAIN, 65.0, True, False),
+            [
+                LoopVariant("polynomial", True, "within", POLYNOMIAL_LIMIT),
+                LoopVariant(APPROX, True, "beyond", POLYNOMIAL_LIMIT),
+            ],
+        ),
+        (
+            (BRAIN, 50.0, True, True),
+            [
+                LoopVariant("polynomial", True, "within", POLYNOMIAL_LIMIT),
+                LoopVariant(APPROX, True, "beyond", POLYNOMIAL_LIMIT),
+            ],
+        ),
+        (
+            (HALF, 50.0, True, False),
+            [
+                LoopVariant("polynomial", True, "within", POLYNOMIAL_LIMIT),
+                LoopVariant("exact", True, "beyond", POLYNOMIAL_LIMIT),
+            ],
+        ),
+        ((FULL, 50.0, True, False), [LoopVariant("exact", False)]),
+        ((FULL, 100.0, False, False), [LoopVariant("exact", True)]),
     ],
 )
-def test_loops(call: tuple[torch.dtype, float | None, bool, bool], expected: list[Loop]) -> None:
-    assert [(*x[:3], pytest.approx(x.limit)) for x in loops(*call)] == expected
-    backward = gradient_loops(*call)
+def test_variants(call: tuple[torch.dtype, float | None, bool, bool], expected: list[LoopVariant]) -> None:
+    assert [(*x[:3], pytest.approx(x.limit)) for x in forward_variants(*call)] == expected
+    backward = backward_variants(*call)
     if call[1] is None:
-        assert backward == [Loop("none", False)]
+        assert backward == [LoopVariant("none", False)]
     else:
         assert [x.tanh for x in backward] == [x.tanh for x in expected]
         assert [x.when for x in backward] == [x.when for x in expected]

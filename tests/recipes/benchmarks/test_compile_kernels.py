@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_qknorm.ops.norms import NORMS
+
 pytest.importorskip("triton", reason="needs Triton, which compiles the kernels")
 RECIPES = Path(__file__).parents[3] / "recipes" / "benchmarks"
 recipe = import_module("compile_kernels")
@@ -58,7 +60,7 @@ def test_a_kernel_that_spills_and_one_that_does_not_compile_are_named():
     assert shared.startswith("forward_kernel (bf16 padded=256): ")
     assert shared.endswith("bytes of shared memory, expected at most 232,448")
     assert spills.endswith("bytes spilled, expected none")
-    assert refused.startswith("query_kernel (padded=256): does not compile: ")
+    assert refused.startswith("query_gradient_kernel (padded=256): does not compile: ")
     assert "power of 2" in refused
 
 
@@ -142,13 +144,13 @@ def test_each_limit_is_checked(changes, complaint):
     ("kernel", "constants", "allowed"),
     [
         ("forward_kernel", {"PADDED": 256}, False),
-        ("query_kernel", {"PADDED": 256}, False),
-        ("key_kernel", {"PADDED": 128}, False),
-        ("key_kernel", {"PADDED": 256}, True),
-        ("query_kernel", {"NORM": "lp"}, True),
+        ("query_gradient_kernel", {"PADDED": 256}, False),
+        ("key_gradient_kernel", {"PADDED": 128}, False),
+        ("key_gradient_kernel", {"PADDED": 256}, True),
+        ("query_gradient_kernel", {"NORM": NORMS["lp"]}, True),
         ("forward_kernel", {"DROPOUT": True}, True),
-        ("gluon_forward_kernel", {"PADDED": 256, "TANH": "odd7"}, True),
-        ("gluon_forward_kernel", {"PADDED": 128, "TANH": "odd7"}, False),
+        ("gluon_forward_kernel", {"PADDED": 256, "TANH": "polynomial"}, True),
+        ("gluon_forward_kernel", {"PADDED": 128, "TANH": "polynomial"}, False),
     ],
 )
 def test_where_spills_are_allowed(kernel, constants, allowed):
@@ -157,7 +159,7 @@ def test_where_spills_are_allowed(kernel, constants, allowed):
 
 
 def test_the_gluon_kernel_may_not_spill_more_than_it_does():
-    constants = SOUND.constants | {"PADDED": 256, "TANH": "odd7"}
+    constants = SOUND.constants | {"PADDED": 256, "TANH": "polynomial"}
     report = replace(SOUND, kernel="gluon_forward_kernel", constants=constants, spilled=40)
     assert recipe.broken(report) == ["40 bytes spilled, expected none"]
 

@@ -1,0 +1,202 @@
+"""Problems for norm and RoPE in one launch, and the oracle's results for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.reference import head_norm
+from hf_qknorm.ops.types import Norm, Rotary
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
+class Case(NamedTuple):
+    """One call; `gains` and `biases` are of q and of k, `rotary` is what is rotated, and how.
+
+    With a knee the lengths of rows differ by orders of magnitude, and gains are as calibration would have them.
+    """
+
+    norms: tuple[str, str] = ("rms", "rms")
+    head_dim: int = 16
+    length: int = 63
+    dtype: torch.dtype = torch.float32
+    gains: tuple[str, str] = ("shared", "shared")
+    biases: tuple[str, str] = ("none", "none")
+    blend: float | None = None
+    rotary: tuple[int, str] = (16, "half")
+    batch: int = 1
+    heads: tuple[int, int] = (2, 1)
+    angles: str = "one"  # batch of cos and sin
+    layout: str = "tokens"
+    factor: float = 0.3
+    spread: float = 1.0
+    p: float = 3.0
+    knee: float | None = None
+
+    def __str__(self) -> str:
+        changed = [value for name, value in self._asdict().items() if value != self._field_defaults[name]]
+        return "-".join(str(value).replace("torch.", "") for value in changed) or "plain"
+
+
+CASES = [
+    Case(),
+    Case(norms=("layer", "l2"), head_dim=40, length=111, dtype=BRAIN, rotary=(40, "interleaved"), layout="gaps"),
+    Case(norms=("l2", "lp"), head_dim=64, length=1, batch=2, gains=("per_head", "none"), rotary=(20, "half")),
+    Case(norms=("lp", "layer"), head_dim=64, dtype=HALF, gains=("per_head", "scalar"), heads=(4, 2), factor=1.0),
+    Case(norms=("none", "rms"), head_dim=80, dtype=BRAIN, rotary=(80, "half"), gains=("none", "per_head"), length=34),
+    Case(norms=("rms", "none"), head_dim=96, dtype=HALF, rotary=(96, "interleaved"), layout="heads", length=21),
+    Case(norms=("none", "none"), head_dim=112, dtype=BRAIN, rotary=(56, "interleaved"), layout="sparse", length=21),
+    Case(norms=("layer", "layer"), head_dim=128, dtype=BRAIN, biases=("shared", "per_head"), rotary=(128, "half")),
+    Case(norms=("rms", "l2"), head_dim=256, length=19, dtype=BRAIN, rotary=(64, "half"), gains=("per_head", "shared")),
+    Case(norms=("lp", "lp"), head_dim=128, length=37, rotary=(0, "none"), gains=("shared", "none"), p=1.5),
+    Case(norms=("l2", "lp"), dtype=HALF, rotary=(0, "none"), gains=("scalar", "scalar"), biases=("scalar", "none")),
+    Case(norms=("lp", "rms"), dtype=BRAIN, blend=0.3, p=1.0, length=150, batch=2, angles="all", rotary=(8, "half")),
+    Case(norms=("layer", "rms"), blend=0.0, biases=("per_head", "shared"), rotary=(0, "none"), layout="heads"),
+    Case(norms=("rms", "lp"), dtype=HALF, blend=1.0, biases=("shared", "scalar"), heads=(7, 1), rotary=(4, "half")),
+    Case(norms=("l2", "l2"), head_dim=64, dtype=BRAIN, batch=3, heads=(3, 3), angles="all", layout="gaps", length=33),
+    Case(norms=("lp", "lp"), spread=1e15, gains=("none", "none"), p=4.0),
+    Case(norms=("lp", "l2"), spread=1e-12, gains=("none", "none")),
+    Case(norms=("none", "layer"), head_dim=100, length=21, gains=("shared", "none"), rotary=(50, "half")),
+]
+DOMINANT = 1e6  # a knee that leaves no norm, but a constant
+KNEES = [
+    Case(knee=4.0),
+    Case(norms=("layer", "rms"), head_dim=64, dtype=BRAIN, gains=("per_head", "shared"), rotary=(64, "half"), knee=4.0),
+    Case(norms=("l2", "lp"), head_dim=40, dtype=HALF, gains=("scalar", "per_head"), rotary=(20, "half"), knee=0.5),
+    Case(norms=("lp", "layer"), dtype=BRAIN, p=1.0, biases=("shared", "per_head"), heads=(4, 2), batch=2, knee=4.0),
+    Case(norms=("lp", "l2"), p=1.5, gains=("shared", "none"), rotary=(16, "interleaved"), layout="gaps", knee=8.0),
+    Case(norms=("rms", "none"), head_dim=128, length=19, dtype=HALF, rotary=(128, "half"), knee=32.0),
+    Case(norms=("rms", "layer"), dtype=BRAIN, rotary=(8, "half"), layout="sparse", knee=DOMINANT),
+    Case(norms=("l2", "lp"), gains=("scalar", "none"), rotary=(0, "none"), knee=DOMINANT),
+    Case(norms=("lp", "rms"), dtype=HALF, p=4.0, knee=DOMINANT),
+    Case(norms=("lp", "lp"), spread=1e15, gains=("none", "none"), p=4.0, knee=4.0),
+    Case(norms=("l2", "rms"), spread=1e-12, gains=("none", "none"), knee=4.0),
+    Case(norms=("layer", "lp"), spread=1e-3, gains=("none", "shared"), knee=1e-6),
+]
+CASES += KNEES
+
+
+class Call(NamedTuple):
+    """What a case's call gets."""
+
+    q: Tensor
+    k: Tensor
+    q_norm: Norm
+    k_norm: Norm
+    rotary: Rotary | None
+    factor: float
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """What has a gradient, by its name in `Gradients`."""
+        named = {"q": self.q, "k": self.k}
+        for name, norm in (("q", self.q_norm), ("k", self.k_norm)):
+            if norm.kind != "none":
+                named |= {f"{name}_gain": norm.gain, f"{name}_bias": norm.bias}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """x `[B, H, T, D]` with other strides; what lies between its entries is NaN."""
+    batch, heads, length, head_dim = x.shape
+    if layout == "heads":
+        return x.contiguous()
+    if layout == "tokens":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    room = torch.full((batch, length + 2, heads + 1, 2 * head_dim), float("nan"), dtype=x.dtype, device=x.device)
+    view = (room[..., ::2] if layout == "sparse" else room[..., :head_dim])[:, 1:-1, 1:].transpose(1, 2)
+    return view.copy_(x)
+
+
+def draw(case: Case, seed: int = 0) -> Call:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def values(kind: str, heads: int, mean: float) -> Tensor | None:
+        shape = {"shared": (case.head_dim,), "per_head": (heads, case.head_dim), "scalar": (1,), "none": None}[kind]
+        return None if shape is None else (normal(*shape) / 2 + mean).to(DEVICE, case.dtype)
+
+    def norm(kind: str, gain: str, bias: str, heads: int) -> Norm:
+        blend = None if case.blend is None else torch.tensor(case.blend, device=DEVICE)
+        gains, biases = values(gain, heads, 1.0), values(bias, heads, 0.0)
+        if case.knee is None:
+            return Norm(kind, gains, biases, blend, p=case.p)
+        order = 2.0 if kind == "none" else NORMS[kind].order(case.p)
+        eps = (case.knee * float(normal(1000).abs().pow(order).mean())) ** (2 / order) * case.spread**2
+        gains = None if gains is None else gains * (1 + case.knee) ** 0.5
+        return Norm(kind, gains, biases, blend, torch.tensor(eps, dtype=torch.float32, device=DEVICE), case.p)
+
+    heads = [normal(case.batch, count, case.length, case.head_dim) * case.spread for count in case.heads]
+    if case.knee is not None:
+        heads = [x * normal(*x.shape[:3], 1).exp() for x in heads]
+    for x in heads:
+        x[:, :, case.length // 2 :: 7] = 0.0  # rows of padding
+    q, k = (lay_out(x.to(DEVICE, case.dtype), case.layout) for x in heads)
+    norms = [norm(*parts) for parts in zip(case.norms, case.gains, case.biases, case.heads, strict=True)]
+    width, style = case.rotary
+    rotary = None
+    if width:
+        angle = normal(case.batch if case.angles == "all" else 1, case.length, width // 2)
+        cos, sin = (
+            f(angle).to(DEVICE, torch.float32 if case.batch > 1 else case.dtype) for f in (torch.cos, torch.sin)
+        )
+        if style == "half":  # as models have them: twice as wide
+            cos, sin = (torch.cat([x, x], -1)[..., : width // 2] for x in (cos, sin))
+        else:
+            cos, sin = (x.repeat_interleave(2, -1)[..., ::2] for x in (cos, sin))
+        rotary = Rotary(cos, sin, style == "interleaved")
+    return Call(q, k, norms[0], norms[1], rotary, case.factor)
+
+
+def plain(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
+    """The oracle's norm and a plain rotation of x `[B, H, T, D]`, in its own precision."""
+    if norm.kind != "none":
+        x = head_norm(x.transpose(1, 2), norm.kind, norm.gain, norm.bias, norm.eps, norm.p, norm.blend).transpose(1, 2)
+    if rotary is None:
+        return x
+    cos, sin = (part.to(x.dtype)[:, None] for part in (rotary.cos, rotary.sin))
+    width = 2 * cos.shape[-1]
+    turned = x[..., :width]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if rotary.interleaved else turned.chunk(2, -1)
+    c, d = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack([c, d], -1).flatten(-2) if rotary.interleaved else torch.cat([c, d], -1)
+    return torch.cat([turned, x[..., width:]], -1)
+
+
+def spread(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Leaves in `dtype`, each parameter with a number of its own for all that it meets: its gradient is then terms."""
+    made = {}
+    for name, x in leaves.items():
+        if name in ("q", "k", "v"):
+            made[name] = x.detach().to(dtype).requires_grad_()
+        else:
+            batch, heads, length, head_dim = leaves["k" if name.startswith("k_") else "q"].shape
+            shape = (batch, length, heads) if name == "sinks" else (batch, length, heads, head_dim)
+            made[name] = x.detach().to(torch.promote_types(dtype, torch.float32)).expand(shape).requires_grad_()
+    return made
+
+
+def expected(call: Call, dq: Tensor, dk: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """q̂, k̂ and every gradient by autograd, computed in `dtype`; of gains and biases the terms that `verdict` takes."""
+    leaves = spread(call.leaves, dtype)
+    q_norm, k_norm = (
+        norm._replace(gain=leaves.get(f"{name}_gain"), bias=leaves.get(f"{name}_bias"))
+        for name, norm in (("q", call.q_norm), ("k", call.k_norm))
+    )
+    q = plain(leaves["q"], q_norm, call.rotary) * call.factor
+    k = plain(leaves["k"], k_norm, call.rotary)
+    grads = torch.autograd.grad([q, k], list(leaves.values()), [dq.to(dtype), dk.to(dtype)])
+    return q.detach(), k.detach(), dict(zip(leaves, grads, strict=True))
+
+
+def gradients_like(call: Call) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    dq, dk = (torch.randn(x.shape, generator=generator).to(DEVICE, x.dtype) for x in (call.q, call.k))
+    return dq, lay_out(dk, "tokens")
