@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from hf_qknorm import SCHEMES, convert_checkpoint
 from hf_qknorm.files.names import CARD, LOGITS_PLOT, LOSS_PLOT, REPORT
 from hf_qknorm.hub.card import write_card
-from hf_qknorm.standalone import add_standalone
+from hf_qknorm.standalone.generate import add_standalone
 
 
 def make_card(checkpoint: Path, scheme: str, text: str, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""`Scheme`: what it accepts, what it refuses and with which words, and its JSON form."""
+"""`Scheme`: accepted and refused values, error messages, and the JSON form."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ norms = st.sampled_from((*NORMS, "auto", None))
 
 @st.composite
 def schemes(draw: st.DrawFn) -> Scheme:
-    """Any scheme that makes sense."""
+    """Any valid scheme."""
     q, k, v, gain = draw(norms), draw(norms), draw(norms), draw(st.sampled_from(GAINS))
     normed = (q, k, v) != (None, None, None)
     bias_fits = gain in CHANNEL_GAINS and normed
@@ -147,7 +147,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "got", "expected"), REFUSED, ids=[str(fields) for fields, _, _ in REFUSED])
-def test_what_makes_no_sense_is_refused_by_name(fields: dict, got: str, expected: str) -> None:
+def test_an_impossible_value_is_refused_by_name(fields: dict, got: str, expected: str) -> None:
     with pytest.raises(ValueError, match="is not possible") as refusal:
         Scheme(**fields)
     message = str(refusal.value)
@@ -176,8 +176,8 @@ def test_an_unknown_field_unlike_any_other_has_no_suggestion() -> None:
 
 
 @pytest.mark.parametrize("data", [None, 3, ["rms", "rms"], 50.0])
-def test_a_scheme_must_be_a_mapping(data: object) -> None:
-    with pytest.raises(ValueError, match="must be a mapping of its fields, got") as refusal:
+def test_other_types_are_refused(data: object) -> None:
+    with pytest.raises(ValueError, match="a mapping of its fields, got") as refusal:
         Scheme.of(data)
     assert str(refusal.value).endswith(f"Presets: {', '.join(SCHEMES)}")
 
@@ -242,7 +242,7 @@ def test_numbers_become_floats() -> None:
     ],
     ids=str,
 )
-def test_text_names_what_differs_from_the_defaults(scheme: Scheme, text: str) -> None:
+def test_text_names_the_fields_that_differ_from_the_defaults(scheme: Scheme, text: str) -> None:
     assert str(scheme) == text
 
 
@@ -250,6 +250,6 @@ def test_text_names_what_differs_from_the_defaults(scheme: Scheme, text: str) ->
 @pytest.mark.parametrize(
     ("gain", "bias"), [(g, b) for g in GAINS for b in (None, False, True) if g in CHANNEL_GAINS or not b]
 )
-def test_a_bias_is_there_if_asked_for_and_beside_layer_norm(gain: str, bias: bool | None, norm: str) -> None:
+def test_a_bias_exists_if_requested_and_by_default_with_layer_norm(gain: str, bias: bool | None, norm: str) -> None:
     expected = norm == "layer" and gain in CHANNEL_GAINS if bias is None else bias
     assert Scheme(q=norm, gain=gain, bias=bias).has_bias(norm) is expected

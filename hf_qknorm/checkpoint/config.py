@@ -12,8 +12,8 @@ from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import CONFIG
 from hf_qknorm.files.untrusted import read_json
+from hf_qknorm.model.config_checks import check_settings, describe_error
 from hf_qknorm.model.derived import derived_model
-from hf_qknorm.model.settings import check_settings, describe
 
 
 def read_config(folder: Path) -> Any:
@@ -34,7 +34,7 @@ def read_config(folder: Path) -> Any:
     except Exception as error:  # transformers raises various types for a wrong field
         if isinstance(error, OSError) or (isinstance(error, ValueError) and CONFIG in str(error)):
             raise
-        raise ValueError(f"{path} can't be read ({describe(error)})") from error
+        raise ValueError(f"{path} can't be read ({describe_error(error)})") from error
 
 
 def model_class_of(config: Any, folder: Path) -> Any:
@@ -64,5 +64,5 @@ def check_readable(written: Path, source: Path) -> None:
         try:
             read(written)
         except Exception as error:  # transformers raises various types for a wrong setting
-            cause = describe(error).replace(str(written), "the result")
+            cause = describe_error(error).replace(str(written), "the result")
             raise ValueError(f"{source / name}: a checkpoint with these settings does not load ({cause})") from error

@@ -11,8 +11,9 @@ from matplotlib import colormaps
 from matplotlib.collections import PatchCollection
 from matplotlib.patches import Rectangle
 
-from hf_qknorm.convert.advice import KneeTrials, name_of
-from hf_qknorm.convert.inspect import Inspection
+from hf_qknorm.convert.advice import scheme_name
+from hf_qknorm.convert.inspection import Inspection
+from hf_qknorm.convert.measurements import KneeTrials
 from hf_qknorm.stats import plotting
 
 
@@ -63,7 +64,7 @@ def knee_curve(inspection: Inspection, path: str | Path) -> None:
     points = [(trial, bound) for trial, bound in points if math.isfinite(bound) and math.isfinite(trial.rise)]
     bounds = [bound for _, bound in points]
     name, colour = Path(inspection.model).name, plotting.COLOURS["calibrated"]
-    figure = plotting.new_figure(8, 4.8, f"{name}: loss and bound on the logits by knee ({name_of(knees.scheme)})")
+    figure = plotting.new_figure(8, 4.8, f"{name}: loss and bound on the logits by knee ({scheme_name(knees.scheme)})")
     axes = figure.subplots()
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", linthresh=knees.limit, linscale=0.8)

@@ -12,7 +12,7 @@ from hf_qknorm.checkpoint.complete import check_complete
 from hf_qknorm.checkpoint.config import check_readable
 from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.files.names import CONFIG, INDEX
-from hf_qknorm.model.settings import CAUSED, describe
+from hf_qknorm.model.config_checks import CAUSED, describe_error
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -48,7 +48,7 @@ def load_causal(source: Source, dtype: torch.dtype | str, **placement: Any) -> A
     except (*CAUSED, ValueError) as error:
         if isinstance(error, RuntimeError) or "config.json" in str(error):
             raise  # not enough memory, for example, or the file is named already
-        raise ValueError(f"{source.folder / CONFIG}: transformers can't load it ({describe(error)})") from error
+        raise ValueError(f"{source.folder / CONFIG}: transformers can't load it ({describe_error(error)})") from error
     if missing := sorted(info["missing_keys"]):  # in a quantised model, which check_complete does not compare
         raise ValueError(
             f"{source.folder}: no weights for {missing[0]}, of {len(missing)} that the model of its config.json needs"

@@ -24,8 +24,8 @@ from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.names import CARD, CONFIG
 from hf_qknorm.files.paths import user_path
+from hf_qknorm.model.config_checks import config_errors
 from hf_qknorm.model.configs import QKNormConfig
-from hf_qknorm.model.settings import config_errors
 from hf_qknorm.standalone.notice import NOTICES
 
 

@@ -1,4 +1,4 @@
-"""The names of patched models' classes and types, and the Auto classes that load them."""
+"""Names of patched models' classes and model types, and the Auto classes that load them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.models.auto import modeling_auto
 PREFIX: Final = "QKNorm"  # of the classes of patched models
 TYPE_PREFIX: Final = "qknorm_"  # of their model types
 
-# They load models of a type of their own, around one of the family's: a tower of these is patched.
+# Auto classes of models that wrap a model of a family: a tower of theirs is patched.
 COMPOSITE: Final = ("AutoModelForDecision",)
 
 # For each Auto class, transformers' own table from a model type to the names of its classes.
@@ -23,10 +23,10 @@ AUTO_CLASSES: Final[dict[str, dict[str, Any]]] = {
 
 
 def types_of(architecture: str) -> set[str]:
-    """The model types that an Auto class loads as the class of this name; none for a class that no Auto class has."""
-    tables = (names.items() for names in AUTO_CLASSES.values())
-    return {model_type for items in tables for model_type, name in items if architecture in _as_tuple(name)}
-
-
-def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
+    """Return the model types that an Auto class loads as the class `architecture`; empty if no Auto class has it."""
+    return {
+        model_type
+        for table in AUTO_CLASSES.values()
+        for model_type, names in table.items()
+        if architecture == names or (isinstance(names, tuple) and architecture in names)
+    }

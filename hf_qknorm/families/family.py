@@ -1,4 +1,4 @@
-"""`Family`: what is to be known of a model type of transformers to patch it."""
+"""`Family`: the properties of a transformers model type that patching needs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from hf_qknorm.scheme import Scheme
 
 @dataclass(frozen=True)
 class Family:
-    """A model type of transformers: the attention class that is patched, its style, and what it already has.
+    """A model type of transformers: the attention class that is patched, its style, and the model's own features.
 
-    `norm` is what "auto" means for it; `pre_norm` names the norm in front of attention on the decoder layer, ""
-    where there is none or others read it too; its gain may be held as 1 + weight. `rope` tells kernels what turns, and
-    how the model's cos and sin hold the angles (`model/attention.py`); None where only the model's own code will do.
+    `norm` is the norm that "auto" stands for. `pre_norm` is the attribute of the decoder layer that holds the norm
+    before attention; "" if there is none, or if other modules read its result too. `gain_plus_one`: this norm's gain
+    is stored as gain − 1. `rope` tells kernels which channels rotate together, and how the model's cos and sin hold
+    the angles (`model/attention.py`); None if only the model's own code can apply it.
 
-    `own_norms`: the model norms its queries and keys; a string is the switch in its config that says so. `own_cap`: it
-    caps its logits, by `attn_logit_softcapping`. `latent`: keys and values are projected from a latent that is cached.
-    `causal`: no token sees those behind it; a string is the switch in its config that says so.
-    `slides` says of a layer whether it attends through the config's sliding window (`hf_qknorm.families.windows`).
-    `unsupported` says, of a config, why it can't be patched, or None; cross-attention is refused for every family.
+    `own_norms`: the model norms its queries and keys. `own_cap`: it caps its logits, by `attn_logit_softcapping`.
+    `latent`: it caches a latent, and projects keys and values from it. `causal`: no token attends to later tokens.
+    For `own_norms` and `causal` a string names the switch in the model's config.
+    `slides` tells whether a layer attends through the config's sliding window (`hf_qknorm.families.windows`).
+    `unsupported` returns the reason why a model with a given config can't be patched, or None. Cross-attention is
+    refused for every family.
     """
 
     attention: str
@@ -40,43 +42,43 @@ class Family:
     unsupported: Callable[[Any], str | None] | None = None
 
     def has_norms(self, config: Any) -> bool:
-        """Whether a model with this config norms its queries and keys by itself."""
+        """Whether a model with this config norms its queries and keys itself."""
         return bool(getattr(config, self.own_norms)) if isinstance(self.own_norms, str) else self.own_norms
 
     def is_causal(self, config: Any) -> bool:
-        """Whether in a model with this config no token sees those behind it."""
+        """Whether no token attends to later tokens in a model with this config."""
         return bool(getattr(config, self.causal)) if isinstance(self.causal, str) else self.causal
 
     @property
     def has_window(self) -> bool:
-        """Whether any of its models attends through a sliding window."""
+        """Whether any model of this family attends through a sliding window."""
         return self.slides is not nowhere
 
     def unsupported_by(self, config: Any) -> str | None:
-        """Why no scheme can be put on a model with this config, or None."""
+        """Return the reason why a model with this config takes no scheme at all, or None."""
         if getattr(config, "add_cross_attention", False):
             return "is not supported with add_cross_attention=True: its layers attend to an encoder too"
         reason = self.unsupported(config) if self.unsupported else None
         return reason and f"is not supported with {reason}"
 
     def refusal(self, config: Any, scheme: Scheme) -> str | None:
-        """Why `scheme` can't be put on a model with this config, or None."""
+        """Return the reason why a model with this config can't have `scheme`, or None."""
         if reason := self.unsupported_by(config):
             return reason
         if scheme.norms and self.has_norms(config):
             return (
-                "already normalises its queries and keys, and norms are not stacked: got the scheme "
-                f'{scheme}. Only a cap can be added, as with scheme="soft_cap" or Scheme(softcap=50.0)'
+                f"already normalises its queries and keys, and norms are not stacked: got the scheme {scheme}. "
+                'Only a cap can be added, as with scheme="soft_cap" or Scheme(softcap=50.0)'
             )
         if scheme.norms and self.latent:
             return (
-                "keeps a latent in its cache, which keys and values are projected from; a norm behind that projection "
-                f"could not be absorbed into it, as servers do: got the scheme {scheme}. Only a cap can be added, as "
-                'with scheme="soft_cap" or Scheme(softcap=50.0); or bound its learning rates by head, with QuacK'
+                "caches a latent and projects keys and values from it, and servers absorb that projection, which a "
+                f"norm after it prevents: got the scheme {scheme}. Only a cap can be added, as with "
+                'scheme="soft_cap" or Scheme(softcap=50.0); or set learning rates by head, with QuacK'
             )
         if not scheme.pre_norm and not self.pre_norm:
             return (
-                "has no norm in front of attention that is for attention alone, with a gain to fold away: got the "
+                "has no norm before attention that serves attention alone and has a gain to fold away: got the "
                 f"scheme {scheme}, which removes it (pre_norm=False)"
             )
         return None

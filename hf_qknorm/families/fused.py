@@ -1,4 +1,4 @@
-"""One projection for q, k and v: one after the other, or interleaved by head."""
+"""One projection for q, k and v: in blocks (all queries, all keys, all values), or interleaved by head."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_qknorm.families import separate
+from hf_qknorm.families.separate import output, output_out_proj
 from hf_qknorm.families.style import Projected, Style, split_heads
 
 
@@ -23,12 +23,8 @@ def project_neox(module: Any, hidden_states: Tensor) -> Projected:
     return module.query_key_value(hidden_states).view(shape).chunk(3, dim=-1)
 
 
-def output_neox(module: Any, attended: Tensor) -> Tensor:
-    return module.dense(attended)
-
-
 def project_dbrx(module: Any, hidden_states: Tensor) -> Projected:
-    """DBRX: clipped, where the config says at what."""
+    """DBRX: clipped to the config's `clip_qkv`, if it is set."""
     bound = module.clip_qkv
     qkv = module.Wqkv(hidden_states).clamp(min=-bound if bound is not None else None, max=bound)
     keys = module.num_key_value_heads * module.head_dim
@@ -36,6 +32,10 @@ def project_dbrx(module: Any, hidden_states: Tensor) -> Projected:
     return split_heads(module, q), split_heads(module, k), split_heads(module, v)
 
 
-PHI3 = Style(project_phi3, separate.output, weights=("qkv_proj",))
-NEOX = Style(project_neox, output_neox, weights=("query_key_value",))
-DBRX = Style(project_dbrx, separate.output_out_proj, weights=("Wqkv",))
+def output_dense(module: Any, attended: Tensor) -> Tensor:
+    return module.dense(attended)
+
+
+PHI3 = Style(project_phi3, output, weights=("qkv_proj",))
+NEOX = Style(project_neox, output_dense, weights=("query_key_value",), interleaved=lambda module: True)
+DBRX = Style(project_dbrx, output_out_proj, weights=("Wqkv",))

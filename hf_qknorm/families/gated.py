@@ -1,4 +1,4 @@
-"""Models that multiply what attention gives by a gate, made of the attention's own input."""
+"""Models that multiply the result of attention by a gate, computed from the input of attention."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.families import normed, separate
-from hf_qknorm.families.separate import QKV
-from hf_qknorm.families.style import Heads, Projected, Style, rotate, split_heads
+from hf_qknorm.families.style import QKV, Projected, Rotated, Style, rotate, split_heads
 
 
 def project_qwen3_next(module: Any, hidden_states: Tensor) -> Projected:
-    """The query projection gives a gate beside each head's query."""
+    """The query projection computes a gate beside each head's query."""
     shape = (*hidden_states.shape[:-1], -1, module.head_dim * 2)
     q, gate = torch.chunk(module.q_proj(hidden_states).view(shape), 2, dim=-1)
     gate = gate.reshape(*hidden_states.shape[:-1], -1)
@@ -31,13 +30,8 @@ def project_afmoe(module: Any, hidden_states: Tensor) -> Projected:
     return module.q_norm(q), module.k_norm(k), v, gate
 
 
-def where_local(module: Any) -> bool:
-    """AFMoE: layers with a window rotate."""
-    return module.is_local_attention
-
-
 def project_with_input(module: Any, hidden_states: Tensor) -> Projected:
-    """As Qwen 3; the gate is made of the input after attention."""
+    """Project as Qwen 3, and pass the input on: the gate is computed from it after attention."""
     return *normed.project(module, hidden_states), hidden_states
 
 
@@ -50,8 +44,8 @@ def output_laguna(module: Any, attended: Tensor, hidden_states: Tensor) -> Tenso
     return module.o_proj(attended)
 
 
-def output_by_head(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:
-    """LFM 3: a gate for each head, where the config wants one."""
+def output_lfm3(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:
+    """LFM 3: one gate per head, if the config asks for it."""
     if module.g_proj is not None:
         gate = torch.sigmoid(module.g_proj(hidden_states)).unsqueeze(-1)
         attended = (split_heads(module, attended) * gate).view(attended.shape)
@@ -72,8 +66,8 @@ def rotate_beam(
     cache: Any,
     attention_scaling: Any = None,
     **arguments: Any,
-) -> Heads:
-    """Queries may be scaled by their position."""
+) -> Rotated:
+    """Beam: queries may be scaled by their position."""
     q, k, v = rotate(module, q, k, v, positions, cache)
     return (q if attention_scaling is None else (q.float() * attention_scaling).to(q.dtype)), k, v
 
@@ -82,14 +76,14 @@ def project_hrm(module: Any, hidden_states: Tensor) -> Projected:
     return *separate.project(module, hidden_states), module.gate_proj(hidden_states)
 
 
-def slot_in_cycle(module: Any, cycle_offset: int = 0, **arguments: Any) -> int:
-    """HRM: the layers run in cycles, each with a place of its own in the cache."""
+def slot_hrm(module: Any, cycle_offset: int = 0, **arguments: Any) -> int:
+    """HRM: the layers run in cycles, and each cycle has its own layers in the cache."""
     return module.layer_idx + cycle_offset
 
 
 QWEN3_NEXT = Style(project_qwen3_next, output_gated, QKV)
-AFMOE = Style(project_afmoe, output_gated, QKV, rotates=where_local)
-LFM3 = Style(project_with_input, output_by_head, QKV)
+AFMOE = Style(project_afmoe, output_gated, QKV, rotates=lambda module: module.is_local_attention)
+LFM3 = Style(project_with_input, output_lfm3, QKV)
 BEAM = Style(project_with_input, output_beam, QKV, rotate=rotate_beam)
-HRM = Style(project_hrm, output_gated, QKV, slot=slot_in_cycle)
+HRM = Style(project_hrm, output_gated, QKV, slot=slot_hrm)
 LAGUNA = Style(project_with_input, output_laguna, QKV)

@@ -7,21 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_qknorm.families.style import Projected, Style
+from hf_qknorm.families.style import Projected, Style, split_heads
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
-    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
     q, k, v = module.c_attn(hidden_states).split(module.split_size, dim=2)
-    return q.view(shape), k.view(shape), v.view(shape)
+    return split_heads(module, q), split_heads(module, k), split_heads(module, v)
 
 
 def output(module: Any, attended: Tensor) -> Tensor:
     return module.resid_dropout(module.c_proj(attended))
-
-
-def dropout(module: Any) -> float:
-    return module.attn_dropout.p
 
 
 def eager(module: Any) -> Callable[..., Any]:
@@ -31,8 +26,8 @@ def eager(module: Any) -> Callable[..., Any]:
 def upcast_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """`reorder_and_upcast_attn=True`: the model's own method, which scales and drops by itself."""
+    """`reorder_and_upcast_attn=True`: the model's own method, which applies scale and dropout itself."""
     return module._upcast_and_reordered_attn(query, key, value, attention_mask)
 
 
-GPT2 = Style(project, output, weights=("c_attn",), dropout=dropout, eager=eager)
+GPT2 = Style(project, output, weights=("c_attn",), dropout=lambda module: module.attn_dropout.p, eager=eager)

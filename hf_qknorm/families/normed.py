@@ -1,4 +1,4 @@
-"""Separate projections of models that norm their queries and keys: per head or over all, before RoPE or after it."""
+"""Separate projections of models that norm their queries and keys: per head or over all heads, before RoPE or after."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_qknorm.families import separate
-from hf_qknorm.families.separate import QKV, output, output_out_proj, where_it_slides
-from hf_qknorm.families.style import Heads, Projected, Style, rotate, split_heads
+from hf_qknorm.families.separate import clip, has_window, output, output_out_proj
+from hf_qknorm.families.style import QKV, Projected, Rotated, Style, rotate, split_heads
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
@@ -24,8 +24,8 @@ def project_transposed(module: Any, hidden_states: Tensor) -> Projected:
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def project_where_told(module: Any, hidden_states: Tensor) -> Projected:
-    """Cohere, GLM-4 MoE: as Qwen 3 where the config says so."""
+def project_if_configured(module: Any, hidden_states: Tensor) -> Projected:
+    """Cohere, GLM-4 MoE: as Qwen 3 if the config's `use_qk_norm` is set, else as Llama."""
     return project(module, hidden_states) if module.use_qk_norm else separate.project(module, hidden_states)
 
 
@@ -39,13 +39,9 @@ def project_wide(module: Any, hidden_states: Tensor) -> Projected:
 
 
 def project_olmoe(module: Any, hidden_states: Tensor) -> Projected:
-    """OLMoE: all heads together, and then clipped as OLMo."""
+    """OLMoE: all heads together, then clipped as in OLMo."""
     q, k = module.q_norm(module.q_proj(hidden_states)), module.k_norm(module.k_proj(hidden_states))
-    v = module.v_proj(hidden_states)
-    bound = module.config.clip_qkv
-    for x in () if bound is None else (q, k, v):
-        x.clamp_(min=-bound, max=bound)
-    return split_heads(module, q), split_heads(module, k), split_heads(module, v)
+    return clip(module, q, k, module.v_proj(hidden_states))
 
 
 def project_lfm2(module: Any, hidden_states: Tensor) -> Projected:
@@ -53,35 +49,31 @@ def project_lfm2(module: Any, hidden_states: Tensor) -> Projected:
     return module.q_layernorm(q), module.k_layernorm(k), v
 
 
-def no_dropout(module: Any) -> float:
-    return 0.0
-
-
-def normed_after(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Heads:
-    """NanoChat: the norms behind RoPE."""
+def norm_rotated(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Rotated:
+    """NanoChat: norms after RoPE."""
     q, k, v = rotate(module, q, k, v, positions, cache)
     return module.q_norm(q), module.k_norm(k), v
 
 
-def normed_after_hunyuan(
+def norm_rotated_hunyuan(
     module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any
-) -> Heads:
+) -> Rotated:
     q, k, v = rotate(module, q, k, v, positions, cache)
     return module.query_layernorm(q), module.key_layernorm(k), v
 
 
-def unless_full(module: Any) -> bool:
-    """EXAONE 4: where layers of both kinds alternate, only those with a window rotate."""
+def rotates_exaone4(module: Any) -> bool:
+    """EXAONE 4: if some layers have a sliding window, only these use RoPE."""
     return module.sliding_window is None or module.is_sliding
 
 
-NORMED = Style(project, output, QKV)
-NORMED_TRANSPOSED = Style(project_transposed, output, QKV)
-NORMED_WHERE_TOLD = Style(project_where_told, output, QKV)
-NORMED_WIDE = Style(project_wide, output, QKV)
-NORMED_AFTER = Style(separate.project, output, QKV, rotate=normed_after)
-HUNYUAN = Style(separate.project, output, QKV, rotate=normed_after_hunyuan)
+QWEN3 = Style(project, output, QKV)
+GEMMA3 = Style(project_transposed, output, QKV)
+COHERE = Style(project_if_configured, output, QKV)
+OLMO2 = Style(project_wide, output, QKV)
+NANOCHAT = Style(separate.project, output, QKV, rotate=norm_rotated)
+HUNYUAN = Style(separate.project, output, QKV, rotate=norm_rotated_hunyuan)
 OLMOE = Style(project_olmoe, output, QKV)
-LFM2 = Style(project_lfm2, output_out_proj, QKV, dropout=no_dropout)
-EXAONE4 = Style(project_transposed, output, QKV, rotates=unless_full)
-FLINT = Style(project, output, QKV, rotates=where_it_slides)
+LFM2 = Style(project_lfm2, output_out_proj, QKV, dropout=lambda module: 0.0)
+EXAONE4 = Style(project_transposed, output, QKV, rotates=rotates_exaone4)
+FLINT = Style(project, output, QKV, rotates=has_window)

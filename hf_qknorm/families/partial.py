@@ -1,4 +1,4 @@
-"""Phi, StableLM and Persimmon: the attention itself tells the part of each head that rotates from the rest."""
+"""Phi, StableLM and Persimmon: the attention module itself splits each head into a rotated part and the rest."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.families import separate
-from hf_qknorm.families.separate import QKV, output
-from hf_qknorm.families.style import Heads, Projected, Style
+from hf_qknorm.families.fused import output_dense
+from hf_qknorm.families.style import QKV, Projected, Rotated, Style
 
 
-def rotate_part(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Heads:
+def rotate_part(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Rotated:
     width = module.rotary_ndims
-    q_turned, k_turned = module.modelling.apply_rotary_pos_emb(q[..., :width], k[..., :width], *positions)
-    return torch.cat((q_turned, q[..., width:]), dim=-1), torch.cat((k_turned, k[..., width:]), dim=-1), v
+    q_rotated, k_rotated = module.modelling.apply_rotary_pos_emb(q[..., :width], k[..., :width], *positions)
+    return torch.cat((q_rotated, q[..., width:]), dim=-1), torch.cat((k_rotated, k[..., width:]), dim=-1), v
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
-    """With the norms that the config may switch on, on the memory layout `[B, H, T, D]`."""
+    """Apply the norms that the config may switch on, on the memory layout `[B, H, T, D]`."""
     q, k, v = separate.project(module, hidden_states)
     if module.qk_layernorm:
         q = module.q_layernorm(q.transpose(1, 2)).transpose(1, 2)
@@ -32,14 +32,13 @@ def project_persimmon(module: Any, hidden_states: Tensor) -> Projected:
     return (module.q_layernorm(q), module.k_layernorm(k), v) if module.qk_layernorm else (q, k, v)
 
 
-def output_dense(module: Any, attended: Tensor) -> Tensor:
-    return module.dense(attended)
-
-
-def dropout_persimmon(module: Any) -> float:
-    return module.config.attention_dropout
-
-
 PHI = Style(project, output_dense, QKV, rotate=rotate_part)
-STABLELM = Style(project, output, QKV, rotate=rotate_part)
-PERSIMMON = Style(project_persimmon, output_dense, ("query_key_value",), rotate=rotate_part, dropout=dropout_persimmon)
+STABLELM = Style(project, separate.output, QKV, rotate=rotate_part)
+PERSIMMON = Style(
+    project_persimmon,
+    output_dense,
+    ("query_key_value",),
+    rotate=rotate_part,
+    dropout=lambda module: module.config.attention_dropout,
+    interleaved=lambda module: True,
+)

@@ -1,84 +1,43 @@
-"""Why the model types that have no line in `FAMILIES` can't be patched."""
+"""The reasons why the model types that have no line in `FAMILIES` can't be patched."""
 
 from __future__ import annotations
 
 from typing import Final
 
-_NO_SOFTMAX: Final = "it has no softmax attention"
-_DECODER: Final = "it is the decoder of an encoder-decoder, whose layers attend to an encoder too"
-_MULTIMODAL: Final = "it is multimodal: what is patched is a tower of it, where a checkpoint of the whole keeps that"
-_INDEXER: Final = "an indexer picks the keys of each query, and its choice goes to attention functions of its own"
-_BIAS: Final = "its attention adds a learned bias of positions, which other attention functions do not take"
-_NO_INTERFACE: Final = "its attention is written out and takes no other attention function"
-_SHARED: Final = "its layers share keys and values with others, which a norm or cap would see twice"
-
-REFUSED: Final[dict[str, str]] = {
-    "axk2": _INDEXER,
-    "bart": _DECODER,
-    "big_bird": _NO_INTERFACE,
-    "bigbird_pegasus": _DECODER,
-    "blenderbot": _DECODER,
-    "blenderbot-small": _DECODER,
-    "bloom": _NO_INTERFACE,
-    "blt": "its attention is of several kinds: within patches of bytes, between them, and across",
-    "codegen": _NO_INTERFACE,
-    "cpmant": _BIAS,
-    "ctrl": "its attention module takes queries, keys and values as three inputs",
-    "deepseek_v32": _INDEXER,
-    "deepseek_v4": "its keys are compressed, and picked by an indexer",
-    "diffllama": "each layer attends twice and takes the difference",
-    "doge": "its attention has a learned mask, made of the values",
-    "dots3_note_text": _INDEXER,
-    "emu3": _MULTIMODAL,
-    "emu3_text_model": _MULTIMODAL,
-    "falcon": _NO_INTERFACE,
-    "falcon_mamba": _NO_SOFTMAX,
-    "fuyu": _MULTIMODAL,
-    "gemma3": _MULTIMODAL,
-    "gemma3n": _MULTIMODAL,
-    "gemma4": _MULTIMODAL,
-    "gemma4_assistant": _SHARED,
-    "gemma4_unified": _MULTIMODAL,
-    "gemma4_unified_assistant": _SHARED,
-    "git": _MULTIMODAL,
-    "glm_moe_dsa": _INDEXER,
-    "got_ocr2": _MULTIMODAL,
-    "gpt_neo": _NO_INTERFACE,
-    "gpt_neox_japanese": _NO_INTERFACE,
-    "gptj": _NO_INTERFACE,
-    "hy_v4": _INDEXER,
-    "inkling2_text": _BIAS,
-    "inkling_text": _BIAS,
-    "jetmoe": "experts project its queries, several for each key head",
-    "mamba": _NO_SOFTMAX,
-    "mamba2": _NO_SOFTMAX,
-    "marian": _DECODER,
-    "mbart": _DECODER,
-    "megatron-bert": _NO_INTERFACE,
-    "minimax_m3_vl_text": _INDEXER,
-    "mllama": _MULTIMODAL,
-    "mllama_text_model": _MULTIMODAL,
-    "moshi": "its depth decoder picks projections by codebook",
-    "moss_transcribe_diarize": _MULTIMODAL,
-    "mpt": _NO_INTERFACE,
-    "musicgen": _DECODER,
-    "musicgen_melody": _DECODER,
-    "mvp": _DECODER,
-    "openai-gpt": _NO_INTERFACE,
-    "pegasus": _DECODER,
-    "phi4_multimodal": _MULTIMODAL,
-    "plbart": _DECODER,
-    "prophetnet": _DECODER,
-    "qwen4_exp_text": _INDEXER,
-    "reformer": "its attention hashes, and hears buckets and chunks alone",
-    "rembert": _NO_INTERFACE,
-    "roformer": _NO_INTERFACE,
-    "rwkv": _NO_SOFTMAX,
-    "trocr": _DECODER,
-    "whisper": _DECODER,
-    "xglm": _NO_INTERFACE,
-    "xlm": _NO_INTERFACE,
-    "xlnet": "its attention is relative, over two streams",
-    "xlstm": _NO_SOFTMAX,
-    "zaya": "a convolution with a state of its own projects its queries, keys and values",
+# Each reason, and the model types that it applies to.
+_TYPES: Final[dict[str, str]] = {
+    "an indexer selects the keys of each query, and needs the model's own attention functions": (
+        "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text qwen4_exp_text"
+    ),
+    "it is the decoder of an encoder-decoder, whose layers attend to an encoder too": (
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart "
+        "prophetnet trocr whisper"
+    ),
+    "its attention module computes attention inline and calls no attention function": (
+        "big_bird bloom codegen falcon gpt_neo gpt_neox_japanese gptj megatron-bert mpt openai-gpt rembert roformer "
+        "xglm xlm"
+    ),
+    "its attention adds a learned position bias, which other attention functions do not take": (
+        "cpmant inkling2_text inkling_text"
+    ),
+    "it is multimodal: a tower of it is patched, if checkpoints of the whole model keep the patched tower": (
+        "emu3 emu3_text_model fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 mllama mllama_text_model "
+        "moss_transcribe_diarize phi4_multimodal"
+    ),
+    "it has no softmax attention": "falcon_mamba mamba mamba2 rwkv xlstm",
+    "its layers share keys and values, and a norm or cap would be applied to them twice": (
+        "gemma4_assistant gemma4_unified_assistant"
+    ),
+    "its attention is of several kinds: within patches of bytes, between them, and across": "blt",
+    "its attention module takes queries, keys and values as three inputs": "ctrl",
+    "its keys are compressed, and selected by an indexer": "deepseek_v4",
+    "each layer computes attention twice and takes the difference": "diffllama",
+    "its attention has a learned mask, computed from the values": "doge",
+    "experts project its queries, several for each key head": "jetmoe",
+    "its depth decoder selects projections by codebook": "moshi",
+    "its attention hashes the tokens, and attends within buckets and chunks": "reformer",
+    "its attention is relative, and runs over two streams": "xlnet",
+    "a convolution with a state of its own projects its queries, keys and values": "zaya",
 }
+
+REFUSED: Final = {model_type: reason for reason, types in _TYPES.items() for model_type in types.split()}

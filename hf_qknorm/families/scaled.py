@@ -1,21 +1,22 @@
-"""Models that scale queries by their position, or rotate by what the attention finds out for itself."""
+"""Models that scale queries by their position, compute their own position embeddings, or share a module."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_qknorm.families import separate
-from hf_qknorm.families.separate import QKV, output
-from hf_qknorm.families.style import Heads, Style
-from hf_qknorm.families.style import rotate as rotate_plainly
+from hf_qknorm.families.separate import output, project
+from hf_qknorm.families.style import QKV, Rotated, Style, rotate
 
 
-def rotate_llama4(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Heads:
-    """Layers that rotate may norm behind it; those that do not may scale queries far down the text."""
+def rotate_llama4(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any
+) -> Rotated:
+    """Llama 4: layers with RoPE may norm after it; layers without may scale queries far into the text."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     if module.use_rope:
         q, k = module.modelling.apply_rotary_emb(q, k, positions.to(q.device))
@@ -39,8 +40,8 @@ def query_scale_llama4(module: Any) -> float:
 
 def rotate_ministral3(
     module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, position_ids: Any = None, **arguments: Any
-) -> Heads:
-    q, k, v = rotate_plainly(module, q, k, v, positions, cache)
+) -> Rotated:
+    q, k, v = rotate(module, q, k, v, positions, cache)
     rope = module.config.rope_parameters
     scales = module.modelling.get_llama_4_attn_scale(
         position_ids, rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
@@ -57,28 +58,20 @@ def query_scale_ministral3(module: Any) -> float:
 
 def rotate_recurrent_gemma(
     module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, position_ids: Any = None, **arguments: Any
-) -> Heads:
-    return rotate_plainly(module, q, k, v, module.rotary_emb(v, position_ids), cache)
-
-
-def slot_given(module: Any, layer_idx: int, **arguments: Any) -> int:
-    """Zamba: one attention module stands in many layers, each with a place of its own in the cache."""
-    return layer_idx
-
-
-def where_memory_rotates(module: Any) -> bool:
-    return module.config.use_mem_rope
+) -> Rotated:
+    return rotate(module, q, k, v, module.rotary_emb(v, position_ids), cache)
 
 
 def unsupported_zamba2(config: Any) -> str | None:
-    """Why a model with this config can't be patched, if it can't."""
+    """Return the reason why a model with this config can't be patched, or None."""
     if config.use_shared_attention_adapter:
         return "use_shared_attention_adapter=True: each layer adds projections of its own to a shared attention"
     return None
 
 
-LLAMA4 = Style(separate.project, output, QKV, rotate=rotate_llama4, query_scale=query_scale_llama4)
-MINISTRAL3 = Style(separate.project, output, QKV, rotate=rotate_ministral3, query_scale=query_scale_ministral3)
-RECURRENT_GEMMA = Style(separate.project, output, QKV, rotate=rotate_recurrent_gemma)
-ZAMBA = Style(separate.project, output, QKV, rotates=separate.never, slot=slot_given)
-ZAMBA2 = Style(separate.project, output, QKV, rotates=where_memory_rotates, slot=slot_given)
+LLAMA4 = Style(project, output, QKV, rotate=rotate_llama4, query_scale=query_scale_llama4)
+MINISTRAL3 = Style(project, output, QKV, rotate=rotate_ministral3, query_scale=query_scale_ministral3)
+RECURRENT_GEMMA = Style(project, output, QKV, rotate=rotate_recurrent_gemma)
+# Several layers of Zamba share an attention module, and each has its own index in the cache.
+ZAMBA = Style(project, output, QKV, rotates=lambda module: False, slot=lambda module, layer_idx, **_: layer_idx)
+ZAMBA2 = replace(ZAMBA, rotates=lambda module: module.config.use_mem_rope)

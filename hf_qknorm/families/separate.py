@@ -1,4 +1,4 @@
-"""Llama's style, a projection each for queries, keys and values, and what others do to them or to the output."""
+"""A projection each for queries, keys and values, as in Llama, and models that add a step to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_qknorm.families.style import Projected, Style, split_heads
+from hf_qknorm.families.style import QKV, Projected, Style, split_heads
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
@@ -26,36 +26,30 @@ def output_out_proj(module: Any, attended: Tensor) -> Tensor:
 
 
 def output_dropped(module: Any, attended: Tensor) -> Tensor:
-    """Starcoder 2 and Seed-OSS: dropout behind the projection."""
+    """Starcoder 2 and Seed-OSS: dropout after the projection."""
     return nn.functional.dropout(module.o_proj(attended), p=module.residual_dropout, training=module.training)
 
 
-def output_normed(module: Any, attended: Tensor) -> Tensor:
-    """BitNet: a norm in front of the output projection."""
-    return module.o_proj(module.attn_sub_norm(attended))
-
-
-def output_modernbert(module: Any, attended: Tensor) -> Tensor:
-    return module.out_drop(module.Wo(attended))
-
-
 def project_multiplied(module: Any, hidden_states: Tensor) -> Projected:
-    """Falcon-H1: keys times a number of the config's."""
+    """Falcon-H1: keys are multiplied by a number from the config."""
     q, k, v = project(module, hidden_states)
     return q, k * module.key_multiplier, v
 
 
-def project_clipped(module: Any, hidden_states: Tensor) -> Projected:
-    """OLMo: everything clipped, where the config says at what."""
-    q, k, v = (getattr(module, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj"))
+def clip(module: Any, *projected: Tensor) -> Projected:
+    """OLMo: split into heads after clipping to the config's `clip_qkv`, if it is set."""
     bound = module.config.clip_qkv
-    for x in () if bound is None else (q, k, v):
+    for x in () if bound is None else projected:
         x.clamp_(min=-bound, max=bound)
-    return split_heads(module, q), split_heads(module, k), split_heads(module, v)
+    return tuple(split_heads(module, x) for x in projected)
+
+
+def project_clipped(module: Any, hidden_states: Tensor) -> Projected:
+    return clip(module, *(getattr(module, name)(hidden_states) for name in QKV))
 
 
 def project_mimo(module: Any, hidden_states: Tensor) -> Projected:
-    """MiMo: values of another width, times a number of the config's."""
+    """MiMo: values have a width of their own, and are multiplied by a number from the config."""
     q = split_heads(module, module.q_proj(hidden_states))
     k = split_heads(module, module.k_proj(hidden_states))
     v = module.v_proj(hidden_states)
@@ -63,35 +57,19 @@ def project_mimo(module: Any, hidden_states: Tensor) -> Projected:
     return q, k, v.transpose(1, 2)
 
 
-def never(module: Any) -> bool:
-    """Whether a layer of a model without RoPE takes position embeddings."""
-    return False
-
-
-def where_it_slides(module: Any) -> bool:
-    """Cohere 2: layers with a window rotate, others don't."""
+def has_window(module: Any) -> bool:
+    """Cohere 2: only layers with a sliding window use RoPE."""
     return module.sliding_window is not None
 
 
-def where_it_slides_or_must(module: Any) -> bool:
-    """Cohere 2 MoE: so do the layers that the config forces to."""
-    return module.sliding_window is not None or module.force_rope
-
-
-def where_told(module: Any) -> bool:
-    """SmolLM 3: the config says which layers rotate."""
-    return bool(module.use_rope)
-
-
-QKV = ("q_proj", "k_proj", "v_proj")
-SEPARATE = Style(project, output, QKV)
-DROPPED = Style(project, output_dropped, QKV)
-SUB_NORMED = Style(project, output_normed, QKV)
-MODERNBERT = Style(project, output_modernbert, QKV)
-MULTIPLIED = Style(project_multiplied, output, QKV)
-CLIPPED = Style(project_clipped, output, QKV)
+LLAMA = Style(project, output, QKV)
+STARCODER2 = Style(project, output_dropped, QKV)
+BITNET = Style(project, lambda module, attended: module.o_proj(module.attn_sub_norm(attended)), QKV)
+MODERNBERT = Style(project, lambda module, attended: module.out_drop(module.Wo(attended)), QKV)
+FALCON_H1 = Style(project_multiplied, output, QKV)
+OLMO = Style(project_clipped, output, QKV)
 MIMO = Style(project_mimo, output, QKV)
-UNROTATED = Style(project, output, QKV, rotates=never)
-COHERE2 = Style(project, output, QKV, rotates=where_it_slides)
-COHERE2_MOE = Style(project, output, QKV, rotates=where_it_slides_or_must)
-SMOLLM3 = Style(project, output, QKV, rotates=where_told)
+JAMBA = Style(project, output, QKV, rotates=lambda module: False)
+COHERE2 = Style(project, output, QKV, rotates=has_window)
+COHERE2_MOE = Style(project, output, QKV, rotates=lambda module: has_window(module) or module.force_rope)
+SMOLLM3 = Style(project, output, QKV, rotates=lambda module: bool(module.use_rope))

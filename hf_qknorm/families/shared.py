@@ -1,4 +1,4 @@
-"""Gemma 3n and 4: some layers bring no keys and values of their own, and attend to those that another has stored."""
+"""Gemma 3n and 4: some layers compute no keys and values, and attend to those that another layer has stored."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_qknorm.families.separate import QKV, output
-from hf_qknorm.families.style import Heads, Projected, Style, split_heads
+from hf_qknorm.families.separate import output
+from hf_qknorm.families.style import QKV, Projected, Rotated, Style, split_heads
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
-    """Queries; keys and values for no token at all where the layer shares another's."""
+    """Return queries, and keys and values of length 0 in a layer that shares another's."""
     q = module.q_norm(split_heads(module, module.q_proj(hidden_states)))
     if module.is_kv_shared_layer:
         return q, q[:, :0], q[:, :0]
@@ -20,12 +20,12 @@ def project(module: Any, hidden_states: Tensor) -> Projected:
     return q, module.k_norm(k), module.v_norm(v)
 
 
-def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Heads:
-    """One at a time, on the memory layout `[B, T, H, D]`."""
-    turn = module.modelling.apply_rotary_pos_emb
-    q = turn(q.transpose(1, 2), *positions, unsqueeze_dim=2).transpose(1, 2)
+def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Rotated:
+    """Apply RoPE to queries and keys separately, on the memory layout `[B, T, H, D]`."""
+    rope = module.modelling.apply_rotary_pos_emb
+    q = rope(q.transpose(1, 2), *positions, unsqueeze_dim=2).transpose(1, 2)
     if not module.is_kv_shared_layer:
-        k = turn(k.transpose(1, 2), *positions, unsqueeze_dim=2).transpose(1, 2)
+        k = rope(k.transpose(1, 2), *positions, unsqueeze_dim=2).transpose(1, 2)
     return q, k, v
 
 
@@ -37,4 +37,4 @@ def expand(module: Any, k: Tensor, v: Tensor, shared_kv_states: Any = None, **ar
     return k, v
 
 
-SHARED = Style(project, output, QKV, rotate=rotate, expand=expand)
+GEMMA4 = Style(project, output, QKV, rotate=rotate, expand=expand)

@@ -1,96 +1,80 @@
-"""What a family file says: how one style of attention module projects, rotates, joins its heads, and drops weights."""
+"""`Style`: how a kind of attention module projects, rotates and joins its heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
-# Queries, keys and values `[B, T, heads, D]`, and whatever else `output` is to get.
-Projected = tuple[Any, ...]
-Heads = tuple[Tensor, Tensor, Tensor]
+Projected = tuple[Any, ...]  # q, k and v `[B, T, heads, D]`, and further arguments for `output`
+Rotated = tuple[Tensor, Tensor, Tensor]  # q, k and v `[B, heads, T, D]`
+
+QKV: Final = ("q_proj", "k_proj", "v_proj")
 
 
 def split_heads(module: Any, x: Tensor) -> Tensor:
-    """`[B, T, H·D]` to `[B, T, H, D]`."""
+    """Reshape `[B, T, H·D]` to `[B, T, H, D]`."""
     return x.view(*x.shape[:-1], -1, module.head_dim)
 
 
-def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Heads:
-    """RoPE by the modelling file's own function, if the model has positions for it."""
+def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Rotated:
+    """Apply RoPE by the modelling file's own function, if the model has position embeddings."""
     if positions is not None:
         q, k = module.modelling.apply_rotary_pos_emb(q, k, *positions)
     return q, k, v
 
 
-def _rotates(module: Any) -> bool:
-    return True
-
-
-def _eager(module: Any) -> Callable[..., Any]:
-    return module.modelling.eager_attention_forward
-
-
-def _dropout(module: Any) -> float:
-    return module.attention_dropout
-
-
 def _heads(module: Any) -> tuple[int, int, int]:
     heads: int = module.config.num_attention_heads
-    heads_kv = heads // getattr(module, "num_key_value_groups", 1)  # a config may say what the model ignores
+    heads_kv = heads // getattr(module, "num_key_value_groups", 1)  # some models ignore the config's number
     head_dim: int = module.head_dim if hasattr(module, "head_dim") else module.head_size
     return heads, heads_kv, head_dim
 
 
-def _slot(module: Any, **arguments: Any) -> int:
-    return module.layer_idx
-
-
-def _scale(module: Any) -> float:
-    return module.scaling
-
-
-def _length(module: Any) -> int:
-    return module.config.max_position_embeddings
-
-
-def _query_scale(module: Any) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class Style:
-    """How a kind of attention module differs from the shared forward.
+    """How a kind of attention module differs from the shared forward. Every function takes the module first.
 
-    `project` maps hidden states `[B, T, C]` to q `[B, T, H, D]` and k, v `[B, T, Hk, D]`, with the model's own norms
-    in front of RoPE on them; what it returns beyond these, `output` gets. `output` maps `[B, T, H·D]` back to
-    `[B, T, C]`. `weights` are the projections that lead to q, k and v.
+    Projections:
+    `project` maps hidden states `[B, T, C]` to q `[B, T, H, D]` and k, v `[B, T, Hk, D]`, and applies the model's own
+    norms before RoPE. Its further results are passed to `output`.
+    `output` maps the attended heads `[B, T, H·D]` back to `[B, T, C]`.
+    `weights` are the names of the projections that compute q, k and v.
+    `heads` gives the number of query heads, the number of key heads, and D.
+    `interleaved` tells whether a fused projection's outputs are ordered by head (the first head's q, k and v, then the
+    second's) instead of all queries, then all keys, then all values.
 
-    `rotate` makes heads `[B, H or Hk, T, D]` ready for the cache: RoPE, and whatever the model does after it. It gets
-    the position embeddings, the cache, and the other arguments of the forward. `rotates` says whether a layer takes
-    position embeddings at all. `expand` makes keys and values of what is cached, where that is something else; it gets
-    the other arguments too.
+    Positions:
+    `rotate` applies RoPE to `[B, H or Hk, T, D]`, and the model's own operations between RoPE and the cache. It takes
+    the position embeddings, the cache, and the other arguments of the forward.
+    `rotates` tells whether the layer uses position embeddings.
+    `query_scale` is the largest factor by which `rotate` multiplies a query for its position.
+    `length` is the length of the model's longest sequence.
 
-    `dropout` is the rate on the weights; `eager` the model's own function for `attn_implementation="eager"`; `heads`
-    the number of query heads, of key heads, and D; `slot` a layer's place in the cache; `scale` what the model
-    multiplies q·k by; `length` that of its longest sequence; `query_scale` the largest factor by which `rotate`
-    multiplies a query for its position. `prescaled` says that the model multiplies the queries by the scale of the
-    logits, and not the logits.
+    Cache:
+    `slot` is the layer's index in the cache; it takes the other arguments of the forward.
+    `expand` computes keys and values from cached tensors of another form; it takes the other arguments too.
+
+    Attention:
+    `scale` multiplies q·k. `prescaled`: the model multiplies the queries by it instead of the logits.
+    `dropout` is the dropout rate of the attention weights.
+    `eager` is the model's own attention function for `attn_implementation="eager"`.
     """
 
     project: Callable[[Any, Tensor], Projected]
     output: Callable[..., Tensor]
     weights: tuple[str, ...]
-    rotate: Callable[..., Heads] = rotate
-    rotates: Callable[[Any], bool] = _rotates
+    rotate: Callable[..., Rotated] = rotate
+    rotates: Callable[[Any], bool] = lambda module: True
     expand: Callable[..., tuple[Tensor, Tensor]] | None = None
-    dropout: Callable[[Any], float] = _dropout
-    eager: Callable[[Any], Callable[..., Any]] = _eager
+    dropout: Callable[[Any], float] = lambda module: module.attention_dropout
+    eager: Callable[[Any], Callable[..., Any]] = lambda module: module.modelling.eager_attention_forward
     heads: Callable[[Any], tuple[int, int, int]] = _heads
-    slot: Callable[..., int] = _slot
-    scale: Callable[[Any], float] = _scale
-    length: Callable[[Any], int] = _length
-    query_scale: Callable[[Any], float] = _query_scale
+    slot: Callable[..., int] = lambda module, **arguments: module.layer_idx
+    scale: Callable[[Any], float] = lambda module: module.scaling
+    length: Callable[[Any], int] = lambda module: module.config.max_position_embeddings
+    query_scale: Callable[[Any], float] = lambda module: 1.0
     prescaled: bool = False
+    interleaved: Callable[[Any], bool] = lambda module: False

@@ -1,23 +1,15 @@
-"""Models of images, and of the text beside them: ViT, CLIP and SigLIP. Both sides are seen, and nothing is cached."""
+"""Encoders of images, and of the text beside them: ViT, CLIP and SigLIP. Nothing is cached."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hf_qknorm.families.separate import QKV, output, output_out_proj, project
-from hf_qknorm.families.style import Style
-
-
-def dropout(module: Any) -> float:
-    return module.dropout
-
-
-def scale(module: Any) -> float:
-    return module.scale
+from hf_qknorm.families.separate import output, output_out_proj, project
+from hf_qknorm.families.style import QKV, Style
 
 
 def length(module: Any) -> int:
-    """How many patches an image has, or positions a text."""
+    """The number of patches of an image, or of positions of a text."""
     config = module.config
     if not hasattr(config, "image_size"):
         return config.max_position_embeddings
@@ -31,4 +23,11 @@ def _sides(size: Any) -> tuple[int, int]:
 
 
 VIT = Style(project, output, QKV, length=length)
-TOWER = Style(project, output_out_proj, QKV, dropout=dropout, scale=scale, length=length)
+CLIP = Style(
+    project,
+    output_out_proj,
+    QKV,
+    dropout=lambda module: module.dropout,
+    scale=lambda module: module.scale,
+    length=length,
+)

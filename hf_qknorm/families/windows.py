@@ -1,6 +1,6 @@
-"""Which layers of a model attend through a sliding window: those whose masks transformers builds with one.
+"""Which layers of a model attend through a sliding window: those for which transformers builds the mask with one.
 
-How far the window reaches is `config.sliding_window`, which the masks are built by too.
+The window's length is `config.sliding_window`, as in these masks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def nowhere(module: Any) -> bool:
 
 
 def everywhere(module: Any) -> bool:
-    """Mistral: every layer, where the config has a window."""
+    """Mistral: every layer, if the config has a window."""
     return True
 
 
@@ -24,5 +24,5 @@ def by_layer(module: Any) -> bool:
 
 
 def by_kind(module: Any) -> bool:
-    """EXAONE 4: the layers of that kind; the others hold the window and don't use it."""
+    """EXAONE 4: the layers marked as sliding. The other layers hold the window and do not use it."""
     return bool(module.is_sliding)

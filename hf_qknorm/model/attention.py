@@ -20,11 +20,11 @@ from hf_qknorm.backends.caches import count_written, is_empty, next_positions, s
 from hf_qknorm.backends.masks import is_padded_ranges
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
-from hf_qknorm.model.hooks import execution_device, set_class
-from hf_qknorm.model.knee_states import KneeStates
-from hf_qknorm.model.norms import HeadNorm, fresh_scalar, is_unhooked
+from hf_qknorm.model.accelerate_hooks import execution_device, set_module_class
+from hf_qknorm.model.config_checks import no_attention_error
+from hf_qknorm.model.knee_state_dict import KneeStateDict
+from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention
-from hf_qknorm.model.settings import no_attention
 from hf_qknorm.ops import library
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
@@ -32,44 +32,37 @@ from hf_qknorm.scheme import SCHEMES, Scheme
 NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
 
 
-class QKNormAttention(KneeStates, PlainAttention):
+class QKNormAttention(KneeStateDict, PlainAttention):
     """The shared attention forward, with norm, RoPE and attention in one kernel where the backend has it."""
 
     def _norm_rotate_attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention_mask: Tensor | None,
-        positions: Any,
-        cache: Any,
-        options: dict[str, Any],
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         heads = Heads(q, k, v)
-        if self.family.rope is None or not functions.takes_raw_heads(self, heads, attention_mask, options):
-            return super()._norm_rotate_attend(q, k, v, attention_mask, positions, cache, options)
+        if self.family.rope is None or not functions.takes_raw_heads(self, heads, mask, options):
+            return super()._norm_rotate_attend(q, k, v, mask, positions, cache, options)
         (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
         rotary = kernel_rotary(positions, self.family.rope)
         heads = Heads(q.to(v.dtype), k.to(v.dtype), v, q_norm, k_norm, rotary)  # a model's own norm may promote them
         slot: Any = None if cache is None else self.family.style.slot(self, **options)
-        if self._kernel_sees_all(heads, attention_mask, cache, slot):
+        if self._fits_one_kernel(heads, mask, cache, slot):
             if cache is not None:
                 cache.update(library.norm_rope_one(heads.k, k_norm, rotary), v, slot)
-            return functions.attend_raw(self, heads, attention_mask, **options)
+            return functions.attend_raw(self, heads, mask, **options)
         static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, heads.k)
         if static is not None:
             count = k.shape[2]
             q = library.norm_rope_into(heads, static.keys, static.values, next_positions(static, count))
             count_written(static, count)
-            return self._call_backend(q, static.keys, static.values, attention_mask, options)
+            return self._call_backend(q, static.keys, static.values, mask, options)
         q, k = library.norm_rope(heads)
         if cache is not None:
             k, v = cache.update(k, v, slot)
-        return self._call_backend(q, k, v, attention_mask, options)
+        return self._call_backend(q, k, v, mask, options)
 
-    def _kernel_sees_all(self, heads: Heads, attention_mask: Tensor | None, cache: Any, slot: Any) -> bool:
+    def _fits_one_kernel(self, heads: Heads, mask: Tensor | None, cache: Any, slot: Any) -> bool:
         """Whether one kernel can norm, rotate and attend: there are no other keys, and no observer of the heads."""
-        reordered = attention_mask is not None and is_padded_ranges(attention_mask)  # keys move, after their rotation
+        reordered = mask is not None and is_padded_ranges(mask)  # keys move, after their rotation
         padded = heads.v.shape[-1] > heads.k.shape[-1]  # a norm would see the padding
         alone = cache is None or is_empty(cache, slot)
         return alone and not padded and not reordered and self.observer is None
@@ -78,7 +71,7 @@ class QKNormAttention(KneeStates, PlainAttention):
         """x and the norm that the kernel applies to it; a norm of another class, or with hooks, is applied here."""
         module: Any = self._modules.get(name)
         norm = _active(module)
-        if isinstance(norm, HeadNorm) and norm.bare and (module is norm or is_unhooked(module)):
+        if type(norm) is HeadNorm and is_unhooked(norm) and is_unhooked(module):
             return x, norm.as_norm()
         return self._normed(name, x), Norm()
 
@@ -131,7 +124,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
     """
     for name, module in own_layers(model, family).items():
         base: Any = type(module)
-        set_class(module, attention_class(base, family))
+        set_module_class(module, attention_class(base, family))
         if family.own_cap and module.config.qk_norm_base is not None:  # a loaded config holds the scheme's cap
             module.attn_logit_softcapping = module.config.qk_norm_base["attn_logit_softcapping"]
         module.scheme = scheme
@@ -143,7 +136,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
             module.removed_norm = (getattr(parent, family.pre_norm),)
             setattr(parent, family.pre_norm, nn.Identity())
     if not patched_layers(model):
-        raise no_attention(model, family.attention)
+        raise no_attention_error(model, family.attention)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -156,7 +149,7 @@ def uninstall(model: nn.Module) -> None:
             setattr(_parent(model, name), module.family.pre_norm, _removed_norm(module))
             del module.removed_norm
         vars(module).pop("scheme", None)  # absent if `install` failed before
-        set_class(module, module.base_class)
+        set_module_class(module, module.base_class)
 
 
 def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
@@ -277,13 +270,13 @@ def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
         norm = getattr(scheme, field)
         if norm is None:
             continue
-        gain, fresh = True, 1.0
+        gain, initial_gain = True, 1.0
         if scheme.gain == "scalar" and field != "v":  # one g a layer: the queries' norm holds it, if they have one
             gain = field == "q" or scheme.q is None
-            fresh = fresh_scalar(scheme, norm, style.length(module), head_dim, module.logit_scale)
+            initial_gain = initial_scalar_gain(scheme, norm, style.length(module), head_dim, module.logit_scale)
         size = heads if field == "q" else heads_kv
         width = getattr(module, "v_head_dim", head_dim) if field == "v" else head_dim
-        new = HeadNorm(norm, scheme, size, width, gain=gain, fresh=fresh, device=device, dtype=dtype)
+        new = HeadNorm(norm, scheme, size, width, gain=gain, initial_gain=initial_gain, device=device, dtype=dtype)
         setattr(module, name, new)
 
 

@@ -1,7 +1,7 @@
 """Registration of the derived classes with transformers' Auto classes, by name.
 
-It imports nothing of any family: the Auto classes look a name up in the module that `_modules` gives for its model
-type, as they do for their own, and `hf_qknorm.model.derived` makes the class when it is first asked for.
+No model file is imported. The Auto classes look a class name up in the module that `_modules` maps its model type to;
+`hf_qknorm.model.derived` is that module, and creates a class on its first look-up.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from hf_qknorm.model import derived
 
 def register() -> None:
     """Register every family's derived config and models with transformers' Auto classes."""
-    auto_mappings = {auto: getattr(transformers, auto)._model_mapping for auto in AUTO_CLASSES}
-    mappings = (*auto_mappings.values(), TOKENIZER_MAPPING)
+    mappings = [*(getattr(transformers, auto)._model_mapping for auto in AUTO_CLASSES), TOKENIZER_MAPPING]
     for model_type in known_families():
         derived_type, config = f"{TYPE_PREFIX}{model_type}", f"{PREFIX}{CONFIG_MAPPING_NAMES[model_type]}"
         CONFIG_MAPPING_NAMES[derived_type] = config
@@ -40,5 +39,5 @@ def register() -> None:
 
 
 def derived_names(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """Of a model class, or of several, as DeiT has two classifiers: transformers picks by `architectures` then."""
+    """Return the derived name of a model class, or of several, of which transformers selects by `architectures`."""
     return f"{PREFIX}{names}" if isinstance(names, str) else tuple(f"{PREFIX}{name}" for name in names)

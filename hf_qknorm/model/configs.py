@@ -1,4 +1,4 @@
-"""`QKNormConfig`: what a patched model's config holds besides its base's, and how it is read and written."""
+"""`QKNormConfig`: the settings that a patched model's config adds to the unpatched one's."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from hf_qknorm.families import FAMILIES, check_scheme
 from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX, types_of
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.model.settings import check_settings, config_errors, config_file
+from hf_qknorm.model.config_checks import check_settings, config_errors, config_file
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.standalone import write_code
+from hf_qknorm.standalone.generate import write_standalone_code
 from hf_qknorm.standalone.notice import NOTICES, is_notice
 
-if TYPE_CHECKING:  # the mixin stands in front of a family's own config class and leans on its methods
+if TYPE_CHECKING:  # the mixin precedes a family's own config class and uses its methods
     from transformers import PretrainedConfig as _Config
 else:
     _Config = object
@@ -24,14 +24,14 @@ OWN_SETTINGS: Final = ("qk_norm", "qk_norm_base", "qk_norm_blend", "attn_logit_s
 
 
 class QKNormConfig(_Config):
-    """Mixed into a config class: the scheme as `qk_norm`, its cap as `attn_logit_softcapping` for servers.
+    """A mixin for config classes that holds the scheme as `qk_norm`, and its cap as `attn_logit_softcapping`.
 
-    `qk_norm` may be given as a `Scheme`, a preset's name or JSON; it is kept as JSON, with "auto" resolved. A
-    config.json must hold all of a scheme's fields.
-    `qk_norm_base` holds what the scheme overwrote in a family with a cap of its own, so that it can be undone.
-    `qk_norm_blend` says what is on its way in (`hf_qknorm.training.blend`): None, or whether the norms hold a blend,
-    and the cap at the end, while `qk_norm` has the one in force.
-    Raises ValueError if it is malformed, contradicts another setting, or the family can't have the scheme.
+    `qk_norm` is given as a `Scheme`, a preset's name or JSON, and stored as JSON with "auto" resolved. A config.json
+    must hold all of a scheme's fields. Servers read the cap from `attn_logit_softcapping`.
+    `qk_norm_base` is the cap that the scheme replaced in a family with a cap of its own, for `unpatch_model`.
+    `qk_norm_blend` is None, or during a blend (`hf_qknorm.training.blend`) whether the norms are blended, and the
+    final cap; `qk_norm` then holds the current cap.
+    Raises ValueError if a setting is malformed, contradicts another, or the family can't have the scheme.
     """
 
     qk_norm: Any
@@ -41,7 +41,7 @@ class QKNormConfig(_Config):
     base_model_type: ClassVar[str]
 
     def __post_init__(self, **kwargs: Any) -> None:
-        stored_type = kwargs.pop("model_type", None)  # only a config.json's settings say it
+        stored_type = kwargs.pop("model_type", None)  # present only among settings from a config.json
         _check_type(type(self), stored_type)
         check_names(kwargs)
         super().__post_init__(**{key: value for key, value in kwargs.items() if not is_notice(key, value)})
@@ -58,7 +58,7 @@ class QKNormConfig(_Config):
 
     @property
     def scheme(self) -> Scheme:
-        """What is done to attention. Raises ValueError if `qk_norm` is not there."""
+        """The scheme. Raises ValueError if `qk_norm` is not set."""
         if self.qk_norm is None:
             raise ValueError(
                 f'a config of model_type "{TYPE_PREFIX}{self.base_model_type}" needs "qk_norm", the scheme: for '
@@ -67,7 +67,7 @@ class QKNormConfig(_Config):
         return Scheme.from_dict(self.qk_norm)
 
     def set_scheme(self, scheme: Scheme, stated_cap: float | None = None) -> None:
-        """Record the scheme and its cap; `stated_cap` is the cap that the config already states, or None."""
+        """Set the scheme and its cap. `stated_cap` is the cap that the config already holds, or None."""
         family = FAMILIES[self.base_model_type]
         scheme = scheme.resolve(family.norm)
         check_scheme(self.base_model_type, self, scheme)
@@ -81,55 +81,57 @@ class QKNormConfig(_Config):
         if stated_cap is not None and stated_cap != cap:
             raise ValueError(
                 f"attn_logit_softcapping={shorten(stated_cap)} contradicts qk_norm, whose softcap is {cap}: servers "
-                "read the first, hf_qknorm the second. Make them equal, or leave attn_logit_softcapping out"
+                "read the first, hf_qknorm the second. Make them equal, or remove attn_logit_softcapping"
             )
         self.qk_norm = scheme.to_dict()
         self.attn_logit_softcapping = cap
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """transformers' own; a scheme among `kwargs`, in any of its forms, takes the place of the one in the file."""
+        """Build the config as transformers does. A scheme in `kwargs`, in any form, replaces the file's."""
         given = {key: kwargs.pop(key) for key in OWN_SETTINGS if key in kwargs}
         config_dict = dict(config_dict)
         if given.get("qk_norm") is not None:
             given["qk_norm"] = Scheme.of(given["qk_norm"]).to_dict()
-            if config_dict.get("model_type") == cls.model_type:  # of a plain model it is the model's own cap
+            if (
+                config_dict.get("model_type") == cls.model_type
+            ):  # in an unpatched model's config it is the model's own cap
                 config_dict.pop("attn_logit_softcapping", None)
         file = str(Path(kwargs.get("name_or_path", "")) / "config.json")
         with config_errors(file, config_dict.get("model_type"), config_dict.get("architectures")):
             return super().from_dict(config_dict | given, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """transformers' own, with the settings by which plain classes refuse the checkpoint."""
+        """Return transformers' dict and the settings that make unpatched classes refuse the checkpoint."""
         return super().to_dict() | NOTICES
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """transformers' own; the stand-alone code goes along where `auto_map` says that the checkpoint carries it."""
+        """Save as transformers does, with the stand-alone code if the config has an `auto_map`."""
         if getattr(self, "auto_map", None):
-            write_code(self, Path(save_directory))
+            write_standalone_code(self, Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """No: the base's own code reads its layers' kinds, which keep the names that it gave them."""
+        """Return False: transformers renames the layer types of custom configs, which the model's own code reads."""
         return False
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: transformers would save this class's file alone, and `auto_map` says what is to be saved."""
+        """Do nothing: transformers would save this class's file alone, without the code that it needs."""
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError for a setting that would hide a part of `QKNormConfig`."""
+    """Raise ValueError for a setting that would shadow an attribute of `QKNormConfig`."""
     for name in names:
         if name == "base_model_type" or name in vars(QKNormConfig):
             raise ValueError(
-                f"config.json: {shorten(name)} is no setting, it is the name of a part of the config's class. Remove it"
+                f"config.json: {shorten(name)} is no setting, it is an attribute of the config's class. Remove it"
             )
 
 
 def derived_architectures(config: Any) -> list[str] | None:
-    """A config's `architectures`, by which servers choose a class, with the derived names of the family's classes."""
+    """Return a config's `architectures` with derived class names, by which servers select the class."""
     if config.architectures is None:
         return None
     names = [name.removeprefix(PREFIX) for name in config.architectures]
@@ -137,7 +139,7 @@ def derived_architectures(config: Any) -> list[str] | None:
 
 
 def check_architectures(config: Any) -> None:
-    """Raise ValueError where `architectures` names a class of other model types."""
+    """Raise ValueError if `architectures` names a class of other model types."""
     for name in config.architectures or ():
         base = name.removeprefix(PREFIX)
         if not _fits(base, type(config)):
@@ -149,33 +151,33 @@ def check_architectures(config: Any) -> None:
 
 
 def _fits(name: str, cls: Any) -> bool:
-    """Whether a derived config may be that of the class of this name; a class that no Auto class has may be any's."""
+    """Whether the class `name` can have the derived config `cls`. A class that no Auto class loads can have any."""
     types = types_of(name)
     return not types or cls.base_model_type in types
 
 
 def has_own_cap(cls: Any) -> bool:
-    """Whether the family's own config class, behind the derived one and the mixin, has `attn_logit_softcapping`."""
+    """Whether the family's own config class has `attn_logit_softcapping`. It follows the derived one and the mixin."""
     return hasattr(cls.__mro__[2], "attn_logit_softcapping")
 
 
 def _check_type(cls: Any, stored: Any) -> None:
-    """Raise ValueError for settings of another model type; the plain one's may be given a scheme.
+    """Raise ValueError for settings of another model type than the derived or the unpatched one.
 
-    A type without classes of its own, as InternLM 3, is that of the classes that serve it, as Llama's.
+    InternLM 3 and other types without model classes of their own count as the type of their classes, Llama.
     """
     if stored in (None, cls.model_type, cls.base_model_type):
         return
     base = stored.removeprefix(TYPE_PREFIX) if isinstance(stored, str) else None
     if not any(base in names and names[base] == names.get(cls.base_model_type) for names in AUTO_CLASSES.values()):
         raise ValueError(
-            f"config.json: model_type is {shorten(stored)}, and {cls.__name__} reads {cls.model_type!r}. Load it by an "
-            "Auto class, or restore the config.json that was saved with the weights"
+            f"config.json: model_type is {shorten(stored)}, and {cls.__name__} reads {cls.model_type!r}. Load it with "
+            "an Auto class, or restore the config.json that was saved with the weights"
         )
 
 
 def _check_stored_base(config: Any) -> None:
-    """Raise ValueError unless a stored config holds `qk_norm_base` exactly where the family has a cap of its own."""
+    """Raise ValueError unless a stored config has `qk_norm_base` exactly if the family has a cap of its own."""
     if (config.qk_norm_base is not None) != has_own_cap(type(config)) and config.qk_norm is not None:
         expected = '{"attn_logit_softcapping": the cap without a scheme}' if has_own_cap(type(config)) else "null"
         raise ValueError(
@@ -189,7 +191,7 @@ def _check_base(base: Any) -> None:
         return
     if not isinstance(base, dict) or set(base) != {"attn_logit_softcapping"}:
         raise ValueError(f'qk_norm_base is {shorten(base)}, expected None or {{"attn_logit_softcapping": a cap}}')
-    Scheme(softcap=base["attn_logit_softcapping"])  # raises for what is no cap
+    Scheme(softcap=base["attn_logit_softcapping"])  # raises ValueError for an invalid cap
 
 
 def _check_blend(blend: Any) -> None:
@@ -198,4 +200,4 @@ def _check_blend(blend: Any) -> None:
     if not isinstance(blend, dict) or set(blend) != {"norms", "softcap"} or not isinstance(blend["norms"], bool):
         expected = 'None or {"norms": true or false, "softcap": a cap}'
         raise ValueError(f"qk_norm_blend is {shorten(blend)}, expected {expected}")
-    Scheme(softcap=blend["softcap"])  # raises for what is no cap
+    Scheme(softcap=blend["softcap"])  # raises ValueError for an invalid cap

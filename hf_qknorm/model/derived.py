@@ -1,7 +1,7 @@
-"""Config and model classes derived from each family's own: what a patched model is.
+"""Config and model classes of patched models, derived from each family's own.
 
-A patched Llama is a `QKNormLlamaForCausalLM` with a `QKNormLlamaConfig` of model_type "qknorm_llama", so that
-everything that saves or loads a model records what it is.
+A patched Llama is a `QKNormLlamaForCausalLM` with a `QKNormLlamaConfig` of model_type "qknorm_llama". Saving and
+loading therefore need nothing but transformers' own methods.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from hf_qknorm.backends import functions
 from hf_qknorm.families import FAMILIES, Family, check_scheme, known_families
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.model.attention import install, patched_layers
+from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.model.settings import config_errors, config_file
 from hf_qknorm.model.tensor_parallel import plan_norms
-from hf_qknorm.standalone import carry_code
+from hf_qknorm.standalone.generate import set_auto_map
 
-if TYPE_CHECKING:  # the mixin stands in front of a model's own class and leans on its methods
+if TYPE_CHECKING:  # the mixin precedes a model's own class and uses its methods
     from transformers import PreTrainedModel as _Model
 else:
     _Model = object
 
 
 class QKNormModel(_Model):
-    """Mixed into a model class: builds the patched layers, and refuses backends and weights that don't fit them."""
+    """A mixin for model classes that builds the patched layers, and refuses backends and weights that don't fit."""
 
     base_class: ClassVar[type[PreTrainedModel]]
     config: Any
-    _supports_attention_backend = True  # each call goes through the interface, so that a server can put its own there
+    _supports_attention_backend = True  # servers may register attention functions of their own
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         model_type = getattr(type(config), "base_model_type", None)
@@ -55,7 +55,7 @@ class QKNormModel(_Model):
         check_scheme(model_type, config, scheme)
         with config_errors(config_file(config), config.model_type, config.architectures):
             super().__init__(config, *args, **kwargs)
-            adopt(self)
+            use_derived_classes(self)
             install(self, FAMILIES[model_type], scheme)
         plan_norms(self)
 
@@ -63,17 +63,17 @@ class QKNormModel(_Model):
         if not isinstance(module, HeadNorm):
             super()._init_weights(module)
             return
-        for parameter, fresh in ((module.weight, module.fresh), (module.bias, 0.0)):
+        for parameter, value in ((module.weight, module.initial_gain), (module.bias, 0.0)):
             if parameter is not None:
-                initialization.constant_(parameter, fresh)  # it leaves alone what came from a checkpoint
+                initialization.constant_(parameter, value)  # no effect on parameters from a checkpoint
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """No more than its base: transformers sets up less of custom code, such as buffers that no checkpoint has."""
+        """Return the base class's answer: transformers initialises fewer buffers of custom code."""
         return cls.base_class.is_custom_code()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """transformers' check of a backend; a capped scheme also refuses those that can't cap."""
+        """Check a backend as transformers does, and refuse one that can't cap if the scheme has a cap."""
         softcap = self.config.scheme.softcap or (self.config.qk_norm_blend or {}).get("softcap")
         if softcap is not None:
             requested_attention = requested_attention or functions.cap_backend(self.config)
@@ -82,42 +82,42 @@ class QKNormModel(_Model):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        return cls.base_class._can_set_attn_implementation()  # it reads the source of the class's own module
+        return cls.base_class._can_set_attn_implementation()  # which reads the source of the class's own module
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return cls.base_class._can_set_experts_implementation()
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """transformers' own; with `push_to_hub` the stand-alone code goes along."""
+        """Save as transformers does; with `push_to_hub` the stand-alone code is included."""
         if kwargs.get("push_to_hub"):
-            carry_code(self.config)
+            set_auto_map(self.config)
         super().save_pretrained(*args, **kwargs)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
-        """transformers' own push of the model alone; the stand-alone code goes along."""
-        carry_code(self.config)
+        """Push as transformers does, with the stand-alone code."""
+        set_auto_map(self.config)
         return super().push_to_hub(*args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing: transformers would save this class's file alone, and the config saves the stand-alone code."""
+        """Do nothing: transformers would save this class's file alone; the config saves the stand-alone code."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """`PreTrainedModel.from_pretrained`; raises ValueError when the scheme and the weights disagree."""
+        """Load as transformers does. Raises ValueError if the scheme and the weights disagree."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         check_loaded(model, info["missing_keys"], info["unexpected_keys"])
         check_architectures(model.config)
         for layer in patched_layers(model).values():
-            layer.removed_norm = ()  # no checkpoint keeps it
+            layer.removed_norm = ()  # a checkpoint does not hold it
         return (model, info) if output_loading_info else model
 
     @staticmethod
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """transformers' own; here dtypes can still be seen, and shapes be refused before transformers does."""
+        """Load as transformers does; check dtypes before they are cast, and shapes before transformers does."""
         check_stored(model, state_dict, checkpoint_files)
         load = super()._load_pretrained_model
         info, offloaded = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
@@ -125,16 +125,16 @@ class QKNormModel(_Model):
         return info, offloaded
 
 
-def adopt(model: PreTrainedModel) -> None:
-    """Give `model` and the family's models inside it (its base model) their derived classes, in place."""
+def use_derived_classes(model: PreTrainedModel) -> None:
+    """Change `model` and the models of a family inside it, such as its base model, to derived classes, in place."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not isinstance(module, QKNormModel) and _family_of(type(module)):
             base: Any = type(module)
-            set_class(module, derived_model(base))
+            set_model_class(module, derived_model(base))
 
 
-def set_class(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
-    """Swap a model's class, and keep `output_hidden_states` and the like working: they are registered by class."""
+def set_model_class(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
+    """Set a model's class, and register its recordable outputs (`output_hidden_states`) for that class."""
     model.__class__ = cls
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), model._can_record_outputs)
 
@@ -146,7 +146,7 @@ def _family_of(cls: type[PreTrainedModel]) -> Family | None:
 
 @cache
 def derived_config(model_type: str) -> type[PretrainedConfig]:
-    """`QKNormLlamaConfig` for "llama"."""
+    """Return the derived config class of a model type: `QKNormLlamaConfig` for "llama"."""
     base = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
     fields: dict[str, Any] = {"qk_norm": Any, "qk_norm_base": Any, "qk_norm_blend": Any}
     if not hasattr(base, "attn_logit_softcapping"):
@@ -163,7 +163,7 @@ def derived_config(model_type: str) -> type[PretrainedConfig]:
 
 @cache
 def derived_model(base: Any) -> type[PreTrainedModel]:
-    """`QKNormLlamaForCausalLM` for `LlamaForCausalLM`."""
+    """Return the derived class of a model class: `QKNormLlamaForCausalLM` for `LlamaForCausalLM`."""
     model_type = base.config_class.model_type
     config_class = derived_config(model_type)
     derived = type(
@@ -171,7 +171,7 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
         (QKNormModel, base),
         {"base_class": base, "config_class": config_class, "__module__": __name__},
     )
-    # Mixtral's experts are stored apart, GPT-NeoX's head under another name: the derived class converts them alike.
+    # Checkpoints hold Mixtral's experts apart, and GPT-NeoX's head under another name: convert them as the base does.
     for own, name in ((model_type, config_class.model_type), (base.__name__, derived.__name__)):
         conversion = get_checkpoint_conversion_mapping(own)
         if conversion is not None:
@@ -179,10 +179,10 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
     return derived
 
 
-def named(name: str) -> Any:
-    """The derived class of that name. Raises AttributeError for one that no family has."""
+def __getattr__(name: str) -> Any:
+    """Return the derived class `name`, as for pickles and Auto classes. Raises AttributeError if there is none."""
     base_name = name.removeprefix(PREFIX)
-    types = known_families()
+    types = known_families() if base_name != name else []
     for model_type in types:
         if CONFIG_MAPPING_NAMES[model_type] == base_name:
             return derived_config(model_type)
@@ -191,10 +191,3 @@ def named(name: str) -> Any:
         if base_name in dir(package):
             return derived_model(getattr(package, base_name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __getattr__(name: str) -> Any:
-    """`QKNormLlamaForCausalLM` and the like, by name: for pickling, and for those who want the class itself."""
-    if not name.startswith(PREFIX):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return named(name)

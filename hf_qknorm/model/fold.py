@@ -1,9 +1,9 @@
-"""Folding the norm in front of attention into the projections, for schemes with `pre_norm=False`.
+"""Fold the norm before attention into the projections, for schemes with `pre_norm=False`.
 
-A norm there gives gain·(x − μ)/σ + bias, with μ = 0 for RMSNorm. Behind it stands a projection, and behind that the
-scheme's own norms, which remove any scale. So the gain (and the centring) goes into the projection's columns, and σ
-falls away: exactly, where neither the norm nor the projection has a bias. A bias would have to grow with σ; it is
-right where σ is the `spread`, the mean σ of a text, by which the columns are divided.
+This norm computes gain·(x − μ)/σ + bias, with μ = 0 for RMSNorm. The projection follows, and then the scheme's norms,
+which remove any scale. So the gain (and the centring) goes into the projection's columns, and σ is dropped. This is
+exact if neither the norm nor the projection has a bias. A bias would have to grow with σ. It is exact only for inputs
+whose σ is the `spread`, the mean σ of a text, by which the columns are divided.
 
 Source: Rybakov et al. 2024 (arXiv 2410.16682), QKV_norm.
 """
@@ -22,9 +22,9 @@ from hf_qknorm.ops.norms import NORMS
 
 
 class FoldedNorm(nn.Module):
-    """What stands for a folded norm while the base model is asked for: x·spread/σ(x), over the last axis.
+    """The substitute of a folded norm while the model computes as unpatched: x·spread/σ(x), over the last axis.
 
-    σ is that of x, about its mean where `centred`; `eps` the norm's own, under the root.
+    σ is the root mean square of x, about its mean if `centred`, with the norm's own `eps` under the root.
     """
 
     def __init__(self, eps: float, centred: bool) -> None:
@@ -32,7 +32,7 @@ class FoldedNorm(nn.Module):
         self.eps, self.centred, self.spread = eps, centred, 1.0
 
     def sigma(self, x: Tensor) -> Tensor:
-        """σ of each row, `[..., 1]`, in fp32 at least."""
+        """Return σ of each row, `[..., 1]`, in fp32 at least."""
         y = x if x.dtype == torch.float64 else x.float()
         y = y - y.mean(-1, keepdim=True) if self.centred else y
         return (y.pow(2).mean(-1, keepdim=True) + self.eps).sqrt()
@@ -42,7 +42,7 @@ class FoldedNorm(nn.Module):
 
 
 def fold_weight(weight: Tensor, norm_weight: Tensor, family: Family, *, transposed: bool) -> Tensor:
-    """A projection's weight with the norm's gain (and centring) in its columns; `transposed`: columns are rows."""
+    """Return a projection's weight with the norm's gain (and centring) in its columns; rows if `transposed`."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     columns = weight.to(wide).t() if transposed else weight.to(wide)
     columns = columns * (norm_weight.to(wide) + family.gain_plus_one)
@@ -51,13 +51,13 @@ def fold_weight(weight: Tensor, norm_weight: Tensor, family: Family, *, transpos
 
 
 def fold_bias(weight: Tensor, bias: Tensor, shift: Tensor, *, transposed: bool) -> Tensor:
-    """A projection's bias with the norm's own bias `shift` behind its (unfolded) weight."""
+    """Return a projection's bias plus the norm's bias `shift` projected by the unfolded weight."""
     columns = weight.double().t() if transposed else weight.double()
     return (bias.double() + columns @ shift.double()).to(bias.dtype)
 
 
 def check_foldable(model: nn.Module, family: Family) -> None:
-    """Raise ValueError, before anything changes, for weights that aren't here or a bias that has nowhere to go."""
+    """Raise ValueError for weights that are not in memory, and for a norm's bias that no projection can take."""
     for name, layer in own_layers(model, family).items():
         norm = getattr(model.get_submodule(name.rpartition(".")[0]), family.pre_norm)
         projections = [layer.get_submodule(part) for part in family.style.weights]
@@ -68,12 +68,12 @@ def check_foldable(model: nn.Module, family: Family) -> None:
             )
         shift = getattr(norm, "bias", None)
         if shift is not None and bool(shift.any()) and any(part.bias is None for part in projections):
-            raise ValueError(f"{name}: its norm has a bias, and its projections have none that it could be folded into")
+            raise ValueError(f"{name}: its norm has a bias, and its projections have no bias to fold it into")
 
 
 @torch.no_grad()
 def fold_pre_norms(model: nn.Module) -> None:
-    """Fold every norm that the scheme has removed into the projections behind it, in place; spread 1."""
+    """Fold every norm that the scheme removed into the projections that follow it, in place, with spread 1."""
     for layer in patched_layers(model).values():
         norm: Any = layer.removed_norm[0]
         shift = getattr(norm, "bias", None)
@@ -86,14 +86,14 @@ def fold_pre_norms(model: nn.Module) -> None:
 
 
 def is_exact(model: nn.Module) -> bool:
-    """Whether a folded model's projections have no bias: then σ is removed without a trace."""
+    """Whether a folded model's projections have no bias, so that dropping σ is exact."""
     layers = patched_layers(model).values()
     return all(part.bias is None or not part.bias.any() for layer in layers for part in _projections(layer))
 
 
 @torch.no_grad()
 def set_spread(layer: QKNormAttention, spread: float) -> None:
-    """Say for which σ of the layer's input the projections' biases are right, and scale the weights to it."""
+    """Set the σ of the layer's input for which the projections' biases are exact, and scale the weights to it."""
     norm: Any = layer.removed_norm[0]
     for part in _projections(layer):
         part.weight.mul_(norm.spread / spread)

@@ -1,8 +1,8 @@
 """The knee of a patched model: how much of a vector's length its norms keep.
 
-With ε = knee·P, where P is the mean |x|ᵖ of what arrives at a norm in calibration text, x/(mean |x|ᵖ + ε)^(1/p) leaves
-vectors much shorter than (knee·P)^(1/p) as they are, up to a constant, and bounds longer ones as the plain norm does.
-It is RMSNorm's own ε, made large.
+Let P be the mean |x|ᵖ of a norm's inputs in calibration text, and ε = knee·P. Then x/(mean |x|ᵖ + ε)^(1/p) keeps the
+length of vectors much shorter than (knee·P)^(1/p), up to a constant, and bounds longer ones as the norm without a knee
+does. For RMSNorm this is its usual ε with a large value.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hf_qknorm.model.attention import device_and_dtype, head_norms, norm_copies,
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 
-Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of what arrives at a norm, by its layer's name and its own
+Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of a norm's inputs, by the names of its layer and of the norm
 
 
-def put_knee(model: Any, knee: float, powers: Powers) -> None:
-    """Give the norms of a patched model a knee, in place, and record it in layers and config; gains stay as they are.
+def apply_knee(model: Any, knee: float, powers: Powers) -> None:
+    """Set the knee of a patched model's norms, in place, and record it in layers and config. Gains don't change.
 
-    Raises ValueError, before anything changes, for a knee that the scheme can't have, an offloaded one, and a power
+    Raises ValueError, before anything changes, for a knee that the scheme can't have, an offloaded knee, and a power
     that is negative or not finite.
     """
     layers = patched_layers(model)
@@ -50,30 +50,30 @@ def put_knee(model: Any, knee: float, powers: Powers) -> None:
 
 
 def powers_of(model: Any) -> dict[tuple[str, str], float]:
-    """The mean |x|ᵖ that each norm of a patched model was given. Raises ValueError for norms without a knee."""
+    """Return the mean |x|ᵖ behind each norm's knee. Raises ValueError for norms without a knee."""
     layers = patched_layers(model).items()
     return {(name, norm_name): norm.power for name, layer in layers for norm_name, norm in head_norms(layer).items()}
 
 
-def take_knee(model: Any, knee: float) -> None:
-    """Record that the weights just loaded into a patched model, gains and ε among them, are those of `knee`."""
+def record_loaded_knee(model: Any, knee: float) -> None:
+    """Record `knee` in a patched model whose gains and ε have just been loaded with that knee."""
     for layer in patched_layers(model).values():
         for norm in chain(*norm_copies(layer).values()):
             norm.knee = knee
-    put_knee(model, knee, powers_of(model) if knee else defaultdict(float))
+    apply_knee(model, knee, powers_of(model) if knee else defaultdict(float))
 
 
 def centred_and_size(norm: HeadNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The dividend of a norm, x `[..., D]` or if centred x − mean x, and its mean |x|ᵖ `[...]`; fp32 at least."""
+    """Return x `[..., D]` (if centred x − mean x) and its mean |x|ᵖ `[...]`, in fp32 at least."""
     x = x if x.dtype == torch.float64 else x.float()
     y = x - x.mean(-1, keepdim=True) if NORMS[norm.norm].centred else x
     return y, (y * y).mean(-1) if norm.order == 2 else y.abs().pow(norm.order).mean(-1)
 
 
 def beyond_knee(norm: HeadNorm, x: Tensor) -> Tensor:
-    """Which vectors of x `[..., D]` are longer than the knee of a norm, mean |x|ᵖ > ε^(p/2): `[...]` of bool.
+    """Return which vectors of x `[..., D]` are longer than a norm's knee, mean |x|ᵖ > ε^(p/2): bool `[...]`.
 
-    Of such a vector the norm keeps the direction rather than the length.
+    The norm keeps the direction of such a vector rather than its length.
     """
     _, size = centred_and_size(norm, x)
     return size > torch.as_tensor(norm.eps, dtype=size.dtype, device=size.device).pow(norm.order / 2)

@@ -1,4 +1,4 @@
-"""Whether the weights that were loaded fit the scheme that a config tells of."""
+"""Checks that loaded weights fit the scheme in the config."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
 from hf_qknorm.model.attention import NORM_NAMES, head_norms, patched_layers
+from hf_qknorm.model.config_checks import config_file
 from hf_qknorm.model.norms import eps_problem
-from hf_qknorm.model.settings import config_file
 
 PARAMETERS: Final = ("weight", "bias", "blend", "eps")  # of a norm
 DTYPES_OF_TORCH: Final = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES: Final = frozenset(DTYPES_OF_TORCH.values())
-_ELSEWHERE = ContextVar("tensors are compared by the caller of the loading", default=False)
+_SKIPPED = ContextVar("the caller of from_pretrained compares the tensors", default=False)
 
 
 @contextmanager
-def checked_elsewhere() -> Iterator[None]:
-    """Leave missing tensors and shapes to the caller, who knows the files that they are in."""
-    token = _ELSEWHERE.set(True)
+def skip_load_checks() -> Iterator[None]:
+    """Skip the checks of missing tensors and shapes: the caller makes them, and can name the file of a tensor."""
+    token = _SKIPPED.set(True)
     try:
         yield
     finally:
-        _ELSEWHERE.reset(token)
+        _SKIPPED.reset(token)
 
 
 def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None) -> None:
-    """Raise ValueError for parameters of norms with a dtype other than floating point of 16 bits or more, and for a
-    knee's ε that is not finite or below the scheme's.
+    """Raise ValueError for norm parameters that are not floating point of 16 bits or more, and for an invalid ε.
 
-    It looks before the weights are loaded: the model casts them, and a rounded or cut gain changes what it computes.
+    A knee's ε is invalid if it is not finite or below the scheme's. The check comes before loading, which casts the
+    weights: rounded gains would change the result.
     """
-    norms = {name: norm.floor for layer in patched_layers(model).values() for name, norm in head_norms(layer).items()}
+    norms = {
+        name: norm.scheme_eps for layer in patched_layers(model).values() for name, norm in head_norms(layer).items()
+    }
     if not norms:
         return
     for where, name, tensor in _tensors(state_dict, files or []):
         *_, norm, parameter = ["", *name.split(".")]
         if norm not in norms or parameter not in PARAMETERS:
             continue
-        dtype = _called(tensor)
+        dtype = _dtype_name(tensor)
         if dtype not in DTYPES:
             raise ValueError(
                 f"{where}: {name!r} has dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}: norms are never "
@@ -57,11 +59,11 @@ def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, file
 
 
 def _tensors(state_dict: dict[str, Any] | None, files: list[str]) -> Iterator[tuple[str, str, Any]]:
-    """Where each tensor is, its name, and the tensor or, of a safetensors file, what reads it."""
+    """Yield each tensor's place, its name, and the tensor itself or its slice of a safetensors file."""
     if state_dict is not None:
         yield from (("state_dict", name, value) for name, value in state_dict.items())
         return
-    for file in filter(os.path.isfile, files):  # of others transformers says what is wrong
+    for file in filter(os.path.isfile, files):  # transformers reports missing files
         if file.endswith(".safetensors"):
             with safe_open(file, "pt") as weights:
                 names = weights.keys()
@@ -70,8 +72,8 @@ def _tensors(state_dict: dict[str, Any] | None, files: list[str]) -> Iterator[tu
             yield from ((file, name, value) for name, value in load_state_dict(file, map_location="cpu").items())
 
 
-def _called(tensor: Any) -> str:
-    """A tensor's dtype, as safetensors calls it."""
+def _dtype_name(tensor: Any) -> str:
+    """Return a tensor's dtype as safetensors writes it."""
     return tensor.get_dtype() if hasattr(tensor, "get_dtype") else DTYPES_OF_TORCH.get(tensor.dtype, str(tensor.dtype))
 
 
@@ -80,12 +82,13 @@ def _shape(tensor: Any) -> list[int]:
 
 
 def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, Any]], *, others: bool = False) -> None:
-    """Raise ValueError for norms of another shape in the weights, given as name, shape there, and shape in the model.
+    """Raise ValueError for norm parameters of another shape in the weights than in the model.
 
-    Also with `ignore_mismatched_sizes=True`: a fresh gain in the place of a trained one is another model. `others`:
-    raise RuntimeError, as transformers does, for other tensors.
+    `mismatched` holds name, shape in the weights, and shape in the model. The error is raised with
+    `ignore_mismatched_sizes=True` too: a fresh gain in place of a trained one changes the model. With `others`, other
+    tensors raise RuntimeError, as in transformers.
     """
-    if _ELSEWHERE.get():
+    if _SKIPPED.get():
         return
     own = _norm_parameters(model)
     mismatched = sorted((name, list(got), list(expected)) for name, got, expected in mismatched)
@@ -102,8 +105,8 @@ def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, An
 
 
 def check_loaded(model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Raise ValueError for norms that a loading found missing, or without a place in the scheme."""
-    if _ELSEWHERE.get():
+    """Raise ValueError for norm parameters that the weights lack, or that the scheme has no place for."""
+    if _SKIPPED.get():
         return
     own = _norm_parameters(model)
     prefix = f"{model.base_model_prefix}."
@@ -121,7 +124,7 @@ def check_loaded(model: PreTrainedModel, missing: Iterable[str], unexpected: Ite
 
 
 def _norm_parameters(model: PreTrainedModel) -> set[str]:
-    """What the norms' parameters may be called, those of any scheme."""
+    """Return the possible names of norm parameters, for any scheme."""
     return {
         f"{layer}.{norm}.{parameter}"
         for layer in patched_layers(model)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: what a model's plan must say of the new norms."""
+"""Tensor parallelism: entries for the new norms in a model's plan."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hf_qknorm.model.attention import head_norms, patched_layers
 def plan_norms(model: nn.Module) -> None:
     """Add the norms to the tensor-parallel plans of `model` and of the models inside it, in place.
 
-    Where the projections are sharded, each rank norms the heads that it has: gains of its own heads are sharded with
-    them, and of gains that all heads share it sees a part of the gradient, to be summed over the ranks.
+    If the projections are sharded, each rank norms its own heads. Gains per head are sharded with the heads. Gains that
+    all heads share are replicated, and their gradient is summed over the ranks.
     """
     for module, entries in _entries(model):
         module._tp_plan = {**module._tp_plan, **entries}
 
 
 def unplan_norms(model: nn.Module) -> None:
-    """Undo `plan_norms`, while the norms are still there."""
+    """Undo `plan_norms`, before the norms are removed."""
     for module, entries in _entries(model):
         module._tp_plan = {key: style for key, style in module._tp_plan.items() if key not in entries}
 
 
 def _entries(model: nn.Module) -> list[tuple[Any, dict[str, str]]]:
-    """The models that have a plan, with what it says of their norms; layers' numbers are wildcards."""
+    """Return the models that have a plan with the entries for their norms; wildcards replace layer numbers."""
     found = []
     for module in model.modules():
         plan: dict[str, str] = (getattr(module, "_tp_plan", None) or {}) if isinstance(module, PreTrainedModel) else {}

@@ -1,4 +1,4 @@
-"""Multimodal models: which tower of one is patched, and that its checkpoint gives the patched tower back."""
+"""Multimodal models: the tower that is patched, and the check that a checkpoint restores it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hf_qknorm.families import FAMILIES, Family
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.families.refused import REFUSED
 from hf_qknorm.model.attention import own_layers, patched_layers
-from hf_qknorm.model.plain_classes import PlainClassError
+from hf_qknorm.model.unpatched_classes import UnpatchedClassError
 
 
 def towers_of(model: PreTrainedModel) -> dict[str, str]:
-    """For each model within a multimodal `model`, by its path, the key under which the config has its own."""
+    """Map the path of each model inside a multimodal `model` to its key in the config."""
     if model.config.model_type.removeprefix(TYPE_PREFIX) in FAMILIES:
         return {}
     keys = {id(getattr(model.config, key, None)): key for key in model.config.sub_configs}
@@ -29,9 +29,9 @@ def towers_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 def pick_tower(model: PreTrainedModel, name: str | None) -> tuple[str, str] | None:
-    """Path and config key of the tower of that name, by default the text tower; None for a model that has no towers.
+    """Return path and config key of a tower, by default the text tower; None for a model without towers.
 
-    Raises ValueError for a name that no tower has, and where there is not one text tower to be the default.
+    Raises ValueError for an unknown name, and without a name unless there is exactly one text tower.
     """
     towers = towers_of(model)
     if name is None:
@@ -44,37 +44,37 @@ def pick_tower(model: PreTrainedModel, name: str | None) -> tuple[str, str] | No
     if name is None and not towers:
         return None
     if name is None:
-        reason = REFUSED.get(model.config.model_type, "it has no one text tower")
-        raise ValueError(f"{type(model).__name__}: {reason}. Name one, as tower=...: {', '.join(towers)}")
+        reason = REFUSED.get(model.config.model_type, "it does not have exactly one text tower")
+        raise ValueError(f"{type(model).__name__}: {reason}. Name a tower, tower=...: {', '.join(towers)}")
     has = f"its towers are {', '.join(towers)}" if towers else "it has no towers"
     raise ValueError(f"tower={name!r} is not possible for {type(model).__name__}: {has}")
 
 
-def check_travels(model: PreTrainedModel, path: str, key: str, config: PretrainedConfig, family: Family) -> None:
-    """Raise ValueError unless a checkpoint of `model` whose `key` is the patched `config` has the patched tower again.
+def check_saved_tower(model: PreTrainedModel, path: str, key: str, config: PretrainedConfig, family: Family) -> None:
+    """Raise ValueError unless a checkpoint of `model`, with the patched `config` under `key`, restores the tower.
 
-    The model is built once more from what would be saved, without memory for its weights.
+    The model is built on the meta device from the config that would be saved.
     """
     saved = with_config(model.config, key, config)
     expected = {f"{path}.{name}" for name in own_layers(model.get_submodule(path), family)}
     there: set[str] = set()
     try:
         again = type(saved).from_dict(copy.deepcopy(saved.to_dict()))
-    except PlainClassError:
+    except UnpatchedClassError:
         again = None
     if again is not None and type(getattr(again, key)) is type(config):
         with torch.device("meta"):
             there = {name for name in patched_layers(type(model)(again)) if name.startswith(f"{path}.")}
     if there != expected:
         raise ValueError(
-            f"{type(model).__name__} builds its {path} from a class of its own, whatever {key} says: a checkpoint of "
-            f"the whole would lose the scheme. Patch and save that tower by itself: "
-            f"patch_model(model.{path}, ...).save_pretrained(...)"
+            f"{type(model).__name__} builds its {path} from a fixed class instead of {key}'s: a checkpoint of the "
+            f"whole model would lose the scheme. Patch and save that tower by itself: patch_model(model."
+            f"{path}, ...).save_pretrained(...)"
         )
 
 
 def with_config(config: PretrainedConfig, key: str, part: Any) -> PretrainedConfig:
-    """A copy of a multimodal config with another `part` under `key`; the rest is shared."""
+    """Return a shallow copy of a multimodal config with `part` under `key`."""
     changed = copy.copy(config)
     setattr(changed, key, part)
     return changed

@@ -1,8 +1,8 @@
-"""What config.json says so that transformers' own classes refuse a patched checkpoint, also without this package.
+"""Settings in config.json that make transformers' own classes refuse a patched checkpoint, with or without hf_qknorm.
 
-They read which implementation of attention and of experts a model asks for, and refuse one that they don't know.
-Otherwise a plain Llama would load the weights, and lose the scheme. There are two settings, because callers of
-`from_pretrained` often name the first, which then takes the place of the one in the file.
+A plain Llama would load the weights and lose the scheme. Transformers refuses a model whose config asks for an unknown
+implementation of attention or of experts. Both settings are used, because `from_pretrained` callers often override the
+first.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ NOTICES: Final = {"attn_implementation": NOTICE, "experts_implementation": NOTIC
 
 
 def is_notice(key: str, value: Any) -> bool:
-    """Whether a setting is such a one; a later version's text may differ behind the colon."""
+    """Whether a setting is such a notice. The text after the colon may differ between versions."""
     return key in NOTICES and isinstance(value, str) and value.startswith("qk_norm:")

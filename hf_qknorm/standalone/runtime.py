@@ -1,6 +1,6 @@
-"""What the code that travels with a checkpoint has in place of the package's own definitions.
+"""Substitutes for parts of the package in the generated stand-alone file.
 
-There is nothing but PyTorch and transformers then: attention is plain, and its own file is what is saved again.
+The file has PyTorch and transformers alone: attention is eager, and a saved checkpoint gets a copy of the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.masking_utils import eager_mask
 from hf_qknorm.backends.functions import eager_attention
 
 DERIVED: Final = "hf_qknorm.model.derived"
-OWN_BACKENDS: Final = ("hf_qknorm", "hf_qknorm_eager")  # the one that checkpoints ask for; both are plain here
+OWN_BACKENDS: Final = ("hf_qknorm", "hf_qknorm_eager")  # checkpoints ask for the first; both are eager here
 CAP_BACKENDS: Final = (
     *OWN_BACKENDS,
     "eager",
@@ -31,21 +31,21 @@ CAP_BACKENDS: Final = (
 )
 
 
-def installed(config: str) -> ModuleType | None:
-    """The package's own derived classes, where it is installed and has the class `config`: they win.
+def installed_package(config: str) -> ModuleType | None:
+    """Return the module of hf_qknorm's derived classes, if hf_qknorm is installed and has the class `config`.
 
-    None for a folder that only shares the package's name, as a clone in the working directory does, and for a version
-    that has no such model. An installed package that is broken raises its own ImportError.
+    Returns None for a folder that only shares the package's name, such as a clone in the working directory, and for a
+    version without this model. A broken installation raises its own ImportError.
     """
     try:
         package = import_module(DERIVED)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{DERIVED}.".startswith(f"{error.name}."):  # a part that it needs is missing
+        if error.name is None or not f"{DERIVED}.".startswith(f"{error.name}."):  # a dependency is missing
             raise
         return None
     if not hasattr(package, config):
         logging.getLogger("hf_qknorm").warning(
-            "the installed hf_qknorm has no %s: the code beside the checkpoint runs it, without kernels", config
+            "the installed hf_qknorm has no %s: the code beside the checkpoint is used, without kernels", config
         )
         return None
     return package
@@ -59,24 +59,23 @@ def register() -> None:
 
 
 def set_module_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Swap the class of a module that is being built: no hook of accelerate is on it yet."""
+    """Set the class of a module under construction, which has no accelerate hook yet."""
     module.__class__ = cls
 
 
 def execution_device(*modules: nn.Module) -> None:
-    """Where accelerate's hooks run a module that is being built: there are none yet."""
+    """Return no device: a module under construction has no accelerate hook yet."""
 
 
-def carry_code(config: Any) -> None:
-    """Name this file's classes in a config that came with it, without the Hub's name that loading put before them."""
+def set_auto_map(config: Any) -> None:
+    """Name this file's classes in a config, without the repository name that loading from the Hub puts before them."""
     config.auto_map = {auto: name.rpartition("--")[2] for auto, name in (config.auto_map or {}).items()}
 
 
-def write_code(config: Any, folder: Path) -> None:
-    """Put this file, which runs the model, into `folder`, and name its classes in the config."""
-    carry_code(config)
-    own = Path(__file__)
+def write_standalone_code(config: Any, folder: Path) -> None:
+    """Copy this file into `folder`, and name its classes in the config."""
+    set_auto_map(config)
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as temporary:  # a killed run leaves the old file or the new one
-        copy = Path(shutil.copy(own, temporary))
-        copy.replace(folder / own.name)
+        copy = Path(shutil.copy(__file__, temporary))
+        copy.replace(folder / copy.name)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_qknorm.model.adapters import unwrap_peft
 from hf_qknorm.model.attention import head_norms, patched_layers
 
 Batches = Sequence[dict[str, Tensor]]
@@ -134,7 +135,7 @@ def copy_into(parameter: nn.Parameter, value: Tensor) -> None:
 def unwrap(model: nn.Module) -> Any:
     """The transformers model inside DistributedDataParallel and PEFT's wrapper."""
     inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # PEFT has this method
+    return unwrap_peft(inner)
 
 
 def gather_batches(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ranks) -> list[dict[str, Tensor]]:

@@ -28,8 +28,7 @@ def visible_keys(
         )
     padding = mask if mask is not None and mask.dim() == 2 else None  # of flash attention, causal or not by the layer
     mask = None if padding is not None else mask
-    boundaries = options.get("cu_seq_lens_q")
-    seen = structure(layer, q, k, k, mask, options["sliding_window"], options.get("is_causal"), boundaries)
+    seen = structure(layer, q, k, k, mask, options)
     if padding is not None:
         seen = _between(seen, q.shape[2], padding.bool())
     if real is None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
-from hf_qknorm.model.hooks import input_device
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.bounds import logit_bound
 from hf_qknorm.stats.distributed import ONE_PROCESS, Batches, Ranks, full_tensor

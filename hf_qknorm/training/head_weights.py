@@ -16,9 +16,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.families import FAMILIES, Family, family_of
-from hf_qknorm.families.fused import NEOX
-from hf_qknorm.families.learned import BIGCODE
-from hf_qknorm.families.partial import PERSIMMON
 from hf_qknorm.model.attention import own_layers, patched_layers
 
 
@@ -111,7 +108,7 @@ def _parts(name: str, layer: Any, family: Family) -> dict[str, HeadWeights]:
         heads = heads_kv * getattr(layer, "num_key_value_groups", 1)
         return {"q": HeadWeights(q, heads, dim, _size(q) // heads), "k": HeadWeights(k, heads_kv, dim, dim)}
     fused = _projection(name, layer, style.weights[0])
-    if style in (NEOX, PERSIMMON) or (style is BIGCODE and not layer.multi_query):
+    if style.interleaved(layer):
         return {"q": HeadWeights(fused, heads, dim, 3 * dim), "k": HeadWeights(fused, heads, dim, 3 * dim, begin=dim)}
     return {"q": HeadWeights(fused, heads, dim, dim), "k": HeadWeights(fused, heads_kv, dim, dim, begin=heads * dim)}
 

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from hf_qknorm.model.attention import QKNormAttention, head_norms, norm_copies
-from hf_qknorm.model.knees import powers_of, put_knee, take_knee
+from hf_qknorm.model.knees import apply_knee, powers_of, record_loaded_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.observers import require_patched
 from hf_qknorm.training.blend import check_share
@@ -57,7 +57,7 @@ def set_knee(model: nn.Module, knee: float) -> None:
         for name, layer in layers.items()
         for norm_name, norm in head_norms(layer).items()
     }
-    put_knee(model, knee, powers)
+    apply_knee(model, knee, powers)
     for name, layer in layers.items():
         norms = norm_copies(layer)
         for norm_name, copies in norms.items():
@@ -115,7 +115,7 @@ class KneeSchedule(TrainerCallback, ExportableState):
         _check_run(args, model)
         if state.global_step:
             self.start, knee = _saved(state)
-            take_knee(model, knee)
+            record_loaded_knee(model, knee)
         else:
             self.start = knee_of(model)
             if self.start <= self.target:
@@ -189,7 +189,7 @@ def _saved(state: TrainerState) -> tuple[float, float]:
 
 def _factor(norm: HeadNorm, power: float, knee: float) -> float:
     """The factor on a gain that keeps the length of a vector of mean |x|ᵖ `power` at another knee."""
-    own = power + norm.floor ** (norm.order / 2)
+    own = power + norm.scheme_eps ** (norm.order / 2)
     return ((own + knee * power) / (own + norm.knee * power)) ** (1 / norm.order)
 
 

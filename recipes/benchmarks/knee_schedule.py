@@ -35,7 +35,7 @@ from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
-from hf_qknorm.model.knees import put_knee
+from hf_qknorm.model.knees import apply_knee
 
 ARMS = ("blend", "knee")
 SCHEME = Scheme(q="auto", k="auto", softcap=50.0)
@@ -99,7 +99,7 @@ class Trained:
     def start(self, arm: str) -> Any:
         model = patch_model(copy.deepcopy(self.base), SCHEME)
         if arm == "knee":
-            put_knee(model, self.knee, mean_squares(model, self.calibration))
+            apply_knee(model, self.knee, mean_squares(model, self.calibration))
         calibrate(model, self.calibration, "moments", max_tokens=2**20)
         return model
 

@@ -81,4 +81,4 @@ def put(model: Any, epsilons: Mapping[Key, Tensor]) -> None:
     """Set each norm's ε: a number, or `[H, 1]` for one per head, which no scheme offers."""
     for key, norm in norms(model).items():
         del norm.eps
-        norm.register_buffer("eps", (epsilons[key] + norm.floor).float())
+        norm.register_buffer("eps", (epsilons[key] + norm.scheme_eps).float())

@@ -30,7 +30,7 @@ from transformers import HfArgumentParser
 from hf_qknorm import SCHEMES
 from hf_qknorm.demo.training import decay_groups
 from hf_qknorm.files.atomic_io import replace_text
-from hf_qknorm.model.norms import fresh_scalar
+from hf_qknorm.model.norms import initial_scalar_gain
 from hf_qknorm.scheme import Scheme
 
 ORDERS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
@@ -80,7 +80,7 @@ def run_one(p: float, fresh: str, size: Size, rate: float, text: Characters, see
 
 def fixed_gain(size: Size) -> float:
     """Return Henry's gain, which does not depend on the order."""
-    return fresh_scalar(Scheme(q="l2", k="l2", gain="scalar"), "l2", size.length, size.width // size.heads, 1.0)
+    return initial_scalar_gain(Scheme(q="l2", k="l2", gain="scalar"), "l2", size.length, size.width // size.heads, 1.0)
 
 
 def sweep(options: Options, runs: Runs) -> dict[tuple[float, str], list[Row]]:

@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from hf_qknorm import SCHEMES, Inspection
-from hf_qknorm.convert.advice import KneeTrial, KneeTrials, Situation, advise, rank
+from hf_qknorm.convert.advice import advise
 from hf_qknorm.convert.inspection_plots import heat_map, knee_curve
+from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
 from hf_qknorm.stats.records import LayerStatistics
 
 
@@ -30,8 +31,22 @@ def inspection(layers: int, heads: int, size: float = 10.0, cap: float = 50.0) -
         )
         for i in range(layers)
     }
-    known = Situation(found, cap, dict.fromkeys(found, 4.5))
-    fields = ("made/up", "llama", 4096, 256, cap, None, None, None, {}, found, known.even, rank(known), advise(known))
+    known = Measurements(found, cap, dict.fromkeys(found, 4.5))
+    fields = (
+        "made/up",
+        "llama",
+        4096,
+        256,
+        cap,
+        None,
+        None,
+        None,
+        {},
+        found,
+        known.even,
+        rank_layers(known),
+        advise(known),
+    )
     return Inspection(*fields)
 
 
@@ -103,7 +118,7 @@ def test_a_failed_drawing_leaves_the_old_one(monkeypatch, tmp_path):
 
 def test_matplotlib_is_imported_only_to_draw():
     code = (
-        "import sys, hf_qknorm.cli, hf_qknorm.convert.inspect, hf_qknorm.demo.story, hf_qknorm.hub.card, "
+        "import sys, hf_qknorm.cli, hf_qknorm.convert.inspect, hf_qknorm.demo.run, hf_qknorm.hub.card, "
         "hf_qknorm.training.logit_monitor; sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""A patched model is loaded by the Auto class that its base is loaded by; `pytest --all-families` takes every pair."""
+"""The Auto class of the base loads the patched model; `pytest --all-families` runs every pair."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_qknorm import FAMILIES, Scheme, patch_model
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import AUTO_CLASSES
-from hf_qknorm.standalone import standalone_code
+from hf_qknorm.standalone.generate import standalone_code
 
 NORMED, CAPPED = Scheme(q="rms", k="rms", softcap=5.0), Scheme(softcap=5.0)
 PAIRS = [(auto, t) for auto, names in AUTO_CLASSES.items() for t in known_families() if t in names]
@@ -67,7 +67,7 @@ def test_it_loads_what_was_saved(pair: tuple[str, str], tmp_path: Path) -> None:
 
 
 def test_the_table_is_that_of_transformers() -> None:
-    """Those that a literal list once left out, and the composite model that is none of a family's."""
+    """Classes that a hand-written list once missed, and a composite model that belongs to no family."""
     assert {"AutoModelForPreTraining", "AutoModelForTextEncoding", "AutoModelForNextSentencePrediction"} <= set(FEW)
     assert "AutoModelForDecision" not in AUTO_CLASSES
 

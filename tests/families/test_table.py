@@ -1,6 +1,10 @@
-"""The table of families: printed, and the page that is made of it."""
+"""The table of families as printed, and FAMILIES.md, which is generated from it."""
 
 from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
 
 from hf_qknorm import FAMILIES
 from hf_qknorm.families import REFUSED, table
@@ -9,10 +13,18 @@ from hf_qknorm.families import REFUSED, table
 def test_each_family_has_a_row():
     lines = table.text().splitlines()
     assert [line.split()[0] for line in lines[1:]] == list(FAMILIES) == sorted(FAMILIES)
-    assert len({line.index(line.split()[1], len(line.split()[0])) for line in lines[1:]}) == 1, "columns stand in line"
+    assert len({line.index(line.split()[1], len(line.split()[0])) for line in lines[1:]}) == 1, "columns are aligned"
 
 
-def test_what_the_rows_say():
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_named_file_holds_the_style(model_type):
+    name = {row[0]: row[1] for row in table.rows()}[model_type]
+    assert table.PAGE.with_name(f"{name}.py").is_file()
+    style = FAMILIES[model_type].style
+    assert any(value is style for value in vars(import_module(f"hf_qknorm.families.{name}")).values())
+
+
+def test_rows_of_some_families():
     rows = {name: rest for name, *rest in table.rows()}
     assert rows["llama"] == ["separate", "rms", "-", "all"]
     assert rows["gemma2"] == ["separate", "rms", "a cap", "all"]
@@ -21,7 +33,7 @@ def test_what_the_rows_say():
     assert rows["deepseek_v3"] == ["latent", "rms", "a latent cache", "a cap"]
 
 
-def test_the_page_is_not_stale():
+def test_the_page_is_up_to_date():
     page = table.PAGE.read_text(encoding="utf-8")
     assert page == table.markdown(), "run python -m hf_qknorm.families.table"
     assert all(f"| `{name}` | {why} |" in page for name, why in REFUSED.items())

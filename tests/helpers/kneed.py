@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_qknorm import Scheme, patch_model, peft_modules_to_save
 from hf_qknorm.model.attention import head_norms, patched_layers
-from hf_qknorm.model.knees import powers_of, put_knee
+from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.model.norms import HeadNorm
 
 RMS = Scheme(q="rms", k="rms")
@@ -34,7 +34,7 @@ def kneed(case: str = "rms", knee: float = KNEE, **settings: Any) -> PreTrainedM
     model_type, scheme = SCHEMES[case]
     model = randomise(patch_model(sharp_model(model_type, **settings), dataclasses.replace(scheme, knee=knee)))
     powers = {key: 0.1 + 0.2 * i for i, key in enumerate(powers_of(model))}
-    put_knee(model, knee, powers)
+    apply_knee(model, knee, powers)
     return model.eval()
 
 

@@ -97,7 +97,7 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     for norm in (module for module in model.modules() if isinstance(module, HeadNorm)):
         if norm.knee:
             norm.set_knee(norm.knee, 2 * float(torch.rand((), generator=generator)))
-        for parameter, centre in ((norm.weight, norm.fresh), (norm.bias, 0.0)):
+        for parameter, centre in ((norm.weight, norm.initial_gain), (norm.bias, 0.0)):
             if parameter is not None:
                 noise = torch.randn(parameter.shape, generator=generator) * 0.3
                 parameter.copy_(centre * (1 + noise) if centre else noise)

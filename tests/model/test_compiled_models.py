@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
-from hf_qknorm.model.knees import powers_of, put_knee
+from hf_qknorm.model.knees import apply_knee, powers_of
 
 MODELS = [(t, "qk_norm_cap" if applies(t, SCHEMES["qk_norm_cap"]) else "soft_cap") for t in MODEL_TYPES]
 MODELS += [("llama", "none"), ("llama", "lp"), ("llama", "qkv_norm"), ("gpt2", "qkv_norm")]
@@ -61,7 +61,7 @@ def test_one_graph_serves_every_knee():
     counter, powers, found = CompileCounterWithBackend("aot_eager"), powers_of(model), []
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for knee, graphs in ((4.0, 1), (0.5, 1), (32.0, 1), (0.0, 2)):  # a number in place of a buffer is another graph
-        put_knee(model, knee, powers)
+        apply_knee(model, knee, powers)
         found.append(compiled(**batch).logits)
         assert_near(found[-1], model(**batch).logits, TOLERANCE)
         assert counter.frame_count == graphs
@@ -98,7 +98,7 @@ def test_padding_in_a_compiled_model(model_type):
 
 
 @torch.no_grad()
-def test_a_compiled_step_behind_a_right_padded_prompt():
+def test_a_compiled_step_after_a_right_padded_prompt():
     model = randomise(patch_model(sharp_model("mistral"), Scheme(softcap=2.0)))
     prompt = padded("right")
     step = {

@@ -1,4 +1,4 @@
-"""The ε of a knee survives every way of saving and loading, in fp32; one that can't be right is refused by name."""
+"""The ε of a knee is saved and loaded in fp32 in every way; an invalid one is refused with its name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
-from hf_qknorm.model.knees import powers_of, put_knee
+from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.scheme import STORED
 
 KNEED = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, knee=4.0)
@@ -90,17 +90,17 @@ def test_round_trip(how, tmp_path):
         assert torch.equal(again[name], eps), name
 
 
-def test_a_knee_that_is_offloaded_is_not_changed_in_vain(tmp_path):
-    """Its buffer has no memory, and each call brings in what was loaded."""
+def test_an_offloaded_knee_can_not_be_changed(tmp_path):
+    """The norm's buffer has no memory, and accelerate loads its value for each call."""
     model = made()
     model.save_pretrained(tmp_path / "saved")
     options = {**OFFLOADED, "offload_folder": tmp_path / "offload"}
     there = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
-    put_knee(there, 1.0, powers_of(there))
-    put_knee(model, 1.0, powers_of(model))
+    apply_knee(there, 1.0, powers_of(there))
+    apply_knee(model, 1.0, powers_of(model))
     assert torch.equal(logits(there), logits(model))
     away = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", offload_buffers=True, **options)
-    for change in (lambda: powers_of(away), lambda: put_knee(away, 1.0, powers_of(model))):
+    for change in (lambda: powers_of(away), lambda: apply_knee(away, 1.0, powers_of(model))):
         with pytest.raises(ValueError, match="on the meta device: load the model without offload_buffers=True"):
             change()
     assert away.config.scheme == KNEED
@@ -131,16 +131,16 @@ HARMED: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         lambda w: w.update({NAME: w[NAME].to(torch.float8_e4m3fn)}),
         "'{name}' has dtype .*expected one of BF16",
     ),
-    "NaN": (lambda w: w[NAME].fill_(float("nan")), "'{name}' is nan, expected a finite number of at least"),
-    "infinite": (lambda w: w[NAME].fill_(float("inf")), "'{name}' is inf, expected a finite number of at least"),
-    "zero": (lambda w: w[NAME].fill_(0.0), "'{name}' is 0, expected a finite number of at least"),
-    "negative": (lambda w: w[NAME].fill_(-1.0), "'{name}' is -1, expected a finite number of at least"),
-    "below the scheme's": (lambda w: w[NAME].fill_(1e-9), "'{name}' is 1e-09, .* at least the scheme's eps, 1e-06"),
+    "NaN": (lambda w: w[NAME].fill_(float("nan")), "'{name}' is nan, expected a finite number ≥"),
+    "infinite": (lambda w: w[NAME].fill_(float("inf")), "'{name}' is inf, expected a finite number ≥"),
+    "zero": (lambda w: w[NAME].fill_(0.0), "'{name}' is 0, expected a finite number ≥"),
+    "negative": (lambda w: w[NAME].fill_(-1.0), "'{name}' is -1, expected a finite number ≥"),
+    "below the scheme's": (lambda w: w[NAME].fill_(1e-9), "'{name}' is 1e-09, .* ≥ 1e-06, the scheme's eps"),
 }
 
 
 @pytest.mark.parametrize("harm", HARMED)
-def test_an_eps_that_can_not_be_right_is_refused(harm, checkpoint):
+def test_an_invalid_eps_is_refused(harm, checkpoint):
     change, message = HARMED[harm]
     edit_weights(checkpoint, change)
     message = message.replace("{name}", re.escape(NAME)) + r"[\s\S]*Restore the"
@@ -177,7 +177,9 @@ def test_a_state_dict_in_another_dtype_leaves_eps_in_fp32():
 @pytest.mark.parametrize("strict", [False, True])  # Trainer goes back to its best checkpoint by False
 def test_a_state_dict_with_knees_does_not_fit_norms_without(strict):
     plain = patch_model(sharp_model("llama"), Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True))
-    with pytest.raises(RuntimeError, match="eps is there, and the norm has no knee. Load the checkpoint by from_pre"):
+    with pytest.raises(
+        RuntimeError, match="eps is in the weights, and the norm has no knee. Load the checkpoint by from_pre"
+    ):
         plain.load_state_dict(made().state_dict(), strict=strict)
 
 
@@ -193,13 +195,13 @@ def test_a_scheme_and_weights_of_which_one_has_no_knee(ignore, checkpoint, tmp_p
 
 
 @pytest.mark.parametrize("knee", [-1.0, float("nan"), float("inf"), "4", True, None, 10**400], ids=str)
-def test_a_knee_that_makes_no_sense(knee, checkpoint):
+def test_an_impossible_knee_is_refused(knee, checkpoint):
     edit_scheme(checkpoint, knee=knee)
     with pytest.raises(ValueError, match=r"Scheme\(knee=.* is not possible: expected a finite number ≥ 0"):
         AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
-def test_without_a_knee_a_checkpoint_says_nothing_of_one(tmp_path):
+def test_without_a_knee_config_and_weights_have_no_knee(tmp_path):
     made(Scheme(q="rms", k="rms")).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["qk_norm"].keys() == {*STORED}
     assert not [name for name in load_file(tmp_path / "model.safetensors") if name.endswith("eps")]
@@ -224,7 +226,7 @@ def llava(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_tower_has_its_knees_again(llava):
+def test_a_tower_saves_and_loads_its_knees(llava):
     again = AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float16)
     expected = load_file(llava / "model.safetensors")
     stored = {name: value for name, value in expected.items() if name.endswith(".eps")}
@@ -234,7 +236,7 @@ def test_a_tower_has_its_knees_again(llava):
 
 
 @pytest.mark.parametrize("harm", HARMED)
-def test_a_towers_eps_that_can_not_be_right_is_refused(harm, llava):
+def test_an_invalid_eps_of_a_tower_is_refused(harm, llava):
     stored = next(
         name for name in load_file(llava / "model.safetensors") if name.endswith("layers.1.self_attn.k_norm.eps")
     )

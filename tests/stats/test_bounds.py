@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.families import known_families
 from hf_qknorm.model.attention import as_unpatched, patched_layers, start_blend
-from hf_qknorm.model.knees import put_knee
+from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.bounds import logit_bound, rotary_scale, worst_bound
 from hf_qknorm.stats.logit_statistics import logit_statistics
@@ -246,7 +246,7 @@ def test_the_bound_depends_on_gains_and_not_on_the_knee():
     model = patch_model(tiny_model("llama"), "qk_norm")
     before = worst_bound(model)
     names = [(name, norm) for name in patched_layers(model) for norm in ("q_norm", "k_norm")]
-    put_knee(model, 8.0, dict.fromkeys(names, 2.0))
+    apply_knee(model, 8.0, dict.fromkeys(names, 2.0))
     assert worst_bound(model) == before
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_qknorm import Scheme, calibrate, logit_statistics, patch_model, peft_modules_to_save, set_blend
 from hf_qknorm.families import known_families
 from hf_qknorm.model.attention import as_unpatched, head_norms, norm_copies, patched_layers
-from hf_qknorm.model.knees import powers_of, put_knee
+from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.training.blend import blend_of
 
@@ -190,7 +190,7 @@ def knees(model: Any) -> dict[str, Tensor]:
 def test_a_knee_reaches_every_copy_and_loads_with_the_adapter(tmp_path):
     patched(KNEED).save_pretrained(tmp_path / "base")
     adapted = wrapped(patched(KNEED))
-    put_knee(adapted, 2.0, powers_of(adapted))
+    apply_knee(adapted, 2.0, powers_of(adapted))
     assert adapted.get_base_model().config.scheme.knee == 2
     assert len(knees(adapted)) == 12
     for name, eps in knees(adapted).items():
@@ -210,10 +210,10 @@ def test_a_knee_reaches_every_copy_and_loads_with_the_adapter(tmp_path):
 def test_every_copy_loses_and_gains_a_knee():
     adapted = wrapped(patched(KNEED))
     powers, expected = powers_of(adapted), logits(adapted)
-    put_knee(adapted, 0.0, powers)
+    apply_knee(adapted, 0.0, powers)
     assert not knees(adapted)
     assert not torch.allclose(logits(adapted), expected, atol=1e-3)
-    put_knee(adapted, KNEED.knee, powers)
+    apply_knee(adapted, KNEED.knee, powers)
     assert_near(logits(adapted), expected, 1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The knees in a patched layer's state dict."""
+"""The knees' ε in a patched layer's state dict."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-_LOADING = ContextVar("transformers loads a checkpoint", default=False)
+_LOADING = ContextVar("transformers is loading a checkpoint", default=False)
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """While transformers loads a checkpoint into a model."""
+    """Mark that transformers is loading a checkpoint into a model."""
     token = _LOADING.set(True)
     try:
         yield
@@ -23,14 +23,14 @@ def loading() -> Iterator[None]:
         _LOADING.reset(token)
 
 
-class KneeStates(nn.Module):
-    """Mixed into a layer whose norms may have a knee: its state dict fits other tools, and its norms, or is refused."""
+class KneeStateDict(nn.Module):
+    """A mixin for layers whose norms may have a knee: adapts state dicts to FSDP, and checks loaded ones."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's own. Of a sharded layer without memory a knee's eps is a DTensor, as the layer's parameters are.
+        """Return PyTorch's state dict. In a sharded layer on the meta device, a knee's eps is a replicated DTensor.
 
-        accelerate's `fsdp_cpu_ram_efficient_loading` asks each tensor for its mesh, to send it there from rank 0;
-        transformers, while it loads a checkpoint, takes a DTensor for one that has an axis to be sharded.
+        accelerate's `fsdp_cpu_ram_efficient_loading` reads the mesh of each tensor, to send it there from rank 0.
+        While transformers loads a checkpoint, eps stays a plain tensor: it would shard a DTensor along an axis.
         """
         state = super().state_dict(*args, **kwargs)
         if _LOADING.get():
@@ -43,15 +43,15 @@ class KneeStates(nn.Module):
         return state
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """PyTorch's own; also with `strict=False`, as Trainer and PEFT have it, a knee that no norm has is an error."""
+        """Load as PyTorch does. An eps of a norm without a knee is an error with `strict=False` (Trainer, PEFT) too."""
         *_, errors = args
         own = {f"{prefix}{name}" for name in self._knees()}
         for key in sorted(state_dict.keys() - own):
             norm, _, rest = key.removeprefix(prefix).partition(".")
             if key.startswith(prefix) and norm.endswith("_norm") and rest.rpartition(".")[2] == "eps":
                 errors.append(
-                    f"{key} is there, and the norm has no knee. Load the checkpoint by from_pretrained, or the adapter "
-                    "into the model that it was trained on"
+                    f"{key} is in the weights, and the norm has no knee. Load the checkpoint by from_pretrained, or "
+                    "the adapter into the model that it was trained on"
                 )
         load: Any = super()._load_from_state_dict
         load(state_dict, prefix, *args)
@@ -60,6 +60,6 @@ class KneeStates(nn.Module):
         return {name: buffer for name, buffer in self.named_buffers() if name.rpartition(".")[2] == "eps"}
 
 
-def plain(eps: Tensor) -> Tensor:
-    """A knee's eps out of a state dict, where the layer computes."""
+def local_tensor(eps: Tensor) -> Tensor:
+    """Return a knee's eps from a state dict as a plain tensor on its mesh's device type."""
     return eps.to_local().to(eps.device_mesh.device_type) if isinstance(eps, DTensor) else eps

@@ -1,4 +1,4 @@
-"""The probe of causality: it leaves no trace, and what fails in it is told from what patching breaks."""
+"""The causality check leaves no trace, and tells a failing model or backend from a failing patch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from transformers import AttentionInterface, PreTrainedModel
 from hf_qknorm import patch_model
 from hf_qknorm.model import attention
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.causality import can_check_causality, is_causal
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.plain_attention import PlainAttention
-from hf_qknorm.model.probe import can_probe, is_causal
 from hf_qknorm.ops import reference
 
 
 @pytest.fixture
 def register() -> Iterator[Callable[[Callable[..., Any]], None]]:
-    """Registers an attention function under the name "theirs", without a mask function, for the length of a test."""
+    """Register an attention function as "theirs", without a mask function, for the duration of a test."""
     yield lambda function: AttentionInterface.register("theirs", function)
     AttentionInterface._global_mapping.pop("theirs", None)
 
 
 def count_calls(model: PreTrainedModel) -> None:
-    """Let the last norm count its calls, in a buffer and an attribute, and draw a number."""
+    """Make the last norm count its calls, in a buffer and an attribute, and draw a random number."""
     norm: Any = model.model.norm
     forward = norm.forward
     norm.register_buffer("calls", torch.zeros(()))
@@ -45,7 +45,7 @@ def count_calls(model: PreTrainedModel) -> None:
     norm.forward = counting
 
 
-def test_a_probe_leaves_no_trace():
+def test_the_check_leaves_no_trace():
     model = sharp_model("llama").train()
     model.model.layers[0].eval()
     count_calls(model)
@@ -116,7 +116,7 @@ def test_a_backend_that_loses_causality_is_refused(switched, register):
     ("model_type", "settings"),
     [("gemma3_text", {"use_bidirectional_attention": True}), ("llama", {"is_causal": False})],
 )
-def test_a_model_that_is_not_causal_by_itself_is_patched(model_type, settings, caplog):
+def test_a_bidirectional_model_is_patched(model_type, settings, caplog):
     model = sharp_model(model_type, **settings)
     model.set_attn_implementation("eager")
     assert not is_causal(model)
@@ -128,7 +128,7 @@ def test_a_patch_that_breaks_the_forward_is_undone(monkeypatch):
     def fail(*args: Any, **options: Any) -> Any:
         raise ZeroDivisionError("in our code")
 
-    monkeypatch.setattr(PlainAttention, "_attend", fail)
+    monkeypatch.setattr(PlainAttention, "_norm_rotate_attend", fail)
     model = sharp_model("llama")
     before = fingerprint(model)
     with pytest.raises(RuntimeError, match="the unpatched model's does not: ZeroDivisionError: in our code"):
@@ -136,7 +136,7 @@ def test_a_patch_that_breaks_the_forward_is_undone(monkeypatch):
     assert fingerprint(model) == before
 
 
-def test_a_patch_that_stops_half_way_is_undone(monkeypatch):
+def test_an_interrupted_patch_is_undone(monkeypatch):
     calls: list[Any] = []
     add_norms = attention._add_norms
 
@@ -156,13 +156,13 @@ def test_a_patch_that_stops_half_way_is_undone(monkeypatch):
     assert torch.equal(model(**make_batch("left")).logits, expected)
 
 
-def test_what_is_not_probed():
-    assert can_probe(sharp_model("llama"))
-    assert not can_probe(sharp_model("llama").to("meta"))
-    assert not can_probe(sharp_model("llama", vocab_size=1))
+def test_models_that_are_not_checked():
+    assert can_check_causality(sharp_model("llama"))
+    assert not can_check_causality(sharp_model("llama").to("meta"))
+    assert not can_check_causality(sharp_model("llama", vocab_size=1))
 
 
-def test_a_model_that_gives_nan_is_not_said_to_lose_causality():
+def test_nan_outputs_do_not_count_as_lost_causality():
     model = tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 0})
     patch_model(model, "qk_norm_cap")
     assert model(torch.arange(8)[None]).logits.isnan().all()

@@ -1,4 +1,4 @@
-"""accelerate's hooks, by which a model runs on several devices or with weights that are brought in for each call."""
+"""accelerate's hooks, which run a model on several devices or with offloaded weights."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from torch import nn
 
 
-def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Swap the module's class. Its hook shadows `forward` on the instance: it comes off meanwhile."""
+def set_module_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Set the module's class. Its hook is removed meanwhile, since it shadows `forward` on the instance."""
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         remove_hook_from_module(module)
-        vars(module).pop("forward", None)  # left behind: the old class's, on the instance
+        vars(module).pop("forward", None)  # the hook leaves the old class's on the instance
     module.__class__ = cls
     if hook is not None:
         add_hook_to_module(module, hook)
 
 
 def execution_device(*modules: nn.Module) -> torch.device | None:
-    """Where the first of the modules whose hooks name a device runs; None where none does."""
+    """Return the device of the first module whose hook names one, or None."""
     devices = (getattr(hook, "execution_device", None) for module in modules for hook in _hooks(module))
     return next((torch.device(device) for device in devices if device is not None), None)
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a transformers model takes its inputs: where its hook computes, if its first weights are offloaded."""
+    """Return the device for a model's inputs: if its first weights are offloaded, where its hook computes."""
     device: torch.device = model.device
     return device if device.type != "meta" else execution_device(model) or torch.device("cpu")
 
 
-def check_room(model: nn.Module, layers: Iterable[str]) -> None:
-    """Raise ValueError for a layer whose weights a hook brings in all together, which knows no new ones."""
+def check_offload(model: nn.Module, layers: Iterable[str]) -> None:
+    """Raise ValueError for a layer whose weights one hook loads together, since it would not load new weights."""
     for name in layers:
         path = name.split(".")
         for above in (".".join(path[:depth]) for depth in range(len(path) + 1)):
             for hook in _hooks(model.get_submodule(above)):
                 if isinstance(hook, AlignDevicesHook) and hook.offload and hook.place_submodules:
                     raise ValueError(
-                        f"{name}: accelerate brings in all weights of {above or 'the model'} together "
-                        "(preload_module_classes), and would not find those of a new norm. Patch the model first and "
-                        "offload it then, or offload it without preload_module_classes"
+                        f"{name}: accelerate loads all weights of {above or 'the model'} together "
+                        "(preload_module_classes), and would miss a new norm's. Patch the model first and offload it "
+                        "after, or offload it without preload_module_classes"
                     )
 
 

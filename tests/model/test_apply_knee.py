@@ -1,4 +1,4 @@
-"""`put_knee`: every norm of a patched model at once, and nothing where one can't have it."""
+"""`apply_knee` sets every norm of a patched model, or none if one can't have the knee."""
 
 import math
 
@@ -8,7 +8,7 @@ from tables import fingerprint, make_batch, randomise, sharp_model
 
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.model.knees import powers_of, put_knee
+from hf_qknorm.model.knees import apply_knee, powers_of
 
 
 def patched(knee: float):  # type: ignore[no-untyped-def]
@@ -16,33 +16,33 @@ def patched(knee: float):  # type: ignore[no-untyped-def]
 
 
 @torch.no_grad()
-def test_a_knee_is_put_in_place_changed_and_taken_away() -> None:
+def test_a_knee_is_applied_changed_and_removed() -> None:
     model, plain = patched(4.0), patched(0.0)
     before, powers = model.state_dict(), powers_of(model)
     assert len(powers) == 6
-    put_knee(model, 2.0, powers)
+    apply_knee(model, 2.0, powers)
     assert all(x.data_ptr() == before[name].data_ptr() for name, x in model.state_dict().items())
     assert model.config.scheme.knee == 2.0
     assert all(layer.scheme == model.config.scheme for layer in patched_layers(model).values())
     assert powers_of(model) == pytest.approx(powers)
-    put_knee(model, 0.0, powers)
+    apply_knee(model, 0.0, powers)
     plain.load_state_dict(model.state_dict())
     assert fingerprint(model) == fingerprint(plain)
     assert torch.equal(model(**make_batch("left")).logits, plain(**make_batch("left")).logits)
     with pytest.raises(ValueError, match="without a knee"):
         powers_of(model)
-    put_knee(model, 4.0, powers)
+    apply_knee(model, 4.0, powers)
     assert powers_of(model) == pytest.approx(powers)
 
 
 @pytest.mark.parametrize(("knee", "power"), [(-1.0, 1.0), (math.nan, 1.0), (2.0, math.nan), (2.0, -1.0), (2.0, None)])
-def test_what_it_refuses_changes_nothing(knee: float, power: float | None) -> None:
+def test_a_refused_knee_changes_nothing(knee: float, power: float | None) -> None:
     model = patched(4.0)
     before, eps = fingerprint(model), {name: x.clone() for name, x in model.state_dict().items()}
     powers = powers_of(model)
     last = list(powers)[-1]
     powers = {**powers, last: power} if power is not None else {key: x for key, x in powers.items() if key != last}
     with pytest.raises(KeyError if power is None else ValueError, match="knee|norm"):
-        put_knee(model, knee, powers)
+        apply_knee(model, knee, powers)
     assert fingerprint(model) == before
     assert all(torch.equal(x, eps[name]) for name, x in model.state_dict().items())

@@ -1,0 +1,147 @@
+"""Generate the stand-alone file of a patched model type, and put it beside a checkpoint.
+
+The file `modeling_qknorm.py` runs the checkpoint with torch and transformers alone. README.md tells how it is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX
+from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.files.names import CODE_FILE
+from hf_qknorm.files.paths import user_path
+from hf_qknorm.standalone.bundler import Bundle
+from hf_qknorm.standalone.notice import NOTICES
+
+_FAMILIES = ("hf_qknorm.families", "FAMILIES")
+_RUNTIME = "hf_qknorm.standalone.runtime"
+_ROOTS = (
+    ("hf_qknorm.model.derived", "derived_config"),
+    ("hf_qknorm.model.derived", "derived_model"),
+    (_RUNTIME, "installed_package"),
+    (_RUNTIME, "register"),
+)
+_REPLACED = {
+    ("hf_qknorm.model.attention", "QKNormAttention"): ("hf_qknorm.model.plain_attention", "PlainAttention"),
+    ("hf_qknorm.backends.functions", "CAP_BACKENDS"): (_RUNTIME, "CAP_BACKENDS"),
+    ("hf_qknorm.model.accelerate_hooks", "execution_device"): (_RUNTIME, "execution_device"),
+    ("hf_qknorm.model.accelerate_hooks", "set_module_class"): (_RUNTIME, "set_module_class"),
+    ("hf_qknorm.standalone.generate", "set_auto_map"): (_RUNTIME, "set_auto_map"),
+    ("hf_qknorm.standalone.generate", "write_standalone_code"): (_RUNTIME, "write_standalone_code"),
+}
+_HEAD = '''"""{config} and its models: a {base} whose attention is normalised, capped, or both.
+
+This file runs the checkpoint beside it with torch and transformers alone:
+
+    AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)
+
+hf_qknorm generates it from its own sources, without the fused kernels. If hf_qknorm is installed, its own classes are
+used instead: they load the same checkpoints, and run the kernels. Apache-2.0.
+"""
+
+'''
+_FOOT = """
+
+package = installed_package("{config}")
+if package is None:
+    register()
+{own}
+else:
+{theirs}
+"""
+
+
+def auto_map(model_type: str) -> dict[str, str]:
+    """Return the class of the stand-alone file for each Auto class that loads a patched `model_type`.
+
+    If the Auto class has several, as for DeiT's two classifiers, it is the first, which can be trained.
+    """
+    classes = {"AutoConfig": CONFIG_MAPPING_NAMES[model_type]}
+    for auto, names in AUTO_CLASSES.items():
+        if model_type in names:
+            name = names[model_type]
+            classes[auto] = name if isinstance(name, str) else name[0]
+    return {auto: f"{Path(CODE_FILE).stem}.{PREFIX}{name}" for auto, name in classes.items()}
+
+
+@cache
+def standalone_code(model_type: str) -> str:
+    """Return the text of the stand-alone file for a patched `model_type`."""
+    config, *models = dict.fromkeys(name.rpartition(".")[2] for name in auto_map(model_type).values())
+    bases = {name: getattr(transformers, name.removeprefix(PREFIX)) for name in models}
+    types = {name: base.config_class.model_type for name, base in bases.items()}
+    bundle = Bundle(_ROOTS, _REPLACED, {_FAMILIES: tuple(sorted({model_type, *types.values()}))})
+    own = [f'{config} = derived_config("{model_type}")']
+    for name, base in bases.items():
+        own.append(f"{name} = derived_model(transformers.{base.__name__})")
+        if types[name] != model_type:  # this model type uses another type's model classes
+            own.append(f"{name}.config_class = {config}")
+    foot = _FOOT.format(
+        config=config,
+        own="\n".join(f"    {line}" for line in own),
+        theirs="\n".join(f"    {name} = package.{name}" for name in (config, *models)),
+    )
+    return _HEAD.format(config=config, base=model_type) + bundle.text() + foot
+
+
+def set_auto_map(config: Any) -> None:
+    """Name the stand-alone classes in a derived `config`. Every later save of it then includes their file."""
+    config.auto_map = auto_map(config.base_model_type)
+
+
+def write_standalone_code(config: Any, folder: Path) -> None:
+    """Write the stand-alone file for a derived `config` into `folder`, and name its classes in the config."""
+    set_auto_map(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / CODE_FILE, standalone_code(config.base_model_type))
+
+
+def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None:
+    """Add the code that runs a patched checkpoint with torch and transformers alone, for `trust_remote_code=True`.
+
+    A folder gets the file `modeling_qknorm.py`, and the `auto_map` in its config.json that names the file's classes.
+    A model in memory is marked: every later `save_pretrained` or `push_to_hub` includes both.
+
+    Raises ValueError if the checkpoint is not patched, FileNotFoundError for a folder without a config.json.
+
+    >>> qk.patch_model(model, scheme="qk_norm_cap").save_pretrained("out")
+    >>> qk.add_standalone("out")
+    >>> import json
+    >>> json.load(open("out/config.json"))["auto_map"]["AutoModelForCausalLM"]
+    'modeling_qknorm.QKNormLlamaForCausalLM'
+    """
+    if isinstance(checkpoint, PreTrainedModel):
+        _base_type(checkpoint.config.model_type, type(checkpoint).__name__)
+        set_auto_map(checkpoint.config)
+        return
+    folder = user_path(checkpoint, "checkpoint")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: expected the folder of a patched checkpoint")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    model_type = _base_type(config.get("model_type") if isinstance(config, dict) else None, str(path))
+    code = standalone_code(model_type)
+    config |= {"auto_map": auto_map(model_type), **NOTICES}
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    replace_text(folder / CODE_FILE, code)
+    replace_text(path, text)
+
+
+def _base_type(model_type: Any, where: str) -> str:
+    base = model_type.removeprefix(TYPE_PREFIX) if isinstance(model_type, str) else None
+    if base == model_type or base not in FAMILIES:
+        raise ValueError(
+            f"{where}: model_type is {model_type!r}, expected a patched model's, such as {TYPE_PREFIX}llama: patch the "
+            "model with patch_model, or convert it with convert_checkpoint, first"
+        )
+    return base

@@ -1,0 +1,104 @@
+"""The dotted names that stand-alone files and pickles use, which later versions must keep (standalone/README.md)."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tables import sharp_model
+
+from hf_qknorm import patch_model, standalone
+from hf_qknorm.model import attention, derived
+from hf_qknorm.standalone.generate import auto_map, standalone_code
+from hf_qknorm.standalone.runtime import DERIVED
+
+README = Path(standalone.__file__).with_name("README.md")
+
+# How the stand-alone files of version 0.1.0 find an installed package, reduced to its imports and names.
+FILE_OF_0_1_0 = """
+from importlib import import_module
+
+DERIVED = "hf_qknorm.hub.derived"
+
+
+def installed(config):
+    try:
+        package = import_module(DERIVED)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{DERIVED}.".startswith(f"{error.name}."):
+            raise
+        return None
+    if not hasattr(package, config):
+        return None
+    return package
+
+
+package = installed("QKNormLlamaConfig")
+QKNormLlamaConfig = package.QKNormLlamaConfig
+QKNormLlamaForCausalLM = package.QKNormLlamaForCausalLM
+"""
+
+
+def pickled_names(value: Any) -> set[str]:
+    """Return the names of the package that a pickle of `value` imports, as module.name."""
+    stream = io.BytesIO(pickle.dumps(value, protocol=2))  # protocol 2 writes each name as one GLOBAL
+    names = [argument for opcode, argument, _ in pickletools.genops(stream) if opcode.name == "GLOBAL"]
+    return {name.replace(" ", ".") for name in names if name.startswith("hf_qknorm")}
+
+
+def test_names_in_a_pickled_model():
+    assert pickled_names(patch_model(sharp_model("gpt2"), "qkv_norm")) == {
+        "hf_qknorm.model.attention.QKNormGPT2Attention",
+        "hf_qknorm.model.derived.QKNormGPT2Config",
+        "hf_qknorm.model.derived.QKNormGPT2LMHeadModel",
+        "hf_qknorm.model.derived.QKNormGPT2Model",
+        "hf_qknorm.model.fold.FoldedNorm",
+        "hf_qknorm.model.norms.HeadNorm",
+        "hf_qknorm.scheme.Scheme",
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("hf_qknorm.model.derived", "QKNormLlamaConfig"),
+        ("hf_qknorm.model.derived", "QKNormLlamaForCausalLM"),
+        ("hf_qknorm.hub.derived", "QKNormLlamaForCausalLM"),
+        ("hf_qknorm.model.attention", "QKNormLlamaAttention"),
+        ("hf_qknorm.model.norms", "HeadNorm"),
+        ("hf_qknorm.model.fold", "FoldedNorm"),
+        ("hf_qknorm.scheme", "Scheme"),
+    ],
+)
+def test_each_name_imports_and_is_documented(module, name):
+    assert isinstance(getattr(import_module(module), name), type)
+    assert f"`{module}." in README.read_text(encoding="utf-8")
+
+
+def test_an_unknown_name_raises_attribute_error():
+    for module in (derived, attention, import_module("hf_qknorm.hub.derived")):
+        assert not hasattr(module, "QKNormNoSuchModel")
+
+
+def test_a_generated_file_names_the_derived_classes_alone():
+    """A stand-alone file imports one module of the package, which holds the derived classes."""
+    assert DERIVED == "hf_qknorm.model.derived"
+    code = standalone_code("llama")
+    assert f'DERIVED: Final = "{DERIVED}"' in code
+    assert not re.search(r"^\s*(from|import) hf_qknorm", code, re.MULTILINE)
+    assert 'package = installed_package("QKNormLlamaConfig")' in code
+    assert auto_map("llama")["AutoModelForCausalLM"] == "modeling_qknorm.QKNormLlamaForCausalLM"
+
+
+def test_a_file_of_version_0_1_0_finds_the_derived_classes():
+    module = ModuleType("modeling_qknorm")
+    exec(compile(FILE_OF_0_1_0, "modeling_qknorm", "exec"), vars(module))
+    assert module.QKNormLlamaConfig is derived.QKNormLlamaConfig
+    assert module.QKNormLlamaForCausalLM is derived.QKNormLlamaForCausalLM
