@@ -78,7 +78,7 @@ def _export(options: Namespace) -> None:
 
 def _inspect(options: Namespace) -> None:
     from hf_qknorm.convert.inspect import inspect_checkpoint
-    from hf_qknorm.convert.plots import heat_map, knee_curve  # imports matplotlib
+    from hf_qknorm.convert.inspection_plots import heat_map, knee_curve  # imports matplotlib
 
     out = user_path(options.out, "--out")
     names = ("inspect.json", "heatmap.png", "knees.png")
@@ -100,7 +100,7 @@ def _inspect(options: Namespace) -> None:
 
 def _monitor(options: Namespace) -> None:
     from hf_qknorm.training.logit_log import read_log
-    from hf_qknorm.training.plots import draw  # imports matplotlib
+    from hf_qknorm.training.logit_plots import draw_log  # imports matplotlib
 
     out = user_path(options.out, "--out")
     check_writable(out)
@@ -110,7 +110,7 @@ def _monitor(options: Namespace) -> None:
             raise ValueError(f"{options.log}: the log holds no sample yet")
         check_apart(out, user_path(options.log, "LOG"))
         out.parent.mkdir(parents=True, exist_ok=True)
-        draw(samples, out)
+        draw_log(samples, out)
     (name, head, largest), (sharp_name, sharp_head, least) = samples[-1].worst(), samples[-1].sharpest()
     print(
         f"step {samples[-1].step}: largest |logit| {largest:.4g} ({name}, head {head}), "

@@ -20,7 +20,7 @@ from hf_qknorm.convert import checkpoint
 from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub import card
-from hf_qknorm.training import plots
+from hf_qknorm.training import logit_plots
 
 STOPS = {"Ctrl-C": signal.SIGINT, "terminated": signal.SIGTERM, "hung up": getattr(signal, "SIGHUP", signal.SIGTERM)}
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals and pipes")
@@ -91,10 +91,10 @@ def test_an_interrupted_command_names_the_files_that_it_wrote(places, capsys, mo
     assert stopped(["push", "out", "me/tiny"], capsys) == (130, f"stopped by SIGINT: {commit}\n")
     monkeypatch.setattr(card, "replace_text", stopping())
     assert stopped(["card", "ours"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
-    monkeypatch.setattr(plots, "draw", stopping())
+    monkeypatch.setattr(logit_plots, "draw_log", stopping())
     monkeypatch.setattr("hf_qknorm.training.logit_log.read_log", lambda path: [path])
     assert stopped(["monitor", "log"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
-    monkeypatch.setattr("hf_qknorm.convert.plots.heat_map", stopping())
+    monkeypatch.setattr("hf_qknorm.convert.inspection_plots.heat_map", stopping())
     status, error = stopped(["inspect", "source", "--texts", "text.txt", "--tokens", "256"], capsys)
     assert (status, error) == (130, "stopped by SIGINT: written whole: qknorm-inspect/inspect.json\n")
     monkeypatch.setattr(cli, "export_native", stopping())

@@ -22,9 +22,9 @@ from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.stats.distributed import gathered, ranks_of, reshard, share_first, unwrapped
+from hf_qknorm.stats.distributed import Batches, broadcast_attention, gather_batches, ranks_of, reshard, unwrap
 from hf_qknorm.stats.logit_statistics import CAP
-from hf_qknorm.stats.measure import Batches, judge, layer_reports, predictions, require_causal
+from hf_qknorm.stats.measure import evaluate, layer_reports, predictions, require_causal
 from hf_qknorm.stats.records import Prediction
 from hf_qknorm.stats.report import Calibration
 
@@ -86,11 +86,11 @@ def calibrate(
     >>> report.loss - report.base_loss < 0.1  # nats
     True
     """
-    ranks, bare = ranks_of(model), unwrapped(model)
+    ranks, bare = ranks_of(model), unwrap(model)
     method, knee = resolve_method(_scheme_of(bare), method, knee, max_loss_increase)
     _check_supported(bare, method, knee)
     batches = batches_for(bare, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
-    batches = gathered(batches, max_tokens, ranks)
+    batches = gather_batches(batches, max_tokens, ranks)
     check_batches(batches, bare.config)
     count = min(LOSS_BATCHES, max(len(batches) // 10, 1))
     held_out, fitted = batches[:count], batches[count:] or batches
@@ -112,10 +112,10 @@ def calibrate(
             closed_form(text, float(knee)).apply(float(knee), gains=method != "ones")
         if method.startswith("fit"):
             fit_gains(bare, fitted, held_out, steps=steps, projections=method == "fit_qk")
-        compared = judge(bare, held_out, cap, ranks)
+        compared = evaluate(bare, held_out, cap, ranks)
         _check_rise(compared.base, compared.own, max_loss_increase)
         layers = layer_reports(bare, compared.before, compared.after)
-    share_first(model, ranks)
+    broadcast_attention(model, ranks)
     tokens, held_out_tokens = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, held_out))
     from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
     report = Calibration(
@@ -132,7 +132,7 @@ def calibrate(
         dataset=hub_name(data) if isinstance(data, str) else None,
         knees=tried,
     )
-    return ranks.first(report)
+    return ranks.broadcast(report)
 
 
 def resolve_method(

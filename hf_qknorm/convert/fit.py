@@ -18,7 +18,7 @@ from hf_qknorm.convert.gains import named_norms
 from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.adapters import is_adapter_layer
 from hf_qknorm.model.attention import QKNormAttention, as_unpatched, patched_layers
-from hf_qknorm.stats.measure import Batches
+from hf_qknorm.stats.distributed import Batches
 
 HELD_OUT = 2  # batches that the gains are judged on
 CHECKS = 10  # how often the gains are judged in a fit

@@ -17,8 +17,7 @@ from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms,
 from hf_qknorm.model.fold import set_spread
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.stats.distributed import ALONE, Ranks, reshard, write
-from hf_qknorm.stats.measure import Batches
+from hf_qknorm.stats.distributed import ONE_PROCESS, Batches, Ranks, copy_into, reshard
 
 NormKey = tuple[str, str]  # a layer's name, and the name of a norm in it
 
@@ -37,7 +36,7 @@ class ClosedFormGains:
         batches: Batches,
         expected: Mapping[NormKey, float],
         knees: Sequence[float],
-        ranks: Ranks = ALONE,
+        ranks: Ranks = ONE_PROCESS,
     ) -> ClosedFormGains:
         """Sum over `batches` in one pass through the unpatched model. Ranks with different data divide the batches.
 
@@ -47,11 +46,11 @@ class ClosedFormGains:
         for _ in range(2):
             sums = {key: NormSums(norm, knees, expected[key]) for key, norm in named_norms(model).items()}
             with _observed_inputs(model, {found.norm: found.add for found in sums.values()}) as run:
-                for batch, counts in tqdm(ranks.dealt(batches), desc="moments", unit="batch", leave=False):
+                for batch, counts in tqdm(ranks.own_batches(batches), desc="moments", unit="batch", leave=False):
                     run(batch, counts)
             for found in sums.values():
-                found.power.total = ranks.over_data(ranks.over_heads(found.power.total))
-                found.sums = [ranks.over_data(x) for x in found.sums]
+                found.power.total = ranks.sum_over_data(ranks.sum_over_heads(found.power.total))
+                found.sums = [ranks.sum_over_data(x) for x in found.sums]
             if all(found.covers(knee) for found in sums.values() for knee in knees):
                 break
             expected = {key: found.power.value for key, found in sums.items()}
@@ -71,7 +70,7 @@ class ClosedFormGains:
         for norm_name, norm in norms.items():
             if norm.weight is None:
                 continue
-            shape = self.ranks.here(norm.weight).shape
+            shape = self.ranks.local_part(norm.weight).shape
             gain, bias = self.sums[name, norm_name].solve(knee, shape, norm.bias is not None, self.ranks)
             factor = 1.0
             if norm_name == "q_norm" or (norm_name == "k_norm" and "q_norm" not in norms):
@@ -79,12 +78,12 @@ class ClosedFormGains:
             if norm_name == "q_norm" and "k_norm" in norms and norms["k_norm"].weight is None:
                 keys, _ = self.sums[name, "k_norm"].solve(knee, (1,), False, self.ranks)
                 factor *= float(keys)
-            write(norm.weight, gain * factor)
+            copy_into(norm.weight, gain * factor)
             if norm.bias is not None:
-                write(norm.bias, bias * factor)
+                copy_into(norm.bias, bias * factor)
 
 
-def mean_powers(model: Any, batches: Batches, ranks: Ranks = ALONE) -> dict[NormKey, float]:
+def mean_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> dict[NormKey, float]:
     """The mean |x|ᵖ of the inputs of each norm of a patched model, computed by the unpatched model."""
     return ClosedFormGains.from_text(model, batches, dict.fromkeys(named_norms(model), 0.0), (), ranks).powers
 

@@ -38,8 +38,9 @@ from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.stats.bounds import logit_bound, worst_bound
+from hf_qknorm.stats.distributed import Batches
 from hf_qknorm.stats.logit_statistics import CAP
-from hf_qknorm.stats.measure import Batches, layer_statistics, predictions, require_causal
+from hf_qknorm.stats.measure import layer_statistics, predictions, require_causal
 from hf_qknorm.stats.records import Prediction
 
 

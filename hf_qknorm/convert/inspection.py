@@ -12,8 +12,8 @@ from typing import Any
 from hf_qknorm.convert.advice import Advice, scheme_name
 from hf_qknorm.convert.measurements import KneeTrials, Risk
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.stats.records import LayerStatistics, Prediction, predictions_table
-from hf_qknorm.stats.report import FORMAT, save_json
+from hf_qknorm.stats.records import FORMAT, LayerStatistics, Prediction, predictions_table
+from hf_qknorm.stats.report import save_json
 from hf_qknorm.stats.tables import READING, ROWS, aligned, bound_cell, mean, over_names, pair_of_means, rest
 
 WIDTH = 100  # of the advice, in characters

@@ -12,8 +12,8 @@ import torch
 
 from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms
 from hf_qknorm.model.knees import apply_knee
-from hf_qknorm.stats.distributed import reshard
-from hf_qknorm.stats.measure import Batches, predictions
+from hf_qknorm.stats.distributed import Batches, reshard
+from hf_qknorm.stats.measure import predictions
 from hf_qknorm.stats.records import Prediction
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def search_knee(
     def cost_at(knee: float) -> float:
         if knee not in tried:
             gains.apply(knee)
-            tried[knee] = gains.ranks.first(predictions(gains.model, held_out)[1])
+            tried[knee] = gains.ranks.broadcast(predictions(gains.model, held_out)[1])
         return cost(base, tried[knee])
 
     limit = tolerance(base, fresh) if max_cost is None else max_cost

@@ -88,7 +88,7 @@ class NormSums:
         sums = self.at(knee)
         if len(shape) == 1:
             axes = (0,) if shape[0] == sums[0].shape[1] else (0, 1)
-            sums = [ranks.over_heads(x.sum(axes, keepdim=True)) for x in sums]
+            sums = [ranks.sum_over_heads(x.sum(axes, keepdim=True)) for x in sums]
         nn, nx, n, x, count = sums
         if bias:
             nn, nx = nn - n * n / count, nx - n * x / count

@@ -24,7 +24,6 @@ from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert.calibrate import calibrate
 from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
 from hf_qknorm.convert.text import check_batches, check_text, default_length, load_text, sample_batches, tokenize
-from hf_qknorm.demo.plots import plot_logits, plot_losses
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files.atomic_io import new_folder
@@ -88,6 +87,8 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     for name, model in models.items():
         patch_model(model, SCHEMES["none"] if name == "unpatched" else scheme)
     calibration = calibrate(models["calibrated"], batches.calibration)
+    from hf_qknorm.demo.run_plots import plot_logits, plot_losses  # imports matplotlib
+
     runs = {name: _continue_training(model, batches, settings, name) for name, model in models.items()}
     with new_folder(out, check) as folder:
         models["calibrated"].eval().save_pretrained(folder / MODEL)

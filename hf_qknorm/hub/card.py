@@ -73,9 +73,9 @@ def write_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) ->
     kept = _keep_card(path)
     plots: list[str] = []
     if report is not None:
-        from hf_qknorm.hub.plots import draw  # imports matplotlib
+        from hf_qknorm.hub.card_plots import draw_report  # imports matplotlib
 
-        plots = draw(report, path)
+        plots = draw_report(report, path)
     replace_text(path / CARD, text)
     return tuple(path / name for name in (CARD, *plots, *kept))
 
@@ -217,7 +217,7 @@ def _layer(name: str, layer: LayerReport, has_knee: bool) -> Markdown:
 
     largest, *others = (" → ".join(pair) for pair in zip(cells(layer.before), cells(layer.after), strict=True))
     bound = "–" if layer.bound is None else format_fixed(layer.bound, 1)
-    beyond = [_means(layer.beyond_q, layer.beyond_k, ".2%")] if has_knee else []
+    beyond = [_means(layer.after.beyond_q, layer.after.beyond_k, ".2%")] if has_knee else []
     return _row(name, largest, bound, *beyond, *others, _means(layer.gain_q, layer.gain_k, ".3g"))
 
 

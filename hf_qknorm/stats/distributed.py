@@ -1,4 +1,4 @@
-"""Calibration by several processes: who shares a model with whom, and how sums, gains and data go around."""
+"""Calibration in several processes: the process groups of a model, reductions, sharded parameters, and data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,38 +19,37 @@ Batches = Sequence[dict[str, Tensor]]
 
 
 class Ranks(NamedTuple):
-    """The processes that compute with one model, or None for this one alone.
+    """The process groups of a model; None for this process alone.
 
-    Those of `data` have a copy or a shard of the weights each, and see different batches. Those of `heads` have some of
-    the heads each (tensor parallelism), and see the same batches.
+    The ranks of `data` have a copy or a shard of the weights each, and different batches. The ranks of `heads` have
+    some of the heads each (tensor parallelism), and the same batches.
     """
 
     data: Any = None
     heads: Any = None
 
-    def dealt(self, batches: Batches) -> list[tuple[dict[str, Tensor], bool]]:
-        """This rank's part of the batches, and whether each counts: a rank that is short of one repeats the last."""
+    def own_batches(self, batches: Batches) -> list[tuple[dict[str, Tensor], bool]]:
+        """This rank's batches, and whether each counts: a rank with one batch less repeats the last."""
         if self.data is None:
             return [(batch, True) for batch in batches]
         rank, size = dist.get_rank(self.data), dist.get_world_size(self.data)
-        turns = -(-len(batches) // size)
-        places = [turn * size + rank for turn in range(turns)]
-        return [(batches[min(i, len(batches) - 1)], i < len(batches)) for i in places]
+        indices = range(rank, -(-len(batches) // size) * size, size)
+        return [(batches[min(i, len(batches) - 1)], i < len(batches)) for i in indices]
 
-    def over_data(self, x: Tensor) -> Tensor:
-        """The sum of x `[...]`, on the CPU in fp64, over the ranks that have different data."""
-        return _summed(x, self.data)
+    def sum_over_data(self, x: Tensor) -> Tensor:
+        """The sum of x `[...]`, on the CPU in fp64, over the ranks with different batches."""
+        return _all_reduce(x, self.data)
 
-    def over_heads(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks that have different heads."""
-        return _summed(x, self.heads)
+    def sum_over_heads(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks with different heads."""
+        return _all_reduce(x, self.heads)
 
-    def here(self, parameter: Tensor) -> Tensor:
-        """A gain or bias as far as this rank's heads have it."""
+    def local_part(self, parameter: Tensor) -> Tensor:
+        """The part of a gain or bias that belongs to this rank's heads."""
         return parameter.to_local() if self.heads is not None and isinstance(parameter, DTensor) else parameter
 
-    def first(self, value: Any) -> Any:
-        """The first rank's value: all ranks decide alike."""
+    def broadcast(self, value: Any) -> Any:
+        """The first rank's value."""
         for group in self:
             if group is not None:
                 box = [value]
@@ -59,8 +57,8 @@ class Ranks(NamedTuple):
                 value = box[0]
         return value
 
-    def all_heads(self, values: tuple[float, ...]) -> tuple[float, ...]:
-        """The numbers of all heads, from those of each rank's."""
+    def gather_heads(self, values: tuple[float, ...]) -> tuple[float, ...]:
+        """The numbers of all heads, from the numbers of each rank's heads."""
         if self.heads is None:
             return values
         parts: list[tuple[float, ...]] = [()] * dist.get_world_size(self.heads)
@@ -68,51 +66,63 @@ class Ranks(NamedTuple):
         return tuple(value for part in parts for value in part)
 
 
-ALONE = Ranks()
+ONE_PROCESS = Ranks()
+
+
+def world_size() -> int:
+    """The number of processes; 1 without torch.distributed."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that writes and warns."""
+    return world_size() == 1 or dist.get_rank() == 0
 
 
 def ranks_of(model: nn.Module) -> Ranks:
-    """The processes that share a model that is wrapped or sharded for them.
+    """The process groups of a wrapped or sharded model.
 
-    Raises ValueError for a model that is sharded in several ways at once, or by DeepSpeed.
+    Raises ValueError for a model that is sharded by DeepSpeed, in several ways, or over some of the processes.
     """
     if isinstance(model, DistributedDataParallel):
         return Ranks(data=model.process_group)
-    sharded, parallel = _fully_sharded(model), getattr(unwrapped(model), "_tp_size", None) is not None
-    if any(hasattr(p, "ds_id") for p in model.parameters()) or (sharded and parallel):  # DeepSpeed's mark
+    sharded, parallel = bool(_fsdp_modules(model)), getattr(unwrap(model), "_tp_size", None) is not None
+    if any(hasattr(p, "ds_id") for p in model.parameters()) or (sharded and parallel):  # DeepSpeed sets ds_id
         raise ValueError(
-            "this model is sharded by DeepSpeed, or in several ways at once: calibrate it before, and save it"
+            "this model is sharded by DeepSpeed or in several ways at once: calibrate it before sharding, and save it"
         )
-    if sharded:
-        mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-        if mesh.size() != dist.get_world_size():
-            raise ValueError("this model is sharded over a part of the processes: calibrate it before, and save it")
-        return Ranks(data=dist.group.WORLD)
+    if not (sharded or parallel):
+        return ONE_PROCESS
+    mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     if parallel:
-        mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
         return Ranks(heads=mesh.get_group())
-    return ALONE
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            "this model is sharded over a part of the processes: calibrate it before sharding, and save it"
+        )
+    return Ranks(data=dist.group.WORLD)
 
 
-def _fully_sharded(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule  # slow to import
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Let the parameters of a fully sharded model be its shards, which forward passes may leave whole."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """Free the full parameters of an FSDP2 model that a forward pass left in place of the shards."""
+    for module in _fsdp_modules(model):
+        module.reshard()
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """A gain or bias whole, whether it is sharded or not; every rank has to ask."""
+def full_tensor(parameter: Tensor) -> Tensor:
+    """A gain or bias with all shards; every rank must call this."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.no_grad()
-def write(parameter: nn.Parameter, value: Tensor) -> None:
-    """Write a gain or bias, the whole or this rank's heads, into a parameter that may be sharded."""
+def copy_into(parameter: nn.Parameter, value: Tensor) -> None:
+    """Copy a full gain or bias, or the part of this rank's heads, into a parameter that may be sharded."""
     value = value.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
         parameter.copy_(value)
@@ -122,38 +132,38 @@ def write(parameter: nn.Parameter, value: Tensor) -> None:
         parameter.to_local().copy_(value)
 
 
-def unwrapped(model: nn.Module) -> Any:
-    """The transformers model within DistributedDataParallel and PEFT's wrapper."""
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-    return unwrap_peft(model)
+def unwrap(model: nn.Module) -> Any:
+    """The transformers model inside DistributedDataParallel and PEFT's wrapper."""
+    inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    return unwrap_peft(inner)
 
 
-def gathered(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ranks) -> list[dict[str, Tensor]]:
-    """The batches of all ranks: each one's first, then each one's second, … of up to `max_tokens` tokens.
+def gather_batches(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ranks) -> list[dict[str, Tensor]]:
+    """The batches of all ranks, up to `max_tokens` tokens: the first of each rank, then the second of each, ….
 
-    That is the order from which accelerate and `DistributedSampler` dealt them. Where all ranks have the same, once.
+    This restores the order before accelerate or `DistributedSampler` split the data. If all ranks have the same
+    batches, these are returned once.
     """
     if ranks.data is None:
-        return ranks.first(batches)
+        return ranks.broadcast(batches)
     shards: list[Batches] = [[] for _ in range(dist.get_world_size(ranks.data))]
     dist.all_gather_object(shards, [{key: x.cpu() for key, x in batch.items()} for batch in batches], ranks.data)
     if all(_equal(shard, shards[0]) for shard in shards):
         return batches
     found: list[dict[str, Tensor]] = []
-    seen = 0
+    tokens = 0
     for batch in (b for turn in zip_longest(*shards) for b in turn if b is not None):
-        if seen >= max_tokens:
+        if tokens >= max_tokens:
             break
         found.append(batch)
-        seen += batch["input_ids"].numel()
+        tokens += batch["input_ids"].numel()
     return found
 
 
 @torch.no_grad()
-def share_first(model: nn.Module, ranks: Ranks) -> None:
-    """Put the first rank's attention parameters and knees into the copies of the model that other ranks have."""
-    if ranks.data is None or _fully_sharded(model):
+def broadcast_attention(model: nn.Module, ranks: Ranks) -> None:
+    """Copy the first rank's attention parameters and knees to the other ranks' copies of the model."""
+    if ranks.data is None or _fsdp_modules(model):
         return
     for layer in patched_layers(model).values():
         knees = (norm.eps for norm in head_norms(layer).values() if isinstance(norm.eps, Tensor))
@@ -161,7 +171,7 @@ def share_first(model: nn.Module, ranks: Ranks) -> None:
             dist.broadcast(tensor.data, group=ranks.data, group_src=0)
 
 
-def _summed(x: Tensor, group: Any) -> Tensor:
+def _all_reduce(x: Tensor, group: Any) -> Tensor:
     if group is None:
         return x
     device = "cpu" if "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo" else "cuda"

@@ -1,4 +1,4 @@
-"""The logits of one attention call, measured: by the kernels where they can tell, else a block at a time."""
+"""Measure the logits of one attention call: by a kernel where that suffices, else in blocks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hf_qknorm.ops import library, tiled
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 
-def visible(
+def visible_keys(
     layer: nn.Module, q: Tensor, k: Tensor, mask: Any, options: dict[str, Any], real: Tensor | None
 ) -> Structure:
-    """Which keys each real query may see; `mask` and `options` are what the attention function gets.
+    """The keys that each real query sees; `mask` and `options` are the attention function's arguments.
 
-    `real` `[B, T]` says which queries are no padding, which right of the tokens may attend to them; None: all.
+    `real` `[B, T]` is False for padding, whose queries see no key; None if there is no padding.
 
-    Raises ValueError for flex attention's block masks, which are programs.
+    Raises ValueError for flex attention's block masks, which are functions.
     """
     if mask is not None and not isinstance(mask, Tensor):
+        backend, kind = layer.config._attn_implementation, type(mask).__name__  # type: ignore[union-attr]
         raise ValueError(
-            f"the mask of {layer.config._attn_implementation} is a {type(mask).__name__}, which can't be watched: "  # type: ignore[union-attr]
-            'set_attn_implementation("hf_qknorm") first'
+            f'the mask of {backend} is a {kind}, which cannot be watched: set_attn_implementation("hf_qknorm") first'
         )
-    padding = mask if mask is not None and mask.dim() == 2 else None  # flash attention's; causality is the layer's
+    padding = mask if mask is not None and mask.dim() == 2 else None  # of flash attention, causal or not by the layer
     mask = None if padding is not None else mask
     seen = structure(layer, q, k, k, mask, options)
     if padding is not None:
@@ -45,9 +45,9 @@ def visible(
 def measure(
     q: Tensor, seen: Structure, scale: float, softcap: float | None, cap: float
 ) -> tuple[tiled.HeadStatistics, Tensor]:
-    """`tiled.head_statistics` of q `[B, H, T, D]`, and the entropy (nats) of attention that is even over what is seen.
+    """`tiled.head_statistics` of q `[B, H, T, D]`, and the entropy of uniform attention over the visible keys, in nats.
 
-    The largest logit of a head whose queries or keys are not all finite is NaN.
+    The largest logit of a head with queries or keys that are not finite is NaN.
     """
     keys = _keys_seen(q, seen)
     even = keys.clamp_min(1).float().log().sum() / (keys > 0).sum().clamp_min(1)
@@ -63,7 +63,7 @@ def measure(
 def measure_by_kernels(
     q: Tensor, seen: Structure, scale: float, softcap: float | None, cap: float
 ) -> tiled.HeadStatistics | None:
-    """The same in one launch; None where kernels don't serve, or logits are over cap/2, as they count none."""
+    """The same by one kernel; None for unsupported inputs, and for logits over cap/2, which kernels do not count."""
     if seen.mask is not None or scale <= 0 or library.why_not_fused(q, seen.key, seen.key) is not None:
         return None
     options = Options(scale, softcap, seen.causal, seen.window)
@@ -77,7 +77,7 @@ def measure_by_kernels(
 
 
 def _between(seen: Structure, queries: int, padding: Tensor) -> Structure:
-    """The structure, of keys from the first real one to the last: `padding` `[B, S]` is True for these."""
+    """Restrict `seen` to the keys from the first real one to the last; `padding` `[B, S]` is True for real keys."""
     key = torch.arange(padding.shape[1], device=padding.device)
     start, stop = torch.where(padding, key, len(key)).amin(-1), torch.where(padding, key + 1, 0).amax(-1)
     own = torch.arange(queries, device=padding.device) + seen.key.shape[2] - queries
@@ -87,7 +87,7 @@ def _between(seen: Structure, queries: int, padding: Tensor) -> Structure:
 
 
 def _span(own: Tensor, seen: Structure) -> tuple[Tensor, Tensor]:
-    """The keys that causality and window let a query see whose own is `own`: the first, and the one behind the last."""
+    """The first and last + 1 of the keys that a query at position `own` sees through causality and window."""
     keys, window = seen.key.shape[2], seen.window
     stop = own + 1 if seen.causal else torch.full_like(own, keys) if window is None else own + window + 1
     start = torch.zeros_like(own) if window is None else own - window + (1 if seen.causal else 0)
@@ -95,7 +95,7 @@ def _span(own: Tensor, seen: Structure) -> tuple[Tensor, Tensor]:
 
 
 def _keys_seen(q: Tensor, seen: Structure) -> Tensor:
-    """How many keys each query sees, `[B or 1, H or 1, T]`."""
+    """The number of keys that each query sees, `[B or 1, H or 1, T]`."""
     if seen.mask is not None:
         mask = seen.mask if seen.mask.dtype == torch.bool else seen.mask > torch.finfo(seen.mask.dtype).min
         return mask.sum(-1).expand(-1, -1, q.shape[2])

@@ -1,9 +1,9 @@
-"""What a model predicts and how its attention looks, over a few batches: what reports are made of."""
+"""Predictions and attention statistics of a model over a few batches: the numbers in reports."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -16,26 +16,26 @@ from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.bounds import logit_bound
-from hf_qknorm.stats.distributed import ALONE, Ranks, whole
-from hf_qknorm.stats.logit_statistics import LogitStatistics, Passes, logit_statistics, watched_layers
+from hf_qknorm.stats.distributed import ONE_PROCESS, Batches, Ranks, full_tensor
+from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, logit_statistics, watched_layers
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Numbers, Prediction
 
-Batches = Sequence[dict[str, Tensor]]
-LAYER_FIELDS: Final = ("max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k")  # those of every pass
+LAYER_FIELDS: Final = ("max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k")
+KNEE_FIELDS: Final = ("beyond_q", "beyond_k")  # NaN without a knee
 
 
 def require_causal(config: Any) -> None:
-    """Raise ValueError for a model that sees both sides: how it predicts the next token says nothing of it."""
+    """Raise ValueError for a model with bidirectional attention, which next-token losses say nothing about."""
     base_type = config.model_type.removeprefix(TYPE_PREFIX)
     if base_type in FAMILIES and not FAMILIES[base_type].is_causal(config):
         raise ValueError(
-            f"this {base_type} sees both sides, and predicts no next token to judge it by. Patch it with patch_model, "
-            "and train it"
+            f"{base_type} has bidirectional attention and predicts no next token, which calibrations and inspections "
+            "measure: patch it with patch_model, and train it"
         )
 
 
-class Judged(NamedTuple):
-    """A patched model beside itself unpatched: predictions (None without a language-modelling head), and layers."""
+class Evaluation(NamedTuple):
+    """A patched model's predictions and layers unpatched and patched; no predictions without a language-model head."""
 
     base: Prediction | None
     own: Prediction | None
@@ -43,34 +43,35 @@ class Judged(NamedTuple):
     after: dict[str, LayerStatistics]
 
 
-def judge(model: Any, batches: Batches, cap: float, ranks: Ranks = ALONE) -> Judged:
-    """Predictions and attention of a patched model, unpatched and as it is, in two forward passes a batch.
+def evaluate(model: Any, batches: Batches, cap: float, ranks: Ranks = ONE_PROCESS) -> Evaluation:
+    """Evaluate a patched model unpatched and patched, with two forward passes per batch.
 
-    Batches have "input_ids" `[B, T]` and perhaps "attention_mask". Large logits are counted against `cap`.
+    Batches have "input_ids" `[B, T]` and, optionally, "attention_mask". Shares of large logits are relative to `cap`.
     """
-    unpatched, patched = Passes(), Passes()
+    unpatched, patched = PassFilter(), PassFilter()
     with watched_layers(model, unpatched, cap) as before, watched_layers(model, patched, cap) as after:
 
         def watch(is_unpatched: bool) -> None:
             unpatched.watching, patched.watching = is_unpatched, not is_unpatched
 
-        sums = _compared(model, batches, watch)
-    base, own = _predictions(model, sums)
-    return Judged(base, own, _at_rest(before, ranks), _at_rest(after, ranks))
+        base, own = _predictions(model, batches, watch)
+    return Evaluation(base, own, _plain_numbers(before, ranks), _plain_numbers(after, ranks))
 
 
 def predictions(model: Any, batches: Batches) -> tuple[Prediction, Prediction] | tuple[None, None]:
-    """How a patched model predicts unpatched, and as it is; Nones without a language-modelling head."""
+    """The predictions of a patched model, unpatched and patched; None twice without a language-modelling head."""
     if model.get_output_embeddings() is None:
         return None, None
-    return _predictions(model, _compared(model, batches, lambda is_unpatched: None))
+    return _predictions(model, batches, lambda is_unpatched: None)
 
 
 @torch.no_grad()
-def _compared(model: Any, batches: Batches, watch: Callable[[bool], None]) -> Tensor:
-    """Sums over all tokens, as `_row_sums` has them; `watch(True)` comes before an unpatched pass, else False.
+def _predictions(
+    model: Any, batches: Batches, watch: Callable[[bool], None]
+) -> tuple[Prediction, Prediction] | tuple[None, None]:
+    """`predictions`, with a call of `watch(is_unpatched)` before each forward pass.
 
-    A batch and a sequence at a time; padding neither predicts nor is predicted.
+    Padding neither predicts nor is predicted.
     """
     predicts = model.get_output_embeddings() is not None
     sums = torch.zeros(6, dtype=torch.float64)
@@ -81,88 +82,62 @@ def _compared(model: Any, batches: Batches, watch: Callable[[bool], None]) -> Te
             base = model(**inputs, use_cache=False)
         watch(False)
         own = model(**inputs, use_cache=False)
-        real = _real(inputs)
+        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
         for row in range(len(real)) if predicts else ():  # a whole batch's logits in fp32, twice, may be gigabytes
             sums += _row_sums(base.logits[row], own.logits[row], inputs["input_ids"][row], real[row])
-    return sums
-
-
-def _predictions(model: Any, sums: Tensor) -> tuple[Prediction, Prediction] | tuple[None, None]:
-    if model.get_output_embeddings() is None:
+    if not predicts:
         return None, None
     base_nll, own_nll, targets, kl, same, tokens = sums.tolist()
-    targets = _some(targets)
+    if not targets:
+        raise ValueError("no token of the data has a successor to predict: give longer sequences")
     return Prediction(base_nll / targets), Prediction(own_nll / targets, max(kl / tokens, 0.0), same / tokens)
 
 
-def _some(targets: float) -> float:
-    if not targets:
-        raise ValueError("no token of the data has a successor to predict: give longer sequences")
-    return targets
-
-
-def _real(inputs: dict[str, Tensor]) -> Tensor:
-    """Which tokens are no padding, `[B, T]`."""
-    return inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-
-
 def _row_sums(base: Tensor, own: Tensor, ids: Tensor, real: Tensor) -> Tensor:
-    """Of one sequence: both losses, targets, KL, agreements and tokens, summed; logits `[T, V]`, `real` `[T]`."""
+    """Of one sequence: the sums of both losses, targets, KL, agreements and tokens; logits `[T, V]`, `real` `[T]`."""
     ids, real = ids.to(base.device), real.to(base.device)
     p, q = (F.log_softmax(x.float(), -1) for x in (base, own.to(base.device)))
-    (base_nll, targets), (own_nll, _) = (_nll(x, ids, real) for x in (p, q))
+    targets = real[:-1] & real[1:]
+    base_nll, own_nll = (-x[:-1].gather(-1, ids[1:, None]).squeeze(-1)[targets].sum() for x in (p, q))
     kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)[real].sum()
     same = (p.argmax(-1) == q.argmax(-1))[real].sum()
-    return torch.stack([base_nll, own_nll, targets, kl, same, real.sum()]).double().cpu()
-
-
-def _nll(log_p: Tensor, ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one sequence: the summed loss of its next tokens, and how many there are."""
-    follows = real[:-1] & real[1:]
-    return -log_p[:-1].gather(-1, ids[1:, None]).squeeze(-1)[follows].sum(), follows.sum()
+    return torch.stack([base_nll, own_nll, targets.sum(), kl, same, real.sum()]).double().cpu()
 
 
 @torch.no_grad()
 def layer_statistics(model: Any, batches: Batches, cap: float) -> dict[str, LayerStatistics]:
-    """How the attention of a patched model looks, by layer; large logits are counted against `cap`."""
+    """The attention statistics of a patched model by layer; shares of large logits are relative to `cap`."""
     with logit_statistics(model, cap) as watched:
         for batch in batches:
             inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
             model.base_model(**inputs, use_cache=False)
-    return _at_rest(watched, ALONE)
+    return _plain_numbers(watched, ONE_PROCESS)
 
 
-def _at_rest(watched: Mapping[str, LogitStatistics], ranks: Ranks) -> dict[str, LayerStatistics]:
-    """The statistics as plain numbers, of the heads of all ranks."""
-    return {
-        name: LayerStatistics(
-            **{field: ranks.all_heads(tuple(getattr(seen, field).tolist())) for field in LAYER_FIELDS},
-            beyond_q=_known(ranks.all_heads(tuple(seen.beyond_q.tolist()))),
-            beyond_k=_known(ranks.all_heads(tuple(seen.beyond_k.tolist()))),
-        )
-        for name, seen in watched.items()
-    }
-
-
-def _known(shares: Numbers) -> Numbers | None:
-    """The shares by head; None where there is no knee."""
-    return None if all(map(math.isnan, shares)) else shares
+def _plain_numbers(watched: Mapping[str, LogitStatistics], ranks: Ranks) -> dict[str, LayerStatistics]:
+    """The statistics of the heads of all ranks as plain numbers."""
+    found = {}
+    for name, statistics in watched.items():
+        fields: dict[str, Any] = {
+            field: ranks.gather_heads(tuple(getattr(statistics, field).tolist()))
+            for field in LAYER_FIELDS + KNEE_FIELDS
+        }
+        for field in KNEE_FIELDS:
+            if all(map(math.isnan, fields[field])):
+                fields[field] = None
+        found[name] = LayerStatistics(**fields)
+    return found
 
 
 def layer_reports(
     model: Any, before: dict[str, LayerStatistics], after: dict[str, LayerStatistics]
 ) -> dict[str, LayerReport]:
-    """Statistics of the unpatched and of the patched model by layer, with its gains and its bound on the logits."""
+    """The report of each layer: its statistics unpatched and patched, its gains, and its bound on the logits."""
     reports = {}
     for name, layer in patched_layers(model).items():
-        norms = head_norms(layer)
-        reports[name] = LayerReport(
-            before[name],
-            after[name],
-            _gain(norms.get("q_norm"), len(after[name].rms_q)),
-            _gain(norms.get("k_norm"), len(after[name].rms_k)),
-            logit_bound(layer),
-        )
+        norms, seen = head_norms(layer), after[name]
+        gains = _gain(norms.get("q_norm"), len(seen.rms_q)), _gain(norms.get("k_norm"), len(seen.rms_k))
+        reports[name] = LayerReport(before[name], seen, *gains, logit_bound(layer))
     return reports
 
 
@@ -170,5 +145,5 @@ def _gain(norm: HeadNorm | None, heads: int) -> Numbers | None:
     """The root mean square of each head's gain."""
     if norm is None or norm.weight is None:
         return None
-    rows = whole(norm.weight.detach()).double().view(-1, norm.weight.shape[-1])
+    rows = full_tensor(norm.weight.detach()).double().view(-1, norm.weight.shape[-1])
     return tuple(rows.pow(2).mean(-1).sqrt().expand(heads).tolist())

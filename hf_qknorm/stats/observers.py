@@ -1,34 +1,51 @@
-"""Several observers of one layer's logits: each holds, as `before`, the one that it passes on to what it sees."""
+"""The patched layers of a model, and the observers of their logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
-from hf_qknorm.model.attention import QKNormAttention
+from hf_qknorm.model.attention import QKNormAttention, patched_layers
 
 
-def observers(layer: QKNormAttention) -> Iterator[Any]:
-    """Who observes the layer, the latest first."""
-    observer: Any = layer.observer
-    while observer is not None:
-        yield observer
-        observer = getattr(observer, "before", None)
+class _Observers(list[Any]):
+    """Several observers of a layer, called in order."""
+
+    def __call__(self, *arguments: Any) -> None:
+        for observer in self:
+            observer(*arguments)
 
 
-def join(layer: QKNormAttention, observer: Any) -> None:
-    """Let `observer` see the layer's logits, after those who do so already; once only."""
-    if all(other is not observer for other in observers(layer)):
-        observer.before, layer.observer = layer.observer, observer
+def require_patched(model: Any) -> dict[str, QKNormAttention]:
+    """The patched layers of `model`, by name. Raises ValueError for a model without any."""
+    layers = patched_layers(model)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} is not patched: call patch_model(model, scheme) first. "
+            'The scheme "none" changes nothing'
+        )
+    return layers
 
 
-def leave(layer: QKNormAttention, observer: Any) -> None:
-    """Take `observer` off the layer, whoever has joined since."""
-    before = observer.before
-    for other in observers(layer):
-        if getattr(other, "before", None) is observer:
-            other.before = before
-    if layer.observer is observer:
+def observers(layer: QKNormAttention) -> Sequence[Any]:
+    """The layer's observers, oldest first."""
+    found: Any = layer.observer
+    return found if isinstance(found, _Observers) else [] if found is None else [found]
+
+
+def add_observer(layer: QKNormAttention, observer: Any) -> None:
+    """Add `observer` to the layer's observers, unless it is there already."""
+    if observer not in observers(layer):
+        _set_observers(layer, [*observers(layer), observer])
+
+
+def remove_observer(layer: QKNormAttention, observer: Any) -> None:
+    """Remove `observer` from the layer's observers."""
+    _set_observers(layer, [other for other in observers(layer) if other is not observer])
+
+
+def _set_observers(layer: QKNormAttention, found: list[Any]) -> None:
+    if found:
+        layer.observer = found[0] if len(found) == 1 else _Observers(found)
+    elif layer.observer is not None:
         del layer.observer
-        if before is not None:
-            layer.observer = before

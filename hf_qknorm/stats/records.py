@@ -1,9 +1,10 @@
-"""A model's predictions and a layer's statistics, as numbers at rest: to and from JSON."""
+"""A model's predictions and a layer's statistics as plain numbers, to and from JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +13,19 @@ from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import check_keys, check_number
 from hf_qknorm.stats.tables import aligned
 
-HEADS = 10_000  # more than any model has
+FORMAT = 1  # of reports and logs
+HEADS, LAYERS = 10_000, 10_000  # limits, far beyond those of any model
+NAME = re.compile(r"[\w.]{1,200}", re.ASCII)  # a layer's path, or a method
 
 Numbers = tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """How well next tokens are predicted: mean `loss` in nats a token, and how far from the unpatched model.
+    """A model's mean next-token `loss` in nats per token, and its distance from the unpatched model.
 
-    `kl` is KL(unpatched ‖ this) in nats a token, `agreement` the share of tokens whose likeliest successor is the
-    unpatched model's; that model itself has 0 and 1.
+    `kl` is KL(unpatched ‖ this) in nats per token, `agreement` the share of tokens after which both models give the
+    same token the highest probability. The unpatched model itself has 0 and 1.
     """
 
     loss: float
@@ -31,16 +34,16 @@ class Prediction:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss."""
-        return math.exp(min(self.loss, 700.0))  # beyond, a float has no room
+        """e to the power of the loss."""
+        return math.exp(min(self.loss, 700.0))  # the limit of a float
 
     def to_dict(self) -> dict[str, float]:
-        """The numbers, the perplexity among them."""
+        """The numbers by name, with the perplexity."""
         return {"loss": self.loss, "perplexity": self.perplexity, "kl": self.kl, "agreement": self.agreement}
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "prediction") -> Prediction:
-        """What `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
+        """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
         check_keys(data, ("loss", "perplexity", "kl", "agreement"), where)
         numbers = {key: check_number(value, f"{where}.{key}") for key, value in data.items()}
         return cls(numbers["loss"], numbers["kl"], numbers["agreement"])
@@ -48,7 +51,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """A layer's attention, a number a head: `LogitStatistics` at rest. `rms_k` has one for each key head.
+    """A layer's `LogitStatistics` as plain numbers, one per head; `rms_k` and `beyond_k` have one per key head.
 
     `beyond_q` and `beyond_k` are the shares of queries and keys beyond the knee of their norm; None without a knee.
     """
@@ -64,23 +67,21 @@ class LayerStatistics:
 
     def to_dict(self) -> dict[str, list[float]]:
         """The numbers by name, without those that are None."""
-        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: list(values) for name, values in numbers.items() if values is not None}
+        return {name: list(values) for name, values in vars(self).items() if values is not None}
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "statistics") -> LayerStatistics:
-        """The statistics that `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
-        required, optional = field_names(cls)
-        check_keys(data, required, where, optional)
-        return cls(**{name: _numbers(values, f"{where}.{name}") for name, values in data.items()})
+        """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
+        check_fields(data, cls, where)
+        return cls(**{name: head_numbers(values, f"{where}.{name}") for name, values in data.items()})
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A layer unpatched and as it is now, and the root mean square of each head's gain (None: no gain there).
+    """A layer's statistics unpatched (`before`) and patched (`after`), and the rms of each head's gain.
 
-    `bound` is the largest |logit|, before any cap, that any input can give now (`convert.bounds.logit_bound`); None
-    where the scheme does not norm both queries and keys.
+    A gain is None where the norm has none. `bound` is the largest |logit|, before any cap, that any input can give the
+    patched layer (`stats.bounds.logit_bound`); None where the scheme does not norm both queries and keys.
     """
 
     before: LayerStatistics
@@ -89,53 +90,67 @@ class LayerReport:
     gain_k: Numbers | None = None
     bound: float | None = None
 
-    @property
-    def beyond_q(self) -> Numbers | None:
-        """The share of queries beyond the knee, a number a head; None without a knee."""
-        return self.after.beyond_q
-
-    @property
-    def beyond_k(self) -> Numbers | None:
-        """The share of keys beyond the knee, a number a key head; None without a knee."""
-        return self.after.beyond_k
-
     def to_dict(self) -> dict[str, Any]:
-        """The numbers by name; a bound only where there is one."""
-        gains = {name: None if gain is None else list(gain) for name, gain in self._gains()}
+        """The numbers by name, without a bound that is None."""
+        gains = {"gain_q": self.gain_q, "gain_k": self.gain_k}
+        lists = {name: None if gain is None else list(gain) for name, gain in gains.items()}
         bound = {} if self.bound is None else {"bound": self.bound}
-        return {"before": self.before.to_dict(), "after": self.after.to_dict(), **gains, **bound}
-
-    def _gains(self) -> list[tuple[str, Numbers | None]]:
-        return [("gain_q", self.gain_q), ("gain_k", self.gain_k)]
+        return {"before": self.before.to_dict(), "after": self.after.to_dict(), **lists, **bound}
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "layer") -> LayerReport:
-        """The layer that `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
+        """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
         check_keys(data, ("before", "after", "gain_q", "gain_k"), where, optional=("bound",))
         before, after = (LayerStatistics.from_dict(data[key], f"{where}.{key}") for key in ("before", "after"))
-        q, k = (None if data[k] is None else _numbers(data[k], f"{where}.{k}") for k in ("gain_q", "gain_k"))
+        q, k = (None if data[k] is None else head_numbers(data[k], f"{where}.{k}") for k in ("gain_q", "gain_k"))
         bound = None if data.get("bound") is None else check_number(data["bound"], f"{where}.bound")
         return cls(before, after, q, k, bound)
 
 
 def predictions_table(predictions: Mapping[str, Prediction]) -> str:
-    """A line a prediction; empty without any."""
+    """A table with a line per prediction; empty without any."""
     rows = [["", "loss", "perplexity", "KL", "same top token"]]
     for name, p in predictions.items():
         rows.append([name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"])
     return aligned(rows) if predictions else ""
 
 
-def field_names(data_class: Any) -> tuple[list[str], list[str]]:
-    """The names of the fields without a default, and of those with one."""
-    names: tuple[list[str], list[str]] = ([], [])
+def check_fields(data: Any, data_class: Any, where: str, *, beside: tuple[str, ...] = ()) -> None:
+    """Raise ValueError unless `data` is a mapping of the fields of `data_class`, and of the names in `beside`.
+
+    Fields with a default may be missing.
+    """
+    required, optional = [*beside], list[str]()
     for field in dataclasses.fields(data_class):
         has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
-        names[has_default].append(field.name)
-    return names
+        (optional if has_default else required).append(field.name)
+    check_keys(data, required, where, optional)
 
 
-def _numbers(value: Any, where: str) -> Numbers:
+def check_format(data: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for the format of another version."""
+    if data["format"] != FORMAT:
+        raise ValueError(f"{where}.format is {shorten(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it")
+
+
+def check_layers(layers: Any, where: str) -> Mapping[str, Any]:
+    """`layers`, a mapping from layers' names. Raises ValueError for anything else."""
+    if not isinstance(layers, Mapping) or len(layers) > LAYERS:
+        raise ValueError(f"{where} is {shorten(layers)}, expected a mapping from at most {LAYERS:,} layers' names")
+    for name in layers:
+        check_name(name, f"a name in {where}", "a module's path")
+    return layers
+
+
+def check_name(value: Any, where: str, what: str = "a name") -> str:
+    """`value`, a name of letters, digits, _ and dots. Raises ValueError for anything else."""
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ValueError(f"{where} is {shorten(value)}, expected {what}: letters, digits, _ and .")
+    return value
+
+
+def head_numbers(value: Any, where: str) -> Numbers:
+    """`value`, a list of numbers. Raises ValueError for anything else, and for an empty list."""
     if not isinstance(value, list | tuple) or not 0 < len(value) <= HEADS:
-        raise ValueError(f"{where} is {shorten(value)}, expected a list of numbers, one a head")
+        raise ValueError(f"{where} is {shorten(value)}, expected a list of numbers, one per head")
     return tuple(check_number(item, f"{where}[{i}]") for i, item in enumerate(value))

@@ -1,11 +1,10 @@
-"""The effect of a conversion on a model: predictions and, layer by layer, logits and gains; from and to JSON."""
+"""The report of a calibration: predictions, and the logits and gains of each layer; to and from JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,36 +13,41 @@ from typing import Any
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
-from hf_qknorm.files.untrusted import check_count, check_keys, check_number, check_positive, read_json
+from hf_qknorm.files.untrusted import check_count, check_number, check_positive, read_json
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction, field_names, predictions_table
-from hf_qknorm.stats.tables import (
-    BEYOND,
-    BOUND,
-    READING,
-    ROWS,
-    aligned,
-    bound_cell,
-    mean,
-    over_names,
-    pair_of_means,
-    rest,
+from hf_qknorm.stats import tables
+from hf_qknorm.stats.records import (
+    FORMAT,
+    LayerReport,
+    LayerStatistics,
+    Prediction,
+    check_fields,
+    check_format,
+    check_layers,
+    check_name,
+    predictions_table,
 )
 
-FORMAT = 1
-LAYERS, KNEES = 10_000, 1_000  # more than any model has, or anyone tries
-NAME = re.compile(r"[\w.]{1,200}", re.ASCII)  # of a layer, a module's path; and of a method
+KNEES = 1_000  # limit on the knees in a report
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a calibration did to a model's predictions and logits, over the first few batches of its data.
+    """The effect of a calibration on a model's predictions and logits, measured on the first batches of its data.
 
-    `base` is the unpatched model, `ones` the scheme with fresh gains, `chosen` with the calibrated ones; all three are
-    None for a model without a language-modelling head. `layers` has every attention layer by name; shares of large
-    logits are relative to `cap`. `judged` says over how many of the `tokens` all this was measured. `base_model` and
-    `dataset` are the Hub names of what was converted and of the text, None for what came from this machine. `knees` has
-    the predictions with each knee that was tried; the one that was chosen is `scheme.knee`.
+    `base` is the `Prediction` of the unpatched model, `ones` with fresh gains, `chosen` with the calibrated gains; all
+    three are None for a model without a language-modelling head. Losses are in nats per token. `layers` has the
+    `LayerReport` of every attention layer by name; its shares of large logits are relative to `cap`. `tokens` is the
+    number of tokens of the data, `judged` the number of them that all this was measured on. `base_model` and `dataset`
+    are the Hub names of the model and the text, None for local ones. `knees` has the prediction with each knee that was
+    tried; the chosen one is `scheme.knee`.
+
+        >>> report = qk.calibrate(qk.patch_model(model, "qk_norm"), texts)
+        >>> report.save("report.json")
+        >>> qk.Calibration.load("report.json") == report
+        True
+        >>> next(iter(report.layers))
+        'model.layers.0.self_attn'
     """
 
     method: str
@@ -61,7 +65,7 @@ class Calibration:
 
     @property
     def base_loss(self) -> float | None:
-        """Mean next-token loss (nats) of the unpatched model."""
+        """The loss of the unpatched model, in nats per token."""
         return None if self.base is None else self.base.loss
 
     @property
@@ -71,12 +75,12 @@ class Calibration:
 
     @property
     def loss(self) -> float | None:
-        """The loss with the chosen gains."""
+        """The loss with the calibrated gains."""
         return None if self.chosen is None else self.chosen.loss
 
     @property
     def kl(self) -> float | None:
-        """What is left between the unpatched model's next-token distribution and the calibrated one's, in nats."""
+        """KL(unpatched ‖ calibrated) of the next-token distributions, in nats per token."""
         return None if self.chosen is None else self.chosen.kl
 
     @property
@@ -92,7 +96,7 @@ class Calibration:
 
     @property
     def kept(self) -> float | None:
-        """The share of the jump in loss that the calibration removed; None if there was no jump to remove."""
+        """The share of the rise in loss with fresh gains that the calibration removed; None without a rise."""
         if self.base is None or self.ones is None or self.chosen is None or self.ones.loss <= self.base.loss:
             return None
         share = (self.ones.loss - self.chosen.loss) / (self.ones.loss - self.base.loss)
@@ -109,11 +113,31 @@ class Calibration:
         )
 
     def table(self) -> str:
-        """Predictions, and the layers with the largest logits: a few lines of text, up to 120 wide."""
-        return _table(self)
+        """A text of up to 120 columns with the predictions and the layers with the largest logits."""
+        predictions = {"unpatched": self.base, "fresh gains": self.ones, self.title: self.chosen}
+        layers = sorted(self.layers.items(), key=lambda item: -max(item[1].after.max_logit))
+        beyond = ["beyond q, k"] if self.scheme.knee else []
+        over_half, _ = tables.over_names(self.cap)
+        rows = [["layer", "max |logit|", "bound", "entropy", over_half, "rms q, k", *beyond, "gain q, k"]]
+        for name, layer in layers[: tables.ROWS]:
+            logit, *others = (" → ".join(pair) for pair in zip(*map(_cells, (layer.before, layer.after)), strict=True))
+            pairs = [tables.pair_of_means(layer.before.rms_q, layer.before.rms_k)]
+            pairs += [tables.pair_of_means(layer.after.beyond_q, layer.after.beyond_k, ".2%")] * len(beyond)
+            pairs += [tables.pair_of_means(layer.gain_q, layer.gain_k)]
+            rows.append([name, logit, tables.bound_cell(layer.bound), *others, *pairs])
+        knees = ", ".join(f"{knee:g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in self.knees.items())
+        reading = "; ".join(["Before → after", tables.BOUND, *([tables.BEYOND] if beyond else [])])
+        parts = (
+            f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
+            predictions_table({name: p for name, p in predictions.items() if p is not None}),
+            f"loss, KL by knee: {knees}" if knees else "",
+            tables.aligned(rows) + tables.rest(len(layers)),
+            f"{reading};\n{tables.READING}.",
+        )
+        return "\n\n".join(part for part in parts if part)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready data; `Calibration.from_dict` gives it back."""
+        """The report as JSON-ready data, for `Calibration.from_dict`."""
         predictions = {"base": self.base, "ones": self.ones, "chosen": self.chosen}
         return {
             "format": FORMAT,
@@ -124,43 +148,28 @@ class Calibration:
             "judged": self.judged,
             "base_model": self.base_model,
             "dataset": self.dataset,
-            **{name: None if made is None else made.to_dict() for name, made in predictions.items()},
+            **{name: None if p is None else p.to_dict() for name, p in predictions.items()},
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
             **({"knees": [{"knee": knee, **p.to_dict()} for knee, p in self.knees.items()]} if self.knees else {}),
         }
 
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
-        """The report that `to_dict` wrote. Raises ValueError, naming the key, for anything else."""
-        required, optional = field_names(cls)
-        check_keys(data, ("format", *required), "report", optional)
-        if data["format"] != FORMAT:
-            raise ValueError(
-                f"report.format is {shorten(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it"
-            )
-        if not isinstance(data["layers"], Mapping) or len(data["layers"]) > LAYERS:
-            raise ValueError(
-                f"report.layers is {shorten(data['layers'])}, expected a mapping from at most {LAYERS:,} layers' names"
-            )
-        base, ones, chosen = (
-            None if data[key] is None else Prediction.from_dict(data[key], f"report.{key}")
+        """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
+        check_fields(data, cls, "report", beside=("format",))
+        check_format(data, "report")
+        predictions = {
+            key: None if data[key] is None else Prediction.from_dict(data[key], f"report.{key}")
             for key in ("base", "ones", "chosen")
-        )
-        layers = {
-            _named(name, "a name in report.layers", "a module's path"): LayerReport.from_dict(
-                x, f"report.layers.{name}"
-            )
-            for name, x in data["layers"].items()
         }
+        layers = check_layers(data["layers"], "report.layers")
         return cls(
-            method=_named(data["method"], "report.method", "a name"),
+            method=check_name(data["method"], "report.method"),
             tokens=check_count(data["tokens"], "report.tokens"),
             scheme=Scheme.from_dict(data["scheme"]),
             cap=check_positive(data["cap"], "report.cap"),
-            base=base,
-            ones=ones,
-            chosen=chosen,
-            layers=layers,
+            **predictions,
+            layers={name: LayerReport.from_dict(x, f"report.layers.{name}") for name, x in layers.items()},
             judged=None if data.get("judged") is None else check_count(data["judged"], "report.judged"),
             base_model=check_optional_repo_id(data.get("base_model"), "report.base_model"),
             dataset=check_optional_repo_id(data.get("dataset"), "report.dataset"),
@@ -169,21 +178,20 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """The report in a file. Raises ValueError, naming the file, for one that is too large or no report."""
+        """Read a report from a file. Raises ValueError, naming the file, if it is too large or not a report."""
         try:
             return cls.from_dict(read_json(Path(path)))
         except ValueError as error:
             raise ValueError(error if str(path) in str(error) else f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the report as JSON, whole or not at all."""
+        """Write the report as JSON; a failed run leaves the old file."""
         save_json(self.to_dict(), Path(path))
 
 
 def save_json(data: Mapping[str, Any], path: Path) -> None:
-    """Write `data`, whole or not at all."""
-    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-    replace_text(path, text)
+    """Write `data` as indented JSON; a failed run leaves the old file."""
+    replace_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
 def _knees(value: Any) -> dict[float, Prediction]:
@@ -201,37 +209,5 @@ def _knees(value: Any) -> dict[float, Prediction]:
     return found
 
 
-def _named(value: Any, where: str, what: str) -> str:
-    if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ValueError(f"{where} is {shorten(value)}, expected {what}: letters, digits, _ and .")
-    return value
-
-
-def _table(report: Calibration) -> str:
-    """Predictions, and the layers with the largest logits: a few lines of text, up to 120 wide."""
-    named = {"unpatched": report.base, "fresh gains": report.ones}
-    named[report.title] = report.chosen
-    worst = sorted(report.layers.items(), key=lambda item: -max(item[1].after.max_logit))
-    beyond = ["beyond q, k"] if report.scheme.knee else []
-    rows = [["layer", "max |logit|", "bound", "entropy", over_names(report.cap)[0], "rms q, k", *beyond, "gain q, k"]]
-    for name, layer in worst[:ROWS]:
-        largest, *others = (" → ".join(pair) for pair in zip(*map(_cells, (layer.before, layer.after)), strict=True))
-        rows.append([name, largest, bound_cell(layer.bound), *others])
-        rows[-1].append(pair_of_means(layer.before.rms_q, layer.before.rms_k))
-        rows[-1] += [pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * len(beyond)
-        rows[-1].append(pair_of_means(layer.gain_q, layer.gain_k))
-    reading = "; ".join([f"Before → after; {BOUND}", *([BEYOND] if beyond else [])])
-    parts = (
-        f"{report.method} on {report.tokens:,} tokens: {report.scheme}",
-        predictions_table({name: found for name, found in named.items() if found is not None}),
-        "loss, KL by knee: " + ", ".join(f"{knee:g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in report.knees.items())
-        if report.knees
-        else "",
-        aligned(rows) + rest(len(worst)),
-        f"{reading};\n{READING}.",
-    )
-    return "\n\n".join(part for part in parts if part)
-
-
 def _cells(layer: LayerStatistics) -> list[str]:
-    return [f"{max(layer.max_logit):.1f}", f"{min(layer.entropy):.2f}", f"{mean(layer.over_half):.2%}"]
+    return [f"{max(layer.max_logit):.1f}", f"{min(layer.entropy):.2f}", f"{tables.mean(layer.over_half):.2%}"]

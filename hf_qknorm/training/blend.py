@@ -1,37 +1,48 @@
-"""An exact start: the scheme comes in step by step, from a model that computes what it did before.
+"""Schedules that bring the scheme in step by step, from a model with the outputs of the unpatched one.
 
-With a blend b each norm gives x + b·(y − x), and the cap c is in force as c/b: nothing has changed at 0, and at 1 the
-layer is the plain scheme. The cap moves in quarters of b: torch.compile makes a program for every value that it has.
+With a blend b, each norm gives x + b·(y − x), and the cap c acts as c/b: 0 is the unpatched layer, 1 is the layer with
+the scheme. The cap moves in quarters of b, because torch.compile compiles a program for each value of the cap.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, Literal
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
-from hf_qknorm.model.attention import QKNormAttention, end_blend, head_norms, norm_copies, patched_layers, start_blend
+from hf_qknorm.model.attention import QKNormAttention, end_blend, head_norms, norm_copies, start_blend
+from hf_qknorm.stats.observers import require_patched
 
 CAP_LEVELS = 4
 Shape = Literal["linear", "cosine"]
 
 
 def set_blend(model: nn.Module, blend: float) -> None:
-    """Bring in the scheme of a patched model, norms and cap, up to `blend` from 0 (as unpatched) to 1 (for good).
+    """Set how far the scheme of a patched model is in, norms and cap: from 0 (as unpatched) to 1 (the whole scheme).
 
-    The blend is a buffer of the norms: it is saved and loaded. At 1 it is gone from model, config and checkpoints.
+    The blend is a buffer of the norms, which checkpoints hold. 1 ends the blend: the buffers are removed from the
+    model, its config and later checkpoints.
 
-    Raises ValueError for a model that is not patched, a blend outside 0 to 1, and a scheme without the norm before
-    attention, which has no way back to 0.
+        >>> ids = torch.arange(8)[None]
+        >>> before = model(ids).logits
+        >>> qk.set_blend(qk.patch_model(model, "qk_norm"), 0.0)
+        >>> torch.equal(model(ids).logits, before)
+        True
+
+    Raises ValueError for a model that is not patched, a blend outside 0 to 1, a cap that `set_cap` moves, and a scheme
+    with pre_norm=False, which removed the norm before attention.
     """
-    layers = _layers(model)
+    layers = list(require_patched(model).values())
     config: Any = layers[0].config
     if not config.scheme.pre_norm:
-        raise ValueError("pre_norm=False removed the norm before attention: that can't be blended in")
+        raise ValueError(
+            "pre_norm=False removed the norm before attention, so there is no blend to the unpatched model"
+        )
     _check(blend)
     if config.qk_norm_blend is None and blend < 1:
         for layer in layers:
@@ -40,23 +51,27 @@ def set_blend(model: nn.Module, blend: float) -> None:
     if config.qk_norm_blend is None:
         return
     if not config.qk_norm_blend["norms"]:
-        raise ValueError("the cap is on its way by itself (CapSchedule, set_cap): end that before a blend is begun")
+        raise ValueError("set_cap or CapSchedule moves the cap by itself: call set_cap(model, 1) before a blend")
     for layer in layers:
         for norm in chain(*norm_copies(layer).values()):
             if norm.blend is not None:
                 norm.blend.fill_(blend)
         if blend == 1:
             end_blend(layer)
-    _put_cap(layers, blend)
+    _set_cap(layers, blend)
 
 
 def set_cap(model: nn.Module, blend: float) -> None:
-    """Bring in the cap c of a patched model alone, as c/`blend`: no cap at 0, the scheme's at 1, in quarters.
+    """Set the cap c of a patched model alone to c/`blend`: no cap at 0, the scheme's cap at 1, in quarters.
 
-    Raises ValueError for a model that is not patched, has no cap to come, or is in a blend, and for a `blend` outside
-    0 to 1.
+        >>> qk.set_cap(qk.patch_model(model, "soft_cap"), 0.5)  # the scheme's cap is 50
+        >>> model.config.scheme.softcap
+        100.0
+
+    Raises ValueError for a model that is not patched, whose scheme has no cap, or that is in a blend, and for a `blend`
+    outside 0 to 1.
     """
-    layers = _layers(model)
+    layers = list(require_patched(model).values())
     config: Any = layers[0].config
     _check(blend)
     if config.qk_norm_blend is None and config.scheme.softcap is None:
@@ -66,22 +81,23 @@ def set_cap(model: nn.Module, blend: float) -> None:
     if config.qk_norm_blend is None:
         return
     if config.qk_norm_blend["norms"]:
-        raise ValueError("this model is in a blend, which brings in the cap as well: leave out CapSchedule and set_cap")
-    _put_cap(layers, blend)
+        raise ValueError("this model is in a blend, which moves the cap as well: leave out CapSchedule and set_cap")
+    _set_cap(layers, blend)
 
 
 def blend_of(model: nn.Module) -> float:
-    """How far the scheme of a patched model is in: 1 unless it is in a blend."""
-    norms = [norm for layer in _layers(model) for norm in head_norms(layer).values()]
+    """The blend of a patched model; 1 for the whole scheme."""
+    norms = [norm for layer in require_patched(model).values() for norm in head_norms(layer).values()]
     return next((float(norm.blend) for norm in norms if norm.blend is not None), 1.0)
 
 
 class _Schedule(TrainerCallback):
-    """Sets a blend from the step alone, so that a resumed run goes on where it was."""
+    """Sets a blend that depends on the step alone, so that a resumed run continues it."""
+
+    set: Callable[[nn.Module, float], None]
 
     def __init__(self, share: float = 0.5, shape: Shape = "linear") -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"share={share} of the run: expected more than 0 and at most 1")
+        check_share(share)
         if shape not in ("linear", "cosine"):
             raise ValueError(f'shape={shape!r}: expected "linear" or "cosine"')
         self.share, self.shape = share, shape
@@ -91,41 +107,50 @@ class _Schedule(TrainerCallback):
         done = min(step / max(self.share * steps, 1), 1.0)
         return done if self.shape == "linear" else (1 - math.cos(math.pi * done)) / 2
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.set(kwargs["model"], self.at(state.global_step, state.max_steps))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.set(kwargs["model"], self.at(state.global_step, state.max_steps))
-
-    def set(self, model: nn.Module, blend: float) -> None:
-        raise NotImplementedError
+    on_step_end = on_train_begin
 
 
 class BlendSchedule(_Schedule):
-    """Trainer callback: brings the scheme in, norms and cap, over the first `share` of the run (`set_blend`).
+    """Trainer callback: brings the scheme in, norms and cap, over the first `share` of the run, by `set_blend`.
 
-    Calibrate before, by "moments" or "fit": gains that fit make the way short, but "fit_qk" moves the start away.
-    In a bare loop: `set_blend(model, schedule.at(step, steps))`.
+    Calibrate the model before, by "moments" or "fit": with fitting gains the model changes less on the way. "fit_qk"
+    changes the unpatched model too. `shape` is "linear" or "cosine". In a bare loop, call
+    `set_blend(model, schedule.at(step, steps))` before each step.
+
+        >>> schedule = qk.BlendSchedule(share=0.5)
+        >>> [schedule.at(step, steps=100) for step in (0, 25, 50, 99)]
+        [0.0, 0.5, 1.0, 1.0]
+        >>> _ = qk.patch_model(model, "qk_norm_cap")
+        >>> trainer.add_callback(schedule)
+
+    Raises ValueError for a `share` that is not in (0, 1] and for an unknown `shape`.
     """
 
-    def set(self, model: nn.Module, blend: float) -> None:
-        set_blend(model, blend)
+    set = staticmethod(set_blend)
 
 
 class CapSchedule(_Schedule):
-    """Trainer callback: lowers the cap to the scheme's over the first `share` of the run, as c/b (`set_cap`)."""
+    """Trainer callback: lowers the cap to the scheme's over the first `share` of the run, as c/blend, by `set_cap`.
 
-    def set(self, model: nn.Module, blend: float) -> None:
-        set_cap(model, blend)
+    `shape` is "linear" or "cosine".
+
+        >>> schedule = qk.CapSchedule(share=0.2, shape="cosine")
+        >>> [round(schedule.at(step, steps=100), 3) for step in (0, 5, 10, 20)]
+        [0.0, 0.146, 0.5, 1.0]
+
+    Raises ValueError for a `share` that is not in (0, 1] and for an unknown `shape`.
+    """
+
+    set = staticmethod(set_cap)
 
 
-def _layers(model: nn.Module) -> list[QKNormAttention]:
-    layers = list(patched_layers(model).values())
-    if not layers:
-        raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
-    return layers
+def check_share(share: float) -> None:
+    """Raise ValueError for a share of the run that is not in (0, 1]."""
+    if not 0 < share <= 1:
+        raise ValueError(f"share={share} of the run: expected more than 0 and at most 1")
 
 
 def _check(blend: float) -> None:
@@ -133,13 +158,13 @@ def _check(blend: float) -> None:
         raise ValueError(f"blend={blend}: expected a number from 0 (as unpatched) to 1 (the whole scheme)")
 
 
-def _put_cap(layers: list[QKNormAttention], blend: float) -> None:
-    """Put the cap that is in force at `blend` into layers and config; at 1, forget that it was on its way."""
+def _set_cap(layers: list[QKNormAttention], blend: float) -> None:
+    """Write the cap for `blend` into the layers and the config; at 1, remove the blend from the config."""
     config: Any = layers[0].config
     end = config.qk_norm_blend["softcap"]
-    own = (config.qk_norm_base or {}).get("attn_logit_softcapping")  # a family's own cap is where it starts from
+    own = (config.qk_norm_base or {}).get("attn_logit_softcapping")  # the cap of the unpatched family
     if end is not None:
-        done = math.floor(blend * CAP_LEVELS + 1e-9) / CAP_LEVELS  # a cosine may miss a quarter by a bit
+        done = math.floor(blend * CAP_LEVELS + 1e-9) / CAP_LEVELS  # a cosine's quarters have rounding errors
         inverse = done / end + (0 if own is None else (1 - done) / own)
         cap = end if done == 1 else None if done == 0 else 1 / inverse
         scheme = dataclasses.replace(config.scheme, softcap=cap)

@@ -1,102 +1,106 @@
-"""QK-Clip: after the optimiser's step, heads whose logits passed a threshold get smaller weights.
+"""QK-Clip: after the optimiser's step, scale down the weights of heads whose logits passed a threshold.
 
 A head whose largest logit in the step's forward passes was m > threshold t gets W_q and W_k times √(t/m) each, biases
-too, because q·k is of first order in both: for the same input its largest logit is t then (unless the model clips
-what it projects, as OLMo can: that takes several steps). In multi-head latent attention the parts that don't rotate get
-√(t/m) each and the part of the queries that does gets t/m, because the key that rotates is one for all heads.
+too. Because q·k is linear in each, its largest logit for the same input is then t (except in models that clip their
+projections, such as OLMo, which take several steps). In multi-head latent attention the parts without RoPE get √(t/m)
+each and the part of the queries with RoPE gets t/m, because all heads share the key with RoPE.
 
-Source: Kimi K2 (arXiv 2507.20534), MuonClip. Query heads that share a key head go by the largest logit among them, as
-in Megatron-LM. Ours: where the scheme norms one side alone, the other side's weights take the whole factor.
+Source: Kimi K2 (arXiv 2507.20534), MuonClip. The query heads of a key head are scaled by the largest logit among them,
+as in Megatron-LM. Not in the paper: where the scheme norms one side alone, the other side takes the whole factor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from hf_qknorm.backends.masks import Structure
 from hf_qknorm.files.untrusted import check_positive
-from hf_qknorm.model.attention import QKNormAttention, patched_layers
+from hf_qknorm.model.attention import QKNormAttention
 from hf_qknorm.ops.tiled_blocks import Problem
 from hf_qknorm.ops.types import Heads, Options, Visible
-from hf_qknorm.stats.logit_statistics import Passes
-from hf_qknorm.stats.logits import visible
-from hf_qknorm.stats.observers import join, leave, observers
-from hf_qknorm.training.head_weights import along_outputs, attention_parts, by_projection
+from hf_qknorm.stats.distributed import world_size
+from hf_qknorm.stats.logit_statistics import PassFilter
+from hf_qknorm.stats.logits import visible_keys
+from hf_qknorm.stats.observers import add_observer, observers, remove_observer, require_patched
+from hf_qknorm.training.head_weights import along_outputs, attention_head_weights, by_projection
 
 
 class QKClip(TrainerCallback):
-    """Trainer callback: clips the heads whose logits passed `threshold` (default 100), after each optimiser step.
+    """Trainer callback: after each optimiser step, clips the heads with a logit over `threshold` (default 100).
 
-    In a bare loop: `clip = QKClip(model)`, and `clip.step()` after every `optimizer.step()`. The model must be patched;
-    the scheme "none" suffices. Watched are all forward passes with gradients since the last step, of all micro-batches
-    and ranks, before any cap, without padding. No T×S tensor is formed, and only heads whose vectors are long enough
-    are looked at in full.
+    It sees all forward passes with gradients since the last step, of all micro-batches and ranks, before any cap and
+    without padding. No T×S tensor is formed; logits are computed only for heads whose vectors are long enough to pass
+    the threshold. The scheme "none" suffices. In a bare loop, call `clip.step()` after every `optimizer.step()`:
 
-    The optimiser must step the model's own weights: from fp32 masters the clipped weights would be overwritten.
+        >>> clip = qk.QKClip(qk.patch_model(model, "none"), threshold=1e-3)
+        >>> ids = torch.arange(8)[None]
+        >>> model(ids, labels=ids).loss.backward()
+        >>> factors = clip.step()  # by layer, `[H]`
+        >>> all(bool((factor < 1).any()) for factor in factors.values())
+        True
 
-    Raises ValueError for a model that is not patched, whose heads can't be told, or that norms both queries and keys:
-    its logits don't depend on the size of the weights; and for a threshold that is not positive.
+    The optimiser must step the model's own weights: from fp32 copies it would overwrite the clipped weights.
+
+    Raises ValueError for a model that is not patched, whose layers share weights or have projections of an unknown
+    kind, or that norms both queries and keys, so that logits do not depend on the size of the weights; and for a
+    threshold that is not positive. Source: Kimi K2 (arXiv 2507.20534).
     """
 
     def __init__(self, model: Any, threshold: float = 100.0) -> None:
         self.threshold = check_positive(threshold, "threshold")
-        self.layers = patched_layers(model)
-        if not self.layers:
-            raise ValueError(f'{type(model).__name__} is not patched: patch_model(model, "none") makes it watchable')
-        self.parts = attention_parts(model)
+        self.layers = require_patched(model)
+        self.parts = attention_head_weights(model)
         owners: dict[int, str] = {}
         for name, parts in self.parts.items():
             for part in parts.values():
                 if (owner := owners.setdefault(id(part.weight), name)) != name:
-                    raise ValueError(f"{owner} and {name} share weights: each would clip what the other has")
+                    raise ValueError(f"{owner} and {name} share weights: QKClip would clip them twice")
         self.exponents = {name: _exponents(name, layer) for name, layer in self.layers.items()}
+        self.heads = {name: max(part.heads for part in self.parts[name].values()) for name in self.layers}
         self.largest: dict[str, Tensor] = {}  # by layer, `[H]`, since the last step
-        self.passes = TrainingPasses()
+        self.passes = TrainingPassFilter()
         self.watchers = {name: _Watcher(name, self) for name in self.layers}
         self.model = model
         self.hooks: list[Any] = []
         self.watch()
 
     def watch(self) -> None:
-        """Look at the logits from now on, as after construction. What observed the layers before goes on doing so."""
+        """Observe the logits from now on, as after construction, beside other observers."""
         if not self.hooks:
-            for module in [m for m in self.model.modules() if isinstance(m, PreTrainedModel)]:
-                self.hooks.append(module.register_forward_pre_hook(self.passes.enter, with_kwargs=True))
-                self.hooks.append(module.register_forward_hook(self.passes.leave, always_call=True))
+            self.hooks = self.passes.hook(self.model)
         for name, layer in self.layers.items():
-            join(layer, self.watchers[name])
+            add_observer(layer, self.watchers[name])
 
     def remove(self) -> None:
-        """Look no more, and leave the model as it was."""
+        """Stop observing, and remove all hooks from the model."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
         for name, layer in self.layers.items():
-            leave(layer, self.watchers[name])
+            remove_observer(layer, self.watchers[name])
 
     @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
-        """Scale the weights of the heads that passed the threshold since the last step; to be called by every rank.
+        """Scale the weights of the heads that passed the threshold since the last step; every rank must call this.
 
-        Returns what the logits of those layers were scaled by, `[H]`: 1 for heads that were left alone.
+        Returns, for layers with such a head, the factors of the heads' logits, `[H]`: 1 for heads that are unchanged.
 
-        Raises RuntimeError if the layers were not watched to the end.
+        Raises RuntimeError if a layer is no longer observed.
         """
         for name, layer in self.layers.items():
-            if not any(observer is self.watchers[name] for observer in observers(layer)):
-                raise RuntimeError(f"{name} is not watched: another observer, or remove(), took the place of QKClip's")
+            if self.watchers[name] not in observers(layer):
+                raise RuntimeError(f"{name} is not watched: another observer replaced QKClip's, or remove() was called")
         clipped = {}
         for name, largest in self._gathered().items():
             exponents, parts = self.exponents[name], self.parts[name]
             factor = torch.where(largest > self.threshold, self.threshold / largest, 1.0)
-            if "k" in exponents:  # what is done to a shared key head is done to all its queries' logits
+            if "k" in exponents:  # a shared key head scales the logits of all its query heads
                 group = len(factor) // parts["k"].heads
                 factor = factor.view(-1, group).amin(1).repeat_interleave(group)
             clipped[name] = factor
@@ -107,76 +111,60 @@ class QKClip(TrainerCallback):
         return clipped
 
     def _gathered(self) -> dict[str, Tensor]:
-        """The largest logits `[H]` of layers where any is over the threshold, on any rank; forgets them."""
-        heads = {name: max(part.heads for part in self.parts[name].values()) for name in self.layers}
-        device = next(iter(self.parts[next(iter(heads))].values())).weight.device
-        nothing = {name: torch.full((n,), -math.inf, device=device) for name, n in heads.items()}
-        flat = torch.cat([self.largest.get(name, none).to(device, torch.float32) for name, none in nothing.items()])
+        """Take the largest logits `[H]` over all ranks of the layers where any passed the threshold."""
+        device = next(iter(self.parts[next(iter(self.layers))].values())).weight.device
+        rows = [self.largest.get(name, torch.full((n,), -math.inf)) for name, n in self.heads.items()]
+        flat = torch.cat([row.to(device, torch.float32) for row in rows])
         self.largest.clear()
-        if dist.is_available() and dist.is_initialized():
+        if world_size() > 1:
             dist.all_reduce(flat, dist.ReduceOp.MAX)
-        if not bool((flat > self.threshold).any()):
+        if not bool((flat > self.threshold).any()):  # one synchronisation instead of one per layer
             return {}
-        found = dict(zip(heads, torch.split(flat, list(heads.values())), strict=True))
-        return {name: largest for name, largest in found.items() if bool((largest > self.threshold).any())}
+        found = zip(self.heads, torch.split(flat, list(self.heads.values())), strict=True)
+        return {name: largest for name, largest in found if bool((largest > self.threshold).any())}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.watch()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.step()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.remove()
 
 
-class TrainingPasses(Passes):
-    """The passes with gradients. What gradient checkpointing computes again lies outside of any, and is the same."""
+class TrainingPassFilter(PassFilter):
+    """Select the passes with gradients."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.watching, self.depth = False, 0
+        self.watching = False
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.depth == 0:
-            self.watching = torch.is_grad_enabled()
-        self.depth += 1
-        if self.watching:
-            super().enter(module, args, kwargs)
+    def start(self, model: nn.Module) -> None:
+        self.watching = torch.is_grad_enabled()
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.depth -= 1
-        self.watching = self.watching and self.depth > 0
+    def finish(self) -> None:
+        self.watching = False
 
 
 class _Watcher:
-    """Notes the largest logits of a layer, after whoever observed it before."""
+    """Records the largest logits of a layer."""
 
     def __init__(self, name: str, clip: QKClip) -> None:
         self.name, self.clip = name, clip
-        self.before: Callable[..., None] | None = None
 
     @torch.no_grad()
     def __call__(
         self, layer: QKNormAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
     ) -> None:
-        if self.before is not None:
-            self.before(layer, q, k, v, mask, options)
-        clip = self.clip
+        clip, heads = self.clip, self.clip.heads[self.name]
         if not clip.passes.watching:
             return
-        heads = max(part.heads for part in clip.parts[self.name].values())
         if q.shape[1] != heads:
             raise ValueError(
-                f"{self.name} has {q.shape[1]} of its {heads} heads here: QKClip takes no tensor parallelism"
+                f"{self.name} has {q.shape[1]} of its {heads} heads here: QKClip does not support tensor parallelism"
             )
-        seen = visible(layer, q, k, mask, options, clip.passes.real(None, q.shape[2], q.device))
+        seen = visible_keys(layer, q, k, mask, options, clip.passes.real(None, q.shape[2], q.device))
         largest = largest_logits(q, seen, options["scaling"], clip.threshold)
         known = clip.largest.get(self.name)
         clip.largest[self.name] = largest if known is None else torch.maximum(known, largest)
@@ -185,7 +173,7 @@ class _Watcher:
 def largest_logits(q: Tensor, seen: Structure, scale: float, threshold: float) -> Tensor:
     """The largest visible logit, before any cap, of each head of q `[B, H, T, D]`, `[H]`.
 
-    −∞ where ‖q‖·‖k‖ alone says that it is at most `threshold`: only the other heads' logits are formed, in blocks.
+    −∞ where ‖q‖·‖k‖ shows that it is at most `threshold`: only the logits of the other heads are computed, in blocks.
     """
     k, group = seen.key, q.shape[1] // seen.key.shape[1]
     longest_q, longest_k = (torch.linalg.vector_norm(x.to(_wide(x)), dim=-1).amax((0, 2)) for x in (q, k))
@@ -214,7 +202,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _exponents(name: str, layer: QKNormAttention) -> dict[str, float]:
-    """The powers of the factor on a head's logits that the weights of its parts are scaled by; they add up to 1."""
+    """The exponents of a head's factor for the weights of its parts; for q·k they add up to 1."""
     if layer.family.latent:
         return {"uq": 0.5, "uk": 0.5, "qr": 1.0}
     normed = {side for side in ("q", "k") if layer.has_own_norms or getattr(layer.scheme, side) is not None}

@@ -1,4 +1,4 @@
-"""How large the gradients of the projections to queries and keys are, head by head."""
+"""The norms of the gradients of the projections to queries and keys, head by head."""
 
 from __future__ import annotations
 
@@ -7,49 +7,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.training.head_weights import Part, attention_parts
+from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights
 
-Norms = tuple[Tensor | None, Tensor | None]
-QUERIES, KEYS = ("q", "uq", "qr"), ("k", "uk")  # parts that are a head's own: of a latent, those behind it
+GradientNorms = tuple[Tensor | None, Tensor | None]
+QUERIES, KEYS = ("q", "uq", "qr"), ("k", "uk")  # parts that belong to a head; of a latent, those behind it
 
 
 @torch.no_grad()
-def gradient_norms(model: Any) -> dict[str, Norms]:
-    """By layer of a patched model, the norms of the gradients of the weights that give queries and keys, as they stand.
+def gradient_norms(model: Any) -> dict[str, GradientNorms]:
+    """By layer of a patched model, the norms of the present gradients of the weights of queries and of keys.
 
-    A number a head, `[H]` and `[Hk]`; biases are left out. Where heads can't be told, as with adapters, one number
+    One number per head, `[H]` and `[Hk]`, without biases. Where heads are not separate, as with adapters, one number
     `[1]` for all that is trained in the projection. None without a gradient.
     """
     try:
-        parts = attention_parts(model)
+        layers = attention_head_weights(model)
     except ValueError:  # not all projections hold a plain weight
         return {name: _of_projections(layer) for name, layer in patched_layers(model).items()}
     return {
         name: (
-            _by_head([p for n, p in found.items() if n in QUERIES]),
-            _by_head([found[n] for n in found if n in KEYS]),
+            _by_head([p for n, p in parts.items() if n in QUERIES]),
+            _by_head([parts[n] for n in KEYS if n in parts]),
         )
-        for name, found in parts.items()
+        for name, parts in layers.items()
     }
 
 
-def _by_head(parts: Sequence[Part]) -> Tensor | None:
-    squares = []
-    for part in parts:
-        grad = part.weight.grad
-        if grad is None:
-            return None
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        rows = torch.linalg.vector_norm(grad, dim=0 if isinstance(part.projection, Conv1D) else 1, dtype=wide)
-        rows = rows.full_tensor() if hasattr(rows, "full_tensor") else rows  # FSDP holds a part of them
-        squares.append(rows[part.outputs(rows.device)].square().sum(1))
-    return torch.stack(squares).sum(0).sqrt()
+def _by_head(parts: Sequence[HeadWeights]) -> Tensor | None:
+    grads = [part.weight.grad for part in parts]
+    norms = [part.norms(grad) for part, grad in zip(parts, grads, strict=True) if grad is not None]
+    return torch.stack(norms).square().sum(0).sqrt() if len(norms) == len(parts) else None
 
 
-def _of_projections(layer: Any) -> Norms:
+def _of_projections(layer: Any) -> GradientNorms:
     names = layer.family.style.weights
     q, k = names[0], names[min(1, len(names) - 1)]
     return _of_projection(layer.get_submodule(q)), _of_projection(layer.get_submodule(k))

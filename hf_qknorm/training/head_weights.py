@@ -1,6 +1,6 @@
-"""Which outputs of which projection make a head's queries and keys, and how to measure and scale the weights of these.
+"""The weights of each head's queries and keys: which outputs of which projection, their norms, and how to scale them.
 
-Works on patched and unpatched models, and on weights that are sharded (DTensor): heads may be cut by the shards.
+For patched and unpatched models, and for sharded weights (DTensor), whose shards may divide a head.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hf_qknorm.model.attention import own_layers, patched_layers
 
 
 @dataclass(frozen=True)
-class Part:
-    """A side of the logits in a projection: head h has the `width` outputs from `begin` + h·`stride` on."""
+class HeadWeights:
+    """The heads' queries, or keys, in a projection: head h has the `width` outputs from `begin` + h·`stride` on."""
 
     projection: Any
     heads: int
@@ -31,31 +31,31 @@ class Part:
 
     @property
     def weight(self) -> Tensor:
-        """The projection's weight as it is now: whoever shards a model replaces its parameters."""
+        """The projection's present weight; sharding replaces a model's parameters."""
         return self.projection.weight
 
     def outputs(self, device: torch.device) -> Tensor:
-        """The numbers of each head's outputs, `[heads, width]`."""
+        """The indices of each head's outputs, `[heads, width]`."""
         head, place = (torch.arange(n, device=device) for n in (self.heads, self.width))
         return self.begin + self.stride * head[:, None] + place
 
-    def norms(self) -> Tensor:
-        """The Frobenius norm of each head's part of the weight, `[heads]`, in fp32 at least; the bias is not in it."""
-        weight = self.weight.detach()
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        squares = wide.square().sum(_inputs(self.projection))
-        squares = squares.full_tensor() if isinstance(squares, DTensor) else squares
-        return squares[self.outputs(squares.device)].sum(1).sqrt()
+    def norms(self, weight: Tensor | None = None) -> Tensor:
+        """The Frobenius norm of each head's part of the weight, or of a gradient, `[heads]`, in fp32 at least."""
+        weight = self.weight.detach() if weight is None else weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        rows = torch.linalg.vector_norm(weight, dim=_inputs(self.projection), dtype=wide)
+        rows = rows.full_tensor() if isinstance(rows, DTensor) else rows
+        return torch.linalg.vector_norm(rows[self.outputs(rows.device)], dim=1)
 
 
-def attention_parts(model: nn.Module) -> dict[str, dict[str, Part]]:
-    """What makes queries and keys in each attention layer of `model`, patched or not: layer name → part name → `Part`.
+def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]]:
+    """The weights of queries and keys of each attention layer of `model`: layer name → part name → `HeadWeights`.
 
-    The parts are "q" and "k"; in multi-head latent attention "dq" and "dkv" (down to the latents, one part for all
-    heads), "uq" and "uk" (up from them, per head), "qr" and "kr" (what rotates; kr is shared). Without a latent for
-    the queries there is no "dq".
+    The model may be unpatched. The parts are "q" and "k"; in multi-head latent attention "dq" and "dkv" (down to the
+    latents, one part for all heads), "uq" and "uk" (up from them, per head), "qr" and "kr" (with RoPE; kr is shared).
+    Without a latent for the queries there is no "dq".
 
-    Raises ValueError for a model without a layer that is known, and for projections that hold no plain weight.
+    Raises ValueError for a model without a layer of a known family, and for projections without a plain weight.
     """
     layers: dict[str, tuple[Any, Family]] = {n: (layer, layer.family) for n, layer in patched_layers(model).items()}
     for prefix, module in model.named_modules():
@@ -71,10 +71,10 @@ def attention_parts(model: nn.Module) -> dict[str, dict[str, Part]]:
     }
 
 
-def by_projection(parts: dict[str, Part], factors: dict[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:
-    """Each projection of a layer with a factor for each of its outputs `[out]`: its parts' `[heads]`, and 1 elsewhere.
+def by_projection(parts: dict[str, HeadWeights], factors: dict[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the projections with a factor for each output, `[out]`, from the factors of parts, `[heads]`.
 
-    Parts without a factor keep 1; projections without any are left out.
+    Outputs of other parts have the factor 1. Projections without a factor are left out.
     """
     vectors: dict[Any, Tensor] = {}
     for name, factor in factors.items():
@@ -85,7 +85,7 @@ def by_projection(parts: dict[str, Part], factors: dict[str, Tensor]) -> Iterato
 
 
 def along_outputs(vector: Tensor, projection: Any, parameter: Tensor) -> Tensor:
-    """A vector over the outputs `[out]`, ready to be multiplied by the projection's weight or bias, sharded or not."""
+    """A vector over the outputs `[out]` that broadcasts with the projection's weight or bias, sharded or not."""
     if parameter.dim() == 2:
         vector = vector.unsqueeze(_inputs(projection))
     if isinstance(parameter, DTensor):
@@ -95,40 +95,40 @@ def along_outputs(vector: Tensor, projection: Any, parameter: Tensor) -> Tensor:
 
 
 def _inputs(projection: nn.Module) -> int:
-    """The dimension of the weight that the inputs run along."""
+    """The dimension of the inputs in the projection's weight."""
     return 0 if isinstance(projection, Conv1D) else 1
 
 
-def _parts(name: str, layer: Any, family: Family) -> dict[str, Part]:
+def _parts(name: str, layer: Any, family: Family) -> dict[str, HeadWeights]:
     style = family.style
     heads, heads_kv, dim = style.heads(layer)
-    if len(style.weights) > 1:  # beside a query there may be a gate, and heads may differ by layer
+    if len(style.weights) > 1:  # the query projection may hold a gate, and heads may differ by layer
         q, k = (_projection(name, layer, part) for part in style.weights[:2])
         heads_kv = _size(k) // dim
         heads = heads_kv * getattr(layer, "num_key_value_groups", 1)
-        return {"q": Part(q, heads, dim, _size(q) // heads), "k": Part(k, heads_kv, dim, dim)}
+        return {"q": HeadWeights(q, heads, dim, _size(q) // heads), "k": HeadWeights(k, heads_kv, dim, dim)}
     fused = _projection(name, layer, style.weights[0])
     if style.interleaved(layer):
-        return {"q": Part(fused, heads, dim, 3 * dim), "k": Part(fused, heads, dim, 3 * dim, begin=dim)}
-    return {"q": Part(fused, heads, dim, dim), "k": Part(fused, heads_kv, dim, dim, begin=heads * dim)}
+        return {"q": HeadWeights(fused, heads, dim, 3 * dim), "k": HeadWeights(fused, heads, dim, 3 * dim, begin=dim)}
+    return {"q": HeadWeights(fused, heads, dim, dim), "k": HeadWeights(fused, heads_kv, dim, dim, begin=heads * dim)}
 
 
-def _latent_parts(name: str, layer: Any) -> dict[str, Part]:
+def _latent_parts(name: str, layer: Any) -> dict[str, HeadWeights]:
     plain, turned, latent = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank
-    has_latent = getattr(layer, "q_a_proj", None) is not None  # for the queries too
+    has_latent = getattr(layer, "q_a_proj", None) is not None  # for the queries
     q = _projection(name, layer, "q_b_proj" if has_latent else "q_proj")
     down, up = (_projection(name, layer, part) for part in ("kv_a_proj_with_mqa", "kv_b_proj"))
     head_dim = plain + turned
     heads = _size(q) // head_dim
     parts = {
-        "uq": Part(q, heads, plain, head_dim),
-        "qr": Part(q, heads, turned, head_dim, begin=plain),
-        "dkv": Part(down, 1, latent, latent),
-        "kr": Part(down, 1, turned, turned, begin=latent),
-        "uk": Part(up, heads, plain, _size(up) // heads),
+        "uq": HeadWeights(q, heads, plain, head_dim),
+        "qr": HeadWeights(q, heads, turned, head_dim, begin=plain),
+        "dkv": HeadWeights(down, 1, latent, latent),
+        "kr": HeadWeights(down, 1, turned, turned, begin=latent),
+        "uk": HeadWeights(up, heads, plain, _size(up) // heads),
     }
     if has_latent:
-        parts["dq"] = Part(_projection(name, layer, "q_a_proj"), 1, layer.q_lora_rank, layer.q_lora_rank)
+        parts["dq"] = HeadWeights(_projection(name, layer, "q_a_proj"), 1, layer.q_lora_rank, layer.q_lora_rank)
     return parts
 
 
@@ -139,21 +139,19 @@ def _size(projection: Any) -> int:
 
 
 def _projection(name: str, layer: Any, part: str) -> Any:
-    """The layer's projection of that name. Raises ValueError for one that holds no plain weight."""
+    """The layer's projection `part`. Raises ValueError for one without a plain weight."""
     projection = getattr(layer, part, None)
     if projection is None:
-        raise ValueError(
-            f"{name} has no {part}: it attends to the keys of another layer, which no rule here provides for"
-        )
+        raise ValueError(f"{name} has no {part}: it attends to the keys of another layer, which is not supported here")
     if not isinstance(projection, nn.Linear | Conv1D):
         raise ValueError(
-            f"{name}.{part} is a {type(projection).__module__}.{type(projection).__name__}: the weights of heads can "
-            "only be told in torch's Linear and transformers' Conv1D. Merge adapters first"
+            f"{name}.{part} is a {type(projection).__module__}.{type(projection).__name__}: expected torch's Linear "
+            "or transformers' Conv1D, whose outputs belong to heads. Merge adapters first"
         )
     if projection.weight.dim() != 2 or not projection.weight.is_floating_point():
         raise ValueError(
             f"{name}.{part} has a weight of shape {list(projection.weight.shape)} and {projection.weight.dtype}, "
-            "expected floating point of two dimensions: don't quantise it, and shard it by FSDP2 (fully_shard), which "
+            "expected floating point of two dimensions: do not quantise it, and shard it by FSDP2 (fully_shard), which "
             "keeps its shape"
         )
     return projection

@@ -1,11 +1,11 @@
-"""What `LogitMonitor` measured: samples, and the JSONL file that holds them, a line a sampled step."""
+"""The samples of `LogitMonitor`, and the JSONL file that holds them, one line per sampled step."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,21 @@ from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.files.untrusted import check_count, check_keys, check_number, is_shallow
-from hf_qknorm.stats.records import HEADS, Numbers
-from hf_qknorm.stats.report import FORMAT, LAYERS, NAME
+from hf_qknorm.stats.records import FORMAT, Numbers, check_fields, check_format, check_layers, head_numbers
 from hf_qknorm.stats.tables import mean
 
-DIGITS = 5  # of each number in the file
+DIGITS = 5  # significant digits of the numbers in the file
 LINE_BYTES = 2**24  # 100 layers of 128 heads have 0.9 MB
 FILE_BYTES = 2**30
-NUMBERS = 50_000_000  # in all samples together: a float takes more room in memory than on the disk
+NUMBERS = 50_000_000  # in all samples: a float takes more bytes in memory than in the file
 
 
 @dataclass(frozen=True)
 class LayerSample:
-    """A layer's attention at a step, a number a head; fields as in `LogitStatistics`, `cap` what `over_cap` means.
+    """A layer's attention at a step, one number per head; the fields are those of `LogitStatistics`.
 
-    `grad_q` and `grad_k` are norms of gradients: a number a head, or one for the projection, or None without any.
+    `grad_q` and `grad_k` are norms of gradients: one number per head, or one for the projection, or None without a
+    gradient.
     """
 
     cap: float
@@ -44,93 +44,95 @@ class LayerSample:
 
     @classmethod
     def from_dict(cls, data: Any, where: str) -> LayerSample:
-        """What a line holds of a layer. Raises ValueError, naming the key, for anything else."""
-        check_keys(data, [field.name for field in dataclasses.fields(cls)], where)
-        numbers = {
-            name: None if name.startswith("grad") and value is None else _numbers(value, f"{where}.{name}")
-            for name, value in data.items()
-            if name not in ("cap", "even")
-        }
-        heads = {len(numbers[name] or ()) for name in ("max_logit", "entropy", "over_cap")}
-        if len(heads) > 1:
-            raise ValueError(f"{where} has max_logit, entropy and over_cap of different lengths: {sorted(heads)}")
-        cap, even = (check_number(data[name], f"{where}.{name}") for name in ("cap", "even"))
-        if not 1e-6 <= cap <= 1e6 or not 0 <= even <= 100:
+        """The layer in a line of the file. Raises ValueError, naming the key, for anything else."""
+        check_fields(data, cls, where)
+        values = {name: check_number(data[name], f"{where}.{name}") for name in ("cap", "even")}
+        if not 1e-6 <= values["cap"] <= 1e6 or not 0 <= values["even"] <= 100:
             raise ValueError(
-                f"{where} has cap {cap:g}, expected 1e-6 to 1e6, and even {even:g}, expected 0 to 100 nats"
+                f"{where} has cap {values['cap']:g}, expected 1e-6 to 1e6, and even {values['even']:g}, expected 0 to "
+                "100 nats"
             )
-        return cls(cap=cap, even=even, **numbers)  # type: ignore[arg-type]
+        rows = {
+            name: None if name.startswith("grad") and value is None else head_numbers(value, f"{where}.{name}")
+            for name, value in data.items()
+            if name not in values
+        }
+        lengths = {len(rows[name] or ()) for name in ("max_logit", "entropy", "over_cap")}
+        if len(lengths) > 1:
+            raise ValueError(f"{where} has max_logit, entropy and over_cap of different lengths: {sorted(lengths)}")
+        return cls(**values, **rows)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class Sample:
-    """All layers at a step, by name. A step has the number that the Trainer logs its loss with."""
+class LogitSample:
+    """All layers at a step, by name. `step` is the number under which the Trainer logs the loss."""
 
     step: int
-    layers: Mapping[str, LayerSample]
+    layers: dict[str, LayerSample]
 
     def worst(self) -> tuple[str, int, float]:
-        """The layer and head of the largest |logit|, and that; one that is no number is the worst of all."""
-        return max(self._heads("max_logit"), key=lambda found: alarm(found[2]))
+        """The layer, the head and the value of the largest |logit|; NaN counts as the largest."""
+        return max(self._heads("max_logit"), key=lambda found: nan_as_inf(found[2]))
 
     def sharpest(self) -> tuple[str, int, float]:
-        """The layer and head of the least entropy, and that; one that is no number is the least of all."""
-        return max(self._heads("entropy"), key=lambda found: alarm(-found[2]))
+        """The layer, the head and the value of the least entropy; NaN counts as the least."""
+        return max(self._heads("entropy"), key=lambda found: nan_as_inf(-found[2]))
 
-    def _heads(self, name: str) -> list[tuple[str, int, float]]:
-        rows = {layer: getattr(sample, name) for layer, sample in self.layers.items()}
-        return [(layer, head, value) for layer, row in rows.items() for head, value in enumerate(row)]
+    def _heads(self, field: str) -> Iterator[tuple[str, int, float]]:
+        for name, layer in self.layers.items():
+            yield from ((name, head, value) for head, value in enumerate(getattr(layer, field)))
 
     def scalars(self) -> dict[str, float]:
-        """What a logger gets: the worst head, the sharpest, the mean share over the cap, and each layer's maximum."""
-        (layer, head, largest), (_, _, least) = self.worst(), self.sharpest()
-        shares = [share for sample in self.layers.values() for share in sample.over_cap]
-        by_layer = {f"attention/max_logit/{i}": max(s.max_logit, key=alarm) for i, s in enumerate(self.layers.values())}
+        """The numbers for a logger: the worst head, the least entropy, the mean of `over_cap`, each layer's maximum."""
+        (name, head, largest), (_, _, least) = self.worst(), self.sharpest()
+        layers = list(self.layers.values())
         return {
             "attention/max_logit": largest,
-            "attention/max_logit_layer": list(self.layers).index(layer),
+            "attention/max_logit_layer": list(self.layers).index(name),
             "attention/max_logit_head": head,
             "attention/min_entropy": least,
-            "attention/over_cap": mean(shares),
-            **by_layer,
+            "attention/over_cap": mean([share for layer in layers for share in layer.over_cap]),
+            **{f"attention/max_logit/{i}": max(x.max_logit, key=nan_as_inf) for i, x in enumerate(layers)},
         }
 
     def line(self) -> str:
-        """The sample as a line of JSON; numbers have five digits."""
-        layers = {name: _rounded(dataclasses.asdict(layer)) for name, layer in self.layers.items()}
-        return json.dumps({"format": FORMAT, "step": self.step, "layers": layers}, separators=(",", ":")) + "\n"
+        """The sample as a line of JSON, with five significant digits."""
+        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
+        rounded = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.{DIGITS}g}"))
+        return json.dumps(rounded, separators=(",", ":")) + "\n"
 
     @classmethod
-    def from_dict(cls, data: Any) -> Sample:
-        """What a line holds. Raises ValueError, naming the key, for anything else."""
+    def from_line(cls, line: bytes) -> LogitSample:
+        """The inverse of `line`. Raises ValueError, naming the key, for anything else."""
+        try:
+            data = json.loads(line)
+        except (RecursionError, ValueError) as error:
+            raise ValueError(f"no JSON ({error})") from None
+        if not is_shallow(data):
+            raise ValueError("nested too deeply")
         check_keys(data, ("format", "step", "layers"), "sample")
-        if data["format"] != FORMAT:
-            raise ValueError(
-                f"sample.format is {shorten(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it"
-            )
-        layers = data["layers"]
-        if not isinstance(layers, Mapping) or not 0 < len(layers) <= LAYERS or not all(map(NAME.fullmatch, layers)):
-            raise ValueError(
-                f"sample.layers is {shorten(layers)}, expected a mapping from layers' names, {LAYERS:,} at most"
-            )
+        check_format(data, "sample")
+        layers = check_layers(data["layers"], "sample.layers")
+        if not layers:
+            raise ValueError(f"sample.layers is {shorten(layers)}, expected at least one layer")
         found = {name: LayerSample.from_dict(layer, f"sample.layers.{name}") for name, layer in layers.items()}
         return cls(check_count(data["step"], "sample.step"), found)
 
 
-def read_log(path: str | Path) -> list[Sample]:
-    """The samples in a JSONL file, by step. A last line without an end, which a killed run left, is passed over.
+def read_log(path: str | Path) -> list[LogitSample]:
+    """Read the samples of a JSONL file, by step. A last line without an end, from a killed run, is ignored.
 
-    Raises FileNotFoundError, and ValueError, naming file and line, for what `LogitMonitor` did not write, or a file
-    that is too large.
+    Raises FileNotFoundError, and ValueError, naming file and line, for a file that is too large or not from
+    `LogitMonitor`.
     """
     given, path = path, user_path(path, "the log")
     if not path.exists():
         raise FileNotFoundError(f"no such file: {given}")
-    samples: list[Sample] = []
+    samples: list[LogitSample] = []
     heads: dict[str, int] = {}
     for where, line in _lines(path):
         try:
-            sample = Sample.from_dict(_parsed(line))
+            sample = LogitSample.from_line(line)
             if samples and sample.step <= samples[-1].step:
                 raise ValueError(f"sample.step is {sample.step}, expected more than {samples[-1].step}, the one before")
             for name, layer in sample.layers.items():
@@ -140,14 +142,14 @@ def read_log(path: str | Path) -> list[Sample]:
             raise ValueError(f"{where}: {error}") from None
         samples.append(sample)
         if len(samples) * sum(heads.values()) * 8 > NUMBERS:
-            raise ValueError(f"{where}: {path} holds more than {NUMBERS:,} numbers, the most that is read")
+            raise ValueError(f"{where}: {path} holds more than {NUMBERS:,} numbers, the limit")
     return samples
 
 
 def continue_log(path: Path, step: int, *, resumed: bool) -> None:
-    """Make a log ready for what comes after `step`: what a run before wrote beyond it, or did not end, is taken out.
+    """Prepare a log for the samples after `step`: remove later samples and a line without an end, from a run before.
 
-    Raises FileExistsError if that is all there is and the run is not known to be `resumed`, and as `read_log` does.
+    Raises FileExistsError if no sample is left and the run is not `resumed`, and all errors of `read_log`.
     """
     samples = read_log(path) if path.exists() else []
     kept = [sample for sample in samples if sample.step <= step]
@@ -156,55 +158,29 @@ def continue_log(path: Path, step: int, *, resumed: bool) -> None:
             f"{path} holds samples of another run, from step {samples[0].step} on: give another path, or move it away"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, "".join(s.line() for s in kept))
+    replace_text(path, "".join(sample.line() for sample in kept))
 
 
-def append(path: Path, sample: Sample) -> None:
-    """Add a sample's line; one write, so that a killed run tears the last line at most."""
+def append(path: Path, sample: LogitSample) -> None:
+    """Add a sample's line in one write: a killed run damages the last line at most."""
     with path.open("ab", buffering=0) as file:
         file.write(sample.line().encode())
 
 
-def alarm(value: float) -> float:
-    """How far up a number stands among others: what is none stands above all."""
+def nan_as_inf(value: float) -> float:
+    """The number, or infinity for NaN: for comparisons in which NaN is the largest."""
     return math.inf if math.isnan(value) else value
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The whole lines of a file with where they stand: "file, line 3"."""
+    """Yield the complete lines of a file with their place: "file, line 3"."""
     with path.open("rb") as file:
         for i in range(1, FILE_BYTES):
             line, where = file.readline(LINE_BYTES + 1), f"{path}, line {i}"
             if len(line) > LINE_BYTES or file.tell() > FILE_BYTES:
                 raise ValueError(
-                    f"{where}: larger than what is read, {LINE_BYTES:,} bytes a line and {FILE_BYTES:,} in all"
+                    f"{where}: larger than the limits, {LINE_BYTES:,} bytes a line and {FILE_BYTES:,} in all"
                 )
             if not line.endswith(b"\n"):
                 return
             yield where, line
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        data = json.loads(line)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"no JSON ({error})") from None
-    if not is_shallow(data):
-        raise ValueError("nested too deeply")
-    return data
-
-
-def _numbers(value: Any, where: str) -> Numbers:
-    if not isinstance(value, list) or not 0 < len(value) <= HEADS:
-        raise ValueError(f"{where} is {shorten(value)}, expected a list of numbers, one a head")
-    return tuple(check_number(item, f"{where}[{i}]") for i, item in enumerate(value))
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, Sequence):
-        return [_rounded(item) for item in value]
-    return {key: _rounded(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -12,8 +12,8 @@ from tables import MODEL_TYPES, fingerprint, sharp_model
 from tiny import tiny_model
 
 from hf_qknorm import SCHEMES, Scheme, calibrate, inspect_model, patch_model, unpatch_model
+from hf_qknorm.convert.inspection_plots import heat_map
 from hf_qknorm.convert.knees import KNEES
-from hf_qknorm.convert.plots import heat_map
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.stats.bounds import logit_bound

@@ -55,7 +55,7 @@ def test_missing_files_are_named_in_one_line(checkpoint):
         inspect_checkpoint(str(checkpoint), texts="./none.txt")
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
-    with pytest.raises(ValueError, match="this bert sees both sides"):
+    with pytest.raises(ValueError, match="bert has bidirectional attention"):
         inspect_checkpoint(str(checkpoint), texts=text)
     (checkpoint / "config.json").write_text(json.dumps(config))
     for path in checkpoint.glob("tokenizer*"):

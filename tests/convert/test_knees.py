@@ -19,7 +19,7 @@ from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import head_norm
-from hf_qknorm.stats.distributed import ALONE
+from hf_qknorm.stats.distributed import ONE_PROCESS
 from hf_qknorm.stats.records import Prediction
 
 ORDERS = {"rms": 2.0, "layer": 2.0, "l2": 2.0, "lp": 3.0}
@@ -121,7 +121,7 @@ def test_the_default_takes_at_most_twice_the_forward_passes(count):
 class Recorded:
     """A stand-in for `ClosedFormGains`: records the knees, and predicts by a function of the knee."""
 
-    model, ranks = None, ALONE
+    model, ranks = None, ONE_PROCESS
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, predicted: Callable[[float], Prediction]) -> None:
         self.tried: list[float] = []

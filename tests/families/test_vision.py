@@ -257,9 +257,9 @@ def test_methods_that_need_next_token_loss_refuse_encoders(case):
     if FAMILIES[type_of(case)].causal is True:
         pytest.skip("it is causal")
     model, data = made(case), [torch.arange(16)[None]]
-    with pytest.raises(ValueError, match="sees both sides, and predicts no next token"):
+    with pytest.raises(ValueError, match="has bidirectional attention and predicts no next token"):
         inspect_model(model, data)
-    with pytest.raises(ValueError, match="sees both sides, and predicts no next token"):
+    with pytest.raises(ValueError, match="has bidirectional attention and predicts no next token"):
         calibrate(patch_model(model, "qk_norm"), data, method="moments")
 
 

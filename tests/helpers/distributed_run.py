@@ -1,4 +1,4 @@
-"""What each of two processes does that share the work on a model.
+"""One of two processes that train and calibrate a model together.
 
 Without a step: each case is run data-parallel, sharded by FSDP2 and through accelerate, and calibrated; rank 0 writes
 what came of it into the folder, and both train with Trainer. They then start over, and rank 1 dies after step 5, as a
@@ -63,7 +63,7 @@ def made(case: str) -> PreTrainedModel:
 
 
 def adapted() -> nn.Module:
-    """A model with an adapter, and with copies of its norms beside the frozen originals."""
+    """A model with an adapter and trained copies of its norms."""
     model = made("shared")
     torch.manual_seed(0)
     config = LoraConfig(r=4, init_lora_weights=False, modules_to_save=peft_modules_to_save(model))
@@ -76,7 +76,7 @@ def calibration_batches() -> list[dict[str, Tensor]]:
 
 
 def backward(model: Any, rank: int) -> Tensor:
-    """The loss of this rank's row of the batch, after its backward pass."""
+    """The loss of this rank's row of the batch, after the backward pass."""
     loss = model(**{name: rows[rank : rank + 1] for name, rows in make_batch("plain").items()}).loss
     loss.backward()
     return loss.detach()
@@ -92,7 +92,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def sharded(model: Any) -> Any:
-    """By FSDP2, a group for each layer and one for the rest."""
+    """Shard by FSDP2, with a group per layer and one for the rest."""
     mesh = init_device_mesh("cpu", (WORLD,))
     for block in model.get_submodule(next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList))):
         fully_shard(block, mesh=mesh)
@@ -100,7 +100,7 @@ def sharded(model: Any) -> Any:
 
 
 def accelerated(model: nn.Module) -> Any:
-    """As `accelerate launch --config_file fsdp2.yaml` has it sharded; its Accelerator does that on GPUs alone."""
+    """Shard as `accelerate launch --config_file fsdp2.yaml` does, whose Accelerator needs GPUs."""
     arguments = launch_command_parser().parse_args(["--config_file", str(FSDP2_YAML), "train.py"])
     with mock.patch.dict(os.environ, prepare_multi_gpu_env(_validate_launch_command(arguments)[0])):
         plugin = FullyShardedDataParallelPlugin()
@@ -117,7 +117,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 class Die(TrainerCallback):
-    """Kills this process in the middle of a run."""
+    """Kills this process during a run."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == KILLED and dist.get_rank() == 1:
@@ -140,7 +140,7 @@ def run_cases(folder: Path, rank: int) -> None:
             found = {**gradients(model), "loss": losses / WORLD}
             if way != "DDP":
                 state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-                if rank == 0:  # the others have an empty state
+                if rank == 0:  # the other ranks' state is empty
                     model.save_pretrained(folder / f"{case} {way}", state_dict=state, max_shard_size="20KB")
             if rank == 0:
                 save_file(found, folder / f"{case} {way}.safetensors")

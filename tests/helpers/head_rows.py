@@ -1,4 +1,4 @@
-"""Written out, for tiny models (4 heads of 16, 2 of keys): which outputs of which projection make which head."""
+"""The outputs of each head in the projections of tiny models with 4 query heads and 2 key heads of 16."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ ROWS: dict[str, Rows] = {
 
 
 def attention_layers(model: nn.Module, model_type: str) -> list[Any]:
-    """The modules that have the projections of `ROWS`."""
+    """The modules with the projections of `ROWS`."""
     where = ROWS[model_type]["q" if "q" in ROWS[model_type] else "uq"][0]
     return [module for module in model.modules() if hasattr(module, where)]
 
 
 def outputs_first(layer: Any, where: str) -> list[Tensor]:
-    """The projection's weight, as a view with the outputs along its first dimension, and its bias, if it has one."""
+    """The projection's weight as a view with the outputs in the first dimension, and its bias, if any."""
     projection = layer.get_submodule(where)
     weight = projection.weight.detach()
     weight = weight.t() if isinstance(projection, Conv1D) else weight

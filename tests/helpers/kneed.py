@@ -1,4 +1,4 @@
-"""Patched models with a knee, whose norms have gains and mean sizes of their own."""
+"""Patched models with a knee, and with different gains and mean powers in each norm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KNEE = 4.0
 
 
 def kneed(case: str = "rms", knee: float = KNEE, **settings: Any) -> PreTrainedModel:
-    """A patched model with a knee; every norm has gains and a mean |x|ᵖ of its own."""
+    """A patched model with a knee, and with different gains and mean |x|ᵖ in each norm."""
     model_type, scheme = SCHEMES[case]
     model = randomise(patch_model(sharp_model(model_type, **settings), dataclasses.replace(scheme, knee=knee)))
     powers = {key: 0.1 + 0.2 * i for i, key in enumerate(powers_of(model))}

@@ -1,6 +1,6 @@
-"""One of two processes that train models, with QuacK and QKClip or while a knee goes down, as pair.py starts it.
+"""One of two processes, started by pair.py, that train models with QuacK and QKClip, or with a falling knee.
 
-Rank 0 writes the weights of each case, whole, into the folder, as `<model type or knee>-<how>.safetensors`.
+Rank 0 writes the full weights of each case into the folder, as `<model type or knee>-<way>.safetensors`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hf_qknorm.model.attention import patched_layers
 
 THRESHOLD, STEPS = 3.0, 4
 MODELS = {
-    "llama": {"num_key_value_heads": 1},  # two shards cut the one head of keys
+    "llama": {"num_key_value_heads": 1},  # two shards divide the one key head
     "gpt2": {},
     "deepseek_v3": {"first_k_dense_replace": 2},
 }
 
 
 def made(model_type: str) -> PreTrainedModel:
-    """A model with large logits, in fp64, which tells a mistake from rounding, and without dropout."""
+    """A model with large logits and without dropout, in fp64, so that errors exceed rounding."""
     model = tiny_model(model_type, initializer_range=0.3, **MODELS[model_type])
     return patch_model(model, "none").double()
 
@@ -60,7 +60,7 @@ def kneed() -> PreTrainedModel:
 
 
 def lower(model: Any, rows: slice) -> None:
-    """Train while the knee goes down: it is 2 in the first step, and there is none in the last."""
+    """Train with a knee that falls from 2 in the first step to 0 in the last."""
     schedule, optimizer = KneeSchedule(share=0.75), torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     for step in range(STEPS):
         set_knee(model, schedule.at(step, STEPS, 2.0))

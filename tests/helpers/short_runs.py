@@ -1,4 +1,4 @@
-"""Short runs of Trainer, on data that a tiny model learns."""
+"""Short runs of Trainer on data that a tiny model can learn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 def counting(rows: int = 64) -> list[dict[str, Tensor]]:
-    """Rows that count upwards by a step of their own, modulo 32: what comes next is in what came before."""
+    """Rows that count upwards modulo 32 by a different step each, so that a token follows from those before."""
     starts, steps = torch.arange(rows) % 32, 1 + torch.arange(rows) % 5
     tokens = 3 + (starts[:, None] + steps[:, None] * torch.arange(16)) % 32
     return [{"input_ids": row, "labels": row} for row in tokens]
@@ -44,7 +44,7 @@ def assert_equal_weights(actual: nn.Module, expected: nn.Module) -> None:
 
 
 class StopAt(TrainerCallback):
-    """Ends training after a step, as a killed job would, without changing its schedule."""
+    """Ends training after a step, like a killed job, without changing its schedule."""
 
     def __init__(self, step: int) -> None:
         self.step = step

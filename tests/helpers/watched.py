@@ -1,4 +1,4 @@
-"""What the monitor's tests look at: what is on a model, and its gradients head by head, without the package's help."""
+"""For the tests of LogitMonitor: the hooks on a model, and gradient norms by head without the package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hf_qknorm.model.attention import patched_layers
 
 
 def hooks(model):
-    """Whatever is on the modules of a model that watches them."""
+    """All hooks and observers on the modules of a model."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     found = [getattr(module, kind) for module in model.modules() for kind in kinds]
     watched = [layer for layer in patched_layers(model).values() if layer.observer or "v_norm" in layer._modules]
@@ -14,7 +14,7 @@ def hooks(model):
 
 
 def gradients_by_hand(family, layer):
-    """The norms of the gradients of each head's rows, from the weights' own layout."""
+    """The norms of the gradients of each head's rows."""
     heads, heads_kv, d = layer.family.style.heads(layer)
     if family == "gpt2":
         q, k, _ = layer.c_attn.weight.grad.T.chunk(3)

@@ -19,7 +19,7 @@ from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, cli, patch_model,
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import render_card, write_card
-from hf_qknorm.hub.plots import draw
+from hf_qknorm.hub.card_plots import draw_report
 from hf_qknorm.stats.records import Prediction
 
 
@@ -119,7 +119,7 @@ def test_a_card_has_knee_and_bound(tmp_path):
         assert line in text
     for name, layer in report.layers.items():
         row = next(line for line in text.splitlines() if line.startswith("| " + name.replace("_", r"\_")))
-        shares = [f"{sum(share) / len(share):.2%}" for share in (layer.beyond_q, layer.beyond_k)]
+        shares = [f"{sum(share) / len(share):.2%}" for share in (layer.after.beyond_q, layer.after.beyond_k)]
         assert f"| {layer.bound:.1f} | {', '.join(shares)} |" in row
 
 
@@ -162,7 +162,7 @@ def test_the_card_of_a_model_without_a_head(tmp_path):
     assert "model-index" not in front(text)
     assert "AutoModel.from_pretrained" in text
     assert LOSS_PLOT not in text
-    assert draw(Calibration.load(tmp_path / REPORT), tmp_path) == [LOGITS_PLOT]
+    assert draw_report(Calibration.load(tmp_path / REPORT), tmp_path) == [LOGITS_PLOT]
 
 
 def test_a_classifier_is_loaded_by_its_auto_class(tmp_path):

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from hf_qknorm import SCHEMES, Calibration
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import write_card
-from hf_qknorm.hub.plots import draw
+from hf_qknorm.hub.card_plots import draw_report
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
 
 
@@ -22,7 +22,7 @@ def test_a_drawing_that_fails_leaves_the_card(tmp_path, monkeypatch):
     def fail(report: Calibration, folder: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("hf_qknorm.hub.plots.draw", fail)
+    monkeypatch.setattr("hf_qknorm.hub.card_plots.draw_report", fail)
     with pytest.raises(OSError, match="disk full"):
         write_card(tmp_path)
     assert (tmp_path / "README.md").read_text() == "old"
@@ -35,7 +35,7 @@ def test_any_numbers_can_be_drawn(tmp_path, layers, value):
     found = {f"layers.{i}": LayerReport(side, side, bound=value) for i in range(layers)}
     predictions = Prediction(2.0), Prediction(value), Prediction(min(value, 3.0))
     report = Calibration("fit", 10, SCHEMES["qk_norm"].resolve("rms"), 50.0, *predictions, found)
-    assert draw(report, tmp_path) == [LOSS_PLOT, LOGITS_PLOT]
+    assert draw_report(report, tmp_path) == [LOSS_PLOT, LOGITS_PLOT]
     for name, width in ((LOSS_PLOT, 1050), (LOGITS_PLOT, 1425)):
         assert imread(tmp_path / name).shape[1] == width
 
@@ -46,7 +46,7 @@ def test_the_plots_show_the_numbers(tmp_path, monkeypatch):
         "matplotlib.figure.Figure.savefig", lambda self, path, **_: (figures.append(self), path.touch())
     )
     report = Calibration.load(checkpoint(tmp_path) / REPORT)
-    draw(report, tmp_path)
+    draw_report(report, tmp_path)
     losses, (left, right) = figures[0].axes[0], figures[1].axes
     shown = [line.get_xdata()[0] for line in losses.lines if line.get_marker() == "o"]
     assert shown == [report.base.loss, report.ones.loss, report.chosen.loss]

@@ -1,4 +1,4 @@
-"""The bound on a layer's logits: no input exceeds it, and it is not far above what inputs reach."""
+"""The bound on a layer's logits: no input exceeds it, and some inputs come close."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scheme_of(name: str, gain: str = "shared", knee: float = 0.0) -> Scheme:
 
 
 def patched(scheme: Scheme, family: str = "llama", **settings) -> torch.nn.Module:
-    """A model with the scheme, random gains and biases, and powers of their own for a knee."""
+    """A model with the scheme, random gains and biases, and different mean powers for a knee."""
     model = patch_model(sharp_model(family, **settings), scheme)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def patched(scheme: Scheme, family: str = "llama", **settings) -> torch.nn.Modul
 
 
 def searched(q_norm: HeadNorm, k_norm: HeadNorm, heads: int, heads_kv: int, head_dim: int) -> float:
-    """The largest |q·k| that gradient ascent finds over what arrives at the two norms, at one position."""
+    """The largest |q·k| that gradient ascent finds over the inputs of the two norms, at one position."""
     generator = torch.Generator().manual_seed(2)
     q, k = (torch.randn(64, 1, h, head_dim, generator=generator).requires_grad_() for h in (heads, heads_kv))
     optimizer = torch.optim.Adam([q, k], lr=0.3)
@@ -74,7 +74,7 @@ def test_no_input_exceeds_the_bound(name, gain, knee):
     assert heads > heads_kv
     bound = logit_bound(layer)
     found = layer.logit_scale * searched(layer.q_norm, layer.k_norm, heads, heads_kv, head_dim)
-    assert 0.25 * bound < found <= bound * (1 + 1e-5)  # each of q and k is bounded for itself: they need not meet
+    assert 0.25 * bound < found <= bound * (1 + 1e-5)  # q and k are bounded separately and may not align
 
 
 ALTERNATING = torch.tensor([1.0, -1.0]).repeat(8)
@@ -92,8 +92,8 @@ FIRST = torch.eye(16)[0]
         ("lp", 12.0, torch.linspace(3.0, 1.0, 16).pow(0.2), torch.linspace(3.0, 1.0, 16)),  # x ∝ g^(2/(p − 2))
     ],
 )
-def test_the_bound_is_reached(norm, p, direction, gain):
-    """By a vector in the channel of the largest gain; for p > 2 by one that is long in all of them."""
+def test_some_vector_reaches_the_bound(norm, p, direction, gain):
+    """A vector in the channel of the largest gain reaches it; for p > 2 a vector with all channels."""
     layer = next(iter(patched_layers(patched(Scheme(q=norm, k=norm, p=p, knee=4.0))).values()))
     assert layer.family.style.heads(layer)[2] == 16
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_the_bound_is_reached(norm, p, direction, gain):
     assert 0.99 * logit_bound(layer) <= found <= logit_bound(layer) * (1 + 1e-5)
 
 
-def test_each_query_head_meets_its_own_key_head():
+def test_each_query_head_has_the_bound_of_its_key_head():
     layer = next(iter(patched_layers(patched(Scheme(q="rms", k="rms", gain="per_head"))).values()))
     heads, heads_kv, head_dim = layer.family.style.heads(layer)
     with torch.no_grad():
@@ -126,7 +126,7 @@ def largest(model: torch.nn.Module, **inputs: Tensor) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "gpt2", "gpt_neox", "gemma2", "opt", "granite"])
-def test_models_stay_within(family):
+def test_logits_of_models_stay_below_the_bound(family):
     model = patched(Scheme(q="layer", k="lp", p=3.0, gain="per_head", bias=True, knee=2.0), family)
     seen = largest(model, input_ids=TOKENS)
     for name, layer in patched_layers(model).items():
@@ -153,13 +153,14 @@ ROTATED = [
     family
     for family in known_families()
     if config_with(family, YARN)
-    and family not in ("mimo_v2_flash", "recurrent_gemma")  # heads of an odd width, no length: YaRN can't serve these
+    and family
+    not in ("mimo_v2_flash", "recurrent_gemma")  # an odd head dimension, no maximum length: YaRN is impossible
 ]
 
 
 @pytest.mark.parametrize("family", ROTATED)
-def test_what_rotation_multiplies_lengths_by(family):
-    """YaRN's factor, as it stands in the cos and sin that each layer is given."""
+def test_rotary_scale_is_the_factor_in_cos_and_sin(family):
+    """YaRN's factor, as in the cos and sin of each layer."""
     settings = config_with(family, YARN)
     if family == "phi3":
         settings = config_with(family, longrope(16)) | {"original_max_position_embeddings": 16}
@@ -186,7 +187,7 @@ def test_what_rotation_multiplies_lengths_by(family):
 
 
 @pytest.mark.parametrize("rope", ["yarn", "longrope"])
-def test_scaled_rotations_are_in_the_bound(rope):
+def test_the_bound_covers_scaled_rotary_embeddings(rope):
     model = tiny_model("llama")
     head_dim = model.config.head_dim
     scaled = YARN if rope == "yarn" else longrope(head_dim)
@@ -198,7 +199,7 @@ def test_scaled_rotations_are_in_the_bound(rope):
     assert factor > 1.1
     assert worst_bound(stretched) == pytest.approx(worst_bound(plain) * factor**2)
     layer = stretched.model.layers[0].self_attn
-    with torch.no_grad():  # all tokens have one query and one key, along each other: at angle 0 they reach the bound
+    with torch.no_grad():  # all tokens have the same parallel query and key, which reach the bound at angle 0
         for projection in (layer.q_proj, layer.k_proj):
             projection.weight.zero_()
             projection.bias = torch.nn.Parameter(torch.ones(projection.out_features))
@@ -206,7 +207,7 @@ def test_scaled_rotations_are_in_the_bound(rope):
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "ministral3"])
-def test_queries_that_grow_with_their_position_are_in_the_bound(family):
+def test_the_bound_covers_queries_scaled_by_position(family):
     settings = {"use_qk_norm": False, "floor_scale": 4} if family == "llama4_text" else {}
     model = patch_model(tiny_model(family, **settings), "qk_norm")
     layers = patched_layers(model).values()
@@ -232,7 +233,7 @@ def test_without_both_norms_there_is_no_bound(scheme):
     assert worst_bound(model) is None
 
 
-def test_norms_that_are_not_all_there_give_no_bound():
+def test_bypassed_or_blended_norms_have_no_bound():
     model = patch_model(tiny_model("llama"), "qk_norm")
     assert worst_bound(model) == pytest.approx(math.sqrt(model.config.head_dim))
     with as_unpatched(model):
@@ -241,7 +242,7 @@ def test_norms_that_are_not_all_there_give_no_bound():
     assert worst_bound(model) is None
 
 
-def test_the_knee_leaves_the_bound_to_the_gains():
+def test_the_bound_depends_on_gains_and_not_on_the_knee():
     model = patch_model(tiny_model("llama"), "qk_norm")
     before = worst_bound(model)
     names = [(name, norm) for name in patched_layers(model) for norm in ("q_norm", "k_norm")]
@@ -253,7 +254,7 @@ def test_the_knee_leaves_the_bound_to_the_gains():
     ("size", "expected"),
     [(0.0, lambda x: x == 0), (1e200, math.isfinite), (math.inf, math.isnan), (math.nan, math.isnan)],
 )
-def test_gains_of_any_size_have_a_bound(size, expected):
+def test_gains_of_any_size_have_the_expected_bound(size, expected):
     model = patch_model(tiny_model("llama"), Scheme(q="lp", k="lp", p=3.0, gain="per_head")).double()
     layer = next(iter(patched_layers(model).values()))
     with torch.no_grad():

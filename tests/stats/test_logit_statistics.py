@@ -1,4 +1,4 @@
-"""Statistics of the logits, watched from outside, against the oracle's."""
+"""Statistics of the logits against those of a reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
 @pytest.mark.parametrize("padded", [False, True])
-def test_statistics_equal_those_of_the_weights(family, padded):
+def test_statistics_equal_those_of_the_attention_weights(family, padded):
     model = patch_model(tiny_model(family), "soft_cap", attn_implementation="eager")
     inputs = {"input_ids": tokens(2, 20)}
     if padded:
@@ -39,7 +39,7 @@ def test_statistics_equal_those_of_the_weights(family, padded):
 
 
 def projections(model, batch):
-    """q, k and v of every layer as they leave the projection, `[B, T, H, D]`, without the monitor's help."""
+    """q, k and v of every layer after the projection, `[B, T, H, D]`, computed without the package."""
     seen = {name: {} for name in patched_layers(model)}
     with ExitStack() as stack, torch.no_grad():
         for name, layer in patched_layers(model).items():
@@ -57,7 +57,7 @@ def projections(model, batch):
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("family", [*MODEL_TYPES, "gemma3_text", "olmo2", "nanochat"])
 @pytest.mark.parametrize("scheme", ["none", "qk_norm_cap"])
-def test_rms_is_the_projections_own_without_padding(family, scheme, kind):
+def test_rms_is_that_of_the_projections_without_padding(family, scheme, kind):
     if FAMILIES[family].own_norms and scheme != "none":
         scheme = "soft_cap"
     model = randomise(patch_model(sharp_model(family), scheme))
@@ -81,9 +81,9 @@ def test_rms_is_the_projections_own_without_padding(family, scheme, kind):
         Scheme(q="l2", k="lp", p=3.0, gain="per_head", knee=1.0),
     ],
 )
-def test_shares_beyond_the_knee_are_the_projections_own_without_padding(scheme, kind):
+def test_shares_beyond_the_knee_are_those_of_the_projections_without_padding(scheme, kind):
     model = randomise(patch_model(sharp_model("llama"), scheme))
-    powers = {"q": 2.4, "k": 6.0 if scheme.k == "lp" else 2.4}  # near those of the projections
+    powers = {"q": 2.4, "k": 6.0 if scheme.k == "lp" else 2.4}  # close to the projections'
     for layer in patched_layers(model).values():
         layer.q_norm.set_knee(1.0, powers["q"])
         layer.k_norm.set_knee(1.0, powers["k"])
@@ -133,7 +133,7 @@ def test_yarn_does_not_change_the_rms():
 
 
 @pytest.mark.parametrize("backend", ["hf_qknorm", "eager"])
-def test_padding_at_either_side_counts_for_nothing(backend):
+def test_padding_on_either_side_does_not_count(backend):
     model = patch_model(sharp_model("llama"), "none", attn_implementation=backend)
     rows = [torch.randint(3, 64, (1, n), generator=torch.Generator().manual_seed(n)) for n in (14, 20)]
     found = {}
@@ -146,7 +146,7 @@ def test_padding_at_either_side_counts_for_nothing(backend):
             pad = (6, 0) if side == "left" else (0, 6)
             short, mask = (torch.nn.functional.pad(x, pad) for x in (rows[0], torch.ones_like(rows[0])))
             mask = torch.cat([mask, torch.ones_like(rows[1])])
-            model(torch.cat([short, rows[1]]), mask)  # the mask by position, as some callers give it
+            model(torch.cat([short, rows[1]]), mask)  # the mask as a positional argument
     for name, alone in found["alone"].items():
         queries = torch.tensor([14.0, 20.0])
         entropy = (torch.stack(alone.entropies) * queries[:, None]).sum(0) / queries.sum()
@@ -161,20 +161,20 @@ def test_padding_at_either_side_counts_for_nothing(backend):
 
 
 @pytest.mark.parametrize(("scheme", "cap"), [("none", 50.0), ("soft_cap", 50.0), ({"softcap": 3.0}, 3.0)])
-def test_logits_are_held_against_the_layers_cap(scheme, cap):
+def test_shares_are_relative_to_the_layers_cap_by_default(scheme, cap):
     model = patch_model(sharp_model("llama"), scheme)
     batch = make_batch("plain", labels=False)
     with torch.no_grad(), logit_statistics(model) as own:
         model(**batch)
-    with torch.no_grad(), logit_statistics(model, cap=1.5) as told:
+    with torch.no_grad(), logit_statistics(model, cap=1.5) as statistics_of_cap:
         model(**batch)
     assert all(entry.cap == cap for entry in own.values())
-    assert all(entry.cap == 1.5 for entry in told.values())
+    assert all(entry.cap == 1.5 for entry in statistics_of_cap.values())
     assert all((entry.over_cap == 0).all() for entry in own.values() if cap == 50)
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_shares_are_those_of_the_logits_before_the_cap(family):
+def test_shares_are_those_of_logits_before_the_cap(family):
     model = patch_model(sharp_model(family), "soft_cap", attn_implementation="hf_qknorm_eager")
     batch = make_batch("left", labels=False)
     calls = []
@@ -194,7 +194,9 @@ def test_shares_are_those_of_the_logits_before_the_cap(family):
         pairs = seen.sum((0, 2, 3))
         for got, limit in ((statistics[name].over_half, 0.5), (statistics[name].over_cap, 1.0)):
             expected = (seen & (raw > limit)).sum((0, 2, 3)) / pairs
-            torch.testing.assert_close(got, expected, rtol=0, atol=1.5 / float(pairs.min()))  # one on the edge may flip
+            torch.testing.assert_close(
+                got, expected, rtol=0, atol=1.5 / float(pairs.min())
+            )  # one at the threshold may round either way
         assert (statistics[name].over_half > statistics[name].over_cap).all()
 
 
@@ -211,7 +213,7 @@ def test_backends_agree_and_passes_accumulate():
     for name, (largest, entropy) in seen["eager"].items():
         torch.testing.assert_close(seen["hf_qknorm"][name][0], largest, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(seen["hf_qknorm"][name][1], entropy, rtol=1e-4, atol=1e-5)
-        assert (largest <= model.config.head_dim**0.5 + 1e-4).all()  # what norms with gain 1 bound it by
+        assert (largest <= model.config.head_dim**0.5 + 1e-4).all()  # the bound of norms with gain 1
 
 
 def test_watching_ends_and_changes_nothing():
@@ -226,7 +228,7 @@ def test_watching_ends_and_changes_nothing():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_another_observer_goes_on_observing():
+def test_other_observers_keep_observing():
     model = patch_model(tiny_model("llama"), "qk_norm_cap")
     calls, (first, *_) = [], patched_layers(model).values()
     first.observer = other = lambda *arguments: calls.append(1)
@@ -238,12 +240,12 @@ def test_another_observer_goes_on_observing():
         late, first.observer = first.observer, lambda *arguments: late(*arguments)
         model(tokens(2, 20))
     model(tokens(2, 20))
-    assert first.observer is not other  # who came last stays, and passes on to what has ended
+    assert first.observer is not other  # the newest observer stays and still calls the older ones
     assert calls == [1, 1, 1]
     assert all(len(entry.entropies) == 1 for entry in statistics.values())
 
 
-def test_watching_an_unnormed_model_leaves_it_as_it_was():
+def test_watching_a_model_without_norms_leaves_it_unchanged():
     model = patch_model(tiny_model("llama"), "none")
     before, flags = str(model), {name: sorted(vars(module)) for name, module in model.named_modules()}
     with torch.no_grad(), logit_statistics(model) as statistics:
@@ -259,13 +261,13 @@ def test_watching_an_unnormed_model_leaves_it_as_it_was():
 
 def test_unpatched_models_are_refused():
     with (
-        pytest.raises(ValueError, match='patch_model\\(model, "none"\\) makes it watchable'),
+        pytest.raises(ValueError, match="is not patched: call patch_model"),
         logit_statistics(tiny_model("llama")),
     ):
         pass
 
 
-def test_packed_sequences_are_watched_apart():
+def test_packed_sequences_are_separate():
     model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap")
     rows = tokens(2, 10)
     places = torch.arange(10).repeat(2)[None]
@@ -273,7 +275,7 @@ def test_packed_sequences_are_watched_apart():
     with torch.no_grad(), logit_statistics(model) as apart:
         model(rows, use_cache=False)
     with torch.no_grad(), logit_statistics(model) as packed:
-        # a mask of ones keeps transformers from reading the packing off the positions
+        # with a mask of ones, transformers does not infer packing from the positions
         model(rows.view(1, -1), torch.ones(1, 20), position_ids=places, cu_seq_lens_q=ends, use_cache=False)
     for name, entry in apart.items():
         torch.testing.assert_close(packed[name].max_logit, entry.max_logit, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Measuring one call: kernels and blocks agree with the oracle, whoever made the mask."""
+"""Measuring one call: kernels and blocks agree with the reference for every kind of mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_qknorm import patch_model
 from hf_qknorm.backends.masks import Structure
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
-from hf_qknorm.stats.logits import measure, measure_by_kernels, visible
+from hf_qknorm.stats.logits import measure, measure_by_kernels, visible_keys
 from hf_qknorm.testing import make_qkv
 
 CALLS = {
@@ -22,7 +22,7 @@ CALLS = {
 
 
 def call(name):
-    """q, k and what of k is seen in a call of 2 rows, 4 heads on 2, 17 queries; and what the oracle says."""
+    """q, k and the visible keys of a call with 2 rows, 4 query heads, 2 key heads, 17 queries; and the reference."""
     q, k, _ = (x.detach() for x in make_qkv(2, 4, 2, 17, 17, 16, spread=2.0))
     rules = {"causal": False, "window": None, "ranges": None, **CALLS[name]}
     if rules["ranges"] is not None:
@@ -55,7 +55,7 @@ def test_heads_that_are_not_finite_have_no_largest_logit():
     assert_near(found.max_logit[1], exact.max_logit[1], 1e-5)
 
 
-def test_kernels_leave_large_logits_to_be_counted():
+def test_kernels_do_not_measure_large_logits():
     q, seen, exact = call("causal")
     largest = float(exact.max_logit.max())
     assert measure_by_kernels(q, seen, 0.25, None, cap=2.1 * largest) is not None
@@ -65,12 +65,12 @@ def test_kernels_leave_large_logits_to_be_counted():
 
 @pytest.mark.parametrize("pad", ["left", "right"])
 @pytest.mark.parametrize("window", [None, 5])
-def test_flash_attentions_masks_of_padding(pad, window):
+def test_padding_masks_of_flash_attention(pad, window):
     (layer, *_) = patched_layers(patch_model(tiny_model("llama"), "none")).values()
     q, k, _ = (x.detach() for x in make_qkv(2, 4, 2, 12, 12, 16))
     real = torch.ones(2, 12, dtype=torch.long)
     real[0, slice(0, 4) if pad == "left" else slice(-4, None)] = 0
-    seen = visible(layer, q, k, real, {"sliding_window": window}, real.bool())
+    seen = visible_keys(layer, q, k, real, {"sliding_window": window}, real.bool())
     dense = real[:, None, None, :].bool() & real[:, None, :, None].bool()
     exact = reference.attention(q, k, k, causal=True, window=window, mask=dense)
     found, _ = measure(q, seen, 0.25, None, cap=50.0)
@@ -82,4 +82,4 @@ def test_block_masks_are_refused():
     (layer, *_) = patched_layers(patch_model(tiny_model("llama"), "none")).values()
     q, k, _ = make_qkv(1, 4, 2, 12, 12, 16)
     with pytest.raises(ValueError, match='the mask of .* is a object.*set_attn_implementation\\("hf_qknorm"\\)'):
-        visible(layer, q, k, object(), {"sliding_window": None}, None)
+        visible_keys(layer, q, k, object(), {"sliding_window": None}, None)

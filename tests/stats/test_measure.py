@@ -13,12 +13,12 @@ from hf_qknorm.stats.measure import layer_statistics, predictions
 
 
 def batch_of(kind):
-    """One of the tables' batches, as calibration gives it."""
+    """One of the tables' batches in the form of calibration data."""
     return {key: value for key, value in make_batch(kind).items() if key in ("input_ids", "attention_mask")}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "packed"])
-def test_predictions_are_the_formulas(kind):
+def test_predictions_equal_the_formulas(kind):
     model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
     batch = batch_of(kind)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def test_predictions_are_the_formulas(kind):
             assert got.loss == pytest.approx(float(model(**batch, labels=batch["input_ids"]).loss), rel=1e-5)
 
 
-def test_tokens_count_the_same_in_batches_of_any_size():
+def test_every_token_has_the_same_weight_in_batches_of_any_size():
     model = randomise(patch_model(sharp_model("llama"), "qk_norm"))
     ids = batch_of("plain")["input_ids"].repeat(2, 1)
     ids[2:] = ids[2:].flip(-1)
@@ -69,14 +69,14 @@ def test_padding_changes_no_prediction():
     assert found[2] == pytest.approx(found[0], rel=1e-4)
 
 
-def test_what_has_not_changed_predicts_as_before():
+def test_predictions_without_a_change_a_head_or_a_target():
     assert predictions(patch_model(sharp_model("gpt2"), "none"), [batch_of("plain")])[1].kl == 0
     assert predictions(patch_model(sharp_model("gpt2").base_model, "qk_norm"), [batch_of("plain")]) == (None, None)
     with pytest.raises(ValueError, match="no token of the data has a successor"):
         predictions(patch_model(sharp_model("gpt2"), "none"), [{"input_ids": torch.ones(2, 1, dtype=torch.long)}])
 
 
-def test_layer_statistics_are_the_monitors():
+def test_layer_statistics_equal_logit_statistics():
     model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
     batches = [batch_of(kind) for kind in ("plain", "left", "right")]
     with torch.no_grad(), logit_statistics(model, cap=3.0) as watched:

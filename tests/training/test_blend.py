@@ -1,4 +1,4 @@
-"""An exact start: at blend 0 nothing has changed, at 1 the scheme is all there is, and what lies between is saved."""
+"""Blends: 0 is the unpatched model, 1 is the scheme, and checkpoints hold values between."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def patched(model_type: str, scheme: Scheme | str, **settings: Any) -> PreTraine
 
 
 @pytest.mark.parametrize(("model_type", "scheme"), [*BLENDED, ("llama", SCALED), ("gpt2", SCALED)])
-def test_the_start_is_exact_and_the_end_is_the_plain_scheme(model_type, scheme):
+def test_blend_0_is_the_unpatched_model_and_blend_1_the_plain_scheme(model_type, scheme):
     base, model = patched(model_type, "none"), patched(model_type, scheme)
     end, before = logits(model), fingerprint(model)
     set_blend(model, 0.0)
@@ -48,7 +48,7 @@ def test_the_start_is_exact_and_the_end_is_the_plain_scheme(model_type, scheme):
 
 
 @pytest.mark.parametrize("scheme", ["qk_norm", "q_norm", "henry", "lp"])
-def test_the_model_moves_from_one_end_to_the_other(scheme):
+def test_outputs_move_from_the_unpatched_model_to_the_scheme(scheme):
     model = patched("llama", scheme)
     end = logits(model)
     set_blend(model, 0.0)
@@ -60,7 +60,7 @@ def test_the_model_moves_from_one_end_to_the_other(scheme):
     assert float((logits(model) - end).norm()) < 0.05 * far
 
 
-def test_cap_in_force():
+def test_the_cap_by_blend():
     model = patched("llama", "qk_norm_cap")
     layers = patched_layers(model).values()
     for blend, cap in ((0.0, None), (0.2, None), (0.25, 200.0), (0.45, 200.0), (0.5, 100.0), (1.0, 50.0)):
@@ -68,14 +68,14 @@ def test_cap_in_force():
         assert [layer.softcap for layer in layers] == [cap] * len(layers)
         assert model.config.scheme.softcap == model.config.attn_logit_softcapping == cap
     own = patched("gemma2", Scheme(softcap=20.0), attn_logit_softcapping=60.0)
-    for blend, cap in ((0.0, 60.0), (0.6, 30.0), (1.0, 20.0)):  # 1/c goes straight from one to the other
+    for blend, cap in ((0.0, 60.0), (0.6, 30.0), (1.0, 20.0)):  # 1/c is linear in the blend
         set_cap(own, blend)
         assert [layer.softcap for layer in patched_layers(own).values()] == pytest.approx([cap] * 2)
 
 
 @pytest.mark.parametrize(("scheme", "put"), [("qk_norm_cap", set_blend), ("henry", set_blend), ("soft_cap", set_cap)])
 @pytest.mark.parametrize("blend", [0.0, 0.3])
-def test_saved_on_the_way(tmp_path, scheme, put, blend):
+def test_checkpoints_hold_the_blend(tmp_path, scheme, put, blend):
     model = patched("llama", scheme)
     put(model, blend)
     expected = logits(model)
@@ -90,7 +90,7 @@ def test_saved_on_the_way(tmp_path, scheme, put, blend):
     assert "blend=" not in str(loaded)
 
 
-def test_a_config_that_denies_the_blend_is_refused(tmp_path):
+def test_a_config_without_the_blend_of_its_weights_is_refused(tmp_path):
     model = patched("llama", "qk_norm")
     set_blend(model, 0.3)
     assert "blend=0.3" in str(model)
@@ -111,7 +111,7 @@ def test_a_malformed_blend_in_a_config_is_refused(tmp_path, blend):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_unpatching_on_the_way():
+def test_a_model_in_a_blend_can_be_unpatched():
     model = sharp_model("llama")
     expected = logits(model)
     before = fingerprint(model)
@@ -123,7 +123,7 @@ def test_unpatching_on_the_way():
 
 
 class Record(TrainerCallback):
-    """What each step was trained with, and a stop in the middle."""
+    """Records the blend of each step, and stops in the middle."""
 
     def __init__(self, stop: int | None = None) -> None:
         self.seen: list[tuple[float, float | None]] = []
@@ -155,7 +155,7 @@ def run(model: PreTrainedModel, folder: Any, schedule: TrainerCallback, resume: 
     return record.seen
 
 
-def test_blend_schedule_resumes_where_it_was(tmp_path):
+def test_a_resumed_blend_schedule_continues(tmp_path):
     whole, first, second = (patch_model(tiny_model("llama"), "qk_norm_cap") for _ in range(3))
     seen = run(whole, tmp_path / "whole", BlendSchedule(share=0.5))
     assert seen == [(0.0, None), (0.25, 200.0), (0.5, 100.0), (0.75, 50 / 0.75), *[(1.0, 50.0)] * 4]
@@ -191,7 +191,7 @@ def test_a_blend_compiles_into_few_programs():
     torch.compiler.reset()
 
 
-def test_gradients_reach_gains_on_the_way():
+def test_gains_have_gradients_during_a_blend():
     model = patched("llama", "qk_norm")
     set_blend(model, 0.5)
     model(**make_batch("plain")).loss.backward()
@@ -207,8 +207,8 @@ def test_gradients_reach_gains_on_the_way():
         ("qk_norm", lambda m: set_cap(m, 0.5), "has no cap to bring in"),
         ("qkv_norm", lambda m: set_blend(m, 0.0), "pre_norm=False removed the norm"),
         (Scheme(v="rms", scale=1.0), lambda m: set_blend(m, 0.0), "can't bring in scale=1 without a norm on queries"),
-        ("qk_norm_cap", lambda m: (set_cap(m, 0.5), set_blend(m, 0.5)), "the cap is on its way by itself"),
-        ("qk_norm_cap", lambda m: (set_blend(m, 0.5), set_cap(m, 0.5)), "brings in the cap as well"),
+        ("qk_norm_cap", lambda m: (set_cap(m, 0.5), set_blend(m, 0.5)), "moves the cap by itself"),
+        ("qk_norm_cap", lambda m: (set_blend(m, 0.5), set_cap(m, 0.5)), "moves the cap as well"),
     ],
 )
 def test_refusals(scheme, act, message):

@@ -1,4 +1,4 @@
-"""QK-Clip against a slow rewriting of its rule, with every logit formed, and in training loops."""
+"""QK-Clip against its rule computed from all logits, and in training loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made(model_type: str, scheme: Scheme | str = "none", **settings: Any) -> Pre
 
 
 class Recorder:
-    """Keeps the queries and keys of every call of every layer, and its input."""
+    """Records the queries, keys and inputs of every call of every layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.heads: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
@@ -51,7 +51,7 @@ class Recorder:
 
 
 def dense_maxima(layer: QKNormAttention, q: Tensor, k: Tensor, scale: float, batch: dict[str, Any]) -> Tensor:
-    """The largest visible logit of each head, all of them formed."""
+    """The largest visible logit of each head, from all logits."""
     group = q.shape[1] // k.shape[1]
     logits = scale * q @ k.repeat_interleave(group, 1).transpose(-1, -2)
     row, column = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
@@ -103,7 +103,7 @@ def test_heads_are_clipped_by_the_rule(model_type, kind):
 
 
 @pytest.mark.parametrize("model_type", ["phi3", "gpt2", "gpt_neox", "deepseek_v3"])
-def test_heads_below_the_threshold_are_left_alone_to_the_bit(model_type):
+def test_heads_below_the_threshold_are_unchanged(model_type):
     model = made(model_type, num_hidden_layers=1)
     recorder, batch = Recorder(model), make_batch("plain")
     before = copy.deepcopy(model)
@@ -136,7 +136,7 @@ def test_heads_below_the_threshold_are_left_alone_to_the_bit(model_type):
     ("scheme", "moved"),
     [(Scheme(q="rms"), {"k_proj": 1.0}), (Scheme(k="rms"), {"q_proj": 1.0}), (Scheme(v="rms", softcap=5.0), None)],
 )
-def test_a_side_that_is_normed_leaves_all_to_the_other(scheme, moved):
+def test_with_one_side_normed_the_other_takes_the_whole_factor(scheme, moved):
     model = made("llama", scheme, num_hidden_layers=1)
     before, recorder, batch = copy.deepcopy(model), Recorder(model), make_batch("plain")
     clip = QKClip(model, threshold=2.0)
@@ -166,7 +166,7 @@ def other_batch(rows: int = 2, length: int = 13) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def test_the_largest_of_all_micro_batches_counts_and_then_is_forgotten():
+def test_the_largest_logit_of_all_micro_batches_counts_once():
     first, second, both = (made("llama") for _ in range(3))
     one, two = clipped_after(first, make_batch("plain")), clipped_after(second, other_batch())
     clip = QKClip(both, threshold=1.0)
@@ -186,14 +186,16 @@ def test_passes_without_gradients_do_not_count():
     assert clip.step() == {}
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")  # its new name is too new
+@pytest.mark.filterwarnings(
+    "ignore:`gradient_checkpointing_enable:FutureWarning"
+)  # the new name needs a newer transformers
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant):
     plain, model = made("llama"), made("llama")
     model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
     clip = QKClip(model, threshold=1.0)
     losses = [model(**batch).loss for batch in (make_batch("right"), other_batch(rows=3))]
-    sum(losses).backward()  # the layers run once more, when the second batch was the last to be seen
+    sum(losses).backward()  # recomputes the layers after the second batch
     expected = clipped_after(plain, make_batch("right"), other_batch(rows=3))
     clipped = clip.step()
     assert clipped.keys() == expected.keys()
@@ -201,7 +203,7 @@ def test_gradient_checkpointing(reentrant):
         torch.testing.assert_close(clipped[name], factor)
 
 
-def test_other_observers_and_the_way_back():
+def test_other_observers_and_removal():
     model = made("llama")
     before = fingerprint(model)
     with logit_statistics(model) as outside:
@@ -211,7 +213,7 @@ def test_other_observers_and_the_way_back():
         model(**make_batch("plain"))
         assert clip.step()
     assert inside.keys() == outside.keys() == patched_layers(model).keys()
-    clip.watch()  # once more makes no difference
+    clip.watch()  # watching twice changes nothing
     model(**make_batch("plain"))
     clip.remove()
     assert fingerprint(model) == before
@@ -259,10 +261,10 @@ def test_bfloat16():
 
 @pytest.mark.parametrize("kind", ["none", "boolean", "additive", "by head", "ranges"])
 @pytest.mark.parametrize("window", [None, 5])
-def test_largest_logits_without_forming_them_all(kind, window):
+def test_largest_logits_equal_those_of_all_logits(kind, window):
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, h, 90, 16, generator=generator) for h in (6, 3))
-    q[:, 2:4] *= 0.01  # the heads of a group that can't reach the threshold
+    q[:, 2:4] *= 0.01  # the heads of a group below the threshold
     dense = 0.5 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
     row, column = torch.arange(90)[:, None], torch.arange(90)
     mask, ranges, seen = None, None, (column <= row) & (column > row - (window or 1000))
@@ -284,7 +286,7 @@ def test_largest_logits_without_forming_them_all(kind, window):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="Linear is not patched: patch_model"):
+    with pytest.raises(ValueError, match="Linear is not patched: call patch_model"):
         QKClip(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="threshold is -1, expected a finite number > 0"):
         QKClip(made("llama"), threshold=-1)

@@ -1,4 +1,4 @@
-"""Two processes that share the batches, or the weights too, compute what one does, calibrate alike, and survive."""
+"""Training and calibration in two processes (DDP, FSDP2) equal those in one, also after a killed worker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:Futur
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> Path:
-    """What two processes left behind, one of which was killed."""
+    """The results of two processes, one of which was killed."""
     return run_once(
         tmp_path_factory, "distributed", lambda folder: run_pair("distributed_run", folder, expected=(1, -9))
     )
@@ -50,7 +50,7 @@ def ran(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(ran, tmp_path_factory) -> Path:
-    """What two more processes made of the checkpoint that was left."""
+    """The results of two processes that resumed from the checkpoint."""
 
     def run(folder: Path) -> None:
         shutil.copytree(ran / "parts", folder / "parts")
@@ -98,7 +98,7 @@ def test_a_sharded_model_saves_a_whole_checkpoint_in_several_files(case, way, ra
 
 
 def test_mixed_precision_leaves_knees_in_fp32(process_group):
-    """And a run goes on from a state dict of every rank's parts."""
+    """A run also continues from a sharded state dict."""
     model = made("knee")
     expected = {name: eps.clone() for name, eps in model.named_buffers() if name.endswith(".eps")}
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
@@ -133,7 +133,7 @@ def test_calibration_under_ddp_is_that_of_one_process(name, kind, ran):
         assert torch.equal(second[key], value), key
     for rank in range(2):
         assert (ran / f"{name} {kind} {rank}.json").read_text() == repr(report)
-    loss = model(**make_batch("plain")).loss  # and DDP goes on as before
+    loss = model(**make_batch("plain")).loss  # DDP still works
     loss.backward()
     torch.testing.assert_close(sum(losses) / 2, loss.detach(), rtol=1e-6, atol=0)
     assert torch.equal(*average)
@@ -149,7 +149,7 @@ def test_calibration_of_a_sharded_model_is_that_of_one_process(name, case, way, 
     found = load_file(ran / f"{name} {case} {way} calibrated.safetensors")
     expected = model.state_dict()
     assert found.keys() == expected.keys()
-    for key, value in expected.items():  # a sharded matrix product may round otherwise
+    for key, value in expected.items():  # a sharded matrix product may round differently
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
     reports = [(ran / f"{name} {case} {way} {rank}.json").read_text() for rank in range(2)]
     assert reports[0] == reports[1]
@@ -163,8 +163,10 @@ def test_training_a_sharded_models_gains_is_refused(process_group):
     ):
         calibrate(model, calibration_batches(), "fit")
     partitioned = made("shared")
-    partitioned.lm_head.weight.ds_id = 0  # as DeepSpeed marks a parameter of ZeRO-3
-    with pytest.raises(ValueError, match="sharded by DeepSpeed, .* calibrate it before"):
+    partitioned.lm_head.weight.ds_id = 0  # DeepSpeed's attribute under ZeRO-3
+    with pytest.raises(
+        ValueError, match="sharded by DeepSpeed or in several ways at once: calibrate it before sharding"
+    ):
         calibrate(partitioned, calibration_batches())
 
 
@@ -172,7 +174,7 @@ def test_training_a_sharded_models_gains_is_refused(process_group):
     "self.args.device if self.args.world_size" in inspect.getsource(Trainer._load_optimizer_and_scheduler),
     reason='older transformers resume two processes on a CPU with map_location="cpu:0", which torch can\'t read',
 )
-def test_a_run_goes_on_from_its_last_checkpoint_after_a_worker_was_killed(ran, resumed):
+def test_a_run_continues_from_its_last_checkpoint_after_a_worker_was_killed(ran, resumed):
     assert [path.name for path in (ran / "parts").glob("checkpoint*")] == [f"checkpoint-{SAVED}"]
     assert SAVED < KILLED
     whole, again = (AutoModelForCausalLM.from_pretrained(path) for path in (ran / "whole", resumed / "resumed"))
@@ -182,7 +184,7 @@ def test_a_run_goes_on_from_its_last_checkpoint_after_a_worker_was_killed(ran, r
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-def test_accelerates_launcher_takes_the_configs(name):
+def test_accelerate_launch_accepts_the_configs(name):
     command = ["--config_file", str(CONFIGS / f"{name}.yaml"), "train.py"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
     chosen = {"ddp": arguments.multi_gpu, "fsdp2": arguments.use_fsdp}.get(name, arguments.use_deepspeed)

@@ -1,4 +1,4 @@
-"""The parts of the projections are those that queries and keys are made of: told by gradients, for every style."""
+"""The parts of the projections are those of each head's queries and keys, for every style; gradients show it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, patch_model
-from hf_qknorm.training.head_weights import Part, attention_parts, by_projection
+from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights, by_projection
 
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 STYLES = [*{FAMILIES[model_type].style: model_type for model_type in reversed(causal_families())}.values()]
@@ -19,7 +19,7 @@ CASES = [*((model_type, {}) for model_type in STYLES), *VARIANTS]
 
 
 def heads_made(model_type: str, layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """By part, what the layer makes of x, `[B, T, heads, *]`, without norms of its own."""
+    """The outputs of each part for x, `[B, T, heads, *]`, without the layer's own norms."""
     for name in NORMS:
         if getattr(layer, name, None) is not None:
             setattr(layer, name, nn.Identity())
@@ -34,13 +34,13 @@ def heads_made(model_type: str, layer: nn.Module, x: Tensor) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize(("model_type", "settings"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x))
-def test_parts_are_what_heads_are_made_of(model_type, settings):
+def test_parts_are_the_rows_of_the_heads(model_type, settings):
     model = tiny_model(model_type, **settings).train(False)
     if any(getattr(layer, "is_kv_shared_layer", False) for layer in model.modules()):
         with pytest.raises(ValueError, match="has no k_proj: it attends to the keys of another layer"):
-            attention_parts(model)
+            attention_head_weights(model)
         return
-    for name, parts in attention_parts(model).items():
+    for name, parts in attention_head_weights(model).items():
         layer = model.get_submodule(name)
         first = parts["q"] if "q" in parts else parts["dkv"]
         x = torch.randn(2, 9, first.weight.shape[0 if isinstance(first.projection, Conv1D) else 1])
@@ -57,7 +57,7 @@ def test_parts_are_what_heads_are_made_of(model_type, settings):
 
 def test_norms_and_factors_by_hand():
     projection = nn.Linear(3, 6).bfloat16()
-    part = Part(projection, heads=2, width=2, stride=3, begin=1)
+    part = HeadWeights(projection, heads=2, width=2, stride=3, begin=1)
     rows = projection.weight.detach().float()
     expected = torch.stack([rows[1:3].norm(), rows[4:6].norm()])
     torch.testing.assert_close(part.norms(), expected)
@@ -66,21 +66,21 @@ def test_norms_and_factors_by_hand():
     assert vector.tolist() == [1, 2, 2, 1, 3, 3]
 
 
-def test_patched_and_unpatched_are_found_alike():
+def test_patching_does_not_change_the_parts():
     model = sharp_model("llama")
-    before = attention_parts(model)
-    assert attention_parts(patch_model(model, "qk_norm")) == before
-    assert list(attention_parts(model.model)) == [name.removeprefix("model.") for name in before]
+    before = attention_head_weights(model)
+    assert attention_head_weights(patch_model(model, "qk_norm")) == before
+    assert list(attention_head_weights(model.model)) == [name.removeprefix("model.") for name in before]
 
 
-def test_what_cannot_be_told_is_refused():
+def test_unknown_projections_are_refused():
     with pytest.raises(ValueError, match="Linear has no attention layer of a known family"):
-        attention_parts(nn.Linear(2, 2))
+        attention_head_weights(nn.Linear(2, 2))
     model = sharp_model("llama")
     model.model.layers[1].self_attn.k_proj = nn.Bilinear(2, 2, 2)
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.k_proj is a torch\.nn\.\S+\.Bilinear"):
-        attention_parts(model)
+        attention_head_weights(model)
     model.model.layers[1].self_attn.k_proj = nn.Linear(64, 32)
     model.model.layers[1].self_attn.k_proj.weight = nn.Parameter(torch.zeros(64 * 32))
     with pytest.raises(ValueError, match=r"k_proj has a weight of shape \[2048\] and torch.float32"):
-        attention_parts(model)
+        attention_head_weights(model)

@@ -1,4 +1,4 @@
-"""Runs of Trainer that lower a knee: they resume, save checkpoints that load, or are refused."""
+"""Runs with a KneeSchedule: resumed runs, checkpoints, and refused runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:Futur
 
 
 class Record(TrainerCallback):
-    """The knee that each step was trained with."""
+    """Records the knee of each step."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -40,7 +40,7 @@ WAY = [4.0, 2.25, 1.0, 0.25, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("stop", [3, 6])
-def test_a_run_resumes_where_it_was(stop, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(stop, tmp_path):
     whole, record = kneed(), Record()
     run(whole, tmp_path / "whole", KneeSchedule(), record).train()
     assert record.seen == WAY
@@ -48,7 +48,7 @@ def test_a_run_resumes_where_it_was(stop, tmp_path):
     checkpoint = tmp_path / "parts" / f"checkpoint-{stop}"
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert loaded.config.scheme.knee == WAY[stop]
-    for resumed in (kneed(), loaded):  # as the run began, and as its checkpoint was saved
+    for resumed in (kneed(), loaded):  # the initial model, and the one in the checkpoint
         record = Record()
         run(resumed, tmp_path / "parts", KneeSchedule(), record).train(resume_from_checkpoint=str(checkpoint))
         assert record.seen == WAY[stop:]
@@ -57,7 +57,7 @@ def test_a_run_resumes_where_it_was(stop, tmp_path):
         assert_equal_weights(resumed, whole)
 
 
-def test_a_checkpoint_from_the_midst_loads_as_it_was(tmp_path):
+def test_a_checkpoint_during_the_schedule_loads_unchanged(tmp_path):
     model = kneed()
     run(model, tmp_path, KneeSchedule(share=1.0, target=1.0), StopAt(4)).train()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
@@ -80,10 +80,10 @@ def test_refused_settings():
         (plain, False, "the model's knee is 0, and KneeSchedule lowers it to 0: calibrate"),
         (without_gain, False, 'gain="none"'),
         (lambda: wrapped(kneed()), False, "an adapter's checkpoint does not hold the knee"),
-        (kneed, True, "load_best_model_at_end puts weights of another knee"),
+        (kneed, True, "load_best_model_at_end loads weights for another knee"),
     ],
 )
-def test_runs_that_are_refused_when_they_begin(make, best, message, tmp_path):
+def test_runs_that_are_refused_at_their_beginning(make, best, message, tmp_path):
     made = run(make(), tmp_path, KneeSchedule())
     made.args.load_best_model_at_end = best
     with pytest.raises(ValueError, match=message):
@@ -92,11 +92,11 @@ def test_runs_that_are_refused_when_they_begin(make, best, message, tmp_path):
 
 def test_deepspeed_is_refused():
     arguments: Any = SimpleNamespace(deepspeed_plugin=object(), load_best_model_at_end=False)
-    with pytest.raises(ValueError, match="DeepSpeed steps copies of the weights .* use DDP or FSDP 2"):
+    with pytest.raises(ValueError, match="DeepSpeed steps copies of the weights in fp32.* use DDP or FSDP 2"):
         KneeSchedule().on_train_begin(arguments, SimpleNamespace(global_step=0), None, model=kneed())  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_that_can_not_be_gone_on_from_is_refused(tmp_path):
+def test_a_checkpoint_without_the_schedules_state_is_refused(tmp_path):
     run(kneed(), tmp_path / "without", max_steps=2).train()
     with pytest.raises(ValueError, match="the checkpoint holds no state of one KneeSchedule"):
         run(kneed(), tmp_path / "again", KneeSchedule()).train(

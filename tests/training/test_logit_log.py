@@ -1,4 +1,4 @@
-"""The monitor's log: what is read back, what a kill leaves, and what strangers may have put there."""
+"""The monitor's log: reading, logs of killed runs, and malformed logs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import math
 import pytest
 
 from hf_qknorm.training import logit_log
-from hf_qknorm.training.logit_log import LayerSample, Sample, append, continue_log, read_log
+from hf_qknorm.training.logit_log import LayerSample, LogitSample, append, continue_log, read_log
 
 
-def sample(step: int, *, layers: int = 2, heads: int = 3, size: float = 1.0) -> Sample:
+def sample(step: int, *, layers: int = 2, heads: int = 3, size: float = 1.0) -> LogitSample:
     """A sample with made-up numbers of few digits."""
     row = tuple(size * (1 + step + head) for head in range(heads))
     layer = LayerSample(50.0, 2.5, row, row, (0.0,) * heads, row, row[:1], row[:1], row, None)
-    return Sample(step, {f"layers.{i}": layer for i in range(layers)})
+    return LogitSample(step, {f"layers.{i}": layer for i in range(layers)})
 
 
-def test_written_and_read(tmp_path):
+def test_samples_are_written_and_read(tmp_path):
     samples = [sample(3), sample(6, size=math.inf), sample(9, layers=1)]
     for one in samples:
         append(tmp_path / "log", one)
@@ -36,7 +36,7 @@ def test_five_digits_are_written():
     assert line["layers"]["layers.0"]["max_logit"] == [1.2346, 2.4691, 3.7037]
 
 
-def test_a_torn_last_line_is_passed_over(tmp_path):
+def test_an_incomplete_last_line_is_ignored(tmp_path):
     path = tmp_path / "log"
     text = sample(3).line() + sample(6).line()
     for end in range(len(sample(3).line()), len(text)):
@@ -47,7 +47,7 @@ def test_a_torn_last_line_is_passed_over(tmp_path):
     assert path.read_text() == text
 
 
-def test_going_on_takes_out_what_comes_again(tmp_path):
+def test_continuing_removes_later_samples(tmp_path):
     path = tmp_path / "new" / "log"
     continue_log(path, 0, resumed=False)
     assert path.read_text() == ""
@@ -62,7 +62,7 @@ def test_going_on_takes_out_what_comes_again(tmp_path):
 
 
 def changed(**fields):
-    """A line with some of its first layer's entries replaced, or taken out by None."""
+    """A line with other entries in its first layer; None removes an entry."""
     data = json.loads(sample(5).line())
     layer = data["layers"]["layers.0"]
     for name, value in fields.items():
@@ -85,7 +85,7 @@ def changed(**fields):
         (changed(step=True), "sample.step is True"),
         (changed(step=2), "sample.step is 2, expected more than 3"),
         (changed(layers={}), "sample.layers is {}"),
-        (changed(layers={"a b": {}}), "expected a mapping from layers' names"),
+        (changed(layers={"a b": {}}), "a name in sample.layers is 'a b', expected a module's path"),
         (changed(entropy=None), "layers.0.entropy is missing"),
         (changed(more=[1]), "layers.0.more is unknown"),
         (changed(entropy="x"), "layers.0.entropy is 'x', expected a list"),
@@ -99,21 +99,21 @@ def changed(**fields):
         (changed(grad_q=3), "grad_q is 3, expected a list"),
     ],
 )
-def test_what_is_no_sample_is_named_by_its_line(tmp_path, line, message):
+def test_errors_name_the_line(tmp_path, line, message):
     path = tmp_path / "log"
     path.write_text(sample(3).line() + line + "\n")
     with pytest.raises(ValueError, match=f"^{path}, line 2: .*({message})"):
         read_log(path)
 
 
-def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path):
+def test_errors_name_the_line_of_bytes_that_are_not_text(tmp_path):
     (tmp_path / "log").write_bytes(sample(3).line().encode() + b"\xff\xfe\n")
     with pytest.raises(ValueError, match="line 2: no JSON"):
         read_log(tmp_path / "log")
 
 
 @pytest.mark.parametrize(("limit", "most"), [("LINE_BYTES", 100), ("FILE_BYTES", 1000), ("NUMBERS", 100)])
-def test_no_more_is_read_than_fits(tmp_path, monkeypatch, limit, most):
+def test_files_over_the_limits_are_refused(tmp_path, monkeypatch, limit, most):
     for step in range(1, 9):
         append(tmp_path / "log", sample(step))
     monkeypatch.setattr(logit_log, limit, most)
@@ -124,7 +124,7 @@ def test_no_more_is_read_than_fits(tmp_path, monkeypatch, limit, most):
 def test_worst_and_sharpest():
     rows = {"a": (1.0, 9.0), "b": (3.0, 2.0)}
     layers = {n: LayerSample(50.0, 2.0, row, row, (0.5, 0.0), row, row, row, None, None) for n, row in rows.items()}
-    one = Sample(7, layers)
+    one = LogitSample(7, layers)
     assert one.worst() == ("a", 1, 9.0)
     assert one.sharpest() == ("a", 0, 1.0)
     assert one.scalars() == {

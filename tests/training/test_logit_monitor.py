@@ -1,4 +1,4 @@
-"""LogitMonitor: what it measures, when, and that nothing of it is on the model in between."""
+"""LogitMonitor: its numbers, its steps, its warnings, and a clean model between samples."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
 from hf_qknorm.training.logit_log import read_log
 
-FAMILIES = ["llama", "gpt2", "gpt_neox", "phi3", "mistral", "qwen3"]  # GQA, one weight for all, windows, own norms
+FAMILIES = ["llama", "gpt2", "gpt_neox", "phi3", "mistral", "qwen3"]  # GQA, fused weights, windows, own norms
 
 
 def calls(model, batch):
-    """What each layer's attention function gets, without the monitor's help."""
+    """The arguments of each layer's attention function, recorded without the monitor."""
     found = {}
     with ExitStack() as stack, torch.no_grad():
         for name, layer in patched_layers(model).items():
@@ -36,7 +36,7 @@ def calls(model, batch):
 
 
 def seen_by(batch, window):
-    """The boolean mask `[B, 1, T, T]` of real queries and keys: causal, windowed, packed sequences apart."""
+    """The boolean mask `[B, 1, T, T]` of real queries and keys: causal, windowed, with separate packed sequences."""
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     mask = reference.visible(real.shape[1], real.shape[1], True, window) & real[:, None, :] & real[:, :, None]
     if "position_ids" in batch:
@@ -47,7 +47,7 @@ def seen_by(batch, window):
 
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sample_is_what_the_oracle_says(family, kind):
+def test_a_sample_equals_the_reference(family, kind):
     scheme = "soft_cap" if family == "qwen3" else "qk_norm_cap"
     model = randomise(patch_model(sharp_model(family), scheme))
     batch = make_batch(kind)
@@ -80,7 +80,7 @@ def test_only_the_first_rows_are_watched():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_norms_are_those_by_hand(family):
+def test_gradient_norms_equal_those_of_the_rows(family):
     model = patch_model(sharp_model(family), "none")
     monitor = LogitMonitor(every=5)
     with monitor.watch(model, 10):
@@ -92,7 +92,7 @@ def test_gradient_norms_are_those_by_hand(family):
             torch.testing.assert_close(torch.tensor(got), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft calls it by its old name
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 def test_gradients_of_adapters_are_one_number():
     peft = pytest.importorskip("peft")
     model = patch_model(sharp_model("llama"), "none")
@@ -106,7 +106,7 @@ def test_gradients_of_adapters_are_one_number():
         assert monitor.last.layers[name].grad_k is None
 
 
-def test_bare_loop_samples_its_turn_alone(tmp_path):
+def test_a_bare_loop_samples_every_nth_step(tmp_path):
     model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
     monitor = LogitMonitor(every=4, path=tmp_path / "new" / "log.jsonl")
     for step in range(10):
@@ -182,7 +182,7 @@ def test_compiled_models_run_eagerly_when_they_are_sampled(wrap):
 
 def test_models_that_cannot_be_watched_are_refused(monkeypatch):
     with (
-        pytest.raises(ValueError, match='patch_model\\(model, "none"\\) makes it watchable'),
+        pytest.raises(ValueError, match="is not patched: call patch_model"),
         LogitMonitor(every=1).watch(tiny_model("llama"), 1),
     ):
         pass
@@ -199,23 +199,23 @@ def test_settings_are_checked(wrong):
         LogitMonitor(**wrong)
 
 
-def test_warns_once_until_it_recovers(caplog):
+def test_warns_once_until_the_head_recovers(caplog):
     model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
     monitor = LogitMonitor(every=1)
     first = patched_layers(model)["model.layers.0.self_attn"]
     weight = first.q_proj.weight.data.clone()
-    told = []
+    warnings = []
     for step, factor in enumerate((1, 200, 200, 1, 200)):
-        first.q_proj.weight.data[:16] = weight[:16] * factor  # of head 0 alone
+        first.q_proj.weight.data[:16] = weight[:16] * factor  # head 0 alone
         caplog.clear()
         with caplog.at_level(logging.WARNING), monitor.watch(model, step):
             model(**batch)
-        told.append([record.getMessage() for record in caplog.records])
-    assert [len(lines) for lines in told] == [0, 2, 0, 0, 2]
-    assert all("step 1: model.layers.0.self_attn, head 0: " in line for line in told[1])
-    assert "|logit| over 100" in told[1][0]
-    assert "entropy under" in told[1][1]
-    assert "10% of even attention's" in told[1][1]
+        warnings.append([record.getMessage() for record in caplog.records])
+    assert [len(lines) for lines in warnings] == [0, 2, 0, 0, 2]
+    assert all("step 1: model.layers.0.self_attn, head 0: " in line for line in warnings[1])
+    assert "|logit| over 100" in warnings[1][0]
+    assert "entropy under" in warnings[1][1]
+    assert "10% of uniform attention's" in warnings[1][1]
 
 
 def test_heads_of_a_layer_share_a_line(caplog):
@@ -227,13 +227,13 @@ def test_heads_of_a_layer_share_a_line(caplog):
     with caplog.at_level(logging.WARNING), monitor.watch(model, 1):
         model(**batch)
     layer = monitor.last.layers["model.layers.1.self_attn"]
-    told = f"|logit| up to {layer.max_logit[2]:.4g}, entropy down to {min(layer.entropy[0], layer.entropy[2]):.3g}"
+    numbers = f"|logit| up to {layer.max_logit[2]:.4g}, entropy down to {min(layer.entropy[0], layer.entropy[2]):.3g}"
     first, second = (record.getMessage() for record in caplog.records)
-    assert first == f"step 1: model.layers.1.self_attn, heads 0, 2: |logit| over 100 ({told})"
+    assert first == f"step 1: model.layers.1.self_attn, heads 0, 2: |logit| over 100 ({numbers})"
     assert second.startswith("step 1: model.layers.1.self_attn, heads 0, 2: entropy under ")
 
 
-def test_logits_that_are_no_numbers_warn(caplog):
+def test_nan_logits_warn(caplog):
     model = patch_model(sharp_model("llama"), "none")
     model.model.layers[0].self_attn.q_proj.weight.data[:16] = float("inf")
     monitor = LogitMonitor(every=1)
@@ -243,14 +243,14 @@ def test_logits_that_are_no_numbers_warn(caplog):
     assert monitor.last.worst()[:2] == ("model.layers.0.self_attn", 0)
 
 
-def test_ranks_are_put_together(process_group, monkeypatch):
+def test_samples_cover_all_ranks(process_group, monkeypatch):
     model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
     alone, monitor = LogitMonitor(every=1), LogitMonitor(every=1)
     with alone.watch(model, 1):
         model(**batch)
     reduced = []
 
-    def all_reduce(x, op=torch.distributed.ReduceOp.SUM):  # as if the other rank had seen the same, with half of it
+    def all_reduce(x, op=torch.distributed.ReduceOp.SUM):  # as if the other rank had the same sums and half the maxima
         reduced.append(op)
         x.copy_(torch.maximum(x, 0.5 * x) if op == torch.distributed.ReduceOp.MAX else x + x)
 
@@ -262,7 +262,7 @@ def test_ranks_are_put_together(process_group, monkeypatch):
     assert monitor.last == alone.last
 
 
-def test_a_bare_loop_goes_on_in_the_log(tmp_path):
+def test_a_bare_loop_continues_the_log(tmp_path):
     model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
 
     def run(steps):

@@ -1,4 +1,4 @@
-"""A knee that changes while a model trains: lengths are kept, the end is the plain scheme, and runs resume."""
+"""`set_knee`: lengths are kept, and a knee of 0 is the plain scheme."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:Futur
 
 @torch.no_grad()
 def mean_vectors(model: PreTrainedModel) -> dict[tuple[str, str], Tensor]:
-    """What each norm makes of a vector of the calibration's mean length, without the bias."""
+    """Each norm's output for a vector of the calibration's mean length, without the bias."""
     found = {}
     for name, layer in patched_layers(model).items():
         for norm_name, norm in head_norms(layer).items():
@@ -48,7 +48,7 @@ def test_a_vector_of_the_mean_length_keeps_its_length(case, knee):
     after = mean_vectors(model)
     for (name, norm_name), length in before.items():
         was, now = length, after[name, norm_name]
-        if case == "scalar" and norm_name in ("q_norm", "k_norm"):  # the queries' gain is that of both
+        if case == "scalar" and norm_name in ("q_norm", "k_norm"):  # the queries' gain takes both factors
             was, now = (vectors[name, "q_norm"] * vectors[name, "k_norm"].norm() for vectors in (before, after))
         assert_near(now, was, 1e-6, f"{name}.{norm_name}")
     assert model.config.scheme.knee == knee
@@ -56,7 +56,7 @@ def test_a_vector_of_the_mean_length_keeps_its_length(case, knee):
 
 
 @pytest.mark.parametrize("case", SCHEMES)
-def test_many_small_steps_lead_where_one_does_and_back(case):
+def test_many_small_changes_equal_one_and_can_be_undone(case):
     model, direct = kneed(case), kneed(case)
     start = logits(model)
     schedule = KneeSchedule(share=1.0, target=0.25)
@@ -70,7 +70,7 @@ def test_many_small_steps_lead_where_one_does_and_back(case):
 
 
 @pytest.mark.parametrize("case", SCHEMES)
-def test_the_end_is_the_plain_scheme(case, tmp_path):
+def test_a_knee_of_zero_is_the_plain_scheme(case, tmp_path):
     model, expected = kneed(case), plain(case)
     set_knee(model, 1.0)
     set_knee(model, 0.0)
@@ -84,7 +84,7 @@ def test_the_end_is_the_plain_scheme(case, tmp_path):
     assert "knee" not in json.loads(written)["qk_norm"]
 
 
-def test_the_end_is_exported_as_qwen3(tmp_path):
+def test_a_knee_of_zero_is_exported_as_qwen3(tmp_path):
     model = kneed("rms", rms_norm_eps=1e-6)
     model.save_pretrained(tmp_path / "kneed")
     set_knee(model, 0.0)
@@ -96,7 +96,7 @@ def test_the_end_is_exported_as_qwen3(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gains_in_16_bits_gather_no_roundings(dtype):
+def test_gains_in_16_bits_do_not_accumulate_rounding_errors(dtype):
     model, direct = kneed("layer").to(dtype), kneed("layer").to(dtype)
     schedule = KneeSchedule(share=1.0)
     for step in range(knees.LEVELS + 1):
@@ -104,15 +104,15 @@ def test_gains_in_16_bits_gather_no_roundings(dtype):
     set_knee(direct, 0.0)
     for norm, other in zip(norms(model), norms(direct), strict=True):
         apart = (norm.weight.float() - other.weight.float()).abs() / other.weight.float().abs()
-        assert apart.max() <= torch.finfo(dtype).eps  # the last bit of those that lie on the border of a rounding
+        assert apart.max() <= torch.finfo(dtype).eps  # the last bit of numbers halfway between two others
         assert (apart == 0).float().mean() > 0.9
     assert fingerprint(model) == fingerprint(plain("layer").to(dtype))
     assert list(model.state_dict()) == list(direct.state_dict())
 
 
-def test_where_the_knee_stays_nothing_is_read(monkeypatch):
+def test_an_unchanged_knee_reads_nothing_from_the_device(monkeypatch):
     model = kneed()
-    monkeypatch.setattr(knees, "powers_of", None)  # it would wait for the device
+    monkeypatch.setattr(knees, "powers_of", None)  # a call would synchronise with the device
     set_knee(model, KNEE)
     schedule = KneeSchedule(share=0.5)
     way = [schedule.at(step, 10_000, KNEE) for step in range(10_000)]
@@ -123,7 +123,7 @@ def test_where_the_knee_stays_nothing_is_read(monkeypatch):
     assert schedule.at(1, 2, KNEE) == 0.0
 
 
-def test_a_knee_that_goes_down_compiles_into_two_programs():
+def test_a_falling_knee_compiles_into_two_programs():
     model = kneed("rms")
     programs = CompileCounter()
     compiled = torch.compile(model, backend=programs, fullgraph=True)
@@ -169,12 +169,12 @@ def test_gains_that_fsdp_1_flattens(process_group):
     set_knee(expected, 1.0)
     assert_near(logits(sharded), logits(expected), 1e-6)
     hidden = FullyShardedDataParallel(kneed(), use_orig_params=False, device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"gains of .* are not here .* with use_orig_params=True"):
+    with pytest.raises(ValueError, match=r"gains of .* cannot be rescaled .* with use_orig_params=True"):
         set_knee(hidden, 1.0)
 
 
 def marked(model: PreTrainedModel) -> PreTrainedModel:
-    patched_layers(model)["model.layers.1.self_attn"].q_norm.weight.ds_id = 0  # as DeepSpeed marks those of ZeRO-3
+    patched_layers(model)["model.layers.1.self_attn"].q_norm.weight.ds_id = 0  # DeepSpeed's attribute under ZeRO-3
     return model
 
 
@@ -186,8 +186,8 @@ def marked(model: PreTrainedModel) -> PreTrainedModel:
         (without_gain, 0.0, 'gain="none": the norms have no gains'),
         (kneed, -1.0, "Scheme.knee=-1.0. is not possible: expected a finite number ≥ 0"),
         (kneed, float("nan"), "Scheme.knee=nan. is not possible"),
-        (lambda: marked(kneed()), 1.0, "gains of model.layers.1.self_attn are not here to be rescaled"),
-        (lambda: kneed().to("meta"), 1.0, r"are not here to be rescaled \(offloaded"),
+        (lambda: marked(kneed()), 1.0, "gains of model.layers.1.self_attn cannot be rescaled"),
+        (lambda: kneed().to("meta"), 1.0, r"cannot be rescaled \(offloaded"),
     ],
 )
 def test_refusals(make, knee, message):

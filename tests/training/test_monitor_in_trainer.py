@@ -1,4 +1,4 @@
-"""LogitMonitor in a Trainer: which steps it samples, who hears of it, and how its log outlives a run."""
+"""LogitMonitor in a Trainer: sampled steps, loggers, and logs of resumed runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_qknorm.training.logit_log import read_log
 
 
 class Looker(TrainerCallback):
-    """Notes in which steps anything is on the model, and what is left after each; comes after the monitor."""
+    """Records the steps with hooks on the model, and the hooks after each; runs after the monitor."""
 
     def __init__(self):
         self.within, self.left = [], []
@@ -29,7 +29,7 @@ class Looker(TrainerCallback):
 
 
 def trained(folder, monitor, attach=True, **options):
-    """A Trainer that has run 12 steps of 2 micro-batches on a tiny model, with its callback that looks."""
+    """A Trainer after 12 steps of 2 micro-batches on a tiny model, and the callback that records hooks."""
     model = patch_model(sharp_model("llama"), "qk_norm_cap")
     rows = [{"input_ids": row, "labels": row} for row in make_batch("plain")["input_ids"].repeat(8, 1)]
     settings = {"max_steps": 12, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 3}
@@ -45,7 +45,7 @@ def trained(folder, monitor, attach=True, **options):
 
 
 class Heard(TrainerCallback):
-    """Stands where loggers do, before other callbacks."""
+    """A logger, which runs before other callbacks."""
 
     def __init__(self):
         self.logs = []
@@ -55,7 +55,7 @@ class Heard(TrainerCallback):
 
 
 @pytest.mark.parametrize("attach", [True, False])
-def test_in_a_trainer(tmp_path, attach):
+def test_samples_reach_the_trainers_loggers(tmp_path, attach):
     monitor = LogitMonitor(every=3, path=tmp_path / "log.jsonl")
     run, looker = trained(tmp_path / "run", monitor, attach)
     heard = Heard()
@@ -92,13 +92,13 @@ def test_the_trainers_gradients_are_the_optimizers(tmp_path):
         assert layer.grad_k == pytest.approx(k.tolist(), rel=1e-5)
 
 
-def test_a_resumed_run_goes_on_in_the_log(tmp_path):
+def test_a_resumed_run_continues_the_log(tmp_path):
     whole = LogitMonitor(every=3, path=tmp_path / "whole.jsonl")
     trained(tmp_path / "whole", whole)[0].train()
     parts = tmp_path / "parts.jsonl"
     trained(tmp_path / "parts", LogitMonitor(every=3, path=parts), max_steps=12)[0].train()
     with parts.open("a") as file:
-        file.write('{"format":1,"st')  # torn by a kill
+        file.write('{"format":1,"st')  # from a killed run
     run, _ = trained(tmp_path / "parts", LogitMonitor(every=3, path=parts))
     run.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-5"))
     assert parts.read_text() == whole.path.read_text()
@@ -114,4 +114,4 @@ def test_report_to_without_attach_warns(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(run.args, "report_to", ["tensorboard"])
     with caplog.at_level(logging.WARNING):
         run.callback_handler.on_train_begin(run.args, run.state, run.control)
-    assert "LogitMonitor is not heard by ['tensorboard']: use LogitMonitor(...).attach(trainer)" in caplog.text
+    assert "['tensorboard'] get no numbers from LogitMonitor: use LogitMonitor(...).attach(trainer)" in caplog.text

@@ -1,4 +1,4 @@
-"""Adapters on a patched model: the norm sees the projection's whole output, and merging is exact."""
+"""Adapters on a patched model: norms get the projections' output with the adapter, and merging is exact."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MODELS = [(t, name) for t in MODEL_TYPES for name in PRESETS if applies(t, SCHEM
 TOLERANCE = 1e-5
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing:FutureWarning",  # peft calls it by its old name
+    "ignore:`is_gradient_checkpointing:FutureWarning",  # peft uses the old name
     "ignore:fan_in_fan_out:UserWarning",
 )
 
 
 def adapted(model: PreTrainedModel, *, seed: int = 0, **options: Any) -> peft.PeftModel:
-    """LoRA on every projection that leads to q, k and v, with random weights in both of its matrices."""
+    """LoRA on all projections to q, k and v, with random weights in both matrices."""
     family = FAMILIES[model.config.base_model_type]
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(family.style.weights), **options))
     set_adapters(wrapped, seed)
@@ -42,7 +42,7 @@ def set_adapters(model: peft.PeftModel, seed: int) -> None:
 
 
 def normed_queries(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """What the first layer's query norm gives."""
+    """The output of the first layer's query norm."""
     seen: list[Tensor] = []
     layer = next(iter(patched_layers(model).values()))
     handle = layer.q_norm.register_forward_hook(lambda module, args, output: seen.append(output))
@@ -61,7 +61,7 @@ def test_the_norm_sees_the_adapters_output(model_type):
     second = normed_queries(model, batch)
     assert not torch.allclose(first, second, atol=1e-2)
     gain = next(iter(patched_layers(model).values())).q_norm.weight
-    if FAMILIES[model_type].norm == "rms":  # whatever the adapter adds, what leaves the norm has size one
+    if FAMILIES[model_type].norm == "rms":  # the norm's output has rms 1, whatever the adapter adds
         torch.testing.assert_close((second / gain).square().mean(-1), torch.ones(second.shape[:-1]), rtol=0, atol=1e-3)
 
 
@@ -78,7 +78,7 @@ def test_merging_is_exact(model_type, preset):
     assert_near(merged(**batch).logits, expected, TOLERANCE)
 
 
-def test_adapters_train_and_so_do_gains_that_are_asked_for():
+def test_adapters_and_gains_in_modules_to_save_train():
     model = adapted(patch_model(sharp_model("llama"), "qk_norm"), modules_to_save=["q_norm", "k_norm"])
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert sum("_norm.modules_to_save.default.weight" in name for name in trained) == 4
@@ -102,7 +102,7 @@ def test_adapters_are_saved_and_loaded_beside_a_patched_checkpoint(tmp_path):
 
 
 @torch.no_grad()
-def test_adapters_added_by_transformers_own_method():
+def test_adapters_added_by_transformers_add_adapter():
     model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
     before = model(**make_batch("left")).logits
     model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"]))

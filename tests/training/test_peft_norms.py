@@ -1,4 +1,4 @@
-"""Norms that PEFT trains and saves beside an adapter: every path sees the copy in use through peft's wrapper."""
+"""Norms that PEFT trains and saves beside an adapter: all code uses the copy in PEFT's wrapper."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_no_names_where_there_are_no_gains():
         peft_modules_to_save(tiny_model("llama"))
 
 
-def test_whole_paths_where_a_name_means_other_modules_too():
+def test_full_paths_where_a_name_matches_other_modules():
     model = patched("qk_norm")
-    model.model.layers[0].mlp.bank_norm = torch.nn.LayerNorm(4)  # peft asks how a path ends
+    model.model.layers[0].mlp.bank_norm = torch.nn.LayerNorm(4)  # peft matches the end of a path
     names = peft_modules_to_save(model)
     assert names == [f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("q_norm", "k_norm")]
     wrapped(model)
@@ -81,7 +81,7 @@ def test_each_table_of_targets_knows_the_derived_types(name):
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "qwen2"])
-def test_targets_by_default_are_those_of_the_base(model_type):
+def test_default_targets_are_those_of_the_base_type(model_type):
     models = tiny_model(model_type), patched("soft_cap", model_type)
     base, model = (peft.get_peft_model(m, peft.LoraConfig()) for m in models)
     assert base.targeted_module_names == model.targeted_module_names != []
@@ -89,7 +89,7 @@ def test_targets_by_default_are_those_of_the_base(model_type):
 
 @pytest.mark.parametrize("backend", ["hf_qknorm_tiled", "hf_qknorm_eager"])
 @pytest.mark.parametrize("preset", ["qk_norm_cap", "qkv_norm", "henry", "lp"])
-def test_the_copy_computes_and_merging_keeps_it(preset, backend):
+def test_the_adapters_copy_of_a_norm_is_used_and_merged(preset, backend):
     model = patched(preset)
     before = logits(model)
     model.set_attn_implementation(backend)
@@ -151,7 +151,7 @@ def test_statistics_of_the_logits_are_those_of_the_merged_model():
             torch.testing.assert_close(getattr(seen, kind), getattr(wanted, kind), rtol=1e-4, atol=1e-5)
 
 
-def test_unpatched_for_a_moment_no_norm_computes():
+def test_no_norm_is_used_while_temporarily_unpatched():
     adapted = wrapped(patched(), target_modules=["o_proj"])
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
@@ -187,7 +187,7 @@ def knees(model: Any) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if name.endswith(".eps")}
 
 
-def test_a_knee_reaches_every_copy_and_comes_back_with_the_adapter(tmp_path):
+def test_a_knee_reaches_every_copy_and_loads_with_the_adapter(tmp_path):
     patched(KNEED).save_pretrained(tmp_path / "base")
     adapted = wrapped(patched(KNEED))
     apply_knee(adapted, 2.0, powers_of(adapted))
@@ -207,7 +207,7 @@ def test_a_knee_reaches_every_copy_and_comes_back_with_the_adapter(tmp_path):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(merged))
 
 
-def test_a_knee_ends_and_begins_in_every_copy():
+def test_every_copy_loses_and_gains_a_knee():
     adapted = wrapped(patched(KNEED))
     powers, expected = powers_of(adapted), logits(adapted)
     apply_knee(adapted, 0.0, powers)
@@ -223,7 +223,7 @@ def test_a_knee_ends_and_begins_in_every_copy():
 )
 def test_an_adapter_with_a_knee_does_not_fit_a_model_without(base, adapter, error, message, tmp_path):
     wrapped(patched(replace(KNEED, knee=adapter))).save_pretrained(tmp_path)
-    with pytest.raises(error, match=message):  # the first one is peft's
+    with pytest.raises(error, match=message):  # the first message is PEFT's
         peft.PeftModel.from_pretrained(patched(replace(KNEED, knee=base)), tmp_path)
 
 
@@ -243,7 +243,7 @@ def test_preparing_for_training_leaves_knees_alone():
 
 
 @pytest.mark.parametrize("method", ["ones", "moments", "fit"])
-def test_calibration_sets_the_copies_and_leaves_the_originals(method):
+def test_calibration_sets_the_copies_and_not_the_originals(method):
     batches = [make_batch("left", labels=False) for _ in range(3)]
     plain, adapted = patched(), wrapped(patched(), fresh=True)
     before = {name: p.clone() for name, p in adapted.named_parameters() if "modules_to_save" not in name}
@@ -261,7 +261,7 @@ def test_calibration_sets_the_copies_and_leaves_the_originals(method):
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
-def test_calibration_moves_no_weights_under_adapters():
+def test_calibration_changes_no_weights_under_adapters():
     adapted = wrapped(patched())
     with pytest.raises(ValueError, match="fit_qk.* under adapters, .* calibrate before"):
         calibrate(adapted, [make_batch("plain", labels=False)], "fit_qk")

@@ -1,4 +1,4 @@
-"""Adapters trained by Trainer beside the norms: LoRA, DoRA and QLoRA learn, resume, travel, and merge."""
+"""Adapters and norms trained by Trainer: LoRA, DoRA and QLoRA learn, resume, load and merge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_qknorm import Scheme, patch_model, peft_modules_to_save
 from hf_qknorm.model.derived import QKNormModel
 
 SCHEME = Scheme(q="rms", k="layer", v="rms", bias=True, softcap=5.0)
-WIDE = {"intermediate_size": 128}  # of whole blocks, as 4-bit weights need
+WIDE = {"intermediate_size": 128}  # a multiple of the blocks of 4-bit weights
 KINDS: dict[str, dict[str, Any]] = {"LoRA": {}, "DoRA": {"use_dora": True}, "QLoRA": {}}
 FRESH = """
 import sys, torch
@@ -34,14 +34,14 @@ for folder in sys.argv[1:]:
 """
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning"),  # peft calls it by its old name
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning"),  # peft uses the old name
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
 ]
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """A patched checkpoint, as a conversion leaves it."""
+    """A converted checkpoint."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     folder = tmp_path_factory.mktemp("base")
     patch_model(sharp_model("llama", **WIDE), SCHEME).save_pretrained(folder)
@@ -76,7 +76,7 @@ def logits(model: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory) -> dict[str, tuple[peft.PeftModel, Path]]:
-    """Of each kind a trained model, and a folder with its run, its adapter, and what a fresh process makes of that."""
+    """By kind, a trained model, and a folder with its run, its adapter and the outputs of a new process."""
     found = {}
     for kind in KINDS:
         folder = tmp_path_factory.mktemp(kind)
@@ -104,7 +104,7 @@ def test_adapters_and_norms_learn_and_nothing_else_does(kind, base, trained):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_adapter_comes_back_onto_the_base_that_it_was_trained_on(kind, base, trained):
+def test_the_adapter_loads_onto_its_base(kind, base, trained):
     model, folder = trained[kind]
     again = peft.PeftModel.from_pretrained(loaded(kind, base), folder / "adapter")
     assert torch.equal(logits(again), logits(model))
@@ -113,14 +113,14 @@ def test_the_adapter_comes_back_onto_the_base_that_it_was_trained_on(kind, base,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_process_loads_base_and_adapter_by_the_adapters_name(kind, base, trained):
+def test_a_new_process_loads_base_and_adapter_by_the_adapters_name(kind, base, trained):
     whole = peft.PeftModel.from_pretrained(loaded("LoRA", base), trained[kind][1] / "adapter")
     assert torch.equal(load_file(trained[kind][1] / "fresh.safetensors")["logits"], logits(whole))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_it_is_a_patched_model_that_saves_and_loads(kind, base, trained, tmp_path):
-    """What was trained over four bits is merged into the full-precision base."""
+def test_the_merged_model_is_patched_and_saves_and_loads(kind, base, trained, tmp_path):
+    """Adapters trained over 4-bit weights are merged into the full-precision base."""
     adapter = peft.PeftModel.from_pretrained(loaded("LoRA", base), trained[kind][1] / "adapter")
     expected, norms = logits(adapter), trained_norms(adapter)
     merged = adapter.merge_and_unload()
@@ -136,7 +136,7 @@ def test_merged_it_is_a_patched_model_that_saves_and_loads(kind, base, trained, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_resumes_where_it_was(kind, base, trained, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(kind, base, trained, tmp_path):
     whole, _ = trained[kind]
     first = trainer(adapted(kind, base), tmp_path, save_strategy="steps", save_steps=4)
     first.add_callback(StopAt(4))

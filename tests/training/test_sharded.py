@@ -1,4 +1,4 @@
-"""Two processes that share the data (DDP), or the weights too (FSDP2), train as one: QuacK, QKClip, KneeSchedule."""
+"""QuacK, QKClip and KneeSchedule in two processes (DDP, FSDP2) train as in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sharded_run import KNEES, MODELS, STEPS, WAYS, kneed, lower, made, rules, t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The weights that two processes came to."""
+    """The folder with the weights that two processes trained."""
     return run_once(tmp_path_factory, "sharded", lambda folder: run_pair("sharded_run", folder))
 
 
@@ -34,7 +34,7 @@ def test_two_processes_train_as_one_does(model_type, way, folder):
 
 
 @pytest.mark.parametrize("way", KNEES)
-def test_a_knee_goes_down_in_two_processes_as_in_one(way, folder):
+def test_a_knee_falls_in_two_processes_as_in_one(way, folder):
     model = kneed()
     lower(model, slice(None))
     found = load_file(folder / f"knee-{way}.safetensors")

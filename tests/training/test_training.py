@@ -1,4 +1,4 @@
-"""Training a patched model with Trainer and accelerate: it learns, resumes, accumulates and recomputes exactly."""
+"""Training a patched model with Trainer and accelerate: loss, resuming, accumulation, checkpointing, precision."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_resuming_gives_the_weights_of_an_uninterrupted_run(model_type, preset, 
     assert_equal_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "checkpoint-8"), whole.model)
 
 
-def test_knees_come_back_from_the_checkpoint_that_is_resumed_and_from_the_best(tmp_path):
-    """Whatever the model has that is given to Trainer; in bf16 they stay in fp32."""
+def test_knees_load_from_resumed_and_from_best_checkpoints(tmp_path):
+    """The knees of the model that Trainer gets do not matter; in bf16 knees stay in fp32."""
 
     def fresh(seed: int) -> PreTrainedModel:
         model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", knee=4.0)).to(torch.bfloat16)
@@ -105,7 +105,7 @@ def test_gradient_accumulation(model_type, tmp_path):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("model_type", "preset"), [pair for pair in PAIRS if pair[1] in ("qk_norm_cap", "soft_cap")])
 def test_gradient_checkpointing_recomputes_the_same(model_type, preset, reentrant):
-    """With dropout too: the kernels' seed comes from the generator that checkpointing restores."""
+    """With dropout, the kernels' seed is from the generator that checkpointing restores."""
     settings = {} if model_type == "gpt2" else {"attention_dropout": 0.2}
     model = randomise(patch_model(sharp_model(model_type, **settings), preset))
     model.train()

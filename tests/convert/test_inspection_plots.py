@@ -1,4 +1,4 @@
-"""The heat map: what is on it, and that it is a picture whatever the model's shape."""
+"""The plots of an inspection: their content, for models of any shape."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from matplotlib.image import imread
 
 from hf_qknorm import SCHEMES, Inspection
 from hf_qknorm.convert.advice import advise
+from hf_qknorm.convert.inspection_plots import heat_map, knee_curve
 from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
-from hf_qknorm.convert.plots import heat_map, knee_curve
 from hf_qknorm.stats.records import LayerStatistics
 
 
@@ -65,7 +65,7 @@ def drawn(monkeypatch, tmp_path, found: Inspection) -> Figure:
     ("layers", "heads", "size"),
     [*((4, 4, size) for size in (0.0, 0.01, 10.0, 1e5)), (1, 1, 10.0), (24, 16, 10.0), (80, 64, 10.0), (3, 128, 10.0)],
 )
-def test_any_shape_and_any_size_is_a_picture(tmp_path, layers, heads, size):
+def test_any_shape_and_any_size_can_be_drawn(tmp_path, layers, heads, size):
     heat_map(inspection(layers, heads, size), tmp_path / "map.png")
     height, width, _ = imread(tmp_path / "map.png").shape
     assert 400 < height <= 1700
@@ -88,7 +88,7 @@ def test_both_maps_show_the_numbers(monkeypatch, tmp_path):
     assert len(middle.collections[0].get_paths()) == collapsed
 
 
-def test_cells_have_no_text_when_there_are_too_many(monkeypatch, tmp_path):
+def test_many_cells_have_no_text(monkeypatch, tmp_path):
     left, middle, *_ = drawn(monkeypatch, tmp_path, inspection(80, 64)).axes
     assert not left.texts
     assert not middle.texts
@@ -97,7 +97,7 @@ def test_cells_have_no_text_when_there_are_too_many(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("cap", [10.0, 50.0])
-def test_colours_go_by_the_cap(monkeypatch, tmp_path, cap):
+def test_colours_depend_on_the_cap(monkeypatch, tmp_path, cap):
     left, middle, *_ = drawn(monkeypatch, tmp_path, inspection(4, 4, cap=cap)).axes
     assert (left.images[0].norm.vmin, left.images[0].norm.vmax) == (cap / 16, 2 * cap)
     assert (middle.images[0].norm.vmin, middle.images[0].norm.vmax) == (0, 4.5)
@@ -117,7 +117,10 @@ def test_a_failed_drawing_leaves_the_old_one(monkeypatch, tmp_path):
 
 
 def test_matplotlib_is_imported_only_to_draw():
-    code = "import sys, hf_qknorm, hf_qknorm.convert.inspect; sys.exit('matplotlib' in sys.modules)"
+    code = (
+        "import sys, hf_qknorm.cli, hf_qknorm.convert.inspect, hf_qknorm.demo.run, hf_qknorm.hub.card, "
+        "hf_qknorm.training.logit_monitor; sys.exit('matplotlib' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -139,13 +142,13 @@ RISES = {
 
 @pytest.mark.parametrize("rises", RISES.values(), ids=RISES)
 @pytest.mark.parametrize("largest", [0.01, 10.0, 1e5])
-def test_the_knees_are_a_picture(tmp_path, rises, largest):
+def test_any_knees_can_be_drawn(tmp_path, rises, largest):
     knee_curve(with_knees(rises, largest), tmp_path / "knees.png")
     height, width, _ = imread(tmp_path / "knees.png").shape
     assert (height, width) == (720, 1200)
 
 
-def test_the_picture_of_knees_has_points_lines_and_the_chosen_one(monkeypatch, tmp_path):
+def test_the_plot_of_knees_has_points_lines_and_the_chosen_knee(monkeypatch, tmp_path):
     found = with_knees(RISES["usual"])
     figures = []
     save = Figure.savefig
@@ -165,7 +168,7 @@ def test_the_picture_of_knees_has_points_lines_and_the_chosen_one(monkeypatch, t
     assert {"knee 0", "knee 1", "knee 4, chosen", "knee 8"} < set(labels)
 
 
-def test_an_inspection_without_knees_has_no_picture_of_them(tmp_path):
+def test_an_inspection_without_knees_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no knees: it takes an unpatched causal model"):
         knee_curve(inspection(2, 2), tmp_path / "knees.png")
     assert not any(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The monitor's picture: what is on it, whatever the log's size."""
+"""The plot of a monitor's log: its content, for logs of any size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from hf_qknorm.training.logit_log import LayerSample, Sample
-from hf_qknorm.training.plots import DRAWN, WORST, draw
+from hf_qknorm.training.logit_log import LayerSample, LogitSample
+from hf_qknorm.training.logit_plots import DRAWN, WORST, draw_log
 
 
 def samples(count, layers, heads, size=10.0):
@@ -26,25 +26,25 @@ def samples(count, layers, heads, size=10.0):
             )
             for n, (a, b) in enumerate(zip(rows, entropies, strict=True))
         }
-        made.append(Sample(10 * i, kept))
+        made.append(LogitSample(10 * i, kept))
     return made
 
 
 def drawn(monkeypatch, tmp_path, found):
-    """The figure that `draw` saves."""
+    """The figure that `draw_log` saves."""
     figures = []
     save = Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda self, *args, **options: figures.append(self) or save(self, *args, **options)
     )
-    draw(found, tmp_path / "map.png")
+    draw_log(found, tmp_path / "map.png")
     return figures[0]
 
 
 @pytest.mark.parametrize(("count", "layers", "heads"), [(1, 1, 1), (12, 2, 4), (30, 80, 8), (1001, 3, 2)])
 @pytest.mark.parametrize("size", [0.0, 10.0, 1e300, math.inf, math.nan])
-def test_any_log_is_a_picture(tmp_path, count, layers, heads, size):
-    draw(samples(count, layers, heads, size), tmp_path / "map.png")
+def test_any_log_can_be_drawn(tmp_path, count, layers, heads, size):
+    draw_log(samples(count, layers, heads, size), tmp_path / "map.png")
     height, width, _ = imread(tmp_path / "map.png").shape
     assert 900 < height <= 1800
     assert width == 1800
@@ -72,7 +72,7 @@ def test_curves_are_those_of_the_worst_heads(monkeypatch, tmp_path):
     assert least == min(s.sharpest()[2] for s in found)
 
 
-def test_long_logs_are_drawn_by_the_worst_of_several(monkeypatch, tmp_path):
+def test_columns_of_long_logs_show_the_worst_of_several_samples(monkeypatch, tmp_path):
     found = samples(3 * DRAWN, 1, 1)
     left, *_ = drawn(monkeypatch, tmp_path, found).axes
     (row,) = left.images[0].get_array().tolist()
@@ -82,4 +82,4 @@ def test_long_logs_are_drawn_by_the_worst_of_several(monkeypatch, tmp_path):
 
 def test_an_empty_log_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no sample yet"):
-        draw([], tmp_path / "map.png")
+        draw_log([], tmp_path / "map.png")

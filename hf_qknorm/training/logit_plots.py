@@ -1,0 +1,98 @@
+"""The plot of a `LogitMonitor` log: maps of layers × steps, and the curves of the worst heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.ticker import MaxNLocator
+
+from hf_qknorm.stats import plotting
+from hf_qknorm.training.logit_log import LogitSample
+
+WORST = 6  # heads with a curve
+CURVES = ("#c8553d", "#2a7f9e", "#4d4d4d", "#d99a2b", "#7a5195", "#5b8c5a")
+DRAWN = 400  # columns: of a longer log, a column shows the worst of several samples
+
+
+def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:
+    """Draw the samples from `read_log` as a PNG at `path`.
+
+    The maps show the worst head of each layer: dark cells are at risk. Colours depend on the cap and on the entropy of
+    uniform attention. The curves below are those of the heads with the largest |logit| and with the least entropy.
+
+    Raises ValueError without a sample.
+    """
+    if not samples:
+        raise ValueError("there is nothing to draw: the log holds no sample yet")
+    layers = list(dict.fromkeys(name for sample in samples for name in sample.layers))
+    last = next(iter(samples[-1].layers.values()))
+    uniform = max(0.1, *(layer.even for sample in samples for layer in sample.layers.values()))
+    shape = f"{len(layers)} layers of {len(last.max_logit)} heads"
+    title = f"{len(samples)} samples of steps {samples[0].step} to {samples[-1].step}"
+    height = min(max(5.4 + 0.2 * len(layers), 6.4), 12.0)
+    figure = plotting.new_figure(12, height, f"Attention in training: {shape}, {title}")
+    maps, curves = figure.subplots(2, 2, height_ratios=(max(0.2 * len(layers), 1.2), 2.6))
+    size = -(-len(samples) // DRAWN)
+    columns = [samples[i : i + size] for i in range(0, len(samples), size)]
+    logits, entropies = _rows(columns, layers, "max_logit", max), _rows(columns, layers, "entropy", min)
+    plotting.draw_logits(figure, maps[0], logits, last.cap, "largest |logit| of the worst head, before any cap")
+    plotting.draw_entropies(figure, maps[1], entropies, uniform, "attention entropy of the sharpest head (nats)")
+    for axes in maps:
+        ticks = plotting.spread_ticks(len(columns), 10)
+        axes.set_xticks(ticks, labels=[str(columns[i][-1].step) for i in ticks])
+        axes.set_xlabel("step", color=plotting.INK)
+        axes.set_ylabel("layer", color=plotting.INK)
+    _curves(curves[0], samples, layers, "max_logit", lambda values: -max(values))
+    _curves(curves[1], samples, layers, "entropy", min)
+    label = "largest |logit|"
+    for limit, style, look in ((last.cap, ":", "dotted"), (2 * last.cap, "--", "dashed")):
+        if curves[0].get_ylim()[1] > limit:
+            curves[0].axhline(limit, color=plotting.GRID, linewidth=1, linestyle=style)
+            label += f", {look}: {limit:g}"
+    plotting.finish_axes(curves[0], "step", label, size=8)
+    plotting.finish_axes(curves[1], "step", "attention entropy (nats)", size=8)
+    plotting.save_figure(figure, path)
+
+
+def _rows(
+    columns: Sequence[Sequence[LogitSample]], layers: Sequence[str], field: str, worst: Callable[..., float]
+) -> list[list[float]]:
+    """A row per layer with the worst number in each column; NaN where there is none."""
+
+    def cell(column: Sequence[LogitSample], name: str) -> float:
+        found = [sample.layers[name] for sample in column if name in sample.layers]
+        return worst(
+            plotting.known(value for layer in found for value in plotting.drawable(getattr(layer, field))),
+            default=math.nan,
+        )
+
+    return [[cell(column, name) for column in columns] for name in layers]
+
+
+def _curves(
+    axes: Any,
+    samples: Sequence[LogitSample],
+    layers: Sequence[str],
+    field: str,
+    rank: Callable[[Sequence[float]], float],
+) -> None:
+    """Draw the curves of the heads that rank first in any sample."""
+    points: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for sample in samples:
+        for name, layer in sample.layers.items():
+            for head, value in enumerate(plotting.drawable(getattr(layer, field))):
+                points.setdefault((name, head), []).append((sample.step, value))
+    values = {head: plotting.known(value for _, value in found) for head, found in points.items()}
+    worst = sorted((head for head in points if values[head]), key=lambda head: rank(values[head]))[:WORST]
+    for (name, head), colour in zip(worst, CURVES, strict=False):
+        steps, curve = zip(*points[name, head], strict=True)
+        style = {"linewidth": 1.4, "marker": "o" if len(steps) < 40 else "", "markersize": 3}
+        axes.plot(steps, curve, color=colour, label=f"layer {layers.index(name)}, head {head}", **style)
+    axes.margins(y=0.1)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
+    if worst:
+        plotting.legend_above(axes, size=8, columns=3)

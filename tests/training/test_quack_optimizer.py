@@ -1,0 +1,164 @@
+"""QuacK as an optimiser: saving, copying, schedulers, scalers, closures, the Trainer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from optimised import OPTIMISERS, assert_same, train
+from tables import make_batch, sharp_model
+from tiny import tiny_model
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from hf_qknorm import QuacK, patch_model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
+def test_training_from_a_saved_state_equals_uninterrupted_training(tmp_path, model_type, dtype):
+    whole = sharp_model(model_type).to(dtype)
+    optimizer = QuacK(OPTIMISERS["adamw"](whole.parameters()), whole, tau=0.5)
+    train(whole, optimizer, steps=2)
+    torch.save((whole.state_dict(), optimizer.state_dict()), tmp_path / "state.pt")
+    weights, state = torch.load(tmp_path / "state.pt", weights_only=True)
+    train(whole, optimizer, steps=2)
+    resumed = sharp_model(model_type, seed=1).to(dtype)
+    again = QuacK(OPTIMISERS["adamw"](resumed.parameters()), resumed, tau=0.5)
+    resumed.load_state_dict(weights)
+    again.load_state_dict(state)
+    train(resumed, again, steps=2)
+    assert_same(resumed, whole)
+    without = OPTIMISERS["adamw"](sharp_model(model_type).parameters())
+    without.load_state_dict(optimizer.optimizer.state_dict())  # the wrapped optimiser's state has no initial norms
+    assert all(not str(key).startswith("quack") for entry in optimizer.state.values() for key in entry)
+
+
+def test_a_state_without_initial_norms_measures_them_anew():
+    model = sharp_model("llama")
+    plain = OPTIMISERS["adamw"](model.parameters())
+    train(model, plain, steps=2)
+    optimizer = QuacK(OPTIMISERS["adamw"](model.parameters()), model)
+    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))  # torch's optimisers keep references to a loaded state
+    other = copy.deepcopy(model)
+    continued = OPTIMISERS["adamw"](other.parameters())
+    continued.load_state_dict(copy.deepcopy(plain.state_dict()))
+    train(model, optimizer, steps=1)
+    train(other, continued, steps=1)
+    assert_same(model, other)
+
+
+def test_copies_and_pickles_with_the_model():
+    model = sharp_model("llama")
+    optimizer = QuacK(OPTIMISERS["adamw"](model.parameters()), model)
+    train(model, optimizer, steps=2)
+    copied, again = copy.deepcopy((model, optimizer))
+    pickled, from_pickle = pickle.loads(pickle.dumps((model, optimizer)))
+    for m, o in ((model, optimizer), (copied, again), (pickled, from_pickle)):
+        train(m, o, steps=2)
+    assert_same(copied, model)
+    assert_same(pickled, model)
+
+
+def test_schedulers_scalers_closures_and_hooks():
+    model, plain = sharp_model("llama"), sharp_model("llama")
+    optimizer = QuacK(torch.optim.SGD(model.parameters(), 0.5), model)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    seen: list[Any] = []
+    handle = optimizer.register_step_post_hook(lambda o, *_: seen.append(o))
+    for _ in range(2):
+        scaler.scale(model(**make_batch("plain")).loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+    handle.remove()
+    assert seen == [optimizer, optimizer]
+    assert optimizer.param_groups[0]["lr"] == 0.25 == optimizer.optimizer.param_groups[0]["lr"]
+    closed = QuacK(torch.optim.SGD(plain.parameters(), 0.5), plain)
+    for rate in (0.5, 0.375):
+        closed.param_groups[0]["lr"] = rate
+
+        def closure() -> torch.Tensor:
+            closed.zero_grad()
+            loss = plain(**make_batch("plain")).loss
+            loss.backward()
+            return loss
+
+        assert closed.step(closure).item() > 0
+    for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_step_that_the_scaler_skips_changes_nothing():
+    model = sharp_model("llama")
+    before = copy.deepcopy(model)
+    optimizer = QuacK(torch.optim.SGD(model.parameters(), 0.5), model)
+    scaler = torch.amp.GradScaler("cpu")
+    (scaler.scale(model(**make_batch("plain")).loss) * torch.inf).backward()
+    scaler.step(optimizer)
+    assert_same(model, before)
+
+
+def test_parameters_may_be_added():
+    model, plain = sharp_model("llama"), sharp_model("llama")
+    for m in (model, plain):
+        q = [p for name, p in m.named_parameters() if "q_proj" in name]
+        rest = [p for name, p in m.named_parameters() if "q_proj" not in name]
+        optimizer = QuacK(torch.optim.SGD(rest, 0.5), m)
+        if m is model:
+            optimizer.add_param_group({"params": q})
+        else:
+            optimizer = QuacK(torch.optim.SGD([{"params": rest}, {"params": q}], 0.5), m)
+        train(m, optimizer)
+    assert_same(model, plain)
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def run(model: PreTrainedModel, folder: Any, *callbacks: TrainerCallback, resume: str | None = None) -> QuacK:
+    rows = torch.randint(3, 64, (64, 16), generator=torch.Generator().manual_seed(0))
+    arguments = TrainingArguments(
+        folder, max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, save_strategy="no",
+        report_to=[], use_cpu=True, disable_tqdm=True, seed=0,
+    )  # fmt: skip
+    optimizer = QuacK(torch.optim.AdamW(model.parameters(), 3e-2), model, tau=0.5)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks), optimizers=(optimizer, None))
+    trainer.train(resume_from_checkpoint=resume)
+    return optimizer
+
+
+@pytest.mark.parametrize("scheme", [None, "soft_cap"])
+def test_a_resumed_trainer_equals_an_uninterrupted_one(tmp_path, scheme):
+    whole, first, second = (tiny_model("llama") for _ in range(3))
+    for model in (whole, first, second) if scheme else ():
+        patch_model(model, scheme)
+    optimizer = run(whole, tmp_path / "whole")
+    assert optimizer.param_groups[0]["lr"] < 1e-2  # the scheduler changes the wrapped optimiser
+    run(first, tmp_path / "parts", Stop(3))
+    run(second, tmp_path / "parts", resume=str(tmp_path / "parts" / "checkpoint-3"))
+    assert_same(second, whole)
+
+
+def test_refusals():
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="tau is 0, expected a finite number > 0"):
+        QuacK(torch.optim.SGD(model.parameters(), 0.1), model, tau=0)
+    with pytest.raises(ValueError, match="the SGD has none of the weights of queries and keys"):
+        QuacK(torch.optim.SGD(model.lm_head.parameters(), 0.1), model)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[16:32] = 0
+    optimizer = QuacK(torch.optim.SGD(model.parameters(), 0.1), model)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn: the weights 'k' of head 1 are all zero"):
+        optimizer.step()
