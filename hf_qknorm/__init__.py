@@ -1,11 +1,27 @@
-"""Stable attention for pretrained language models: QK norm, logit caps, or both, in one line.
+"""Stable attention for pretrained Hugging Face models: QK norm, logit caps, or both, in one line.
 
     import hf_qknorm as qk
-    qk.patch_model(model, scheme="qk_norm_cap")
+    from transformers import AutoModelForCausalLM
 
-Importing the package registers its attention functions, masks and Auto classes with transformers, whose own classes
-then refuse patched checkpoints.
+    model = AutoModelForCausalLM.from_pretrained("gpt2")
+    qk.patch_model(model, scheme="qk_norm_cap")  # norms with fresh gains, and a cap
+    report = qk.calibrate(model, texts)  # gains that keep what the model predicts
+    model.save_pretrained("gpt2-qknorm")  # AutoModelForCausalLM.from_pretrained loads it
+
+| task | names |
+|---|---|
+| patch a model | `patch_model`, `unpatch_model`, `Scheme`, `SCHEMES`, `FAMILIES` |
+| convert a checkpoint | `calibrate`, `convert_checkpoint`, `plan_conversion` |
+| inspect | `inspect_model`, `logit_statistics` |
+| train | `LogitMonitor`, `BlendSchedule`, `CapSchedule`, `KneeSchedule`, `QKClip`, `QuacK`, `peft_modules_to_save` |
+| share | `push_to_hub`, `add_standalone`, `export_native` |
+
+Importing the package registers its attention functions, its masks and the classes of patched models with transformers.
+From then on, transformers' classes for plain models refuse patched checkpoints.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from hf_qknorm.backends import functions
 from hf_qknorm.convert import (
@@ -20,19 +36,35 @@ from hf_qknorm.convert import (
 from hf_qknorm.export import NativeExport, export_native
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.hub.push import push_to_hub
-from hf_qknorm.model import auto, unpatched_classes
+from hf_qknorm.model import adapters, auto, unpatched_classes
+from hf_qknorm.model.adapters import peft_modules_to_save
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.standalone.generate import add_standalone
 from hf_qknorm.stats.logit_statistics import LogitStatistics, logit_statistics
-from hf_qknorm.training import adapters
-from hf_qknorm.training.adapters import peft_modules_to_save
-from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
-from hf_qknorm.training.clip import QKClip
-from hf_qknorm.training.knee import KneeSchedule, set_knee
-from hf_qknorm.training.logit_monitor import LogitMonitor
 from hf_qknorm.training.quack import QuacK
 from hf_qknorm.version import __version__
+
+# Modules with callbacks for the Trainer, which loads PEFT and, with it, bitsandbytes: imported when first used.
+_CALLBACKS = {
+    "blend": ("BlendSchedule", "CapSchedule", "set_blend", "set_cap"),
+    "clip": ("QKClip",),
+    "knee": ("KneeSchedule", "set_knee"),
+    "logit_monitor": ("LogitMonitor",),
+}
+if TYPE_CHECKING:
+    from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
+    from hf_qknorm.training.clip import QKClip
+    from hf_qknorm.training.knee import KneeSchedule, set_knee
+    from hf_qknorm.training.logit_monitor import LogitMonitor
+else:
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _CALLBACKS.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.training.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "FAMILIES",
@@ -66,7 +98,12 @@ __all__ = [
     "unpatch_model",
 ]
 
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 functions.register()
+adapters.register()
 auto.register()
 unpatched_classes.register()
-adapters.register()

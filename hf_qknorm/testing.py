@@ -1,4 +1,4 @@
-"""Random heads and the error budget, for tests and benchmarks."""
+"""Random inputs for attention, and the error budget of results, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_qkv(
     spread: float = 1.0,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random q `[B, H, T, D]` and k, v `[B, Hk, S, D]` that need gradients; `spread` is the deviation of q and k."""
+    """Return random q `[B, H, T, D]`, k and v `[B, Hk, S, D]` with gradients; `spread` is the deviation of q and k."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(heads: int, length: int, factor: float) -> Tensor:
@@ -32,13 +32,13 @@ def make_qkv(
 
 
 def error(actual: Tensor, exact: Tensor) -> float:
-    """The relative error of `actual` in the Frobenius norm."""
+    """Return the relative error of `actual` in the Frobenius norm."""
     exact = exact.double()
     return float((actual.double() - exact).norm() / exact.norm().clamp_min(torch.finfo(torch.float64).tiny))
 
 
 class Verdict(NamedTuple):
-    """The relative error of one result, and the largest that is allowed; NaN never passes."""
+    """The relative error of a result and its budget; NaN is over any budget."""
 
     error: float
     budget: float
@@ -49,42 +49,41 @@ class Verdict(NamedTuple):
 
 
 def verdict(actual: Tensor, exact: Tensor, eager: Tensor) -> Verdict:
-    """Whether err(actual) ≤ 2·err(eager) + one rounding of the output, both against `exact` in fp64.
+    """Compare errors: err(actual) ≤ 2·err(eager) + one rounding of the output, both relative to `exact` in fp64.
 
-    `eager` is the plain computation in the dtype of `actual`, on the same rounded inputs.
+    `eager` is the plain computation in the dtype of `actual`, on the same rounded inputs. In a result of n < 16 numbers
+    the factor is 1 + 4/√n instead of 2: few errors scatter more.
 
-    The gradient of a parameter of few numbers is a sum over many rows, in which errors may cancel by chance. For such
-    an `actual` pass the terms of the sum: `exact` and `eager` `[B, T, H, D]` for a gain `[1]`, `[D]` or `[H, D]`, in
-    general what `sum_to_size` reduces to the shape of `actual`. Errors are then relative to the size of the terms,
-    √Σ term², where that is more than the sum, and eager's is what its errors in the terms come to without chance.
-
-    An error in n numbers may be 1 + 4/√n of its deviations, which is more than 2 for n < 16.
+    For the gradient of a parameter, pass the terms of the sum that makes it as `exact` and `eager`: for a gain `[1]`,
+    `[D]` or `[H, D]`, terms `[B, T, H, D]`, or any shape that `sum_to_size` reduces to the shape of `actual`. Errors of
+    terms may cancel by chance, so the error of eager is at least √Σ error² over the terms, and errors are relative to
+    the larger one of the sum's norm and √Σ term².
     """
     exact, eager = exact.double(), eager.double()
     total, eager_total = exact.sum_to_size(actual.shape), eager.sum_to_size(actual.shape)
     size = max(float(total.norm()), float(exact.norm()), torch.finfo(torch.float64).tiny)
-    noise = float((eager_total - total).norm())
+    eager_error = float((eager_total - total).norm())
     if exact.shape != actual.shape:
-        noise = max(noise, _noise_of_sum(exact, eager))
-    deviations = max(2.0, 1 + 4 / math.sqrt(max(actual.numel(), 1)))
-    found = float((actual.double() - total).norm())
-    return Verdict(found / size, deviations * noise / size + torch.finfo(actual.dtype).eps)
+        eager_error = max(eager_error, _error_of_terms(exact, eager))
+    factor = max(2.0, 1 + 4 / math.sqrt(max(actual.numel(), 1)))
+    actual_error = float((actual.double() - total).norm())
+    return Verdict(actual_error / size, factor * eager_error / size + torch.finfo(actual.dtype).eps)
 
 
-def _noise_of_sum(exact: Tensor, eager: Tensor) -> float:
-    """What independent errors of the terms come to: √Σ error², as found and as typical of terms of their size.
+def _error_of_terms(exact: Tensor, eager: Tensor) -> float:
+    """√Σ error² over the terms: the larger one of the measured value and the typical one for terms of their size.
 
-    The second counts where few terms outweigh all others and eager happens to be exact in these. Typical is the median
-    of |error| / |term|, times 1.48 as that of a Gaussian, over all terms but the very small ones.
+    The typical value matters where few terms dominate and eager happens to be exact in these. It is the median of
+    |error| / |term| over all terms but the very small ones, times 1.48 (a Gaussian's deviation over its median).
     """
-    missed = eager - exact
-    counts = exact.abs() > 0.01 * exact.square().mean().sqrt()
-    typical = (missed[counts] / exact[counts]).abs().median() if counts.any() else missed.new_zeros(())
-    return max(float(missed.norm()), 1.48 * float(typical) * float(exact.norm()))
+    errors = eager - exact
+    large = exact.abs() > 0.01 * exact.square().mean().sqrt()
+    typical = (errors[large] / exact[large]).abs().median() if large.any() else errors.new_zeros(())
+    return max(float(errors.norm()), 1.48 * float(typical) * float(exact.norm()))
 
 
 def assert_within_budget(actual: Tensor, exact: Tensor, eager: Tensor, what: str = "result") -> None:
-    """Raise AssertionError unless `actual` is finite and its `verdict` is passed."""
+    """Raise AssertionError unless `actual` is finite and within the budget of `verdict`."""
     if not torch.isfinite(actual).all():
         raise AssertionError(f"{what}: not finite")
     found = verdict(actual, exact, eager)

@@ -1,3 +1,3 @@
-"""The version of the package, for the modules that write it down."""
+"""The version of the package."""
 
 __version__ = "0.2.0"

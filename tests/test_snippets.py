@@ -13,6 +13,7 @@ import shutil
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,8 +24,9 @@ from doc_examples import make_folder, names
 from pages import NAMES, NO_RUN, ROOT, WRITTEN, Snippet, all_snippets, snippets, text_of
 from torch.distributed.run import get_args_parser
 
+import hf_qknorm_command
 from hf_qknorm import SCHEMES
-from hf_qknorm.arguments import parser
+from hf_qknorm.ops.norms import NORMS
 
 LANGUAGES = ("python", "bash", "text")
 ANYWHERE = ("ruff", "mypy")  # commands whose arguments are not checked
@@ -73,16 +75,25 @@ def printed(snippet: Snippet) -> str:
     return out.getvalue()
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.fixture
+def _tables_as_before() -> Iterator[None]:
+    """Take out of the tables again what a snippet adds."""
+    tables = [(table, dict(table)) for table in (SCHEMES, NORMS)]
+    yield
+    for table, before in tables:
+        table.clear()
+        table.update(before)
+
+
+@pytest.mark.usefixtures("folder", "_tables_as_before")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 @pytest.mark.parametrize("snippet", PYTHON, ids=str)
-def test_python_runs_and_prints_what_the_page_shows(snippet, monkeypatch):
+def test_python_runs_and_prints_what_the_page_shows(snippet):
     if not snippet.runs:
         compile(snippet.code, str(snippet), "exec")
         return
     if snippet.page == SEED_OSS:
         pytest.skip("tests/families/test_contributing.py runs it")
-    monkeypatch.setattr("hf_qknorm.scheme.SCHEMES", dict(SCHEMES))  # a snippet adds a scheme
     text = printed(snippet)
     if snippet == README:
         assert words(text).startswith("moments, knee #: loss # unpatched, # with fresh gains, # calibrated")
@@ -95,8 +106,10 @@ def test_python_of_the_cards_compiles(snippet):
     compile(snippet.code, str(snippet), "exec")
 
 
-def test_the_readme_shows_what_its_code_prints(shared, tmp_path, monkeypatch):
+def test_the_readme_shows_what_its_code_prints(request, shared, tmp_path, monkeypatch):
     """Rounding may differ from machine to machine in the last digit."""
+    if not request.config.getoption("--all-trained"):
+        pytest.skip("takes half a minute: --all-trained runs it")
     monkeypatch.chdir(tmp_path)
     make_folder(tmp_path)
     shutil.rmtree("gpt2")
@@ -164,7 +177,8 @@ def check(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program, *arguments = command
     match program:
         case "hf-qknorm":
-            parser().parse_args(arguments)
+            with parsing(command, monkeypatch):
+                hf_qknorm_command.main()
         case "python" if arguments[0] == "-m":
             assert find_spec(arguments[1]), command
         case "python":
@@ -187,22 +201,30 @@ def check(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_script(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start a script with its arguments, as far as where it has parsed them."""
+    """Start a script with its arguments, and end it when it has parsed them."""
     path = ROOT / script
     assert path.is_file(), script
+    with parsing([script, *arguments], monkeypatch):
+        sys.path[:0] = [str(path.parent), str(ROOT / "recipes")]
+        runpy.run_path(str(path), run_name="__main__")
+
+
+@contextlib.contextmanager
+def parsing(command: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, a program starts as by `command`; it must end itself by parsing arguments that it knows."""
     parse = argparse.ArgumentParser.parse_known_args
 
     def parse_alone(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> NoReturn:
         _, unknown = parse(self, args, namespace)
-        assert not unknown, f"{script} does not know {unknown}"
+        assert not unknown, f"{command[0]} does not know {unknown}"
         raise Parsed
 
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_alone)
-        patch.setattr(sys, "argv", [script, *arguments])
-        patch.setattr(sys, "path", [str(path.parent), str(ROOT / "recipes"), *sys.path])
+        patch.setattr(sys, "argv", command)
+        patch.setattr(sys, "path", [*sys.path])
         with pytest.raises(Parsed):
-            runpy.run_path(str(path), run_name="__main__")
+            yield
 
 
 def check_extras(arguments: list[str]) -> None:
@@ -223,7 +245,7 @@ def check_pytest(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recipes_that_a_page_names_exist(name):
-    for script in re.findall(r"\brecipes/[\w/]+\.(?:py|ya?ml|jsonl?)\b", text_of(name)):
+    for script in re.findall(r"(?<![\w/])recipes/[\w/]+\.(?:py|ya?ml|jsonl?)\b", text_of(name)):
         assert (ROOT / script).is_file(), script
 
 

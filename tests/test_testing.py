@@ -1,4 +1,4 @@
-"""The error budget: what it lets pass, and that it lets no fault pass, in results of many numbers and of few."""
+"""The error budget accepts rounding errors and rejects faults, in results of many numbers and of few."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DRAWS = range(30)
 
 
 def noisy(x: Tensor, generator: torch.Generator) -> Tensor:
-    """x with errors as of some roundings in fp32."""
+    """x with relative errors of a few roundings in fp32."""
     return x * (1 + 3 * EPS * torch.randn(x.shape, generator=generator, dtype=torch.float64))
 
 
 def draw(seed: int, mean: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
-    """The terms of a sum, and two computations of them whose errors have nothing to do with each other."""
+    """The terms of a sum, and two computations of them with independent errors."""
     generator = torch.Generator().manual_seed(seed)
     terms = torch.randn(ROWS, generator=generator, dtype=torch.float64) + mean
     return terms, noisy(terms, generator), noisy(terms, generator)
@@ -31,7 +31,7 @@ def summed(terms: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("share", [0.98, 1.02])
-def test_many_numbers_may_have_twice_eagers_error_and_one_rounding(share: float) -> None:
+def test_the_budget_of_many_numbers_is_twice_eagers_error_and_one_rounding(share: float) -> None:
     exact, eager, _ = draw(0)
     missed = (eager - exact) / exact.norm()
     actual = exact + share * missed * (2 + EPS / missed.norm()) * exact.norm()
@@ -42,20 +42,20 @@ def test_many_numbers_may_have_twice_eagers_error_and_one_rounding(share: float)
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mean", [0.3, 0.0])
-def test_sums_pass_whatever_cancels_by_chance(shape: tuple[int, ...], mean: float) -> None:
+def test_sums_pass_with_any_cancellation_by_chance(shape: tuple[int, ...], mean: float) -> None:
     for seed in DRAWS:
         exact, eager, other = draw(seed, mean)
         assert_within_budget(summed(other, shape), exact, eager)
 
 
-def test_a_sum_passes_where_eager_is_exact_in_the_one_term_that_counts() -> None:
+def test_a_sum_passes_if_eager_is_exact_in_its_dominant_term() -> None:
     for seed in DRAWS:
         exact, eager, other = draw(seed)
         exact[0, 0, 0, 0], eager[0, 0, 0, 0], other[0, 0, 0, 0] = 1e3, 1e3, 1e3 * (1 + 6 * EPS)
         assert_within_budget(summed(other, (1,)), exact, eager)
 
 
-def test_a_sum_of_nothing_but_zeros_is_zero() -> None:
+def test_a_sum_of_zeros_must_be_zero() -> None:
     zeros = torch.zeros(ROWS)
     assert verdict(torch.zeros(1), zeros, zeros).passed
     assert not verdict(torch.full((1,), 1e-9), zeros, zeros).passed
@@ -79,7 +79,7 @@ def test_a_factor_of_a_thousandth_is_over_the_budget_of_a_sum(shape: tuple[int, 
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_over_every_budget(bad: float) -> None:
+def test_values_that_are_not_finite_are_over_every_budget(bad: float) -> None:
     exact, eager, _ = draw(0)
     with pytest.raises(AssertionError, match="out: not finite"):
         assert_within_budget(torch.full(ROWS, bad), exact, eager, "out")

@@ -1,4 +1,4 @@
-"""transformers' caches: static ones, which a kernel can write to by itself, and empty ones, which change nothing."""
+"""transformers' caches: static layers, which a kernel can write to, and empty ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-FAITHFUL = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
 def static_layer(cache: Any, index: int, keys: Tensor) -> StaticLayer | None:
-    """The cache's layer, if it is a plain static one, filled already, on the device and in the dtype of `keys`."""
+    """The cache's layer if it is a plain static one, allocated, on the device and in the dtype of `keys`; else None."""
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
     if layer is None or type(layer) is not StaticLayer or not layer.is_initialized:
@@ -28,26 +28,26 @@ def static_layer(cache: Any, index: int, keys: Tensor) -> StaticLayer | None:
 
 
 def next_positions(layer: StaticLayer, count: int) -> Tensor:
-    """Where the next `count` keys go, `[T]`."""
+    """The positions of the next `count` keys, `[T]`."""
     filled: Tensor = layer.cumulative_length
     return torch.arange(count, device=filled.device) + filled
 
 
 def count_written(layer: StaticLayer, count: int) -> None:
-    """Let the layer count so many more keys as there, as its own `update` does."""
-    layer.cumulative_length.add_(count)  # in place: compiled graphs know its address
+    """Add `count` to the number of keys in the layer, as its own `update` does."""
+    layer.cumulative_length.add_(count)  # in place: compiled graphs keep its address
 
 
 def is_empty(cache: Any, index: int) -> bool:
-    """Whether a layer of the cache is known to hold no keys yet, so that new ones are all that its queries see.
+    """Whether a layer of the cache holds no keys, so that its queries see the new keys alone.
 
-    Only of transformers' own layers that give back what they are given, and without waiting for a GPU: a static layer
-    is empty until its first keys make it.
+    False for layers of other classes, whose `update` may return other keys. It does not wait for a GPU: a static layer
+    counts as empty until it is allocated for its first keys.
     """
     layers = getattr(cache, "layers", None)
     if layers is None:
         return False
     if index >= len(layers):
-        return getattr(cache, "layer_class_to_replicate", None) in FAITHFUL
+        return getattr(cache, "layer_class_to_replicate", None) in PLAIN_LAYERS
     layer = layers[index]
-    return type(layer) in FAITHFUL and (not layer.is_initialized or not layer.keys.numel())
+    return type(layer) in PLAIN_LAYERS and (not layer.is_initialized or not layer.keys.numel())

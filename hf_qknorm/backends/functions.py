@@ -1,7 +1,7 @@
-"""The attention functions registered with transformers: this file and masks.py alone know that contract.
+"""The attention functions registered with transformers.
 
-An attention function gets q `[B, H, T, D]` and k, v `[B, Hk, S, D]` after RoPE and after the cache, and returns
-`[B, T, H, D]` and the weights or None. A mask of None means causal if the module is and there is more than one query.
+An attention function takes q `[B, H, T, D]` and k, v `[B, Hk, S, D]` after RoPE and after the cache, and returns
+`[B, T, H, D]` and the weights or None. A mask of None means causal if the module is causal and has more than one query.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from hf_qknorm.backends.masks import Structure, is_padded_ranges, is_ranges, structure, structured_mask
+from hf_qknorm.backends.masks import is_padded_ranges, is_ranges, structure, structured_mask
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.types import Heads, Options, Visible
 
@@ -35,25 +35,25 @@ CAP_BACKENDS: Final = (
     "flash_attention_3",
     "flash_attention_4",
 )
-# Servers that swap the attention function and read the cap from config.attn_logit_softcapping themselves.
+# Servers replace the attention function and read the cap from config.attn_logit_softcapping themselves.
 SERVER_BACKENDS: Final = ("vllm", "sglang")
 
 
 def cap_backend(config: Any) -> str:
-    """The backend of a capped model by default; transformers saves a wish for attention weights with "eager" alone."""
+    """The default backend of a capped model; transformers takes "eager" alone for a config with attention weights."""
     return "eager" if config.output_attentions else "hf_qknorm"
 
 
 def check_cap_backend(name: str, softcap: float) -> None:
-    """Raise ValueError unless the backend `name` is known, and can cap attention logits."""
+    """Raise ValueError unless the backend `name` is known and can cap attention logits."""
     if name in CAP_BACKENDS or name in SERVER_BACKENDS:
         return
     able = f"Backends that can cap attention logits (softcap={softcap:g}): {', '.join(CAP_BACKENDS)}"
     known = {*CAP_BACKENDS, *SERVER_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys()}
-    if name not in known and "/" not in name:  # a slash: a kernel's repository on the Hub
+    if name not in known and "/" not in name:  # a name with a slash is a kernel's repository on the Hub
         near = get_close_matches(name, CAP_BACKENDS, n=1)
-        meant = f": did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"attn_implementation={name!r} is unknown{meant} {able}")
+        guess = f": did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"attn_implementation={name!r} is unknown{guess} {able}")
     raise ValueError(
         f"attn_implementation={name!r} can't cap attention logits (softcap={softcap:g}) and would drop the cap. {able}"
     )
@@ -62,9 +62,9 @@ def check_cap_backend(name: str, softcap: float) -> None:
 def attention_function(
     module: nn.Module, softcap: float | None, eager: Callable[..., Any]
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function that the module's config asks for. `softcap` is the scheme's own; `eager` the model's function.
+    """The attention function of the module's config; `softcap` is the scheme's, `eager` the model's eager function.
 
-    The models' own eager functions know no cap: a capped scheme replaces them.
+    The models' eager functions have no cap: a capped scheme replaces them.
     """
     name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
     if softcap is not None:
@@ -74,9 +74,9 @@ def attention_function(
 
 
 def weights_wanted(options: dict[str, Any]) -> bool:
-    """Whether the caller asks for attention weights: in this call's options, or in the model's.
+    """Whether attention weights are asked for, by this call's options or by the model's.
 
-    transformers keeps the model's in a context variable, of which a trace can read the global part alone.
+    transformers keeps the model's options in a context variable, of which a trace can read the global part alone.
     """
     gathered = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
     return bool(options.get("output_attentions")) or "attentions" in (gathered or ())
@@ -100,16 +100,14 @@ def takes_raw_heads(module: nn.Module, heads: Heads, mask: Tensor | None, option
     return not weights_wanted(options) and why_not_kernels(heads.q, heads.k, heads.v, mask) is None
 
 
-def attend_raw(
-    module: nn.Module, heads: Heads, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
+def attend_raw(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
     """Norm, RoPE and attention in the kernels, for a call that `takes_raw_heads` accepts.
 
     Values may be narrower than queries and keys, but not wider: a norm would see the padding.
     """
     if heads.q.is_cuda:
         _log_once("runs its Triton kernels, norm and RoPE included")
-    return _call_operator(library.fused_attention, module, heads, attention_mask, **kwargs)
+    return _call_operator(library.fused_attention, module, heads, mask, **kwargs)
 
 
 def best_attention(
@@ -159,9 +157,7 @@ def _call_operator(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Translate the arguments of an attention function into those of an operator, and its output back."""
@@ -172,7 +168,8 @@ def _call_operator(
             'call model.set_attn_implementation("hf_qknorm_eager") before, or "hf_qknorm", which forms them when asked'
         )
     q, k, v = heads[:3]
-    seen = _structure(module, q, k, v, attention_mask, sliding_window, is_causal, kwargs)
+    _refuse_unsupported(kwargs)
+    seen = structure(module, q, k, v, attention_mask, kwargs)
     out = operator(
         _pad_to_widest(heads._replace(k=seen.key, v=seen.value)),
         Visible(seen.ranges, s_aux, mask=seen.mask),
@@ -204,18 +201,14 @@ def eager_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """`reference.attention`, with every logit in memory and weights; `attn_implementation="hf_qknorm_eager"`."""
-    seen = _structure(module, query, key, value, attention_mask, sliding_window, is_causal, kwargs)
+    _refuse_unsupported(kwargs)
+    seen = structure(module, query, key, value, attention_mask, kwargs)
     key = seen.key
-    dropout_mask = None
-    if dropout != 0:  # torch refuses numbers that are no rate
-        kept = query.new_ones((*query.shape[:3], key.shape[2]))
-        dropout_mask = nn.functional.dropout(kept, dropout)
+    ones = query.new_ones((*query.shape[:3], key.shape[2])) if dropout else None
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's switch: logits in fp32
         query, key = query.float(), key.float()
     result = reference.attention(
@@ -229,7 +222,7 @@ def eager_attention(
         mask=seen.mask,
         ranges=seen.ranges,
         sinks=s_aux,
-        dropout_mask=dropout_mask,
+        dropout_mask=None if ones is None else nn.functional.dropout(ones, dropout),  # torch checks the rate
     )
     weights = result.weights.to(value.dtype)
     if seen.order is not None:
@@ -237,21 +230,10 @@ def eager_attention(
     return result.out.transpose(1, 2).contiguous(), weights
 
 
-def _structure(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    window: int | None,
-    is_causal: bool | None,
-    arguments: dict[str, Any],
-) -> Structure:
-    """`structure` of the call; raises ValueError for other arguments that would change the result."""
+def _refuse_unsupported(arguments: dict[str, Any]) -> None:
     for name in ("position_bias", "cache"):
         if arguments.get(name) is not None:
             raise ValueError(f"hf_qknorm attention does not support the argument {name!r}")
-    return structure(module, query, key, value, mask, window, is_causal, arguments.get("cu_seq_lens_q"))
 
 
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {
@@ -263,7 +245,7 @@ REGISTERED: Final[dict[str, Callable[..., Any]]] = {
 
 
 def register() -> None:
-    """Register each attention function together with its mask function: without one, causality is lost."""
+    """Register each attention function with its mask function: without a mask function, causality is lost."""
     for name, function in REGISTERED.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, structured_mask)

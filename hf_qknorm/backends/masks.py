@@ -70,7 +70,7 @@ def structured_mask(
     build = partial(masking_utils.sdpa_mask, batch_size, kv_length=kv_length, kv_offset=kv_offset, device=device)
     whole = {"q_length": q_length, "q_offset": q_offset, "attention_mask": attention_mask, "local_size": local_size}
     # Whether a mask is needed does not depend on the function: with this one, the answer costs no T×S tensor.
-    if build(**whole, **kwargs, mask_function=_everything) is None:
+    if build(**whole, **kwargs, mask_function=lambda batch, head, query, key: key >= 0) is None:
         return None
 
     def rows(first: int, count: int) -> Tensor:
@@ -83,11 +83,15 @@ def structured_mask(
         padding = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
     if traced:
         contiguous = not use_vmap and any(mask_function.__code__ is code for code in WITHOUT_GAPS)
-        spans = _asserted(read([rows(0, q_length)])) if contiguous else None  # a compiler fuses these rows
+        spans = read([rows(0, q_length)]) if contiguous else None  # a compiler fuses the rows with what reads them
+        if spans is not None:
+            torch._assert_async(torch.stack(spans.conditions).all(), GAPS)
     else:
         spans = None if use_vmap else known(mask_function, own)
         spans = _read_in_chunks(rows, q_length, batch_size * kv_length) if spans is None else spans
-        spans = _checked(spans if padding is None else spans & read([padding[:, None, None]]))
+        spans = spans if padding is None else spans & read([padding[:, None, None]])
+        if spans.conditions and not torch.stack(spans.conditions).all():  # waits for the device, once
+            spans = None
     if spans is None:
         return build(**whole, **kwargs, mask_function=mask_function, use_vmap=use_vmap)
     ranges = torch.stack([x.clamp(0, kv_length).expand(batch_size, q_length) for x in spans[:2]], -1)
@@ -105,25 +109,10 @@ def _layers_pass(window: int | None, config: Any) -> bool:
     return not chunked and window == getattr(config, "sliding_window", None)
 
 
-def _everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return key >= 0
-
-
 def _read_in_chunks(rows: Callable[[int, int], Tensor], queries: int, row: int) -> Spans:
     """The spans of a mask with `row` entries for each query."""
     step = max(CHUNK // row, 1)
     return read(rows(first, min(step, queries - first)) for first in range(0, queries, step))
-
-
-def _checked(spans: Spans) -> Spans | None:
-    """The spans if their conditions hold, which waits for the device once."""
-    return spans if not spans.conditions or bool(torch.stack(spans.conditions).all()) else None
-
-
-def _asserted(spans: Spans) -> Spans:
-    """The spans in a graph that asserts their conditions when it runs."""
-    torch._assert_async(torch.stack(spans.conditions).all(), GAPS)
-    return spans
 
 
 def is_ranges(mask: Tensor) -> bool:
@@ -152,19 +141,14 @@ class Structure(NamedTuple):
 
 
 def structure(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    window: int | None,
-    is_causal: bool | None = None,
-    boundaries: Tensor | None = None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: dict[str, Any]
 ) -> Structure:
-    """Apply transformers' conventions to the mask, window and causality of a call of an attention function.
+    """Apply transformers' conventions to a call of an attention function.
 
-    `boundaries` `[N + 1]` are the ends of packed sequences in the flattened batch (`cu_seq_lens_q`).
+    It reads `sliding_window` and `is_causal` of the keyword `arguments`, and `cu_seq_lens_q` `[N + 1]`, the ends of
+    packed sequences in the flattened batch.
     """
+    window, is_causal, boundaries = map(arguments.get, ("sliding_window", "is_causal", "cu_seq_lens_q"))
     queries, keys = query.shape[2], key.shape[2]
     tokens = None
     if mask is not None and is_padded_ranges(mask):

@@ -1,8 +1,9 @@
-"""Spans of keys: for each query the first key that it sees and the one past the last, read off transformers' masks.
+"""Spans of keys, from transformers' masks: for each query the first key that it sees and the one past the last.
 
-transformers describes a mask by a function of (batch, head, query, key). Its own functions of causality, windows and
-packing have spans in closed form; they are closures, and go by name. A name alone proves nothing after an upgrade, so
-each function's code is held against what its name promises, once a process. Other functions are read key by key.
+transformers describes a mask by a function of (batch, head, query, key). Its own functions for causality, windows and
+packing have spans in closed form. They are closures and are recognised by name. Because another version may change a
+function, its code is checked against the expected mask on a small example, once a process. The masks of all other
+functions are read key by key.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ class Spans(NamedTuple):
     conditions: tuple[Tensor, ...] = ()
 
     def __and__(self, other: Spans) -> Spans:
-        """What both see."""
+        """The keys in both spans."""
         start, stop = torch.maximum(self.start, other.start), torch.minimum(self.stop, other.stop)
         return Spans(start, stop, self.conditions + other.conditions)
 
 
 def known(function: MaskFunction, own: Tensor) -> Spans | None:
-    """The spans of transformers' own functions of causality, windows and packing, in closed form; None for others.
+    """The spans of transformers' functions for causality, windows and packing, in closed form; None for others.
 
-    `own` `[T]` is the key at each query's own place.
+    `own` `[T]` is the key at each query's own position.
     """
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None
-    made: Any = function  # most are closures: who made them and what they captured says all
+    made: Any = function  # most are closures
     captured = {
         name: x.cell_contents for name, x in zip(made.__code__.co_freevars, made.__closure__ or (), strict=True)
     }
     kind = made.__qualname__.partition(".")[0]
     everything = Spans(torch.zeros_like(own), torch.full_like(own, torch.iinfo(torch.int32).max))
-    match kind if _keeps_promise(made.__code__, kind) else None, captured:
+    match kind if _is_as_expected(made.__code__, kind) else None, captured:
         case "bidirectional_mask_function", _:
             return everything
         case "causal_mask_function", _:
@@ -66,19 +67,19 @@ def known(function: MaskFunction, own: Tensor) -> Spans | None:
             start, stop = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
             return Spans(start, stop, ((ids.diff() >= 0).all(),))
         case "remap_positions_for_packed_sequence", {"mask_function": inner}:
-            return known(inner, own)  # within a sequence its positions count up as the keys do; the ids say which
+            return known(inner, own)  # within a sequence, positions count up as keys do; its ids are another part
     return None
 
 
 def read(pieces: Iterable[Tensor]) -> Spans:
-    """The spans of a boolean mask that comes as its rows, `[B, 1, n, S]` at a time."""
+    """The spans of a boolean mask, from pieces of its rows `[B, 1, n, S]`."""
     bounds = []
     for seen in pieces:
         key = torch.arange(seen.shape[-1], device=seen.device, dtype=torch.int32)
         start, stop = torch.where(seen, key, seen.shape[-1]).amin(-1), torch.where(seen, key + 1, 0).amax(-1)
         bounds.append((start[:, 0], stop[:, 0], seen.sum(-1)[:, 0]))
     start, stop, count = (torch.cat(x, -1) for x in zip(*bounds, strict=True))
-    # Rows that see nothing get what keeps the columns from decreasing; where they decrease, the counts do not fit.
+    # Rows that see nothing get bounds by which no column decreases. If another one decreases, the counts differ.
     start, stop = start.flip(-1).cummin(-1).values.flip(-1), stop.cummax(-1).values
     return Spans(start, stop, (torch.where(count > 0, stop - start == count, stop <= start).all(),))
 
@@ -86,22 +87,14 @@ def read(pieces: Iterable[Tensor]) -> Spans:
 _SEQUENCE, _POSITION = torch.tensor([0] * 5 + [1] * 7), torch.tensor([*range(5), *range(7)])
 
 
-def _from_second(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-    return key >= query - 2
-
-
-def _to_next(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-    return key <= query + 1
-
-
-# For each kind, what an example of it captures, and whether a query then sees a key.
-_PROMISED: Final[dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]]] = {
+# For each kind, the variables that an example of it captures, and whether a query then sees a key.
+_EXPECTED: Final[dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]]] = {
     "bidirectional_mask_function": ({}, lambda query, key: (query - key).abs() >= 0),
     "causal_mask_function": ({}, lambda query, key: key <= query),
     "sliding_window_overlay": ({"sliding_window": 3}, lambda query, key: query - key < 3),
     "sliding_window_bidirectional_overlay": ({"sliding_window": 3}, lambda query, key: (query - key).abs() <= 3),
     "and_masks": (
-        {"mask_functions": (_from_second, _to_next)},
+        {"mask_functions": (lambda _, __, query, key: key >= query - 2, lambda _, __, query, key: key <= query + 1)},
         lambda query, key: (key >= query - 2) & (key <= query + 1),
     ),
     "packed_sequence_mask_function": (
@@ -109,34 +102,31 @@ _PROMISED: Final[dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tens
         lambda query, key: _SEQUENCE[query] == _SEQUENCE[key],
     ),
     "remap_positions_for_packed_sequence": (
-        {"mask_function": _from_second, "position_ids": _POSITION[None]},
+        {"mask_function": lambda _, __, query, key: key >= query - 2, "position_ids": _POSITION[None]},
         lambda query, key: _POSITION[key] >= _POSITION[query] - 2,
     ),
 }
 
 
 @cache
-def _keeps_promise(code: CodeType, kind: str) -> bool:
-    """Whether a mask function of this code sees, pair by pair of a small example, what its name promises.
-
-    Says so once, as a warning, where one of a known name does not.
-    """
-    if kind not in _PROMISED:
+def _is_as_expected(code: CodeType, kind: str) -> bool:
+    """Whether a mask function of this code gives the expected mask on a small example; logs a warning if not."""
+    if kind not in _EXPECTED:
         return False
-    captured, promised = _PROMISED[kind]
+    captured, expected = _EXPECTED[kind]
     query, key = torch.arange(len(_SEQUENCE))[:, None], torch.arange(len(_SEQUENCE))
     try:
         cells = tuple(CellType(captured[name]) for name in code.co_freevars)
         example = FunctionType(code, vars(masking_utils), closure=cells)
         zero = torch.zeros((), dtype=torch.int64)
         seen = example(zero, zero, query, key)
-        kept = torch.equal(seen.expand(len(query), len(key)), promised(query, key))
-    except Exception:  # whatever another version's code raises here: it is not the one that is known
-        kept = False
-    if not kept:
+        matches = torch.equal(seen.expand(len(query), len(key)), expected(query, key))
+    except Exception:  # another version's code may raise anything
+        matches = False
+    if not matches:
         logger.warning(
-            "transformers' mask function %s does not do what this version of hf_qknorm knows of it: the masks that "
-            "use it are read key by key, which is right and takes longer",
+            "transformers' mask function %s differs from the one that this version of hf_qknorm knows: masks that use "
+            "it are read key by key, which is correct and takes longer",
             kind,
         )
-    return kept
+    return matches

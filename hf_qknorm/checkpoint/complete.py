@@ -60,7 +60,8 @@ class _Comparison:
         self, model_class: type[PreTrainedModel], config: PretrainedConfig, tensors: Tensors, folder: Path
     ) -> None:
         self.tensors, self.folder, self.config = tensors, folder, config
-        self.config_file = folder / CONFIG
+        single = all(tensor.file == SINGLE for tensor in tensors.values())
+        self.config_file, self.weights_file = folder / CONFIG, folder / (SINGLE if single else INDEX)
         self.quantised = getattr(config, "quantization_config", None) is not None
         self.class_name = model_class.__name__
         plain = copy.deepcopy(config)
@@ -113,16 +114,11 @@ class _Comparison:
             return True
         return False
 
-    @property
-    def _weights_file(self) -> Path:
-        files = {tensor.file for tensor in self.tensors.values()}
-        return self.folder / (SINGLE if files == {SINGLE} else INDEX)
-
     def _stored(self, key: str) -> tuple[Path, str]:
         """Return the file and stored name of a model's tensor; of several joined tensors, those of the first."""
         names = [name for name, read in self.read_as.items() if read == key]
         if not names:
-            return self._weights_file, key
+            return self.weights_file, key
         first = min(names, key=dot_natural_key)
         joined = f"{key}, joined from {len(names)} tensors, first {first}," if len(names) > 1 else first
         return self.folder / self.tensors[first].file, joined
@@ -157,7 +153,7 @@ class _Comparison:
             layers = f"num_hidden_layers={getattr(self.config, 'num_hidden_layers', None)}, "
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"{self._weights_file}: no entry for {first} {list(self.expected[first][0])}{more}, which "
+            f"{self.weights_file}: no entry for {first} {list(self.expected[first][0])}{more}, which "
             f"{self.config_file} asks for ({layers}{self.class_name}). transformers would fill in random values. Is "
             "the download complete? If it is, correct the config, or name the class of the weights under "
             '"architectures"'

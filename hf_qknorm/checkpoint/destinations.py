@@ -66,8 +66,8 @@ def check_folder(
     if others:
         more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
         raise FileExistsError(
-            f"{path} holds more than what may be overwritten, which would be deleted: {', '.join(others[:SHOWN])}"
-            f"{more}. Move that away, or give another destination"
+            f"{path} contains other files, which overwriting would delete: {', '.join(others[:SHOWN])}"
+            f"{more}. Move them away, or give another destination"
         )
 
 
@@ -82,11 +82,11 @@ def check_files(folder: Path, names: Iterable[str], *, sources: Iterable[Any], m
     there = [folder / name for name in names if os.path.lexists(folder / name)]
     for source in _on_this_machine(sources):
         if folder.exists() and os.path.samefile(folder, source):
-            raise FileExistsError(f"{folder} is the source: give another folder, so that nothing is added to it")
+            raise FileExistsError(f"{folder} is the source: give another folder, as nothing is added to a source")
         for path in there:
             check_apart(path, source)
     if there and not _has_key(folder, *marker):
-        raise FileExistsError(f"{there[0]} is there, and not from this command: move it away, or give another folder")
+        raise FileExistsError(f"{there[0]} exists, and is not from this command: move it away, or give another folder")
 
 
 def check_apart(path: Path, source: Path) -> None:
@@ -96,8 +96,8 @@ def check_apart(path: Path, source: Path) -> None:
         linked += [item for place in ("*", *(f"{name}/*" for name in FOLDERS)) for item in source.glob(place)]
     for item in linked:
         if (item is source or item.is_symlink()) and _holds(path, item):
-            what = "is where the source lies" if item is source else f"holds what {item} points to"
-            raise FileExistsError(f"{path} {what} ({source}): give another destination")
+            problem = "is the source, or contains it" if item is source else f"contains the target of the link {item}"
+            raise FileExistsError(f"{path} {problem} ({source}): give another destination")
 
 
 def _on_this_machine(sources: Iterable[Any]) -> list[Path]:

@@ -43,8 +43,7 @@ _UNLIMITED: Final = 2**60  # cgroups of version 1 write a number near 2⁶³ ins
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of a checkpoint's weights, as `options` of `from_pretrained`, and the most sequences that fit into
-    a forward pass; None if `SEQUENCES` do."""
+    """Options of `from_pretrained` that place the weights, and the most sequences of a forward pass if few fit."""
 
     options: dict[str, Any]
     sequences: int | None = None
@@ -96,7 +95,7 @@ def _process_limits() -> list[int]:
 
 def _cgroup_limits(process: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> list[int]:
     """Return the bytes that each memory cgroup of this process and its parents leave; cached files count as free."""
-    limits = []
+    limits: list[int | None] = []
     for line in process.read_text(encoding="utf-8").splitlines() if process.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -106,12 +105,9 @@ def _cgroup_limits(process: Path = Path("/proc/self/cgroup"), root: Path = _CGRO
         else:
             continue
         group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            left = _left_in_cgroup(folder, *names)
-            limits += [] if left is None else [left]
-            if folder == top:
-                break
-    return limits
+        folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(top)]
+        limits += [_left_in_cgroup(folder, *names) for folder in folders]
+    return [limit for limit in limits if limit is not None]
 
 
 def _left_in_cgroup(folder: Path, limit: str, usage: str, cached: str) -> int | None:
@@ -138,8 +134,9 @@ def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iter
     if getattr(source.config, "quantization_config", None) is not None:  # the quantiser decides on the size in memory
         yield Placement({"device_map": "auto"} if torch.cuda.is_available() else {})
         return
-    size, most = source.weights.size, int(USABLE * left)
-    gpus = {device: int(USABLE * free) for device, free in _gpus().items()}
+    size, most = source.weights.nbytes, int(USABLE * left)
+    devices = get_max_memory() if torch.cuda.is_available() else {}
+    gpus = {device: int(USABLE * free) for device, free in devices.items() if isinstance(device, int)}
     fits = (n for n in _down_from(SEQUENCES) if size + working_memory(source, n, length) <= sum(gpus.values()) + most)
     in_memory = next(fits, None)
     sequences = in_memory or _sequences(source, length, most)
@@ -155,16 +152,9 @@ def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iter
         yield Placement({**options, "offload_folder": str(folder)}, sequences)
 
 
-def _gpus() -> dict[int, int]:
-    """Return the free bytes of each CUDA device."""
-    if not torch.cuda.is_available():
-        return {}
-    return {device: size for device, size in get_max_memory().items() if isinstance(device, int)}
-
-
 def _sequences(source: Source, length: int, most: int) -> int:
     """Return the sequences of a forward pass that reads weights from the disk: those that a third of `most` holds."""
-    largest = max(tensor.size for tensor in source.weights.stored.values())
+    largest = max(tensor.nbytes for tensor in source.weights.stored.values())
     least = largest + working_memory(source, 1, length)
     if least > most:
         raise ValueError(
@@ -191,24 +181,20 @@ def working_memory(source: Source, sequences: int, length: int) -> int:
     vocabulary, hidden = getattr(config, "vocab_size", 0), config.hidden_size
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
     attention = 2 * 4 * config.num_attention_heads * length + 8 * 8 * hidden
-    token = (2 * vocabulary + 12 * hidden + 4 * inner) * _itemsize(source.weights) + attention
+    largest = max(source.weights.stored.values(), key=lambda tensor: tensor.nbytes)
+    itemsize = DTYPES[largest.dtype].itemsize if largest.dtype in DTYPES else 4
+    token = (2 * vocabulary + 12 * hidden + 4 * inner) * itemsize + attention
     return sequences * length * token + 5 * 4 * length * vocabulary
-
-
-def _itemsize(weights: Weights) -> int:
-    """Return the bytes per element of the largest tensor."""
-    largest = max(weights.stored.values(), key=lambda tensor: tensor.size)
-    return DTYPES[largest.dtype].itemsize if largest.dtype in DTYPES else 4
 
 
 def _check_mappable(weights: Weights) -> None:
     """Raise ValueError if the process's own limits, which count mapped files as memory, are too low for the files."""
     limits = _process_limits()
     largest = max((weights.folder / file).stat().st_size for file in weights.files)
-    if limits and min(limits) < weights.size + 2 * largest:
+    if limits and min(limits) < weights.nbytes + 2 * largest:
         raise ValueError(
-            f"{weights.folder}: reading these weights from the disk maps their files, {format_bytes(weights.size)} of "
-            f"address space, and the limits of this process leave {format_bytes(min(limits))}, which count maps as "
+            f"{weights.folder}: reading these weights from the disk maps their files, {format_bytes(weights.nbytes)} "
+            f"of address space, and the limits of this process leave {format_bytes(min(limits))}, which count maps as "
             "memory (ulimit -v, ulimit -d). Lift them, and give max_memory (--max-memory) instead"
         )
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.checkpoint.complete import check_complete
 from hf_qknorm.checkpoint.safetensors_files import NewTensor, Weights
 from hf_qknorm.checkpoint.source import Source
-from hf_qknorm.convert.calibrate import Knee, settled
+from hf_qknorm.convert.calibrate import Knee, resolve_method
 from hf_qknorm.convert.memory import parse_size
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.names import CONFIG, INDEX
@@ -65,7 +65,7 @@ class Options:
             return cls(scheme)
         if max_memory is not None:
             parse_size(max_memory)
-        method, knee = settled(scheme, method, knee, max_loss_increase)
+        method, knee = resolve_method(scheme, method, knee, max_loss_increase)
         scheme = replace(scheme, knee=0.0 if isinstance(knee, str) else knee)
         return cls(scheme, method, knee, max_loss_increase, max_memory)
 
@@ -161,7 +161,7 @@ def make_plan(source: Source, dst: Path, options: Options) -> Plan:
         removed=tuple(sorted(removed)),
         files=tuple(map(str, source.files)),
         left=tuple(sorted(p.name for p in source.folder.iterdir() if p.is_file() and p.name not in taken)),
-        size=sum(tensor.size for tensor in weights.tensors(with_knee, removed).values()) + copied,
+        size=sum(tensor.nbytes for tensor in weights.tensors(with_knee, removed).values()) + copied,
         unread=source.unread,
         unused=unused,
         knees=tuple(name for name in with_knee if name not in new),
@@ -176,10 +176,13 @@ def converted_config(source: Source, scheme: Scheme) -> Any:
     return config
 
 
-def _empty_model(source: Source, scheme: Scheme) -> nn.Module:
-    """Return the converted model on the meta device, for the names and shapes of its parameters."""
+def _stored_layers(source: Source, scheme: Scheme) -> Iterator[tuple[str, str, QKNormAttention]]:
+    """Yield the stored names of each patched layer and of the norm before it, and the layer on the meta device."""
     with torch.device("meta"):
-        return derived_model(source.model_class)(converted_config(source, scheme))
+        model: Any = derived_model(source.model_class)(converted_config(source, scheme))
+    for name, layer in patched_layers(model).items():
+        prefix = stored_name(source.weights, model.base_model_prefix, name, layer)
+        yield prefix, f"{prefix.rpartition('.')[0]}.{layer.family.pre_norm}", layer
 
 
 def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor], set[str]]:
@@ -190,11 +193,9 @@ def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor],
     scheme, weights = options.scheme, source.weights
     new: dict[str, NewTensor] = {}
     removed: set[str] = set()
-    model: Any = _empty_model(source, scheme)
-    for name, layer in patched_layers(model).items():
-        if not (head_norms(layer) or options.changes_projections or not scheme.pre_norm):
-            continue  # a cap has no tensors
-        prefix = stored_name(weights, model.base_model_prefix, name, layer)
+    if not scheme.norms and scheme.pre_norm and not options.changes_projections:
+        return new, removed  # a cap has no tensors
+    for prefix, pre_norm, layer in _stored_layers(source, scheme):
         projections = [f"{prefix}.{part}" for part in layer.family.style.weights]
         file, dtype = weights.stored[f"{projections[0]}.weight"].file, weights.dtype(f"{projections[0]}.weight")
         for norm_name, norm in head_norms(layer).items():
@@ -208,7 +209,6 @@ def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor],
             names = (f"{projection}.{kind}" for projection in projections for kind in ("weight", "bias"))
             new |= {key: _as_stored(weights, key) for key in names if key in weights}
         if not scheme.pre_norm:
-            pre_norm = f"{prefix.rpartition('.')[0]}.{layer.family.pre_norm}"
             removed |= {key for key in (f"{pre_norm}.weight", f"{pre_norm}.bias") if key in weights}
             for part, projection in zip(layer.family.style.weights, projections, strict=True):
                 key, transposed = f"{projection}.weight", isinstance(layer.get_submodule(part), Conv1D)
@@ -245,10 +245,7 @@ def stored_name(weights: Weights, base_prefix: str, name: str, layer: QKNormAtte
 
 def check_exact_fold(source: Source, scheme: Scheme) -> None:
     """Raise ValueError for a bias that `pre_norm=False` can't fold without a calibration."""
-    model: Any = _empty_model(source, scheme)
-    for name, layer in patched_layers(model).items():
-        prefix = stored_name(source.weights, model.base_model_prefix, name, layer)
-        pre_norm = f"{prefix.rpartition('.')[0]}.{layer.family.pre_norm}"
+    for prefix, pre_norm, layer in _stored_layers(source, scheme):
         for key in (f"{pre_norm}.bias", *(f"{prefix}.{part}.bias" for part in layer.family.style.weights)):
             if key in source.weights and bool(source.weights.read(key).any()):
                 raise ValueError(

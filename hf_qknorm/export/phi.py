@@ -66,12 +66,7 @@ def _deinterleave(heads: int, width: int, index: int) -> Callable[[Tensor], Tens
 
 
 def _fold(
-    plan: TensorPlan,
-    old: str,
-    norm: str,
-    new: str,
-    rows: Callable[[Tensor], Tensor],
-    shape: tuple[int, int],
+    plan: TensorPlan, old: str, norm: str, new: str, rows: Callable[[Tensor], Tensor], shape: tuple[int, int]
 ) -> None:
     """Add rows of W(n·gain + shift) + b as W·gain·n + (W·shift + b); a missing b is zero."""
     plan.require_wide(f"{old}.weight", "the two norms of a layer would become one, with gains and biases folded")

@@ -58,6 +58,6 @@ def hub_token(token: str | None = None) -> str | None:
             place = f"the environment's {name}"
         raise ValueError(
             f"the token for the Hub ({place}) holds the character U+{ord(invalid):04X}, which no token has: copy it "
-            "again, without what stands around it"
+            "again, without any text around it"
         )
     return used

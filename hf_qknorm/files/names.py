@@ -22,7 +22,7 @@ FOLDERS = ("additional_chat_templates",)
 LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([._-]\w+)?(\.(txt|md))?", re.IGNORECASE)
 REPORT = "qk_norm_report.json"  # of a calibration, saved beside the weights
 CARD = "README.md"
-KEPT_CARD = "README.original.md"  # the card that ours replaced
+KEPT_CARD = "README.original.md"  # the card that a generated card replaced
 PLOTS = LOSS_PLOT, LOGITS_PLOT = "qk_norm_loss.png", "qk_norm_logits.png"
 CODE_FILE = "modeling_qknorm.py"
 _NAMES = {

@@ -1,1 +1,1 @@
-"""Checkpoints and the Hub."""
+"""Model cards, and pushes to the Hub."""

@@ -1,4 +1,4 @@
-"""The name by which the stand-alone code of version 0.1.0 asks for the derived classes."""
+"""Alias of `hf_qknorm.model.derived`: stand-alone code written by version 0.1.0 imports this name."""
 
 from typing import Any
 

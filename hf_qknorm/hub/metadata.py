@@ -1,4 +1,4 @@
-"""The front matter of model cards: what is taken over from a stranger's, and what ours says."""
+"""The front matter of model cards: the fields inherited from the base model's card, and those of a new card."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.untrusted import read_text
 from hf_qknorm.stats.report import Calibration
 
-TAG = "hf_qknorm"  # by which a card of ours is known
+TAG = "hf_qknorm"  # identifies a card that this package generated
 CARD_BYTES, FRONT_BYTES, ENTRIES, LENGTH = 4 * 2**20, 2**16, 200, 200
-CARRIED = ("license", "license_name", "license_link", "language", "datasets", "base_model")
+INHERITED = ("license", "license_name", "license_link", "language", "datasets", "base_model")
 FRONT = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
-TASKS = {  # the Hub's names of what a model does, by the Auto class that it is loaded with
+TASKS = {  # the Hub's task names by Auto class
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
@@ -33,9 +33,9 @@ TASKS = {  # the Hub's names of what a model does, by the Auto class that it is 
 
 
 def front_matter(path: Path) -> dict[str, Any]:
-    """The front matter of a card, all its scalars as they are spelt; empty without a card or without any.
+    """Read the front matter of a card, with every scalar as text; empty if the card or the front matter is missing.
 
-    Raises ValueError, naming the file, for a card or a front matter that is too large or can't be read.
+    Raises ValueError, with the file's name, for a card or a front matter that is too large or invalid.
     """
     if not path.is_file():
         return {}
@@ -45,14 +45,12 @@ def front_matter(path: Path) -> dict[str, Any]:
     text = found[1]
     try:
         if len(text) > FRONT_BYTES:
-            raise ValueError(f"{len(text):,} characters, at most {FRONT_BYTES:,} are read")
+            raise ValueError(f"{len(text):,} characters, expected at most {FRONT_BYTES:,}")
         _check_events(text)
         # Scalars stay text: `no` is Norwegian, and nothing becomes a date or an object.
         data = yaml.load(text, Loader=yaml.BaseLoader)
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{path}: its front matter can't be read ({shorten(str(error))}): mend it, or take it away"
-        ) from None
+        raise ValueError(f"{path}: its front matter can't be read ({shorten(str(error))}): fix or remove it") from None
     if data in (None, ""):
         return {}
     if not isinstance(data, dict):
@@ -61,25 +59,25 @@ def front_matter(path: Path) -> dict[str, Any]:
 
 
 def _check_events(text: str) -> None:
-    """Raise ValueError for aliases, which may multiply without end, for tags, and for what is nested deeply."""
+    """Raise ValueError for aliases (which can grow exponentially), tags and deep nesting."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.BaseLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
-            raise ValueError("aliases (*name) are not read")
+            raise ValueError("aliases (*name) are not supported")
         if getattr(event, "tag", None) is not None:
-            raise ValueError(f"tags ({event.tag}) are not read")
+            raise ValueError(f"tags ({event.tag}) are not supported")
         if depth > 20:
-            raise ValueError("it is nested too deeply")
+            raise ValueError("too deep nesting")
 
 
-def carried(path: Path) -> dict[str, list[str]]:
-    """What a card's front matter says of licence, languages, datasets and base model, each as a list of strings.
+def inherited_fields(path: Path) -> dict[str, list[str]]:
+    """Read licence, languages, datasets and base model from a card's front matter, each as a list of strings.
 
-    Raises ValueError, naming the file and the key, for a value that is no short text or list of such.
+    Raises ValueError, with the file's name and the key, for a value that is not a short text or a list of these.
     """
     data = front_matter(path)
-    return {key: _strings(data[key], f"{path}: {key}") for key in CARRIED if data.get(key)}
+    return {key: _strings(data[key], f"{path}: {key}") for key in INHERITED if data.get(key)}
 
 
 def _strings(value: Any, where: str) -> list[str]:
@@ -88,12 +86,12 @@ def _strings(value: Any, where: str) -> list[str]:
         raise ValueError(f"{where} has {len(values):,} entries, expected at most {ENTRIES}")
     for item in values:
         if not isinstance(item, str) or not item.isprintable() or not 0 < len(item) <= LENGTH:
-            raise ValueError(f"{where} is {shorten(item)}, expected a line of text, or a list of them")
+            raise ValueError(f"{where} is {shorten(item)}, expected a line of text or a list of these")
     return list(dict.fromkeys(values))
 
 
-def is_ours(path: Path) -> bool:
-    """Whether a file is a card that was rendered here, edited since or not."""
+def is_generated_card(path: Path) -> bool:
+    """Whether a file is a card generated by this package, edited or not."""
     try:
         tags = front_matter(path).get("tags")
     except ValueError:
@@ -101,12 +99,12 @@ def is_ours(path: Path) -> bool:
     return isinstance(tags, list) and TAG in tags
 
 
-def metadata(path: Path, config: Any, report: Calibration | None, name: str) -> ModelCardData:
-    """The front matter of our card for the model `name`, with what the card at `path` says of where it comes from.
+def card_data(path: Path, config: Any, report: Calibration | None, name: str) -> ModelCardData:
+    """Return the front matter of a new card for the model `name`, with the fields inherited from the card at `path`.
 
-    Raises ValueError as `carried` does.
+    Raises ValueError as `inherited_fields` does.
     """
-    known = carried(path)
+    known = inherited_fields(path)
     base = [report.base_model] if report and report.base_model else known.pop("base_model", [])
     for item in base:
         check_optional_repo_id(item, f"{path}: base_model")
@@ -119,7 +117,7 @@ def metadata(path: Path, config: Any, report: Calibration | None, name: str) -> 
         base_model_relation="finetune" if base else None,
         datasets=list(datasets) or None,
         library_name="transformers",
-        pipeline_tag=TASKS.get(loader(config)),
+        pipeline_tag=TASKS.get(auto_class(config)),
         tags=[*tags, config.base_model_type],
         model_name=name if report and report.chosen else None,
         eval_results=_results(report) or None,
@@ -130,29 +128,27 @@ def _one(values: list[str]) -> Any:
     return values[0] if len(values) == 1 else values or None
 
 
-def loader(config: Any) -> str:
-    """The Auto class that loads the model with all that it has; `AutoModel` where none is known."""
+def auto_class(config: Any) -> str:
+    """Return the Auto class that loads the model with its head; `AutoModel` if no other does."""
     architecture = str((config.architectures or [""])[0]).removeprefix(PREFIX)
     found = [auto for auto, names in AUTO_CLASSES.items() if names.get(config.base_model_type) == architecture]
     return next((auto for auto in found if auto in TASKS), next(iter(found), "AutoModel"))
 
 
 def _results(report: Calibration | None) -> list[EvalResult]:
-    """What was measured, unpatched and converted; numbers that are not finite have no place in an index."""
+    """The finite losses and perplexities, unpatched and converted."""
     if report is None or report.base is None or report.chosen is None:
         return []
-    results = []
-    for what, prediction in (("converted", report.chosen), ("unpatched", report.base)):
-        for metric, value in (("loss", prediction.loss), ("perplexity", prediction.perplexity)):
-            if math.isfinite(value):
-                results.append(
-                    EvalResult(
-                        task_type="text-generation",
-                        dataset_type=report.dataset or "calibration-text",
-                        dataset_name=report.dataset or "calibration text",
-                        metric_type=metric,
-                        metric_name=f"{metric}, {what}",
-                        metric_value=round(value, 4),
-                    )
-                )
-    return results
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=report.dataset or "calibration-text",
+            dataset_name=report.dataset or "calibration text",
+            metric_type=metric,
+            metric_name=f"{metric}, {model}",
+            metric_value=round(value, 4),
+        )
+        for model, prediction in (("converted", report.chosen), ("unpatched", report.base))
+        for metric, value in (("loss", prediction.loss), ("perplexity", prediction.perplexity))
+        if math.isfinite(value)
+    ]

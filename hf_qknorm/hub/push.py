@@ -1,4 +1,4 @@
-"""`push_to_hub`: a patched checkpoint to the Hub, with everything that others need to run it, in one commit."""
+"""`push_to_hub`: upload a patched checkpoint to the Hub, with everything needed to run it, in one commit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
 from hf_qknorm.files.names import CARD, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
 from hf_qknorm.files.paths import user_path
-from hf_qknorm.hub.repository import Repository, check_repository, patiently, said, told
-from hf_qknorm.hub.upload_files import companions, open_checkpoint, packed
+from hf_qknorm.hub.repository import check_repository, readable_hub_errors, retry_transient, summarize_error
+from hf_qknorm.hub.upload_files import open_checkpoint, side_files, upload_files
 from hf_qknorm.model.derived import QKNormModel
 
-LIBRARY = "hf_qknorm"  # as it tells the Hub
-PLOT = re.compile(r"qk_norm_\w+\.png")  # of any version
+LIBRARY = "hf_qknorm"  # the client's name in requests
+PLOT = re.compile(r"qk_norm_\w+\.png")  # of any version of the package
 
 
 def push_to_hub(
@@ -35,37 +35,50 @@ def push_to_hub(
     revision: str | None = None,
     commit_message: str | None = None,
 ) -> str:
-    """Push a patched checkpoint (a folder, or a model in memory) to the Hub in one commit; returns the commit's URL.
+    """Push a patched checkpoint to the Hub in one commit and return the commit's URL.
 
-    Sent: weights, config, stand-alone code, tokenizer, templates, licence, card, calibration report and plots, and
-    nothing else from the folder, which is only read. The tokenizer, templates, licence and card of a model in memory
-    are those of `model.name_or_path`, a folder or a Hub name; set that to "" to send none. The repository is made if it
-    is not there: `private` None leaves that to the account's default. `revision` is a branch that is there (default:
-    the main one). Weights, report and plots of an earlier push that are not in this one are deleted by the same
-    commit. A card of ours in the folder keeps its words; any other is where the new one takes its licence from.
+    `checkpoint` is a folder, which is not changed, or a patched model in memory. The commit has weights, configs,
+    stand-alone code, tokenizer, chat templates, licence, model card, calibration report and plots; other files of the
+    folder are not uploaded. Tokenizer, templates, licence and card of a model in memory come from its `name_or_path`, a
+    folder or a name on the Hub; set that to "" to omit them. A card by hf_qknorm in the folder is uploaded with its
+    edits; of any other card, the new one keeps licence, languages, datasets and base model.
 
-    A push that broke off is resumed by pushing again: what has arrived is not sent twice, and nothing is committed
-    until all is there. Requests that the Hub can't answer for the moment are repeated a few times.
+    A missing repository is created: `private=None` leaves its visibility to the account's default. `revision` is an
+    existing branch, by default the main one. The commit deletes weights, report and plots of earlier pushes.
 
-    Raises, before anything is made or changed on the Hub: PermissionError for a token that is missing, unknown, or may
-    not write there; ValueError for a name or a token that can't be one, for a checkpoint that is not whole, not
-    patched, links out of its folder or holds a token or a path of a machine, and for a repository that holds another
-    model, lacks `revision`, or is not as `private` asks; FileNotFoundError for no such folder; ConnectionError when
-    offline. OSError if the upload breaks.
+    Transient errors are retried. If an upload fails, nothing is committed; a second push skips the files that have
+    arrived.
+
+    Raises, before it changes anything on the Hub: PermissionError for a missing or unknown token and for one without
+    write access; ValueError for an invalid name or token, for a checkpoint that is incomplete, not patched, linked to
+    files outside its folder, or contains a token or a path of this machine, and for a repository that holds another
+    model, lacks `revision` or differs from `private`; FileNotFoundError for a missing folder; ConnectionError for no
+    connection. Raises OSError if an upload fails.
+
+    A push needs a network and a token:
+
+    >>> qk.push_to_hub("llama-qknorm", "me/llama-qknorm")  # doctest: +SKIP
+    'https://huggingface.co/me/llama-qknorm/commit/...'
+    >>> qk.push_to_hub("llama", "not a name")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: the repository is 'not a name', expected ...
     """
     token = check_target(repo_id, token)
     api = HfApi(token=token, library_name=LIBRARY)
     with _folder(checkpoint, token) as folder, open_checkpoint(folder) as source:
-        repository = check_repository(api, repo_id, source.config, private=private, revision=revision)
-        with packed(source, repository.repo_id, token) as files:
-            message = commit_message or f"Upload {source.config.architectures[0]} ({source.config.scheme})"
-            return _upload(api, repository, source, files, private=private, message=message)
+        repo_id, exists = check_repository(api, repo_id, source.config, private=private, revision=revision)
+        if commit_message is None:
+            commit_message = f"Upload {source.config.architectures[0]} ({source.config.scheme})"
+        with upload_files(source, repo_id, token) as files, readable_hub_errors(repo_id):
+            if not exists:
+                retry_transient(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
+            return _upload(api, repo_id, source, files, commit_message=commit_message, revision=revision)
 
 
 def check_push(source: str | os.PathLike[str], repo_id: str, *, private: bool | None = None) -> None:
-    """Check that what `source` (a folder or a Hub name) will be converted to can be pushed to `repo_id`.
+    """Check that the conversion of `source` (a folder or a name on the Hub) can be pushed to `repo_id`.
 
-    Raises what `push_to_hub` raises for the token and the repository; changes nothing.
+    Raises what `push_to_hub` raises for the token and the repository. Changes nothing.
     """
     api = HfApi(token=check_target(repo_id), library_name=LIBRARY)
     config = AutoConfig.from_pretrained(os.path.expanduser(source), trust_remote_code=False)
@@ -73,9 +86,9 @@ def check_push(source: str | os.PathLike[str], repo_id: str, *, private: bool | 
 
 
 def check_target(repo_id: str, token: str | None = None) -> str | None:
-    """Check the form of a repository's name and of the token, without a request; returns the token, if there is one.
+    """Check the form of a repository's name and of the token without a request; return the token, if any.
 
-    Raises ValueError for a name that is none on the Hub, and for a token with a character that no token has.
+    Raises ValueError for an invalid name and for a token with an invalid character.
     """
     check_repo_id(repo_id, "the repository")
     return hub_token(token)
@@ -83,71 +96,64 @@ def check_target(repo_id: str, token: str | None = None) -> str | None:
 
 @contextmanager
 def _folder(checkpoint: Any, token: str | None) -> Iterator[Path]:
-    """The folder of a checkpoint; a model in memory is saved to a temporary one."""
+    """The checkpoint's folder; a model in memory is saved to a temporary one."""
     if isinstance(checkpoint, (str, os.PathLike)):
         yield user_path(checkpoint, "the checkpoint")
         return
     if not isinstance(checkpoint, QKNormModel):
         raise ValueError(
-            f"a {type(checkpoint).__name__} can't be pushed: give a model that patch_model patched (an adapter merged "
-            "into it), or the folder that it was saved to"
+            f"a {type(checkpoint).__name__} can't be pushed: pass a model patched by patch_model (with any adapter "
+            "merged), or the folder of its checkpoint"
         )
     with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
         checkpoint.save_pretrained(temporary)
-        origin = _origin(checkpoint, token)
-        if origin is not None:
-            for name in companions(origin):
+        if (origin := _origin(checkpoint, token)) is not None:
+            for name in side_files(origin):
                 if not Path(temporary, name).exists() and name.name not in (INDEX, REPORT):
                     copy_file(origin, name, Path(temporary))
         yield Path(temporary)
 
 
 def _origin(model: Any, token: str | None) -> Path | None:
-    """The folder that a model was loaded from, or of what the Hub holds beside the weights; None without a name."""
+    """The folder that a model was loaded from, or a download of its files besides the weights; None without a name."""
     name = model.name_or_path
     if not name or Path(name).is_dir():
         return Path(name) if name else None
     if is_path(name):
         raise FileNotFoundError(
-            f"model.name_or_path is {name!r}, where its tokenizer should be, and that is no folder: set it to "
+            f"model.name_or_path is {name!r}, expected a folder with the tokenizer: set it to "
             '"" to push without a tokenizer'
         )
     wanted = [*TOKENIZER_FILES, *TEMPLATES, *(f"{folder}/*" for folder in FOLDERS), CARD, "LICEN*", "NOTICE*"]
-    with told(name):
+    with readable_hub_errors(name):
         commit = getattr(model.config, "_commit_hash", None)
         return Path(snapshot_download(name, revision=commit, allow_patterns=wanted, token=token))
 
 
 def _upload(
-    api: HfApi, repository: Repository, source: Source, files: dict[str, Path], *, private: bool | None, message: str
+    api: HfApi, repo_id: str, source: Source, files: dict[str, Path], *, commit_message: str, revision: str | None
 ) -> str:
-    def commit() -> Any:
-        """Idempotent: where an answer was lost, the next try finds everything there, and commits nothing."""
-        added = [CommitOperationAdd(name, path) for name, path in files.items()]
-        api.preupload_lfs_files(repository.repo_id, added, revision=repository.revision)
-        source.check_unchanged()
-        there = api.model_info(repository.repo_id, revision=repository.revision).siblings or []
-        stale = [file.rfilename for file in there if _is_ours(file.rfilename) and file.rfilename not in files]
-        return api.create_commit(
-            repository.repo_id,
-            [*added, *(CommitOperationDelete(name) for name in stale)],
-            commit_message=message,
-            revision=repository.revision,
-        )
+    """Upload the files, delete stale ones, and commit; return the commit's URL."""
 
-    with told(repository.repo_id):
-        if not repository.there:
-            patiently(lambda: api.create_repo(repository.repo_id, private=private, exist_ok=True))
-        try:
-            return str(patiently(commit).commit_url)
-        except RuntimeError as error:  # from the threads that upload, or from hf_xet
-            cause = said(error.__cause__ or error)
-            raise OSError(
-                f"{repository.repo_id}: the upload broke off ({cause}). Nothing was committed. Push again: what has "
-                "arrived is not sent twice"
-            ) from error
+    def commit() -> Any:
+        """Idempotent: if the answer is lost, the next attempt finds the files unchanged and commits nothing."""
+        added = [CommitOperationAdd(name, path) for name, path in files.items()]
+        api.preupload_lfs_files(repo_id, added, revision=revision)
+        source.check_unchanged()
+        stored = api.model_info(repo_id, revision=revision).siblings or []
+        stale = [file.rfilename for file in stored if _is_ours(file.rfilename) and file.rfilename not in files]
+        deleted = [CommitOperationDelete(name) for name in stale]
+        return api.create_commit(repo_id, [*added, *deleted], commit_message=commit_message, revision=revision)
+
+    try:
+        return str(retry_transient(commit).commit_url)
+    except RuntimeError as error:  # from the threads that upload, or from hf_xet
+        raise OSError(
+            f"{repo_id}: the upload failed ({summarize_error(error.__cause__ or error)}). Nothing was committed. Push "
+            "again: files that have arrived are skipped"
+        ) from error
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a file in the repository is weights, a report or a plot, which would belie those of another push."""
+    """Whether a file in the repository is weights, a report or a plot, which must not mix with those of a new push."""
     return name in (INDEX, REPORT) or bool(WEIGHTS.fullmatch(name) or PLOT.fullmatch(name))

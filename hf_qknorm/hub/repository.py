@@ -1,12 +1,10 @@
-"""Where a push goes: the repository on the Hub, looked at before anything is sent."""
+"""Check the repository that a push goes to, before anything is sent; repeat requests, and make errors readable."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -17,163 +15,147 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from hf_qknorm.checkpoint.copied_files import WEIGHT_SUFFIXES
 from hf_qknorm.checkpoint.source import HTTPError
 from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.files.names import CONFIG
+from hf_qknorm.files.untrusted import read_json
 
 T = TypeVar("T")
-WAITS = (1, 2)  # seconds before the second and the third try
+WAITS = (1, 2)  # seconds before the second and the third attempt
 TRANSIENT = (408, 429, 500, 502, 503, 504)
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")  # what makes two models of a type different ones
-
-
-@dataclass(frozen=True)
-class Repository:
-    """A repository that may be pushed to: its full name, the branch, and whether it is there already."""
-
-    repo_id: str
-    revision: str | None  # None: the main branch
-    there: bool
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")  # with the model type, they identify a model
 
 
 def check_repository(
     api: HfApi, repo_id: str, config: Any, *, private: bool | None = None, revision: str | None = None
-) -> Repository:
-    """Check that a model of `config` (patched, or as it was before) can be pushed to `repo_id`; changes nothing.
+) -> tuple[str, bool]:
+    """Check that a model with `config` (patched or not) can be pushed to `repo_id`. Changes nothing on the Hub.
 
-    A name without an owner is taken to be the user's own.
+    Returns the repository's name, with the user as owner where it has none, and whether it exists.
 
-    Raises PermissionError for no token, one the Hub does not know, or one that may not write there; ValueError for a
-    repository that holds another model, is public where `private` was asked for (or the other way round), or lacks the
-    branch; ConnectionError when offline or when the Hub can't be reached.
+    Raises PermissionError for a missing or unknown token and for one without write access; ValueError for a repository
+    that holds another model, differs from `private` or lacks the branch; ConnectionError for no connection.
     """
     if is_offline_mode():
-        raise ConnectionError("HF_HUB_OFFLINE is set, so that nothing can be pushed: unset it")
-    with told(repo_id):
-        user = _user(api)
+        raise ConnectionError("HF_HUB_OFFLINE is set, which forbids a push: unset it")
+    if api.token is None:
+        raise PermissionError(
+            "no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=. Create a token with write access "
+            "at https://huggingface.co/settings/tokens"
+        )
+    with readable_hub_errors(repo_id):
+        user = retry_transient(api.whoami)
         if "/" not in repo_id:
             repo_id = f"{user['name']}/{repo_id}"
-        _check_rights(user, repo_id)
+        _check_write_access(user, repo_id)
         try:
-            info = patiently(lambda: api.model_info(repo_id))
+            if revision is not None:
+                _check_branch(api, repo_id, revision)
+            info = retry_transient(lambda: api.model_info(repo_id, revision=revision))
         except RepositoryNotFoundError:
             if revision not in (None, "main"):
-                raise ValueError(
-                    f"{repo_id} is not there yet, so that it has no branch {revision!r}: leave the revision out"
-                ) from None
-            return Repository(repo_id, None, there=False)
+                raise ValueError(f"{repo_id} does not exist, so it has no branch {revision!r}: omit revision") from None
+            return repo_id, False
         if private is not None and private != info.private:
-            is_, asked = ("private", "public") if info.private else ("public", "private")
+            found, expected = ("private", "public") if info.private else ("public", "private")
             raise ValueError(
-                f"{repo_id} is there and {is_}, and private={private} was asked for: make it {asked} in its settings "
-                "first, or leave private out"
+                f"{repo_id} is {found}, which differs from private={private}: make it {expected} in its settings, or "
+                "omit private"
             )
-        _check_branch(api, repo_id, revision)
-        _check_not_taken(api, repo_id, revision, config)
-    return Repository(repo_id, revision, there=True)
+        _check_same_model(api, repo_id, info, config)
+    return repo_id, True
 
 
-def patiently(call: Callable[[], T]) -> T:
-    """Call; where the Hub is busy or the connection breaks, wait and call again, a few times."""
+def retry_transient(request: Callable[[], T]) -> T:
+    """Return what `request` returns; repeat it after a transient error of the Hub or a broken connection."""
     for wait in WAITS:
         try:
-            return call()
+            return request()
         except HTTPError as error:
             if isinstance(error, HfHubHTTPError) and error.response.status_code not in TRANSIENT:
                 raise
         time.sleep(wait)
-    return call()
+    return request()
 
 
 @contextmanager
-def told(repo_id: str) -> Iterator[None]:
-    """Turn what the Hub's client raises into one line that says what to do."""
+def readable_hub_errors(repo_id: str) -> Iterator[None]:
+    """Replace the Hub client's errors by one line each, with the remedy."""
     try:
         yield
     except HfHubHTTPError as error:
         status = error.response.status_code
+        if status == 401 and not isinstance(error, RepositoryNotFoundError):
+            raise PermissionError(
+                "the Hub does not know this token, which is mistyped or expired: run `hf auth login`, set HF_TOKEN, or "
+                "pass token="
+            ) from error
         if status in (401, 403):
             raise PermissionError(
-                f"{repo_id}: the Hub refused ({said(error)}). The token must be one that may write there: see "
+                f"{repo_id}: the Hub denied access ({summarize_error(error)}): use a token with write access, see "
                 "https://huggingface.co/settings/tokens"
             ) from error
         advice = "try again later" if status in TRANSIENT else "nothing was committed"
-        raise OSError(f"{repo_id}: the Hub answered {said(error)}: {advice}") from error
+        raise OSError(f"{repo_id}: the Hub answered {summarize_error(error)}: {advice}") from error
     except HTTPError as error:
         raise ConnectionError(
-            f"{repo_id}: no connection to the Hub ({said(error)}). Check the network, and HF_ENDPOINT, and try again"
+            f"{repo_id}: no connection to the Hub ({summarize_error(error)}). Check the network and HF_ENDPOINT, and "
+            "try again"
         ) from error
 
 
-def said(error: BaseException) -> str:
-    """What went wrong, in a few words: the client's own are a paragraph."""
+def summarize_error(error: BaseException) -> str:
+    """Return one line for an error: the client's own messages are paragraphs."""
     if isinstance(error, HfHubHTTPError):
         return f"{error.response.status_code} {error.server_message or error.response.reason_phrase}"
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _user(api: HfApi) -> dict[str, Any]:
-    if api.token is None:
-        raise PermissionError(
-            "no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=. One that may write is made at "
-            "https://huggingface.co/settings/tokens"
-        )
-    try:
-        return patiently(api.whoami)
-    except HfHubHTTPError as error:
-        if error.response.status_code != 401:
-            raise
-        raise PermissionError(
-            "the Hub does not know this token: it was mistyped, or has expired. Run `hf auth login`, set HF_TOKEN, or "
-            "pass token="
-        ) from error
-
-
-def _check_rights(user: dict[str, Any], repo_id: str) -> None:
-    """Raise PermissionError for what the token says of itself; what it does not say, the Hub will."""
+def _check_write_access(user: dict[str, Any], repo_id: str) -> None:
+    """Raise PermissionError where the token's description excludes a push; the Hub itself refuses the rest."""
     owner = repo_id.partition("/")[0]
     roles = {org["name"]: org.get("roleInOrg") for org in user.get("orgs", [])}
     if owner != user["name"] and roles.get(owner, "read") == "read":
-        may = ", ".join([user["name"], *sorted(name for name, role in roles.items() if role != "read")])
-        raise PermissionError(f"{repo_id}: {user['name']} may not write to {owner}, but to {may}: give such a name")
+        owners = ", ".join([user["name"], *sorted(name for name, role in roles.items() if role != "read")])
+        raise PermissionError(f"{repo_id}: {user['name']} has no write access to {owner}, only to {owners}")
     token = user.get("auth", {}).get("accessToken", {})
-    able = token.get("role") != "read"
+    can_write = token.get("role") != "read"
     if "fineGrained" in token:
         scopes = token["fineGrained"].get("scoped", [])
         writable = {scope["entity"].get("name") for scope in scopes if "repo.write" in scope["permissions"]}
-        able = bool(writable & {owner, repo_id})
-    if not able:
+        can_write = bool(writable & {owner, repo_id})
+    if not can_write:
         raise PermissionError(
-            f"{repo_id}: the token {token.get('displayName', '')!r} may not write there: make one that may at "
+            f"{repo_id}: the token {token.get('displayName', '')!r} has no write access to it: create one that has at "
             "https://huggingface.co/settings/tokens"
         )
 
 
-def _check_branch(api: HfApi, repo_id: str, revision: str | None) -> None:
-    if revision is None:
-        return
-    refs = patiently(lambda: api.list_repo_refs(repo_id, include_pull_requests=True))
+def _check_branch(api: HfApi, repo_id: str, revision: str) -> None:
+    refs = retry_transient(lambda: api.list_repo_refs(repo_id, include_pull_requests=True))
     names = [branch.name for branch in refs.branches]
     if revision not in [*names, *(request.ref for request in refs.pull_requests or [])]:
         raise ValueError(
-            f"{repo_id} has no branch {revision!r}, only {', '.join(names)}: make it first "
-            f"(`hf repos branch create {repo_id} {revision}`), or leave the revision out"
+            f"{repo_id} has no branch {revision!r}, only {', '.join(names)}: create it "
+            f"(`hf repos branch create {repo_id} {revision}`), or omit revision"
         )
 
 
-def _check_not_taken(api: HfApi, repo_id: str, revision: str | None, config: Any) -> None:
-    """Raise ValueError unless the repository is without a model, or holds this one: of its type and size."""
-    info = patiently(lambda: api.model_info(repo_id, revision=revision))
+def _check_same_model(api: HfApi, repo_id: str, info: Any, config: Any) -> None:
+    """Raise ValueError unless the repository has no model, or one with the type and the sizes of `config`."""
     files = [file.rfilename for file in info.siblings or []]
-    if "config.json" in files:
+    if CONFIG in files:
         with TemporaryDirectory(prefix="hf-qknorm-") as folder:
-            path = patiently(lambda: api.hf_hub_download(repo_id, "config.json", revision=info.sha, local_dir=folder))
-            held = json.loads(Path(path).read_text(encoding="utf-8"))
+            download = retry_transient(
+                lambda: api.hf_hub_download(repo_id, CONFIG, revision=info.sha, local_dir=folder)
+            )
+            stored = read_json(Path(download))
         names = ["model_type", *(config.attribute_map.get(size, size) for size in SIZES)]
-        ours = {name: getattr(config, name) for name in names}
-        ours["model_type"] = TYPE_PREFIX + config.model_type.removeprefix(TYPE_PREFIX)
-        other = [f"{name} {held.get(name)}, not {ours[name]}" for name in names if held.get(name) != ours[name]]
+        expected = {name: getattr(config, name) for name in names}
+        expected["model_type"] = TYPE_PREFIX + config.model_type.removeprefix(TYPE_PREFIX)
+        other = [f"{x} {stored.get(x)}, expected {expected[x]}" for x in names if stored.get(x) != expected[x]]
     else:
         other = [file for file in files if Path(file).suffix in WEIGHT_SUFFIXES]
     if other:
         raise ValueError(
-            f"{repo_id} is taken: it holds another model ({other[0]}). Give another name; to replace that model, "
-            f"delete it first (`hf repos delete {repo_id}`)"
+            f"{repo_id} holds another model ({other[0]}): use another name, or delete that repository "
+            f"(`hf repos delete {repo_id}`)"
         )

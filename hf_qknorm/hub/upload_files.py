@@ -1,7 +1,7 @@
-"""What a push sends: the files of a checkpoint that are meant for others, and what is made for them on the way.
+"""The files of a push: those of the checkpoint that are on a fixed list, and those generated for the upload.
 
-A known list goes up, never the folder: not what a Trainer leaves, nothing hidden, nothing from elsewhere. The user's
-folder is read, and everything that is made or changed lies in a temporary one.
+Files that are not on the list stay out: a Trainer's state, hidden files, links to other folders. The checkpoint's
+folder is not changed: generated and modified files lie in a temporary one.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.names import CARD, CONFIGS, FOLDERS, INDEX, KEPT_CARD, LICENCE, REPORT, TEMPLATES, TOKENIZER_FILES
 from hf_qknorm.files.paths import user_path
-from hf_qknorm.hub.card import PLACEHOLDER, has_card, write_card
-from hf_qknorm.hub.private import check_private, forget_places
+from hf_qknorm.hub.card import PLACEHOLDER, write_card
+from hf_qknorm.hub.metadata import is_generated_card
+from hf_qknorm.hub.private import check_private, remove_local_origins
 from hf_qknorm.standalone.generate import add_standalone
 
-SENT = {CARD, REPORT, INDEX, *CONFIGS, *TOKENIZER_FILES, *TEMPLATES}
+UPLOADED = {CARD, REPORT, INDEX, *CONFIGS, *TOKENIZER_FILES, *TEMPLATES}
 
 
 @contextmanager
 def open_checkpoint(folder: str | os.PathLike[str]) -> Iterator[Source]:
-    """Open a folder with a patched checkpoint and check that it is whole: config, weights, tokenizer, links.
+    """Open the folder of a patched checkpoint and check that it is complete: config, weights, tokenizer, links.
 
-    Raises FileNotFoundError for no folder or a file that is not there; ValueError, naming the file, for one that is
-    corrupted or a link to elsewhere, for a model that is not patched, for tensors that it asks for and that are missing
-    or do not fit, and for gains that are not finite.
+    Raises FileNotFoundError for a missing folder or file; ValueError, with the file's name, for a corrupted file, a
+    link to another folder, a model that is not patched, missing tensors, wrong shapes and gains that are not finite.
     """
     path = user_path(folder, "the checkpoint")
     if not path.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: expected one with a checkpoint that hf_qknorm patched")
-    _check_links(path)
+        raise FileNotFoundError(f"{folder} is no folder: expected one with a checkpoint patched by hf_qknorm")
+    root = Path(os.path.realpath(path))
+    for file in [*(path / name for name in side_files(path)), *path.glob("*.safetensors")]:
+        if not (target := Path(os.path.realpath(file))).is_relative_to(root):
+            raise ValueError(f"{file} is a link to {target}, outside the folder: replace it by the file itself")
     with open_source(path) as source:
         if not source.config.model_type.startswith(TYPE_PREFIX):
             raise ValueError(
@@ -47,28 +50,27 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Iterator[Source]:
         yield source
 
 
-def companions(folder: Path) -> list[Path]:
-    """The files of a checkpoint folder, weights aside, that are meant for others: their names in it."""
-    names = [Path(item.name) for item in sorted(folder.iterdir()) if item.name in SENT or LICENCE.fullmatch(item.name)]
+def side_files(folder: Path) -> list[Path]:
+    """Return the names of the files to upload besides the weights, relative to the checkpoint's folder."""
+    names = [Path(x.name) for x in sorted(folder.iterdir()) if x.name in UPLOADED or LICENCE.fullmatch(x.name)]
     for name in FOLDERS:
         names += [path.relative_to(folder) for path in sorted((folder / name).glob("*.jinja"))]
     return [name for name in names if not name.name.startswith(".")]
 
 
 @contextmanager
-def packed(source: Source, repo_id: str, token: str | None) -> Iterator[dict[str, Path]]:
-    """Everything that goes up, by its name in the repository: stand-alone code and card are made here.
+def upload_files(source: Source, repo_id: str, token: str | None) -> Iterator[dict[str, Path]]:
+    """Yield all files to upload by their names in the repository, with stand-alone code and card generated.
 
-    Raises ValueError, as `check_private` does, where a file holds a token or a path of this machine.
+    Raises ValueError, as `check_private` does, for a file with a token or a path of this machine.
     """
     with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
         staged = Path(temporary)
-        for file in companions(source.folder):
-            if str(file) in source.unread:
-                continue
-            copy_file(source.folder, file, staged)
+        for file in side_files(source.folder):
+            if str(file) not in source.unread:
+                copy_file(source.folder, file, staged)
         for config in CONFIGS:
-            forget_places(staged / config)
+            remove_local_origins(staged / config)
         add_standalone(staged)
         _add_card(staged, repo_id)
         files = {path.relative_to(staged).as_posix(): path for path in sorted(staged.rglob("*")) if path.is_file()}
@@ -77,18 +79,10 @@ def packed(source: Source, repo_id: str, token: str | None) -> Iterator[dict[str
 
 
 def _add_card(staged: Path, repo_id: str) -> None:
-    """Render card and plots; a card of ours that is there, and may have been edited, keeps its words."""
+    """Render card and plots. The text of a card by hf_qknorm, which may have been edited, stays."""
     card = staged / CARD
-    words = card.read_text(encoding="utf-8") if has_card(staged) else None
+    text = card.read_text(encoding="utf-8") if is_generated_card(card) else None
     write_card(staged, repo_id=repo_id)
-    (staged / KEPT_CARD).unlink(missing_ok=True)  # it stays with the user
-    if words is not None:
-        card.write_text(words.replace(PLACEHOLDER, repo_id), encoding="utf-8")
-
-
-def _check_links(folder: Path) -> None:
-    root = Path(os.path.realpath(folder))
-    for file in [*(folder / name for name in companions(folder)), *folder.glob("*.safetensors")]:
-        place = Path(os.path.realpath(file))
-        if not place.is_relative_to(root):
-            raise ValueError(f"{file} is a link to {place}, outside the folder: put the file itself there")
+    (staged / KEPT_CARD).unlink(missing_ok=True)  # for the user's folder only
+    if text is not None:
+        card.write_text(text.replace(PLACEHOLDER, repo_id), encoding="utf-8")

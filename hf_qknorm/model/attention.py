@@ -36,40 +36,33 @@ class QKNormAttention(KneeStateDict, PlainAttention):
     """The shared attention forward, with norm, RoPE and attention in one kernel where the backend has it."""
 
     def _norm_rotate_attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention_mask: Tensor | None,
-        positions: Any,
-        cache: Any,
-        options: dict[str, Any],
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         heads = Heads(q, k, v)
-        if self.family.rope is None or not functions.takes_raw_heads(self, heads, attention_mask, options):
-            return super()._norm_rotate_attend(q, k, v, attention_mask, positions, cache, options)
+        if self.family.rope is None or not functions.takes_raw_heads(self, heads, mask, options):
+            return super()._norm_rotate_attend(q, k, v, mask, positions, cache, options)
         (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
         rotary = kernel_rotary(positions, self.family.rope)
         heads = Heads(q.to(v.dtype), k.to(v.dtype), v, q_norm, k_norm, rotary)  # a model's own norm may promote them
         slot: Any = None if cache is None else self.family.style.slot(self, **options)
-        if self._kernel_sees_all(heads, attention_mask, cache, slot):
+        if self._fits_one_kernel(heads, mask, cache, slot):
             if cache is not None:
                 cache.update(library.norm_rope_one(heads.k, k_norm, rotary), v, slot)
-            return functions.attend_raw(self, heads, attention_mask, **options)
+            return functions.attend_raw(self, heads, mask, **options)
         static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, heads.k)
         if static is not None:
             count = k.shape[2]
             q = library.norm_rope_into(heads, static.keys, static.values, next_positions(static, count))
             count_written(static, count)
-            return self._call_backend(q, static.keys, static.values, attention_mask, options)
+            return self._call_backend(q, static.keys, static.values, mask, options)
         q, k = library.norm_rope(heads)
         if cache is not None:
             k, v = cache.update(k, v, slot)
-        return self._call_backend(q, k, v, attention_mask, options)
+        return self._call_backend(q, k, v, mask, options)
 
-    def _kernel_sees_all(self, heads: Heads, attention_mask: Tensor | None, cache: Any, slot: Any) -> bool:
+    def _fits_one_kernel(self, heads: Heads, mask: Tensor | None, cache: Any, slot: Any) -> bool:
         """Whether one kernel can norm, rotate and attend: there are no other keys, and no observer of the heads."""
-        reordered = attention_mask is not None and is_padded_ranges(attention_mask)  # keys move, after their rotation
+        reordered = mask is not None and is_padded_ranges(mask)  # keys move, after their rotation
         padded = heads.v.shape[-1] > heads.k.shape[-1]  # a norm would see the padding
         alone = cache is None or is_empty(cache, slot)
         return alone and not padded and not reordered and self.observer is None

@@ -1,4 +1,4 @@
-"""`PlainAttention`: the one attention forward that every family shares, in PyTorch alone."""
+"""`PlainAttention`: the attention forward that all families share, in PyTorch alone."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hf_qknorm.scheme import Scheme
 class PlainAttention(nn.Module):
     """Mixed into a model's own attention class: project → norm → RoPE → cache → attention function → output.
 
-    The norms see the projections' whole output (adapters included) and stand before RoPE and the cache. With the
-    scheme "none" every operation is the one that the model's own forward does, on the same memory layout.
+    The norms see the projections' whole output, adapters included, and come before RoPE and the cache. With the scheme
+    "none" it does the operations of the model's own forward, on the same memory layout.
     """
 
     base_class: ClassVar[type[nn.Module]]
     modelling: ClassVar[ModuleType]
     family: ClassVar[Family]
     scheme: Scheme
-    removed_norm: tuple[nn.Module, ...] = ()  # a tuple, so that it is no submodule and has no place in checkpoints
+    removed_norm: tuple[nn.Module, ...] = ()  # in a tuple it is no submodule, and checkpoints leave it out
     observer: Callable[..., None] | None = None
     blending: bool = False
-    base_weights: tuple[tuple[nn.Parameter, Tensor], ...] = ()  # what parameters were before a fit moves them
+    base_weights: tuple[tuple[nn.Parameter, Tensor], ...] = ()  # parameters, and their values before a fit moves them
 
     config: Any
     attn_logit_softcapping: float | None
@@ -43,14 +43,14 @@ class PlainAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states `[B, T, C]` to `[B, T, C]` and the attention weights or None.
 
-        `layer_past` is GPT-NeoX's name for `past_key_values`. Other arguments go on to the attention function.
+        `layer_past` is GPT-NeoX's name for `past_key_values`. Other arguments are passed to the attention function.
         """
         style = self.family.style
         q, k, v, *rest = style.project(self, hidden_states)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         v = self._normed("v_norm", v)
         cache = layer_past if past_key_values is None else past_key_values
-        cache = getattr(cache, "self_attention_cache", cache)  # an encoder-decoder's, of which this is the decoder
+        cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
         options = {**kwargs, "scaling": self.logit_scale, "sliding_window": self.window}
         options["dropout"] = style.dropout(self) if self.training else 0.0
         if self.softcap is not None:
@@ -63,68 +63,66 @@ class PlainAttention(nn.Module):
         return style.output(self, out, *rest), weights
 
     def _norm_rotate_attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention_mask: Tensor | None,
-        positions: Any,
-        cache: Any,
-        options: dict[str, Any],
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Raw q `[B, H, T, D]` and k, and v `[B, Hk, T, D]`, to `[B, T, H, D]` and the weights or None."""
+        """Norm and rotate q `[B, H, T, D]` and k `[B, Hk, T, D]`, update the cache, and call the backend.
+
+        Returns `[B, T, H, D]` and the attention weights or None.
+        """
         style = self.family.style
         q, k = self._normed("q_norm", q), self._normed("k_norm", k)
         if style.prescaled:
             q, options = q * self.logit_scale, options | {"scaling": 1.0}
         q, k, v = style.rotate(self, q, k, v, positions, cache, **options)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # fp32 gains or cos/sin promote them under autocast
-        if cache is not None and k.shape[2]:  # a layer that shares another's keys brings none
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, fp32 gains or cos and sin promote them
+        if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
             k, v = cache.update(k, v, style.slot(self, **options))
         if style.expand is not None:
             k, v = style.expand(self, k, v, **options)
-        return self._call_backend(q, k, v, attention_mask, options)
+        return self._call_backend(q, k, v, mask, options)
 
     def _call_backend(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """The attention function, over heads that are ready for it."""
+        """Show the heads to the observer, and call the config's attention function."""
         if self.observer is not None:
-            self.observer(self, q, k, v, attention_mask, options)
+            self.observer(self, q, k, v, mask, options)
         attend = functions.attention_function(self, self.scheme.softcap, self.family.style.eager(self))
-        return attend(self, q, k, v, attention_mask, **options)
+        return attend(self, q, k, v, mask, **options)
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
-        """x `[B, H, T, D]` through the scheme's norm of that name, if there is one."""
+        """Apply the scheme's norm of that name, if there is one, to x `[B, H, T, D]`."""
         norm = None if self.has_own_norms else self._modules.get(name)
         return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
 
     @property
     def has_own_norms(self) -> bool:
-        """Whether the model norms its queries and keys by itself, which its style does then."""
+        """Whether the model norms its queries and keys by itself, in the style's projection."""
         return self.family.has_norms(self.config)
 
     @property
     def softcap(self) -> float | None:
-        """The cap on the logits: the scheme's, or else the one that the model was born with."""
+        """The cap on the logits: the scheme's, or else the model's own."""
         if self.scheme.softcap is not None:
             return self.scheme.softcap
-        own: float | None = self.attn_logit_softcapping if self.family.own_cap else None  # elsewhere it is not applied
+        own: float | None = (
+            self.attn_logit_softcapping if self.family.own_cap else None
+        )  # other families do not apply it
         return own
 
     @property
     def logit_scale(self) -> float:
-        """What multiplies q·k: the scheme's scale, or else the model's own, as also until a blend is over."""
+        """The factor of q·k: the scheme's scale, or the model's own where there is none and during a blend."""
         return self.own_scale if self.scheme.scale is None or self.blending else self.scheme.scale
 
     @property
     def own_scale(self) -> float:
-        """What the model multiplies q·k by."""
+        """The model's own factor of q·k."""
         return self.family.style.scale(self)
 
     @property
     def window(self) -> int | None:
-        """The layer's sliding window; None for a layer that has none, whatever the config holds."""
+        """The layer's sliding window; None for a layer without one, even if the config has it."""
         return getattr(self.config, "sliding_window", None) if self.family.slides(self) else None
 
     def extra_repr(self) -> str:

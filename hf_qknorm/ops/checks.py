@@ -13,6 +13,13 @@ from torch.autograd import forward_ad
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 
+def check_call(heads: Heads, visible: Visible, options: Options) -> None:
+    """Raise ValueError unless these are the arguments of one attention call."""
+    check_heads(heads.q, heads.k, heads.v)
+    _check_visible(heads, visible)
+    _check_options(options)
+
+
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless shapes and dtypes of q, k and v fit."""
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
@@ -30,7 +37,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast q and k to v's")
 
 
-def check_visible(heads: Heads, visible: Visible) -> None:
+def _check_visible(heads: Heads, visible: Visible) -> None:
     """Raise ValueError unless mask, ranges and sinks fit the heads."""
     (batch, count, length, _), (ranges, sinks, _, mask) = heads.q.shape, visible
     full = (batch, count, length, heads.k.shape[2])
@@ -53,7 +60,7 @@ def check_visible(heads: Heads, visible: Visible) -> None:
         raise ValueError(f"sinks must be one logit a query head, [{count}], got {list(sinks.shape)}")
 
 
-def check_options(options: Options) -> None:
+def _check_options(options: Options) -> None:
     """Raise ValueError, naming the field, for one out of its range."""
     scale, softcap, causal, window, dropout = options
     if not -math.inf < scale < math.inf:  # false for NaN; dynamo knows no math.isfinite

@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.checks import check_heads, check_options, check_visible
+from hf_qknorm.ops.checks import check_call, check_heads
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
@@ -57,9 +57,7 @@ _why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def check_attention(heads: Heads, visible: Visible, options: Options) -> None:
     """Raise ValueError unless these are the arguments of one fused attention."""
     q, seed = heads.q, visible.seed
-    check_heads(q, heads.k, heads.v)
-    check_visible(heads, visible)
-    check_options(options)
+    check_call(heads, visible, options)
     _check_kernel_heads(heads)
     if visible.mask is not None:
         raise ValueError("fused attention takes ranges of keys and no mask: use library.attention")
@@ -68,8 +66,8 @@ def check_attention(heads: Heads, visible: Visible, options: Options) -> None:
     if options.dropout > 0 and (seed is None or seed.shape != (1,) or seed.dtype != torch.int64):
         got = None if seed is None else f"{list(seed.shape)} in {seed.dtype}"
         raise ValueError(f"dropout needs a seed, [1] in torch.int64, got {got}")
-    _check_floating(sinks=visible.sinks)
-    _check_devices(q, ranges=visible.ranges, sinks=visible.sinks, seed=seed)
+    _check_tensors(q, floating=True, sinks=visible.sinks)
+    _check_tensors(q, floating=False, ranges=visible.ranges, seed=seed)
 
 
 def check_gradients(q: Tensor, grad: Tensor, out: Tensor, normaliser: Tensor) -> None:
@@ -81,7 +79,7 @@ def check_gradients(q: Tensor, grad: Tensor, out: Tensor, normaliser: Tensor) ->
     if not grad.dtype == out.dtype == q.dtype or normaliser.dtype != torch.float32:
         got = f"{grad.dtype}, {out.dtype} and {normaliser.dtype}"
         raise ValueError(f"expected grad and out in {q.dtype} and normaliser in torch.float32, got {got}")
-    _check_devices(q, grad=grad, out=out, normaliser=normaliser)
+    _check_tensors(q, floating=True, grad=grad, out=out, normaliser=normaliser)
 
 
 def check_norm_rope(q: Tensor, k: Tensor | None, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> None:
@@ -93,10 +91,10 @@ def check_norm_rope(q: Tensor, k: Tensor | None, q_norm: Norm, k_norm: Norm, rot
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must be of one length")
 
 
-def check_head_gradients(*pairs: tuple[Tensor | None, Tensor | None]) -> None:
+def check_head_gradients(*pairs: tuple[Tensor | None, Tensor]) -> None:
     """Raise ValueError unless the second of each pair can be the gradient of the first."""
     for x, gradient in pairs:
-        if x is not None and gradient is not None and (gradient.shape != x.shape or gradient.device != x.device):
+        if x is not None and (gradient.shape != x.shape or gradient.device != x.device):
             raise ValueError(f"expected the gradient of heads {list(x.shape)}, got {list(gradient.shape)}")
 
 
@@ -120,7 +118,7 @@ def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: T
             raise ValueError(f"the cache's {name} must lie in dense rows of their own, got strides {cache.stride()}")
     if positions.dtype != torch.int64:
         raise ValueError(f"positions must be int64, got {positions.dtype}")
-    _check_devices(k, keys=keys, values=values, positions=positions)
+    _check_tensors(k, floating=False, keys=keys, values=values, positions=positions)
 
 
 def check_positions(positions: Tensor, room: int) -> None:
@@ -134,7 +132,7 @@ def _check_kernel_heads(heads: Heads) -> None:
     reason = why_not_fused(q, k, v)
     if reason is not None:
         raise ValueError(f"fused attention can't run: {reason}. Use library.attention, or hf_qknorm_tiled")
-    _check_devices(q, k=k, v=v)
+    _check_tensors(q, floating=True, k=k, v=v)
     _check_norm("q_norm", q_norm, q)
     _check_norm("k_norm", k_norm, k)
     if heads.raw and q.shape[2] != k.shape[2]:
@@ -151,18 +149,17 @@ def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
     stored_eps, eps = norm.eps_parts  # reading a stored one would wait for the GPU
     if eps < 0:
         raise ValueError(f"{name}.eps must not be negative, got {eps}")
-    parts = {f"{name}.gain": norm.gain, f"{name}.bias": norm.bias}
     shapes = ([1], [x.shape[3]], [x.shape[1], x.shape[3]])
+    parts = {"gain": norm.gain, "bias": norm.bias, "blend": norm.blend, "eps": stored_eps}
     for part, value in parts.items():
-        if value is not None and list(value.shape) not in shapes:
+        if value is None:
+            continue
+        if part in ("gain", "bias") and list(value.shape) not in shapes:
             here = f"{shapes[0]}, {shapes[1]} or {shapes[2]}"
-            raise ValueError(f"{part} must be [1], [D] or [H, D], here {here}, got {list(value.shape)}")
-    for part, value in {f"{name}.blend": norm.blend, f"{name}.eps": stored_eps}.items():
-        if value is not None and value.numel() != 1:
-            raise ValueError(f"{part} must be one number, got {list(value.shape)}")
-        parts[part] = value
-    _check_floating(**parts)
-    _check_devices(x, **parts)
+            raise ValueError(f"{name}.{part} must be [1], [D] or [H, D], here {here}, got {list(value.shape)}")
+        if part in ("blend", "eps") and value.numel() != 1:
+            raise ValueError(f"{name}.{part} must be one number, got {list(value.shape)}")
+    _check_tensors(x, floating=True, **{f"{name}.{part}": value for part, value in parts.items()})
 
 
 def _check_rotary(rotary: Rotary, q: Tensor) -> None:
@@ -175,17 +172,13 @@ def _check_rotary(rotary: Rotary, q: Tensor) -> None:
         )
     if 2 * cos.shape[-1] > q.shape[3]:
         raise ValueError(f"a rotation of {2 * cos.shape[-1]} columns does not fit q {list(q.shape)}")
-    _check_floating(cos=cos, sin=sin)
-    _check_devices(q, cos=cos, sin=sin)
+    _check_tensors(q, floating=True, cos=cos, sin=sin)
 
 
-def _check_floating(**tensors: Tensor | None) -> None:
+def _check_tensors(q: Tensor, *, floating: bool, **tensors: Tensor | None) -> None:
+    """Raise ValueError for tensors on another device than q, and for integers among floating ones."""
     for name, x in tensors.items():
-        if x is not None and not x.is_floating_point():
+        if x is not None and floating and not x.is_floating_point():
             raise ValueError(f"{name} must be of floating point numbers, got {x.dtype}")
-
-
-def _check_devices(q: Tensor, **tensors: Tensor | None) -> None:
-    for name, x in tensors.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")

@@ -14,20 +14,9 @@ from torch import Tensor
 
 from hf_qknorm.ops import operators
 from hf_qknorm.ops.checks import refuse_forward_mode
-from hf_qknorm.ops.fused_checks import why_not_fused
+from hf_qknorm.ops.fused_checks import why_not_fused as why_not_fused
 from hf_qknorm.ops.registration import Operator, Values, flatten, flatten_norms
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
-
-__all__ = [
-    "RowStatistics",
-    "attention",
-    "fused_attention",
-    "fused_statistics",
-    "norm_rope",
-    "norm_rope_into",
-    "norm_rope_one",
-    "why_not_fused",
-]
 
 
 def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from hf_qknorm.ops import fused_checks, tiled
-from hf_qknorm.ops.checks import check_heads, check_options, check_visible
-from hf_qknorm.ops.registration import (
-    HEADS,
-    NORM_ROPE,
-    OPTIONS,
-    VISIBLE,
-    Operator,
-    Values,
-    call_of,
-    differentiate,
-    norms_of,
-)
+from hf_qknorm.ops.checks import check_call
+from hf_qknorm.ops.registration import HEADS, NORM_ROPE, OPTIONS, VISIBLE, Operator, Values, call_of, norms_of
 from hf_qknorm.ops.types import laid_out
 
+Results = Sequence[Tensor | None]
 PARAMETERS = ("q_gain", "q_bias", "k_gain", "k_bias")  # of the norms
 
 
 def _check_attention(values: Values) -> None:
-    heads, visible, options = call_of(values)
-    check_heads(heads.q, heads.k, heads.v)
-    check_visible(heads, visible)
-    check_options(options)
+    check_call(*call_of(values))
 
 
 def _check_fused(values: Values) -> None:
@@ -47,111 +37,95 @@ def _check_norm_rope(values: Values) -> None:
 
 
 ATTENTION = Operator("attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", _check_attention)
-ATTENTION_BACKWARD = Operator(
-    "attention_backward",
-    {"grad": "Tensor", "out": "Tensor", "lse": "Tensor", **HEADS, **VISIBLE, **OPTIONS},
-    "Tensor[]",
-    _check_attention,
-)
-FUSED_ATTENTION = Operator(
-    "fused_attention",
-    {**HEADS, **NORM_ROPE, **VISIBLE, **OPTIONS, "statistics": "bool"},
-    "(Tensor, Tensor, Tensor, Tensor)",
-    _check_fused,
-)
-FUSED_ATTENTION_BACKWARD = Operator(
-    "fused_attention_backward",
-    {"grad": "Tensor", "out": "Tensor", "normaliser": "Tensor", **HEADS, **NORM_ROPE, **VISIBLE, **OPTIONS},
-    "Tensor[]",
-    _check_fused,
-)
+ATTENTION_BACKWARD = ATTENTION.derivative(("grad",), ("out", "lse"), (*HEADS, "sinks"))
+FUSED_FIELDS = {**HEADS, **NORM_ROPE, **VISIBLE, **OPTIONS, "statistics": "bool"}
+FUSED_ATTENTION = Operator("fused_attention", FUSED_FIELDS, "(Tensor, Tensor, Tensor, Tensor)", _check_fused)
+FUSED_ATTENTION_BACKWARD = FUSED_ATTENTION.derivative(("grad",), ("out", "normaliser"), (*HEADS, *PARAMETERS, "sinks"))
 QUERIES_KEYS = {"q": "Tensor", "k": "Tensor?"}
 CACHE = {"v": "Tensor", "keys": "Tensor(a!)", "values": "Tensor(b!)", "positions": "Tensor"}
 NORM_ROPE_HEADS = Operator("norm_rope", QUERIES_KEYS | NORM_ROPE, "(Tensor, Tensor)", _check_norm_rope)
-NORM_ROPE_BACKWARD = Operator(
-    "norm_rope_backward", {"dq": "Tensor", "dk": "Tensor?", **QUERIES_KEYS, **NORM_ROPE}, "Tensor[]", _check_norm_rope
-)
+NORM_ROPE_BACKWARD = NORM_ROPE_HEADS.derivative(("dq", "dk"), (), (*QUERIES_KEYS, *PARAMETERS))
 NORM_ROPE_INTO = Operator("norm_rope_into", {**QUERIES_KEYS, **CACHE, **NORM_ROPE}, "Tensor", _check_norm_rope)
 
 
 @ATTENTION.implement
-def _(values: Values) -> tuple[Tensor, Tensor]:
+def _(values: Values) -> Results:
     return tiled.forward(*call_of(values))
 
 
 @ATTENTION.fake
-def _(values: Values) -> tuple[Tensor, Tensor]:
+def _(values: Values) -> Results:
     q = values["q"]
     return laid_out(q), q.new_empty((*q.shape[:3], 2), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @ATTENTION_BACKWARD.implement
-def _(values: Values) -> list[Tensor]:
-    return _tensors(values["q"], tiled.backward(values["grad"], *call_of(values), values["out"], values["lse"]))
+def _(values: Values) -> Results:
+    return tiled.backward(values["grad"], *call_of(values), values["out"], values["lse"])
 
 
 @ATTENTION_BACKWARD.fake
-def _(values: Values) -> list[Tensor]:
-    return [values[x].new_empty(values[x].shape) for x in HEADS] + _parameters(values, "sinks")
+def _(values: Values) -> Results:
+    sinks = values["sinks"]
+    return *(values[x].new_empty(values[x].shape) for x in HEADS), None if sinks is None else torch.empty_like(sinks)
 
 
 @FUSED_ATTENTION.implement
-def _(values: Values) -> tuple[Tensor, ...]:
+def _(values: Values) -> Results:
     from hf_qknorm.ops.triton import attention
 
     heads, visible, options = call_of(values)
-    result = attention.forward(heads, visible.for_kernels(len(heads.q)), options, values["statistics"])
-    return tuple(_tensors(result.normaliser, result))
+    return attention.forward(heads, visible.for_kernels(len(heads.q)), options, values["statistics"])
 
 
 @FUSED_ATTENTION.fake
-def _(values: Values) -> tuple[Tensor, ...]:
+def _(values: Values) -> Results:
     q = values["q"]
     normaliser = q.new_empty((*q.shape[:3], 2), dtype=torch.float32)
-    largest, entropy = (normaliser.new_empty(q.shape[:3] if values["statistics"] else 0) for _ in range(2))
-    return laid_out(q), normaliser, largest, entropy
+    row = normaliser.new_empty(q.shape[:3]) if values["statistics"] else None
+    return laid_out(q), normaliser, row, None if row is None else torch.empty_like(row)
 
 
 @FUSED_ATTENTION_BACKWARD.implement
-def _(values: Values) -> list[Tensor]:
+def _(values: Values) -> Results:
     from hf_qknorm.ops.triton import attention
 
     heads, visible, options = call_of(values)
     visible, normaliser = visible.for_kernels(len(heads.q)), values["normaliser"].contiguous()
-    return _tensors(heads.q, attention.backward(values["grad"], heads, visible, options, values["out"], normaliser))
+    return attention.backward(values["grad"], heads, visible, options, values["out"], normaliser)
 
 
 @FUSED_ATTENTION_BACKWARD.fake
-def _(values: Values) -> list[Tensor]:
-    return [laid_out(values[x]) for x in HEADS] + _parameters(values, *PARAMETERS, "sinks")
+def _(values: Values) -> Results:
+    sinks = values["sinks"]
+    heads = [laid_out(values[x]) for x in HEADS]
+    return *heads, *_fake_parameters(values), None if sinks is None else torch.empty_like(sinks)
 
 
 @NORM_ROPE_HEADS.implement
-def _(values: Values) -> tuple[Tensor, Tensor]:
+def _(values: Values) -> Results:
     from hf_qknorm.ops.triton import norm_rope
 
-    made = norm_rope.forward(values["q"], values["k"], *norms_of(values))
-    return made.q, made.q.new_empty(0) if made.k is None else made.k
+    return norm_rope.forward(values["q"], values["k"], *norms_of(values))[:2]
 
 
 @NORM_ROPE_HEADS.fake
-def _(values: Values) -> tuple[Tensor, Tensor]:
-    q, k = values["q"], values["k"]
-    return q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape)
+def _(values: Values) -> Results:
+    return [x if x is None else x.new_empty(x.shape) for x in (values["q"], values["k"])]
 
 
 @NORM_ROPE_BACKWARD.implement
-def _(values: Values) -> list[Tensor]:
+def _(values: Values) -> Results:
     from hf_qknorm.ops.triton import norm_rope
 
     q, k = values["q"], values["k"]
-    return _tensors(q, norm_rope.backward(values["dq"], None if k is None else values["dk"], q, k, *norms_of(values)))
+    return norm_rope.backward(values["dq"], None if k is None else values["dk"], q, k, *norms_of(values))
 
 
 @NORM_ROPE_BACKWARD.fake
-def _(values: Values) -> list[Tensor]:
-    q, k = values["q"], values["k"]
-    return [laid_out(q), q.new_empty(0) if k is None else laid_out(k), *_parameters(values, *PARAMETERS)]
+def _(values: Values) -> Results:
+    heads = [x if x is None else laid_out(x) for x in (values["q"], values["k"])]
+    return *heads, *_fake_parameters(values)
 
 
 @NORM_ROPE_INTO.implement
@@ -166,24 +140,10 @@ def _(values: Values) -> Tensor:
 
 @NORM_ROPE_INTO.fake
 def _(values: Values) -> Tensor:
-    q: Tensor = values["q"]
-    return q.new_empty(q.shape)
+    return values["q"].new_empty(values["q"].shape)
 
 
-def _tensors(like: Tensor, found: tuple[Tensor | None, ...]) -> list[Tensor]:
-    """What a schema can return: `[0]` for None."""
-    return [like.new_empty(0) if x is None else x for x in found]
-
-
-def _parameters(values: Values, *fields: str) -> list[Tensor]:
-    """Empty gradients of these fields; `[0]` for one without a value, and for a parameter of the norm "none"."""
-    found = []
-    for field in fields:
-        unused = values[field] is None or values.get(f"{field[0]}_kind") == "none" and field in PARAMETERS
-        found.append(values["q"].new_empty(0) if unused else torch.empty_like(values[field]))
-    return found
-
-
-differentiate(ATTENTION, ATTENTION_BACKWARD, ("out", "lse"), (*HEADS, "sinks"))
-differentiate(FUSED_ATTENTION, FUSED_ATTENTION_BACKWARD, ("out", "normaliser"), (*HEADS, *PARAMETERS, "sinks"))
-differentiate(NORM_ROPE_HEADS, NORM_ROPE_BACKWARD, (), (*QUERIES_KEYS, *PARAMETERS))
+def _fake_parameters(values: Values) -> Results:
+    """Fake gradients of the norms' parameters; None where there is no parameter, or no norm that uses it."""
+    found = {x: None if values[f"{x[0]}_kind"] == "none" else values[x] for x in PARAMETERS}
+    return [x if x is None else torch.empty_like(x) for x in found.values()]

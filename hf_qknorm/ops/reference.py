@@ -1,4 +1,4 @@
-"""The oracle: head norms and attention in plain PyTorch. It is the specification; kernels never import it.
+"""The specification: head norms and attention in plain PyTorch. Kernels never import it.
 
 Any device, any dtype up to fp64, autograd throughout. Shapes: B batch, H query heads, Hk key/value heads (H is a
 multiple of Hk), T query length, S key length, D head_dim; values may have another. Query i stands at key position
@@ -17,12 +17,12 @@ from hf_qknorm.ops.norms import NORMS
 
 
 class Attended(NamedTuple):
-    """What `attention` returns; the statistics are per head, `[H]`, over everything that is not masked."""
+    """The results of `attention`; statistics are per head, `[H]`, over all pairs that are not masked."""
 
     out: Tensor  # [B, H, T, D]
     weights: Tensor  # [B, H, T, S], after softmax, before dropout
     max_logit: Tensor  # [H]: largest |scale·q·k|, before the cap
-    entropy: Tensor  # [H]: mean over the queries that attend to anything, in nats
+    entropy: Tensor  # [H]: mean over the queries that see any key, in nats
 
 
 def head_norm(
@@ -41,9 +41,9 @@ def head_norm(
 
     `norm` is a name of `norms.NORMS`, whose properties combine these formulas. Raises ValueError for another name.
 
-    `eps` is a number, perhaps as a tensor, as `blend` b is: with it the result y becomes x + b·(y − x), x itself at 0.
-    Computes in fp32 (fp64 stays fp64) and rounds once, to the dtype of `x`. A row of zeros (if centred: of equal
-    entries) is padding or dead: it stays zero and gets zero gradient, where 1/√eps would multiply it.
+    `eps` is a number, or a tensor of one number. With `blend` b, a tensor of one number, the result y becomes
+    x + b·(y − x). Computes in fp32 (fp64 stays fp64) and rounds once, to the dtype of `x`. A row of zeros (if centred:
+    of equal entries) is padding or dead: it stays zero, and its gradient is zero instead of 1/√eps times the output's.
     """
     if norm not in NORMS:
         raise ValueError(f"unknown norm {norm!r}: expected one of {', '.join(map(repr, NORMS))}")
@@ -71,7 +71,7 @@ def head_norm(
 def visible(
     queries: int, keys: int, causal: bool, window: int | None = None, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Which keys each query may see, `[T, S]`: causal, and at most `window` keys back (itself included).
+    """Whether each query sees each key, `[T, S]`: causal, and at most `window` keys back (its own included).
 
     Without `causal` a window reaches `window` positions to either side, as in transformers' bidirectional masks.
     """

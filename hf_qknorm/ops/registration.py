@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import torch._dynamo, and so Triton
 
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
@@ -44,10 +45,8 @@ def flatten_norms(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Values:
 
 def flatten(heads: Heads, visible: Visible, options: Options) -> Values:
     """The values of the fields of an attention operator."""
-    values = {"q": heads.q, "k": heads.k, "v": heads.v, **flatten_norms(*heads[3:])}
-    values.update(zip(Visible._fields, visible, strict=True))
-    values.update(zip(Options._fields, options, strict=True))
-    return values
+    fields, parts = (*HEADS, *VISIBLE, *OPTIONS), (*heads[:3], *visible, *options)
+    return {**flatten_norms(*heads[3:]), **dict(zip(fields, parts, strict=True))}
 
 
 def norms_of(values: Values) -> tuple[Norm, Norm, Rotary | None]:
@@ -71,15 +70,15 @@ def call_of(values: Values) -> tuple[Heads, Visible, Options]:
 class Operator:
     """The operator `hf_qknorm::name` of these fields.
 
-    Implementation and fake take the values by field, after `check`, which raises ValueError for those that do not fit.
+    Implementation and fake take the values by field, after `check`, which raises ValueError for values that do not fit.
+    Each None that they return becomes an empty tensor `[0]`: a schema has no optional results.
     """
 
     def __init__(self, name: str, fields: dict[str, str], returns: str, check: Callable[[Values], None]) -> None:
-        self.fields, self.check = tuple(fields), check
-        self.tensors = tuple(field for field, kind in fields.items() if kind.startswith("Tensor"))
-        self.qualified = f"hf_qknorm::{name}"
+        self.name, self.fields, self.check = f"hf_qknorm::{name}", fields, check
+        self.sequence: type = list if returns == "Tensor[]" else tuple
         schema = ", ".join(f"{kind} {field}" for field, kind in fields.items())
-        torch.library.define(self.qualified, f"({schema}) -> {returns}")
+        torch.library.define(self.name, f"({schema}) -> {returns}")
         self.overload = getattr(torch.ops.hf_qknorm, name).default
 
     def __call__(self, values: Values) -> Any:
@@ -95,47 +94,52 @@ class Operator:
 
     def implement(self, function: Callable[[Values], Any]) -> None:
         """Register the implementation, for every device."""
-        torch.library.impl(self.qualified, "default")(_disable_dynamo(self._checked(function)))
+        torch.library.impl(self.name, "default")(_disable_dynamo(self._checked(function)))
 
     def fake(self, function: Callable[[Values], Any]) -> None:
-        """Register the function that makes results without numbers in them."""
-        torch.library.register_fake(self.qualified)(self._checked(function))
+        """Register the function that makes results of the right shapes, without their numbers."""
+        torch.library.register_fake(self.name)(self._checked(function))
 
     def _checked(self, function: Callable[[Values], Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             values = self.named(arguments)
             self.check(values)
-            return function(values)
+            results = function(values)
+            if isinstance(results, Tensor):
+                return results
+            return self.sequence([values["q"].new_empty(0) if x is None else x for x in results])
 
         return run
 
+    def derivative(self, upstream: tuple[str, ...], kept: tuple[str, ...], gradients: tuple[str, ...]) -> Operator:
+        """Define the operator `name_backward` and register it as the derivative, without a second derivative.
 
-def differentiate(forward: Operator, backward: Operator, results: tuple[str, ...], gradients: tuple[str, ...]) -> None:
-    """Register `backward` as the derivative of `forward`, and refuse a second derivative.
+        Its fields are `upstream`, the gradients of this operator's results; `kept`, the first of these results; then
+        this operator's fields. It returns the gradients of the fields `gradients`. If it keeps results, only the first
+        one is differentiable; else all are.
+        """
+        own = dict.fromkeys((*upstream, *kept), "Tensor")
+        backward = Operator(f"{self.name.partition('::')[2]}_backward", own | self.fields, "Tensor[]", self.check)
+        tensors = [field for field, kind in self.fields.items() if kind.startswith("Tensor")]
+        others = [field for field in self.fields if field not in tensors]
 
-    Its fields are the gradients of the results that have one, then those of `results`, then the fields of `forward`.
-    `results` names the first results of `forward`: only the first has a gradient; without names all have. `backward`
-    returns the gradients of the fields `gradients`, `[0]` for None.
-    """
-    others = [field for field in forward.fields if field not in forward.tensors]
+        def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+            values = self.named(inputs)
+            ctx.numbers = [values[field] for field in others]
+            ctx.save_for_backward(*(values[field] for field in tensors), *output[: len(kept)])
+            if kept:
+                ctx.mark_non_differentiable(*output[1:])
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        values = forward.named(inputs)
-        ctx.numbers = [values[field] for field in others]
-        ctx.save_for_backward(*(values[field] for field in forward.tensors), *output[: len(results)])
-        if results:
-            ctx.mark_non_differentiable(*output[1:])
+        def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            values = dict(zip((*tensors, *kept, *others), (*ctx.saved_tensors, *ctx.numbers), strict=True))
+            values.update(zip(upstream, grads, strict=False))
+            found = dict(zip(gradients, backward(values), strict=True))
+            given = [field for field, x in found.items() if x.shape == getattr(values[field], "shape", None)]
+            return tuple(found[field] if field in given else None for field in self.fields)
 
-    def derive(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        values = dict(zip((*forward.tensors, *results), ctx.saved_tensors, strict=True))
-        values.update(zip(others, ctx.numbers, strict=True))
-        values.update(zip(backward.fields, grads if not results else grads[:1], strict=False))
-        found = dict(zip(gradients, backward(values), strict=True))
-        given = {field: x for field, x in found.items() if values[field] is not None and x.shape == values[field].shape}
-        return tuple(given.get(field) for field in forward.fields)
-
-    torch.library.register_autograd(forward.qualified, derive, setup_context=keep)
-    torch.library.register_autograd(backward.qualified, _refuse_second_derivative)
+        torch.library.register_autograd(self.name, differentiate, setup_context=keep)
+        torch.library.register_autograd(backward.name, _refuse_second_derivative)
+        return backward
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> NoReturn:

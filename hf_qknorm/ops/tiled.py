@@ -50,17 +50,10 @@ def forward(heads: Heads, visible: Visible, options: Options) -> tuple[Tensor, T
     return laid_out(heads.q).copy_(out.view(shape)), lse.view(*shape[:3], 2)
 
 
-class Gradients(NamedTuple):
-    """Gradients of q, k, v and the sinks."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None
-
-
-def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, lse: Tensor) -> Gradients:
-    """The gradients for `grad` `[B, H, T, D]` and the results of `forward`; it recomputes the weights."""
+def backward(
+    grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the sinks, from `grad` `[B, H, T, D]` and the results of `forward`."""
     problem = Problem(heads, visible, options)
     grads, outs = problem.grouped(grad), problem.grouped(out)
     lses = problem.grouped(lse)
@@ -95,7 +88,7 @@ def backward(grad: Tensor, heads: Heads, visible: Visible, options: Options, out
             flow.masked_fill_(rest[..., None] == math.inf, 0.0)
             dsinks += flow.view(-1, problem.heads_kv, problem.group, block.shape[1], 1).sum((0, 3), keepdim=True)[0]
     (q, k, v, *_), sinks = heads, visible.sinks
-    return Gradients(
+    return (
         dq.mul_(scale).view(q.shape).to(q.dtype),
         dk.view(k.shape).to(k.dtype),
         dv.view(v.shape).to(v.dtype),

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_qknorm.model.adapters import unwrap_peft
 from hf_qknorm.model.attention import head_norms, patched_layers
 
 Batches = Sequence[dict[str, Tensor]]
@@ -126,7 +126,7 @@ def unwrapped(model: nn.Module) -> Any:
     """The transformers model within DistributedDataParallel and PEFT's wrapper."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    return unwrap_peft(model)
 
 
 def gathered(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ranks) -> list[dict[str, Tensor]]:

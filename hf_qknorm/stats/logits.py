@@ -28,8 +28,7 @@ def visible(
         )
     padding = mask if mask is not None and mask.dim() == 2 else None  # flash attention's; causality is the layer's
     mask = None if padding is not None else mask
-    boundaries = options.get("cu_seq_lens_q")
-    seen = structure(layer, q, k, k, mask, options["sliding_window"], options.get("is_causal"), boundaries)
+    seen = structure(layer, q, k, k, mask, options)
     if padding is not None:
         seen = _between(seen, q.shape[2], padding.bool())
     if real is None:

@@ -33,7 +33,12 @@ from bench_table import environment
 from hf_qknorm.files.atomic_io import replace_text
 
 HERE = Path(__file__).parent
-TESTS = ("tests/ops/triton", "tests/model/test_kernels_in_models.py", "tests/recipes/benchmarks/test_bench_model.py")
+TESTS = (
+    "tests/ops/triton",
+    "tests/model/test_kernels_in_models.py",
+    "tests/model/test_kernels_with_caches.py",
+    "tests/recipes/benchmarks/test_bench_model.py",
+)
 ON_CARD = ("tests/test_on_card.py", "tests/ops/test_large.py")  # the second takes up to 45 GB a test
 GLUON = {"HF_QKNORM_GLUON": "1"}
 CHECKED = "Gluon, checked"

@@ -1,4 +1,4 @@
-"""Weights that are not all that the config asks for are refused by file and tensor, before anything is written."""
+"""Weights that do not match the config are refused by file and tensor, before anything is written."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def like(tensors: dict[str, Tensor], name: str, **options: Any) -> Tensor:
     return torch.ones_like(tensors[name], **options)
 
 
-# How a checkpoint of a Llama is harmed, and what the refusal says.
-HARM: dict[str, tuple[Callable[[Path], object], str]] = {
+# How a checkpoint of a Llama is damaged, and the message of the refusal.
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no MLP": (
         lambda f: edit(f, lambda t: [t.pop(name) for name in list(t) if ".mlp." in name]),
         rf"{FILE}: no entry for model.layers.0.mlp.gate_proj.weight \[96, 64\] and 5 more, which .*config.json asks",
@@ -96,9 +96,9 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("harm", HARM)
-def test_incomplete_sources_are_refused(harm, tmp_path):
-    change, message = HARM[harm]
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_incomplete_sources_are_refused(damage, tmp_path):
+    change, message = DAMAGE[damage]
     source = save(tiny_model("llama"), tmp_path / "source")
     change(source)
     for convert in (plan_conversion, convert_checkpoint):
@@ -110,17 +110,17 @@ def test_incomplete_sources_are_refused(harm, tmp_path):
 
 def test_a_random_model_is_not_calibrated(tmp_path):
     source = save(tiny_model("llama"), tmp_path / "source")
-    HARM["no MLP"][0](source)
+    DAMAGE["no MLP"][0](source)
     with pytest.raises(ValueError, match="no entry for model.layers.0.mlp.gate_proj.weight"):
         convert_checkpoint(source, tmp_path / "out", calibration=[torch.ones(1, 8, dtype=torch.long)], method="ones")
 
 
-@pytest.mark.parametrize("harm", ["no MLP", "too many layers", "another shape", "q_proj in torch.int8", "twice"])
-def test_incomplete_checkpoints_are_not_pushed(harm, tmp_path, monkeypatch):
+@pytest.mark.parametrize("damage", ["no MLP", "too many layers", "another shape", "q_proj in torch.int8", "twice"])
+def test_incomplete_checkpoints_are_not_pushed(damage, tmp_path, monkeypatch):
     folder = save(patch_model(tiny_model("llama"), "qk_norm"), tmp_path / "out")
-    HARM[harm][0](folder)
+    DAMAGE[damage][0](folder)
     monkeypatch.setattr("hf_qknorm.hub.push.check_repository", lambda *arguments, **options: pytest.fail("asked"))
-    with pytest.raises(ValueError, match=HARM[harm][1]):
+    with pytest.raises(ValueError, match=DAMAGE[damage][1]):
         push_to_hub(folder, "me/tiny")
 
 
@@ -131,7 +131,7 @@ JOINED = {
 
 
 @pytest.mark.parametrize("case", JOINED)
-def test_a_part_of_what_transformers_joins_is_missed(case, tmp_path):
+def test_a_missing_part_of_a_joined_tensor_is_found(case, tmp_path):
     parts, message = JOINED[case]
     source = save(tiny_model("mixtral"), tmp_path / "source")
     gone = [f"model.layers.1.block_sparse_moe.{part}.weight" for part in parts]
@@ -148,8 +148,8 @@ def test_an_expert_of_another_shape_is_named(tmp_path):
         convert_checkpoint(source, tmp_path / "out")
 
 
-def test_the_class_that_the_config_names_decides(tmp_path):
-    """A language model's weights under the name of its body are whole; the head is not read, and goes along."""
+def test_the_class_in_the_config_decides_on_the_tensors(tmp_path):
+    """Weights of a language model under its base model's name are complete; the unread head is copied."""
     model = sharp_model("llama")
     source = save(model, tmp_path / "source")
     configure(source, architectures=["LlamaModel"])
@@ -161,7 +161,7 @@ def test_the_class_that_the_config_names_decides(tmp_path):
     assert type(transformers.AutoModel.from_pretrained(tmp_path / "out")).__name__ == "QKNormLlamaModel"
 
 
-def test_a_tied_head_may_be_absent_or_there(tmp_path):
+def test_a_tied_head_may_be_stored_or_not(tmp_path):
     model = sharp_model("llama", tie_word_embeddings=True)
     source = save(model, tmp_path / "source")
     assert "lm_head.weight" not in load_file(source / FILE)
@@ -192,14 +192,14 @@ def test_legacy_names_are_the_same_tensors(tmp_path):
         convert_checkpoint(source, tmp_path / "again", "qk_norm")
 
 
-def test_old_buffers_are_no_fault(tmp_path):
+def test_old_buffers_are_ignored(tmp_path):
     source = save(sharp_model("gpt2"), tmp_path / "source")
     edit(source, lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}))
     convert_checkpoint(source, tmp_path / "out", "qk_norm")
 
 
-def test_a_new_head_is_not_made_up(tmp_path):
-    """A fine-tuning starts there, and a conversion must not: load, train and save it first."""
+def test_a_missing_head_is_not_initialised(tmp_path):
+    """A fine-tuning may start from a random head, a conversion may not: load, train and save the model first."""
     source = save(sharp_model("llama"), tmp_path / "source")
     configure(source, architectures=["LlamaForSequenceClassification"])
     AutoModelForSequenceClassification.from_pretrained(source).save_pretrained(tmp_path / "whole")
@@ -208,8 +208,8 @@ def test_a_new_head_is_not_made_up(tmp_path):
         convert_checkpoint(source, tmp_path / "again", "qk_norm")
 
 
-def test_no_value_is_read(tmp_path):
-    """Names, shapes and dtypes are enough: the file may be gone."""
+def test_values_are_not_read(tmp_path):
+    """Names, shapes and dtypes are enough, even if the file is gone."""
     model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", gain="per_head"))
     with open_source(save(model, tmp_path / "source")) as source:
         (tmp_path / "source" / FILE).rename(tmp_path / "elsewhere")
@@ -217,7 +217,7 @@ def test_no_value_is_read(tmp_path):
 
 
 def test_a_cap_is_put_on_each_family(model_type, tmp_path):
-    """Also where transformers renames, joins or shares the layers' tensors: a cap has none of its own."""
+    """Also if transformers renames, joins or shares the layers' tensors, as a cap has no tensors."""
     model = sharp_model(model_type)
     convert_checkpoint(save(model, tmp_path / "source"), tmp_path / "out", "soft_cap")
     tokens = make_batch("plain")["input_ids"]
@@ -226,8 +226,8 @@ def test_a_cap_is_put_on_each_family(model_type, tmp_path):
         assert torch.equal(found, patch_model(model, "soft_cap").eval()(tokens).logits)
 
 
-def test_each_tensor_of_each_family_is_asked_for(model_type, tmp_path):
-    """Nothing that a model was saved with may be absent, of another shape, or of integers."""
+def test_each_tensor_of_each_family_is_required(model_type, tmp_path):
+    """No saved tensor may be missing, of another shape, or of integers."""
     model = tiny_model(model_type)
     may_be_absent = re.compile("|".join(model._keys_to_ignore_on_load_missing or ["$."]))
     with open_source(save(model, tmp_path / "source")) as source:

@@ -1,16 +1,15 @@
-"""Where commands may write: never over what they read, and in place of nothing but what they write themselves."""
+"""Commands never overwrite their sources, and replace only what commands like them wrote."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from folders import contents
 from tiny import tiny_model
-from transformers import AutoTokenizer
 
 from hf_qknorm import (
     LogitMonitor,
@@ -22,14 +21,10 @@ from hf_qknorm import (
     plan_conversion,
     push_to_hub,
 )
-from hf_qknorm.demo import story
+from hf_qknorm.demo.run import Settings, run_demo
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import KEPT_CARD
 from hf_qknorm.hub.card import write_card
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def save(folder: Path, *, patched: bool = False) -> Path:
@@ -64,7 +59,7 @@ def export(src: Path, dst: Path | str) -> Any:
 
 
 def demo(src: Path, dst: Path | str) -> Any:
-    return story.run(story.Settings(checkpoint=str(src), out=str(dst)))
+    return run_demo(Settings(checkpoint=str(src), out=str(dst)))
 
 
 WRITERS = {"convert": convert, "plan": plan, "export": export, "demo": demo}
@@ -73,7 +68,7 @@ WRITERS = {"convert": convert, "plan": plan, "export": export, "demo": demo}
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("place", ["itself", "above", "far above", "linked above", "a linked shard", "templates"])
 def test_no_source_is_replaced(writer, place, tmp_path):
-    """A training's folder has a config.json and a last model, and below it a checkpoint that is worth more."""
+    """The folder of a training has a config.json and its last model, and checkpoints below it."""
     run = save(tmp_path / "run", patched=writer == "export")
     source = save(run / "checkpoint-500", patched=writer == "export")
     destination = {"itself": source, "above": run, "far above": tmp_path}.get(place)
@@ -87,16 +82,18 @@ def test_no_source_is_replaced(writer, place, tmp_path):
     elif place == "templates":
         destination = source / "additional_chat_templates"
     before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match=r"is where the source lies|holds what .* points to|become a part of"):
+    with pytest.raises(
+        FileExistsError, match=r"is the source, or contains it|contains the target of the link|become a part of"
+    ):
         WRITERS[writer](source, destination)
     assert contents(tmp_path) == before
 
 
-def test_a_new_folder_in_the_source_is_fine(run, plain):
+def test_a_new_folder_in_the_source_is_accepted(run, plain):
     for source, writer in ((run, export), (plain, convert)):
         before = contents(source)
         writer(source, source / "new")
-        writer(source, source / "new")  # it is a checkpoint, and replaced like any other
+        writer(source, source / "new")  # a checkpoint, replaced like any other
         assert {name: data for name, data in contents(source).items() if not name.startswith("new/")} == before
 
 
@@ -138,28 +135,28 @@ def test_empty_names_are_refused(call: Callable[[str], Any], tmp_path, monkeypat
     assert contents(tmp_path) == before
 
 
-FOREIGN = {
-    "another checkpoint": ("checkpoint-9/model.safetensors", r": checkpoint-9/\. Move that away"),
+UNKNOWN = {
+    "another checkpoint": ("checkpoint-9/model.safetensors", r": checkpoint-9/\. Move them away"),
     "a calibration text": ("corpus.txt", r": corpus\.txt\."),
     "a state of training": ("optimizer.pt", r": optimizer\.pt\."),
     "pickled weights": ("pytorch_model.bin", r": pytorch_model\.bin\."),
     "a hidden file": (".env", r": \.env\."),
     "a repository": (".git/HEAD", r": \.git/\."),
     "among the templates": ("additional_chat_templates/deep/x", r": additional_chat_templates/deep\."),
-    "what looks like a leftover": (".x.a1b2c3d4.hf_qknorm/thesis", r"\.x\.a1b2c3d4\.hf_qknorm/\."),
+    "a folder like a leftover": (".x.a1b2c3d4.hf_qknorm/thesis", r"\.x\.a1b2c3d4\.hf_qknorm/\."),
 }
 
 
 @pytest.mark.parametrize("writer", ["convert", "plan", "export"])
-@pytest.mark.parametrize("what", FOREIGN)
-def test_overwriting_deletes_nothing_but_a_checkpoint(writer, what, plain, run, tmp_path):
-    file, message = FOREIGN[what]
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_overwriting_deletes_only_a_checkpoint(writer, what, plain, run, tmp_path):
+    file, message = UNKNOWN[what]
     out = tmp_path / "out"
     convert(plain, out)
     (out / file).parent.mkdir(parents=True, exist_ok=True)
     (out / file).write_text("precious")
     before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match=f"out holds more than what may be overwritten.*{message}"):
+    with pytest.raises(FileExistsError, match=f"out contains other files, which overwriting would delete.*{message}"):
         WRITERS[writer](run if writer == "export" else plain, out)
     assert contents(tmp_path) == before
 
@@ -172,8 +169,8 @@ def test_the_first_few_are_named(plain, tmp_path):
         convert(plain, tmp_path / "out")
 
 
-def test_everything_that_we_and_transformers_write_can_be_replaced(plain, tmp_path):
-    """Card and plots, report, code, shards under other names, and what travelled from the source."""
+def test_files_of_hf_qknorm_and_transformers_are_replaced(plain, tmp_path):
+    """They are card and plots, report, code, shards under other names, and copies of the source's files."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     for name in (
         "LICENSE",
@@ -190,7 +187,7 @@ def test_everything_that_we_and_transformers_write_can_be_replaced(plain, tmp_pa
     options = {"calibration": str(tmp_path / "text.txt"), "method": "moments", "standalone": True, "overwrite": True}
     convert_checkpoint(plain, out, "qk_norm", **options)
     assert write_card(out)[-1] == out / KEPT_CARD
-    (out / ".README.md.a1b2c3d4.hf_qknorm").mkdir()  # a card that was killed
+    (out / ".README.md.a1b2c3d4.hf_qknorm").mkdir()  # left by a killed writer of the card
     convert_checkpoint(plain, out, "qk_norm", **options)
     assert not (out / KEPT_CARD).exists()
     (out / "notes.txt").write_text("edited since")
@@ -217,13 +214,13 @@ def test_the_calibration_text_is_a_source(plain, tmp_path):
     before = contents(out)
     for text in (out / "LICENSE.txt", str(out), str(tmp_path / "link")):
         (tmp_path / "link").is_symlink() or (tmp_path / "link").symlink_to(out / "LICENSE.txt")
-        with pytest.raises(FileExistsError, match="out is where the source lies"):
+        with pytest.raises(FileExistsError, match="out is the source, or contains it"):
             convert_checkpoint(plain, out, calibration=text, method="moments", overwrite=True)
     assert contents(out) == before
 
 
-def test_home(plain, tmp_path, monkeypatch, capsys):
-    """`~` is expanded where something is written, as where something is read."""
+def test_home_is_expanded(plain, tmp_path, monkeypatch, capsys):
+    """`~` is expanded in destinations as in sources."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     home = tmp_path / "home"
@@ -242,107 +239,6 @@ def test_home(plain, tmp_path, monkeypatch, capsys):
     assert (home / "out" / "README.md").exists()
 
 
-def test_a_card_keeps_what_was_there(run):
-    card, kept = run / "README.md", run / KEPT_CARD
-    card.write_text("my notes")
-    assert [path.name for path in write_card(run)] == ["README.md", KEPT_CARD]
-    assert kept.read_text() == "my notes"
-    ours = card.read_text()
-    assert [path.name for path in write_card(run)] == ["README.md"]
-    assert (card.read_text(), kept.read_text()) == (ours, "my notes")
-    card.write_text("other notes")
-    before = contents(run)
-    with pytest.raises(FileExistsError, match=r"is no card of hf_qknorm, and can't be kept: .*original.md is there"):
-        write_card(run)
-    assert contents(run) == before
-
-
-INSPECT = ["inspect", "MODEL", "--texts", "text.txt", "--tokens", "256", "--out"]
-
-
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("MODEL", "MODEL is the source: give another folder"),
-        ("mine", "heatmap.png is there, and not from this command"),
-        ("theirs", "inspect.json is there, and not from this command"),
-        ("text.txt", "text.txt is a file: give a folder"),
-        ("", "--out is empty"),
-    ],
-)
-def test_an_inspection_replaces_only_another(out, message, run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(run, "MODEL")
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    for name in ("mine/heatmap.png", "theirs/inspect.json"):
-        Path(name).parent.mkdir()
-        Path(name).write_text('{"subject": "cats"}')
-    before = contents(tmp_path)
-    assert cli.main([*INSPECT, out]) == 1
-    assert message in capsys.readouterr().err
-    assert contents(tmp_path) == before
-
-
-def test_inspections_beside_other_files(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    assert cli.main(["inspect", "run", *INSPECT[2:], "."]) == 0
-    (tmp_path / "knees.png").write_text("of an earlier inspection, of an unpatched model")
-    assert cli.main(["inspect", "run", *INSPECT[2:], "."]) == 0
-    assert sorted(os.listdir(tmp_path)) == ["heatmap.png", "inspect.json", "run", "text.txt"]
-
-
-def test_a_picture_does_not_replace_its_log(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    model, log = patch_model(tiny_model("llama"), "none"), tmp_path / "log.jsonl"
-    with LogitMonitor(every=1, path=log).watch(model, 0):
-        model(**{"input_ids": model.dummy_inputs["input_ids"]})
-    before = contents(tmp_path)
-    (tmp_path / "link.png").symlink_to(log)
-    for out in ("log.jsonl", "./x/../log.jsonl", str(log), "link.png", "", str(tmp_path)):
-        assert cli.main(["monitor", "log.jsonl", "--out", out]) == 1
-        assert "hf-qknorm: " in capsys.readouterr().err
-        assert {name: data for name, data in contents(tmp_path).items() if name != "link.png"} == before
-
-
-DEMO = {
-    "a file of another": ("thesis.txt", r"demo holds more than what may be overwritten.*: thesis\.txt"),
-    "a state of training": ("model/optimizer.pt", r"demo holds more than .*: model/optimizer\.pt"),
-    "a folder of another": ("model/notes/x", r"demo holds more than .*: model/notes/"),
-}
-
-
-@pytest.mark.parametrize("what", DEMO)
-def test_a_demo_replaces_only_a_demo(what, run, tmp_path):
-    file, message = DEMO[what]
-    out = tmp_path / "demo"
-    shutil.copytree(run, out / "model")
-    (out / "loss.png").write_text("my own")
-    with pytest.raises(FileExistsError, match=r"demo holds no report.json with 'reloaded'"):
-        demo(run, out)
-    (out / "report.json").write_text('{"reloaded": {}}')
-    (out / file).parent.mkdir(exist_ok=True)
-    (out / file).write_text("precious")
-    before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match=message):
-        demo(run, out)
-    with pytest.raises(FileExistsError, match="is where the source lies"):
-        story.run(story.Settings(data=str(out / "model"), out=str(out)))
-    assert contents(tmp_path) == before
-
-
-def test_a_push_only_reads(run, tmp_path, monkeypatch):
-    from hf_qknorm.hub.upload_files import open_checkpoint, packed
-
-    (run / "README.md").write_text("my notes")
-    before = contents(tmp_path)
-    with open_checkpoint(run) as source, packed(source, "me/tiny", None) as files:
-        assert "README.md" in files
-        assert KEPT_CARD not in files
-    assert contents(tmp_path) == before
-    assert AutoTokenizer.from_pretrained(run).decode([1])
-
-
 @pytest.mark.parametrize(
     ("name", "answer", "message"),
     [
@@ -350,9 +246,7 @@ def test_a_push_only_reads(run, tmp_path, monkeypatch):
         ("path.ismount", True, "mount point"),
     ],
 )
-def test_places_that_can_not_be_written_are_refused_before_anything_is_read(
-    name, answer, message, tmp_path, monkeypatch
-):
+def test_unwritable_places_are_refused_before_reading(name, answer, message, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(f"os.{name}", lambda *arguments: answer)
     with pytest.raises(OSError, match=message):

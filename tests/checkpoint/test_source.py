@@ -1,4 +1,4 @@
-"""Which files a checkpoint is read from, as transformers reads them; and which class its config names."""
+"""A checkpoint is read from the same files as transformers reads, with the class that its config names."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_qknorm import convert_checkpoint, export_native, patch_model, plan_conversion
 from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE
 from hf_qknorm.checkpoint.source import open_source
-from hf_qknorm.hub.upload_files import open_checkpoint, packed
+from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
 
 MODELS = {"single": {}, "sharded": {"max_shard_size": "60KB"}}
 
 
 @torch.no_grad()
 def shifted(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with other weights, in place."""
+    """Change the model's weights in place."""
     for parameter in model.parameters():
         parameter.add_(0.1)
     return model
 
 
 def twice(model: PreTrainedModel, folder: Path, first: str, last: str) -> Path:
-    """A folder that holds two saves of different weights, as `save_pretrained` does not clean it up."""
+    """Make a folder that holds two saves of different weights."""
     save(model, folder, **MODELS[first])
     kept = contents(folder)
     save(shifted(model), folder, **MODELS[last])
-    for name, data in kept.items():  # transformers removes some of them, and copying or an older release none
+    for name, data in kept.items():  # transformers removes some of them; copies and older releases remove none
         if not (folder / name).exists():
             (folder / name).write_bytes(data)
     assert (folder / SINGLE).is_file()
@@ -43,7 +43,7 @@ def twice(model: PreTrainedModel, folder: Path, first: str, last: str) -> Path:
 
 
 @pytest.mark.parametrize(("first", "last"), [("single", "sharded"), ("sharded", "single")])
-def test_of_two_saves_it_reads_what_transformers_reads(first, last, tmp_path, caplog):
+def test_of_two_saves_the_one_that_transformers_reads_is_read(first, last, tmp_path, caplog):
     source = twice(sharp_model("llama"), tmp_path / "source", first, last)
     read = AutoModelForCausalLM.from_pretrained(source)
     with caplog.at_level(logging.WARNING, "hf_qknorm"):
@@ -62,7 +62,7 @@ def test_of_two_saves_it_reads_what_transformers_reads(first, last, tmp_path, ca
 
 def test_left_over_shards_are_neither_pushed_nor_exported(tmp_path):
     source = twice(patch_model(sharp_model("llama"), "none"), tmp_path / "source", "sharded", "single")
-    with open_checkpoint(source) as opened, packed(opened, "me/tiny", None) as files:
+    with open_checkpoint(source) as opened, upload_files(opened, "me/tiny", None) as files:
         assert {name for name in files if "safetensors" in name} == {SINGLE}
     export_native(source, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir() if "safetensors" in path.name} == {SINGLE}
@@ -70,13 +70,13 @@ def test_left_over_shards_are_neither_pushed_nor_exported(tmp_path):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
 
 
-def test_of_shards_the_index_is_pushed(tmp_path):
+def test_the_index_of_shards_is_pushed(tmp_path):
     source = save(patch_model(sharp_model("llama"), "none"), tmp_path / "source", max_shard_size="60KB")
-    with open_checkpoint(source) as opened, packed(opened, "me/tiny", None) as files:
+    with open_checkpoint(source) as opened, upload_files(opened, "me/tiny", None) as files:
         assert {name for name in files if "safetensors" in name} == {INDEX, *opened.weights.files}
 
 
-def test_variants_and_pickles_are_left(tmp_path):
+def test_variants_and_pickles_are_not_copied(tmp_path):
     source = save(sharp_model("llama"), tmp_path / "source")
     others = ("model.fp16.safetensors", "consolidated.safetensors", "pytorch_model.bin")
     indices = ("model.safetensors.index.fp16.json", "pytorch_model.bin.index.json")
@@ -90,7 +90,7 @@ def test_variants_and_pickles_are_left(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"max_new_tokens": "x"}, {"cache_implementation": 3}], ids=str)
-def test_settings_with_which_nothing_loads_are_refused(settings, tmp_path):
+def test_settings_that_do_not_load_are_refused(settings, tmp_path):
     save(sharp_model("llama"), tmp_path / "source")
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps(settings))
     with pytest.raises(Exception) as loading:  # noqa: PT011  # whatever transformers raises
@@ -103,7 +103,7 @@ def test_settings_with_which_nothing_loads_are_refused(settings, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_warning_is_for_two_saves_alone(tmp_path, caplog):
+def test_one_save_gives_no_warning(tmp_path, caplog):
     source = save(sharp_model("llama"), tmp_path / "source", max_shard_size="60KB")
     plan = plan_conversion(source, tmp_path / "out")
     assert plan.unread == ()
@@ -111,7 +111,7 @@ def test_a_warning_is_for_two_saves_alone(tmp_path, caplog):
     assert "holds weights twice" not in caplog.text
 
 
-def test_what_transformers_would_read_instead_is_refused(tmp_path):
+def test_weights_that_transformers_would_prefer_are_refused(tmp_path):
     source = save(sharp_model("llama"), tmp_path / "source")
     configure(source, transformers_weights="other.safetensors")
     with pytest.raises(ValueError, match=r'config.json: "transformers_weights" is \'other.safetensors\', which is not'):
@@ -142,12 +142,12 @@ def test_a_patched_checkpoint_names_a_derived_class(tmp_path):
         export_native(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("harm", ["absent", "shape"])
-def test_incomplete_pickles_are_refused(harm, tmp_path):
+@pytest.mark.parametrize("damage", ["absent", "shape"])
+def test_incomplete_pickles_are_refused(damage, tmp_path):
     model = sharp_model("llama")
     source = save(model, tmp_path / "source")
     state = model.state_dict()
-    if harm == "absent":
+    if damage == "absent":
         del state["model.norm.weight"]
     else:
         state["model.norm.weight"] = torch.ones(3)
@@ -158,7 +158,7 @@ def test_incomplete_pickles_are_refused(harm, tmp_path):
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_an_entry_twice_in_a_header_is_refused(tmp_path):
+def test_a_repeated_entry_in_a_header_is_refused(tmp_path):
     source = save(sharp_model("llama"), tmp_path / "source")
     data = (source / SINGLE).read_bytes()
     length = int.from_bytes(data[:8], "little")

@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A patched checkpoint with a tokenizer, and another of the same layout beside it."""
+    """Save a patched checkpoint with a tokenizer, and another of the same layout beside it."""
     for name, scheme in (("source", "none"), ("other", "soft_cap")):
         save(patch_model(sharp_model("llama", vocab_size=300), scheme), tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
@@ -39,7 +39,7 @@ def plain(tmp_path: Path) -> Path:
 
 
 def rewritten(name: str) -> Callable[[Path], None]:
-    """The same bytes again, later."""
+    """Return a function that writes the same bytes again."""
 
     def change(folder: Path) -> None:
         data = (folder / name).read_bytes()
@@ -50,7 +50,7 @@ def rewritten(name: str) -> Callable[[Path], None]:
 
 
 def layout(folder: Path) -> None:
-    """Another order of the same tensors: the places of the old header now hold others."""
+    """Save tensors in another order: the offsets of the old header are wrong then."""
     model = sharp_model("llama", vocab_size=300, intermediate_size=80)
     shutil.rmtree(folder)
     save(model, folder)
@@ -90,7 +90,7 @@ def test_a_conversion_of_a_source_that_changes(change, plain, tmp_path, monkeypa
 
 
 def test_a_change_before_anything_is_written(plain, tmp_path, monkeypatch):
-    """The layout changes between the headers and the tensors: what was read fits neither."""
+    """The layout changes after the headers are read and before the tensors are."""
     planned = checkpoint.make_plan
 
     def late(*arguments: object) -> object:
@@ -129,14 +129,13 @@ def test_a_push_of_a_source_that_changes(change, source, monkeypatch):
         def create_commit(self, *arguments: object, **options: object) -> None:
             calls.append("commit")
 
-    repository = push.Repository("me/tiny", there=True, revision=None)
     with open_source(source) as opened, pytest.raises(ValueError, match=rf"{name} changed while it was read"):
-        push._upload(Hub(), repository, opened, {WEIGHTS: source / WEIGHTS}, private=None, message="")
+        push._upload(Hub(), "me/tiny", opened, {WEIGHTS: source / WEIGHTS}, commit_message="", revision=None)
     assert not calls
 
 
-def test_what_is_not_read_may_change(plain, tmp_path, monkeypatch):
-    """A training writes its state beside the checkpoint, and logs."""
+def test_unread_files_may_change(plain, tmp_path, monkeypatch):
+    """A training writes its state and logs beside the checkpoint."""
     (plain / "trainer_state.json").write_text("{}")
     rewrite = safetensors_files.Weights.rewrite
 

@@ -1,4 +1,4 @@
-"""Converting checkpoints: the same as patching in memory, whole or not at all, refused before anything is written."""
+"""Converting a checkpoint gives the same model as patching it in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = ["to be, or not to be: that is the question. " * 12]
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("model_type", "preset"), STREAMED)
-def test_streaming_is_patching(model_type, preset, sharded, tmp_path):
+def test_a_conversion_equals_patching(model_type, preset, sharded, tmp_path):
     model = trained_like(model_type, biases=False)
     options = {"max_shard_size": "60KB"} if sharded else {}
     folder = save(model, tmp_path / "source", **options)
@@ -74,7 +74,7 @@ def test_dtypes_stay_and_untouched_tensors_keep_their_bytes(tmp_path):
     assert loaded(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_what_travels(llama, tmp_path):
+def test_which_files_are_copied(llama, tmp_path):
     plan = plan_conversion(llama, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert "pytorch_model.bin" in plan.left
@@ -97,7 +97,7 @@ def test_what_travels(llama, tmp_path):
         ("gpt2", "qkv_norm", "fit"),
     ],
 )
-def test_calibrated(model_type, preset, method, tmp_path):
+def test_a_calibrated_conversion(model_type, preset, method, tmp_path):
     model = trained_like(model_type, vocab_size=300)
     folder = save(model, tmp_path / "source", max_shard_size="60KB")
     byte_tokenizer().save_pretrained(folder)
@@ -124,7 +124,7 @@ def test_calibrated(model_type, preset, method, tmp_path):
     "options", [{"knee": 2}, {"method": "fit", "knee": 0.5}, {"method": "ones", "knee": 1}, {}], ids=str
 )
 def test_a_knee_is_written(options, model_type, tmp_path):
-    """ε in float32, whatever the model's dtype, in the file of its layer."""
+    """ε is stored in float32, whatever the model's dtype, in the file of its layer."""
     model = trained_like(model_type, vocab_size=300).bfloat16()
     folder = save(model, tmp_path / "source", max_shard_size="60KB")
     byte_tokenizer().save_pretrained(folder)
@@ -152,7 +152,7 @@ def test_a_knee_is_written(options, model_type, tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in converted.state_dict().items())
 
 
-def test_a_conversion_that_loses_too_much_is_refused(tmp_path):
+def test_a_loss_that_rises_too_much_is_refused(tmp_path):
     folder = save(trained_like("llama", vocab_size=300), tmp_path / "source")
     byte_tokenizer().save_pretrained(folder)
     options = {"calibration": TEXTS, "method": "ones"}
@@ -174,7 +174,7 @@ def test_hub_names(llama, tmp_path, monkeypatch):
     assert "*.bin" not in asked["owner/name"]["ignore_patterns"]
 
 
-def test_pickles_only_where_allowed(tmp_path):
+def test_pickles_need_permission(tmp_path):
     model = sharp_model("llama")
     folder = save(model, tmp_path / "source")
     torch.save(model.state_dict(), folder / "pytorch_model.bin")

@@ -1,4 +1,4 @@
-"""What can't be converted is refused by file, before anything is written, also where the disk is full."""
+"""Sources that can't be converted are refused by file, before anything is written."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DAMAGE = {
     "missing index entry": (_drop_entry, r"index.json has no entry for model.norm.weight"),
     "corrupted index": (lambda f: _truncate(f / INDEX), r"index.json is no JSON"),
     "index without map": (lambda f: (f / INDEX).write_text("{}"), r'index.json has no "weight_map"'),
-    "index that leads out": (
+    "index with a path": (
         lambda f: _edit(f / INDEX, weight_map={"x": "../../secret.safetensors"}),
         r"said to be in '../../secret.safetensors': expected a .safetensors file of this folder",
     ),
@@ -70,8 +70,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_sources_are_refused_by_file(damage, llama, tmp_path):
-    harm, message = DAMAGE[damage]
-    harm(llama)
+    change, message = DAMAGE[damage]
+    change(llama)
     before = contents(llama)
     with pytest.raises((ValueError, OSError), match=message):
         convert_checkpoint(llama, tmp_path / "out")
@@ -92,8 +92,8 @@ def test_other_refusals(llama, tmp_path):
     biased = save(trained_like("gpt2"), tmp_path / "biased")
     for arguments, message in (
         ((llama, out), r"out exists and is not empty: .*--overwrite"),
-        ((llama, llama, "qk_norm", {"overwrite": True}), "is where the source lies"),
-        ((llama, tmp_path, "qk_norm", {"overwrite": True}), "is where the source lies"),
+        ((llama, llama, "qk_norm", {"overwrite": True}), "is the source, or contains it"),
+        ((llama, tmp_path, "qk_norm", {"overwrite": True}), "is the source, or contains it"),
         ((llama, tmp_path / "photos", "qk_norm", {"overwrite": True}), "holds no config.json with 'model_type'"),
         ((llama, llama / "LICENSE", "qk_norm", {"overwrite": True}), "LICENSE is a file"),
         ((out, tmp_path / "twice"), r"is converted already \(q=rms, k=rms\)"),
@@ -117,7 +117,7 @@ def test_other_refusals(llama, tmp_path):
 
 
 def test_gains_that_are_not_finite_are_not_written(llama, tmp_path, monkeypatch):
-    """A calibration on a model that overflows gives NaN."""
+    """A calibration of a model that overflows gives NaN."""
     calibrated = checkpoint._calibrate
 
     def broken(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoints larger than memory: how much memory there is, and conversions whose layers are read from the disk."""
+"""Checkpoints larger than memory: the limits of memory, and conversions that read layers from the disk."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def tiny(folder: Path, model_type: str = "llama") -> Path:
 
 
 def least(folder: Path, length: int = 16) -> int:
-    """What a calibration takes at least: one sequence, and the largest tensor."""
+    """Return the least memory of a calibration: one sequence, and the largest tensor."""
     with open_source(folder) as source:
-        largest = max(tensor.size for tensor in source.weights.stored.values())
+        largest = max(tensor.nbytes for tensor in source.weights.stored.values())
         return int((largest + working_memory(source, 1, length)) / memory.USABLE) + 1
 
 
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[PreTrainedModel]]:
-    """Leaves so many bytes to conversions, and returns the list of the models that they calibrate from then on."""
+    """Return a function that limits conversions to some bytes, and returns the list of models that they calibrate."""
     calibrate = checkpoint.calibrate
 
     def limit(left: int) -> list[PreTrainedModel]:
@@ -61,12 +61,12 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[PreTrainedM
 
 @pytest.mark.parametrize("share", [0, 0.4])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
-def test_layers_on_the_disk_give_what_they_give_in_memory(model_type, share, tmp_path, limited):
-    """Mixtral's experts are stored in another form than they compute in, GPT-2's embedding is also its head."""
+def test_layers_on_the_disk_give_the_same_result(model_type, share, tmp_path, limited):
+    """Mixtral's experts are joined on loading, GPT-2's embedding is also its head."""
     folder = tiny(tmp_path, model_type)
     expected = convert_checkpoint(folder, tmp_path / "in memory", KNEE, calibration=BATCHES)
     with open_source(folder) as source:
-        models = limited(least(folder) + int(share * source.weights.size))
+        models = limited(least(folder) + int(share * source.weights.nbytes))
     assert convert_checkpoint(folder, tmp_path / "streamed", KNEE, calibration=BATCHES) == expected
     (model,) = models
     assert any(parameter.is_meta for parameter in model.parameters())
@@ -74,7 +74,7 @@ def test_layers_on_the_disk_give_what_they_give_in_memory(model_type, share, tmp
     assert sorted(os.listdir(tmp_path)) == ["in memory", "source", "streamed"]
 
 
-def test_what_fits_is_loaded_whole(tmp_path, limited):
+def test_a_checkpoint_that_fits_is_loaded_whole(tmp_path, limited):
     models = limited(2**33)
     convert_checkpoint(tiny(tmp_path), tmp_path / "out", KNEE, calibration=BATCHES)
     assert not any(parameter.is_meta for parameter in models[0].parameters())
@@ -89,7 +89,7 @@ def test_a_search_reads_the_layers_from_the_disk(tmp_path, limited):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_what_is_stopped_leaves_nothing(error, tmp_path, limited, monkeypatch):
+def test_a_stopped_conversion_leaves_nothing(error, tmp_path, limited, monkeypatch):
     folder = tiny(tmp_path, "mixtral")
     limited(least(folder))
     there: list[str] = []
@@ -128,7 +128,7 @@ def test_refusals_come_before_weights_are_read(share, limits, message, tmp_path,
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
-def test_a_full_disk_has_no_room_for_weights_in_another_form(model_type, tmp_path, monkeypatch):
+def test_converted_weights_need_room_on_the_disk(model_type, tmp_path, monkeypatch):
     folder = tiny(tmp_path, model_type)
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
@@ -140,7 +140,7 @@ def test_a_full_disk_has_no_room_for_weights_in_another_form(model_type, tmp_pat
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_weights_on_the_disk_are_not_moved(tmp_path, limited):
+def test_weights_on_the_disk_are_not_fitted(tmp_path, limited):
     folder = tiny(tmp_path)
     limited(least(folder))
     with pytest.raises(ValueError, match=r'"fit_qk" moves weights, and some are offloaded: use method="fit"'):
@@ -179,14 +179,14 @@ def test_sizes(text):
 
 
 @pytest.mark.parametrize("text", ["", "much", "0GB", "-1GB", "8 cats", "1e9", 0, -5, 1.5, True, "9" * 40], ids=repr)
-def test_sizes_that_are_none(text):
+def test_invalid_sizes(text):
     with pytest.raises(
         ValueError, match=r'max_memory=.* is no size of memory: expected bytes, or a text such as "8GB"'
     ):
         parse_size(text)
 
 
-def test_what_is_left_of_a_limit(monkeypatch):
+def test_the_rest_of_a_limit(monkeypatch):
     monkeypatch.setattr(memory, "_free", lambda: 10**12)
     assert 0 < memory_left("64GB") < 64 * 10**9
     assert memory_left(None) == memory_left("100TB") == 10**12
@@ -200,8 +200,8 @@ def cgroup(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
-def test_what_cgroups_leave(tmp_path):
-    """Each cgroup above counts; cached files can go; one without a limit, or that is not there, leaves all."""
+def test_limits_of_cgroups(tmp_path):
+    """Parent cgroups count; cached files are free memory; a cgroup without a limit, or a missing one, is ignored."""
     process = tmp_path / "cgroup"
     process.write_text("9:name=systemd:/\n4:cpu,memory:/a/b\n0::/c/d\n")
     stat = "total_inactive_file 30\ninactive_file 7\n"
@@ -215,7 +215,7 @@ def test_what_cgroups_leave(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
-def test_what_the_limits_of_the_process_leave(kind, monkeypatch):
+def test_limits_of_the_process(kind, monkeypatch):
     assert memory_left(None) > 2**20
     getrlimit = resource.getrlimit
     monkeypatch.setattr(resource, "getrlimit", lambda asked: (2**20, 2**20) if asked == kind else getrlimit(asked))

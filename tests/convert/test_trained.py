@@ -1,4 +1,4 @@
-"""What conversions keep of trained models: a small one trained here, and those beside the repository."""
+"""Conversions of trained models keep the loss: of a small one trained here, and of the shared checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GAINS = {
 
 @pytest.fixture(scope="module")
 def small() -> tuple[PreTrainedModel, dict[str, list[Tensor]]]:
-    """A tiny Llama trained on Python's own library for some seconds, and batches of what it learns from."""
+    """Train a tiny Llama on the source of Python's library for some seconds; return it with batches of that text."""
     ids = tokenize(byte_tokenizer(), load_text(limit=400_000))
     cut = int(len(ids) * 0.9)
     batches = {
@@ -38,15 +38,15 @@ def small() -> tuple[PreTrainedModel, dict[str, list[Tensor]]]:
     }
     torch.manual_seed(0)
     model = tiny_model("llama", vocab_size=257, initializer_range=0.1)
-    train(model, batches["training"], rate=1e-2, warmup=20, decay=True, what="training")
+    train(model, batches["training"], rate=1e-2, warmup=20, decay=True, desc="training")
     return model.eval(), batches
 
 
-def test_a_conversion_of_a_trained_model_keeps_most(small):
+def test_a_conversion_removes_most_of_the_jump(small):
     base, batches = small
     before = mean_loss(base, batches["held out"])
     fresh = mean_loss(patch_model(copy.deepcopy(base), GAINS["per head"]), batches["held out"])
-    assert fresh > before + 0.05, "fresh gains do harm, or there is nothing to keep"
+    assert fresh > before + 0.05, "fresh gains raise the loss, or there is nothing to keep"
     losses = {}
     for method in ("moments", "fit", "fit_qk", None):
         model = patch_model(copy.deepcopy(base), GAINS["per head"])
@@ -61,7 +61,7 @@ def test_a_conversion_of_a_trained_model_keeps_most(small):
 
 
 def continued(model: PreTrainedModel, batches: list[Tensor], held_out: list[Tensor], **options: Any) -> list[float]:
-    """Held-out losses on the way of training `model`, blended in over the first half where `blend` is given."""
+    """Train `model`, with its scheme blended in over the first half if `blend`; return held-out losses on the way."""
     losses, blend, every = [], options["blend"], len(batches) // 6
 
     def each_step(step: int) -> None:
@@ -71,7 +71,7 @@ def continued(model: PreTrainedModel, batches: list[Tensor], held_out: list[Tens
             losses.append(mean_loss(model, held_out))
 
     torch.manual_seed(0)
-    train(model, batches, rate=options["rate"], what="continuing", each_step=each_step)
+    train(model, batches, rate=options["rate"], desc="continuing", each_step=each_step)
     return losses
 
 
@@ -87,8 +87,8 @@ def test_a_blend_of_a_trained_model_stays_near_its_control(small):
     assert "blend" not in str(model)
 
 
-class Story:
-    """A trained checkpoint of the shared folder, and batches of its text."""
+class Trained:
+    """A shared trained checkpoint, and batches of its text."""
 
     def __init__(self, shared: Any, family: str) -> None:
         folder = shared / "checkpoints" / f"{family}-shakespeare"
@@ -129,18 +129,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_how_much_of_the_jump_is_removed(shared, caplog, family, gains, method):
-    story = Story(shared, family)
+    trained = Trained(shared, family)
     base, fresh = BASES[family]
-    assert mean_loss(story.model, story.held_out) == pytest.approx(base, abs=1e-3)
+    assert mean_loss(trained.model, trained.held_out) == pytest.approx(base, abs=1e-3)
     with caplog.at_level(logging.WARNING, "hf_qknorm"):
-        patch_model(story.model, GAINS[gains])
+        patch_model(trained.model, GAINS[gains])
     assert "calibrate(model, texts) keeps it" in caplog.text
-    assert mean_loss(story.model, story.held_out) == pytest.approx(fresh, abs=1e-3)
+    assert mean_loss(trained.model, trained.held_out) == pytest.approx(fresh, abs=1e-3)
     least, steps = GATES[family, gains, method]
-    data = story.calibration[: None if steps else MOMENTS if method else TOKENS]
-    report = calibrate(story.model, data, method=method, steps=steps)
+    data = trained.calibration[: None if steps else MOMENTS if method else TOKENS]
+    report = calibrate(trained.model, data, method=method, steps=steps)
     assert f"{report.kept:.1%} of the jump removed" in str(report)
-    removed = (fresh - mean_loss(story.model, story.held_out)) / (fresh - base)
+    removed = (fresh - mean_loss(trained.model, trained.held_out)) / (fresh - base)
     assert removed >= least
     assert removed == pytest.approx(report.kept, abs=0.05)
 
@@ -148,11 +148,11 @@ def test_how_much_of_the_jump_is_removed(shared, caplog, family, gains, method):
 def test_a_blend_ends_where_the_control_does(shared, pytestconfig):
     if not pytestconfig.getoption("--all-trained"):
         pytest.skip("minutes of training: --all-trained")
-    story = Story(shared, "llama")
-    control = continued(copy.deepcopy(story.model), story.continued, story.held_out, rate=3e-4, blend=False)
-    patch_model(story.model, "qk_norm")
-    calibrate(story.model, story.calibration[:MOMENTS], method="moments")
-    blended = continued(story.model, story.continued, story.held_out, rate=3e-4, blend=True)
+    trained = Trained(shared, "llama")
+    control = continued(copy.deepcopy(trained.model), trained.continued, trained.held_out, rate=3e-4, blend=False)
+    patch_model(trained.model, "qk_norm")
+    calibrate(trained.model, trained.calibration[:MOMENTS], method="moments")
+    blended = continued(trained.model, trained.continued, trained.held_out, rate=3e-4, blend=True)
     above = [ours - theirs for ours, theirs in zip(blended, control, strict=True)]
     assert above[0] == pytest.approx(0, abs=1e-6)
     assert max(above) <= 0.03

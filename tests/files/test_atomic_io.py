@@ -1,4 +1,4 @@
-"""Writing that is whole or not at all: what is put in its way, and what killed and living processes leave beside it."""
+"""Atomic writes: files of others beside the destination stay, and leftovers of killed processes are removed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from filelock import FileLock
 
 from hf_qknorm.files import atomic_io
 from hf_qknorm.files.atomic_io import is_leftover, new_folder, replace_file, replace_text, scratch_folder
-from hf_qknorm.files.paths import user_path
 
 
-def anything() -> None:
-    """A check that lets everything be replaced."""
+def accept() -> None:
+    """Accept every destination."""
 
 
 def leftover(path: Path, *inside: str) -> Path:
-    """A staging folder for `path`, as a killed process leaves it."""
+    """Make the staging folder that a killed writer of `path` leaves behind."""
     folder = path.with_name(f".{path.name}.a1b2c3d4.hf_qknorm")
     folder.mkdir()
     for name in inside:
@@ -31,7 +30,7 @@ def leftover(path: Path, *inside: str) -> Path:
 
 
 def write(path: Path, text: str = "new") -> None:
-    with new_folder(path, anything) as folder:
+    with new_folder(path, accept) as folder:
         (folder / "content").write_text(text)
 
 
@@ -40,8 +39,8 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "folder", "fifo"])
-def test_nothing_of_others_is_in_the_way(kind, tmp_path):
-    """Neither followed, nor waited for, nor deleted: whatever name an earlier version had for its own files."""
+def test_other_files_beside_the_destination_stay(kind, tmp_path):
+    """They are not followed, waited for, or deleted, even under names that an earlier version used itself."""
     victim, out = tmp_path / "victim", tmp_path / "out"
     victim.write_text("precious")
     beside = [tmp_path / f".{name}.{end}" for name in ("out", "note.md") for end in ("lock", "partial", "old")]
@@ -66,22 +65,22 @@ def test_nothing_of_others_is_in_the_way(kind, tmp_path):
 
 @pytest.mark.parametrize("inside", [(), ("lock",), ("lock", "new"), ("new",), ("lock", "new", "old"), ("lock", "old")])
 @pytest.mark.parametrize("there", [False, True])
-def test_leftovers_of_killed_processes_go(inside, there, tmp_path):
+def test_leftovers_of_killed_processes_are_removed(inside, there, tmp_path):
     out = tmp_path / "out"
     if there:
         write(out)
     if "old" in inside and there == ("new" in inside):
-        pytest.skip("no process leaves this")
+        pytest.skip("no process leaves this combination")
     assert is_leftover(leftover(out, *inside))
     write(out, "newer")
     assert names(tmp_path) == ["out"]
     assert (out / "content").read_text() == "newer"
 
 
-def test_an_old_folder_is_put_back_where_a_process_was_killed_between_two_renames(tmp_path):
+def test_an_old_folder_is_restored_after_a_kill_between_the_two_renames(tmp_path):
     out = tmp_path / "out"
     leftover(out, "lock", "new", "old")
-    with pytest.raises(ValueError, match="stop"), new_folder(out, anything):
+    with pytest.raises(ValueError, match="stop"), new_folder(out, accept):
         raise ValueError("stop")
     assert names(tmp_path) == ["out"]
     assert (out / "content").read_text() == "old"
@@ -109,7 +108,7 @@ def test_folders_that_only_look_like_leftovers_stay(tmp_path):
     assert (mine / "lock").read_text() == "precious"
 
 
-def test_two_at_once(tmp_path):
+def test_a_folder_has_one_writer_at_a_time(tmp_path):
     out = tmp_path / "out"
     folder = leftover(out, "new")
     with FileLock(folder / "lock"):
@@ -122,7 +121,7 @@ def test_two_at_once(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-def test_it_is_checked_again_before_the_rename(tmp_path):
+def test_the_destination_is_checked_again_before_the_rename(tmp_path):
     out = tmp_path / "out"
 
     def check() -> None:
@@ -139,7 +138,7 @@ def test_it_is_checked_again_before_the_rename(tmp_path):
     assert (out / "thesis.txt").read_text() == "precious"
 
 
-def test_where_folders_can_not_be_exchanged(tmp_path, monkeypatch):
+def test_a_folder_is_replaced_without_a_system_call_to_exchange(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_io, "_exchange", lambda a, b: False)
     write(tmp_path / "out")
     write(tmp_path / "out", "newer")
@@ -161,7 +160,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old"
 
 
-def test_what_is_written_has_the_usual_permissions(tmp_path):
+def test_written_files_have_the_usual_permissions(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     write(tmp_path / "out")
@@ -170,21 +169,7 @@ def test_what_is_written_has_the_usual_permissions(tmp_path):
         assert (tmp_path / made).stat().st_mode == (tmp_path / usual).stat().st_mode
 
 
-def test_paths_of_users(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert user_path("~/out", "dst") == tmp_path / "home" / "out"
-    assert user_path("./out", "dst") == Path("out")
-    (tmp_path / "far" / "away").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "far" / "away")
-    assert user_path(tmp_path / "link" / ".." / "out", "dst") == tmp_path / "far" / "out"
-    assert user_path(tmp_path / "link" / "..", "dst") == tmp_path / "far"
-    with pytest.raises(ValueError, match="dst is empty, which would mean the working directory"):
-        user_path("", "dst")
-    with pytest.raises(ValueError, match=r"dst is '~nobody-at-all/x', and there is no such user"):
-        user_path("~nobody-at-all/x", "dst")
-
-
-def test_a_scratch_folder_goes_however_its_block_ends(tmp_path):
+def test_a_scratch_folder_is_removed_when_its_block_ends(tmp_path):
     out = tmp_path / "not yet there" / "out"
     with scratch_folder(out) as folder:
         (folder / "weights").write_text("x")

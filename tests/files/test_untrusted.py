@@ -1,4 +1,4 @@
-"""Configs, reports and weights from strangers: they are data, and never code; bad ones end in a clear ValueError."""
+"""Untrusted configs, reports and weights are read as data, never as code, and bad ones raise a clear ValueError."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_qknorm.checkpoint.config import read_config
 from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE, Weights
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import DEPTH, is_shallow, read_json
-from hf_qknorm.hub.metadata import carried, is_ours
+from hf_qknorm.hub.metadata import inherited_fields, is_generated_card
 from hf_qknorm.model.derived import derived_config
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
 
@@ -30,7 +30,7 @@ FUZZ = settings(
 
 
 def nested(depth: int) -> Any:
-    """Lists and mappings in each other."""
+    """Return lists and mappings nested `depth` levels deep."""
     value: Any = 1
     for level in range(depth):
         value = [value] if level % 2 else {"q": value}
@@ -56,7 +56,7 @@ JSON = st.one_of(
 
 
 def like(made: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """`made` with any values at a few keys, some of them unknown or missing."""
+    """Return `made` with arbitrary values at a few keys, some of them unknown or missing."""
     changes = st.dictionaries(st.sampled_from([*made, "unknown"]), JSON, max_size=3)
     missing = st.sets(st.sampled_from([*made]), max_size=1)
     return st.builds(lambda new, gone: {k: v for k, v in (made | new).items() if k not in gone}, changes, missing)
@@ -69,7 +69,7 @@ NASTY = (
 
 
 def variants(made: Any) -> Iterator[Any]:
-    """`made` with each of its parts, at any depth, replaced by everything nasty, gone, or with a stranger beside it."""
+    """Yield `made` with each part, at any depth, replaced by each nasty value, removed, or beside an unknown key."""
     yield from NASTY
     keys = list(made) if isinstance(made, dict) else range(len(made)) if isinstance(made, list) else ()
     for key in keys:
@@ -209,12 +209,12 @@ def test_safetensors_headers(tmp_path, header):
     weights = outcome(lambda: Weights(tmp_path))
     if weights is not None:
         assert weights.parameters >= 0
-        assert weights.size <= 16
+        assert weights.nbytes <= 16
 
 
 @FUZZ
 @given(st.binary(max_size=64))
-def test_safetensors_that_are_none(tmp_path, data):
+def test_files_that_are_not_safetensors(tmp_path, data):
     (tmp_path / "model.safetensors").write_bytes(data)
     outcome(lambda: Weights(tmp_path))
 
@@ -232,11 +232,11 @@ def test_safetensors_that_are_none(tmp_path, data):
 def test_indices(tmp_path, index):
     text = json.dumps(index) if is_shallow(index) else "[" * 5000
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with suppress(FileNotFoundError):  # what an index names must be there
+    with suppress(FileNotFoundError):  # a file that the index names must exist
         outcome(lambda: Weights(tmp_path))
 
 
-def test_an_index_must_have_room_for_the_size(tmp_path):
+def test_metadata_of_an_index_is_a_mapping(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"metadata": [], "weight_map": {"weight": SINGLE}}))
     with pytest.raises(ValueError, match='"metadata" is .*, expected a mapping'):
         Weights(tmp_path)
@@ -246,7 +246,7 @@ OUTSIDE = ("../x", "/etc/x", "a/b", "..\\x", "C:x", "x\0", "\n", "x" * 300, "")
 
 
 @pytest.mark.parametrize("name", [*(f"{name}.safetensors" for name in OUTSIDE), "x.bin"])
-def test_an_index_names_files_of_its_folder_alone(tmp_path, name):
+def test_an_index_names_only_files_of_its_folder(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
     with pytest.raises(ValueError, match=r"expected a \.safetensors file of this folder"):
         Weights(tmp_path)
@@ -262,8 +262,8 @@ def test_an_index_names_files_of_its_folder_alone(tmp_path, name):
 )
 def test_front_matter(tmp_path, matter):
     (tmp_path / "README.md").write_text(f"---\n{matter}\n---\n", encoding="utf-8", errors="replace")
-    outcome(lambda: carried(tmp_path / "README.md"))
-    assert is_ours(tmp_path / "README.md") in (False, True)
+    outcome(lambda: inherited_fields(tmp_path / "README.md"))
+    assert is_generated_card(tmp_path / "README.md") in (False, True)
 
 
 @FUZZ
@@ -272,13 +272,13 @@ def test_front_matter(tmp_path, matter):
 )
 def test_front_matter_of_the_right_keys(tmp_path, data):
     (tmp_path / "README.md").write_text(f"---\n{json.dumps(data)}\n---\n")
-    known = outcome(lambda: carried(tmp_path / "README.md"))
+    known = outcome(lambda: inherited_fields(tmp_path / "README.md"))
     assert all(line.isprintable() for values in (known or {}).values() for line in values)
 
 
 @given(JSON)
 @FUZZ
-def test_brief_is_brief(value):
+def test_shortened_values_are_short(value):
     assert len(shorten(value)) < 2500
 
 
@@ -293,7 +293,7 @@ def test_depth_is_limited(tmp_path):
         read_json(tmp_path / "x.json", 10)
 
 
-def test_a_patched_model_refuses_a_strangers_scheme():
+def test_patch_model_refuses_an_untrusted_scheme():
     assert "llama" in FAMILIES
     with pytest.raises(ValueError, match="unknown scheme field"):
         patch_model(tiny_model("llama"), {"__class__": "x"})

@@ -1,4 +1,4 @@
-"""Checkpoints from strangers: nothing of theirs is run, and nothing of this machine's travels along."""
+"""Untrusted checkpoints: none of their code is run, and no other file of this machine is copied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_qknorm import calibrate, convert_checkpoint, export_native
 from hf_qknorm.convert.inspect import inspect_checkpoint
-from hf_qknorm.demo import story
+from hf_qknorm.demo.run import Settings, run_demo
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub.card import write_card
 
@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def booby_trap(folder: Path, sign: Path) -> None:
-    """Code and pickles that would leave a sign if they were run, under every name that transformers looks for."""
+    """Add code and pickles that would create the file `sign` if run, under every name that transformers looks for."""
     code = f"open({str(sign)!r}, 'w').close()\n"
     for name in ("modeling_qknorm", "configuration_qknorm", "tokenization_qknorm", "custom_generate/generate"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def booby_trap(folder: Path, sign: Path) -> None:
         (folder / name).write_text(json.dumps(held | {"auto_map": auto_map}))
 
 
-def test_nothing_is_run_without_being_asked(source, tmp_path):
+def test_no_code_of_a_checkpoint_is_run(source, tmp_path):
     sign, text = tmp_path / "sign", tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
     booby_trap(source, sign)
@@ -79,7 +79,7 @@ def test_an_unknown_model_type_with_code_is_refused(source, tmp_path):
     with pytest.raises((ValueError, OSError), match="custom code"):
         inspect_checkpoint(str(source))
     with pytest.raises((ValueError, OSError), match="custom code"):
-        story.run(story.Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
+        run_demo(Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
     assert not (tmp_path / "sign").exists()
     assert not (tmp_path / "out").exists()
 
@@ -92,12 +92,12 @@ def test_pickled_weights_are_not_read(source, tmp_path):
     with pytest.raises(ValueError, match="only pickled weights are there"):
         inspect_checkpoint(str(source))
     with pytest.raises(ValueError, match="only pickled weights are there"):
-        story.run(story.Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
+        run_demo(Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
     assert not (tmp_path / "sign").exists()
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "README.md", "tokenizer_config.json", "additional_chat_templates"])
-def test_links_to_elsewhere_do_not_travel(source, tmp_path, name):
+def test_links_out_of_the_folder_are_not_copied(source, tmp_path, name):
     private = tmp_path / "private"
     private.mkdir()
     (private / "key.jinja").write_text("secret")
@@ -109,7 +109,7 @@ def test_links_to_elsewhere_do_not_travel(source, tmp_path, name):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_hubs_cache_is_made_of_links_and_may_be(source, tmp_path):
+def test_links_of_the_hubs_cache_are_copied(source, tmp_path):
     repository = tmp_path / "hub" / "models--owner--name"
     snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
     snapshot.mkdir(parents=True)
@@ -125,7 +125,7 @@ def test_the_hubs_cache_is_made_of_links_and_may_be(source, tmp_path):
         convert_checkpoint(snapshot, tmp_path / "again", "qk_norm")
 
 
-def test_archives_are_not_unpacked_and_nothing_is_written_elsewhere(source, tmp_path):
+def test_archives_are_not_unpacked_and_nothing_else_is_written(source, tmp_path):
     (tmp_path / "payload").write_text("x")
     with tarfile.open(source / "extra.tar", "w") as archive:
         archive.add(tmp_path / "payload", "../escaped")
@@ -140,7 +140,7 @@ def test_archives_are_not_unpacked_and_nothing_is_written_elsewhere(source, tmp_
 @pytest.mark.parametrize(
     "architectures", [["pipeline"], ["AutoModel"], [3], "LlamaForCausalLM", {"a": 1}, [["x"]], ["os.system"]]
 )
-def test_an_architecture_must_be_a_models_class(source, tmp_path, architectures):
+def test_an_architecture_must_be_the_class_of_a_model(source, tmp_path, architectures):
     config = json.loads((source / "config.json").read_text()) | {"architectures": architectures}
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="architectures"):
@@ -148,7 +148,7 @@ def test_an_architecture_must_be_a_models_class(source, tmp_path, architectures)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "[" * 10**5, '{"a":' * 500 + "1" + "}" * 500])
-def test_a_config_that_is_none(source, tmp_path, text):
+def test_a_config_that_is_not_a_mapping(source, tmp_path, text):
     (source / "config.json").write_text(text)
     with pytest.raises(ValueError, match="config.json"):
         convert_checkpoint(source, tmp_path / "out")

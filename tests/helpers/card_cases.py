@@ -1,4 +1,4 @@
-"""Checkpoints that cards are made of."""
+"""Checkpoints and reports for the tests of model cards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPORT = "qk_norm_report.json"
 
 
 def checkpoint(folder: Path, scheme: Any = "qk_norm_cap", family: str = "llama", report: bool = True) -> Path:
-    """A patched checkpoint, with the report of its calibration."""
+    """Save a patched checkpoint with its calibration report; return the folder."""
     model = patch_model(tiny_model(family, initializer_range=0.2), scheme)
     if report:
         generator = torch.Generator().manual_seed(0)
@@ -27,12 +27,12 @@ def checkpoint(folder: Path, scheme: Any = "qk_norm_cap", family: str = "llama",
 
 
 def front(text: str) -> dict[str, Any]:
-    """The front matter of a card, as the Hub's library reads it."""
+    """The front matter of a card as huggingface_hub reads it."""
     return ModelCard(text).data.to_dict()
 
 
 def edit(folder: Path, **changes: Any) -> Calibration:
-    """Change fields of the report, and give it back."""
+    """Change fields of the report; return the new report."""
     report = dataclasses.replace(Calibration.load(folder / REPORT), **changes)
     report.save(folder / REPORT)
     return report

@@ -1,4 +1,4 @@
-"""A checkpoint with everything that may lie beside it, and what tests of conversions ask of folders."""
+"""Folders of checkpoints: saved, loaded, compared, and changed."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change the tensors of a checkpoint's single file."""
+    """Change the tensors in a checkpoint's single file."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def configure(folder: Path, **settings: Any) -> None:
-    """Change the config of a checkpoint; None removes a field."""
+    """Change settings of a checkpoint's config; None removes one."""
     config = json.loads((folder / "config.json").read_text()) | settings
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

@@ -1,4 +1,4 @@
-"""The calls that the Hub of `server.py` answers: who asks, what there is, uploads, commits, downloads."""
+"""The endpoints of the Hub in `server.py`: user, repositories, uploads, commits, downloads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-LARGE = 4096  # bytes from which a file is stored as LFS
-PART = 100_000  # bytes of a part, of files that are sent in parts
+LARGE = 4096  # bytes; larger PNG files are stored as LFS
+PART = 100_000  # bytes of a part in multipart uploads
 
 
 @dataclass(frozen=True)
 class Commit:
     title: str
-    files: dict[str, bytes]  # all that there is
+    files: dict[str, bytes]  # all files after the commit
     changed: tuple[str, ...] = ()
 
     @property
@@ -28,7 +28,7 @@ class Commit:
 class Repo:
     private: bool | None
     branches: dict[str, list[Commit]] = field(default_factory=dict)
-    large: dict[str, bytes] = field(default_factory=dict)  # LFS, by sha256
+    large: dict[str, bytes] = field(default_factory=dict)  # LFS objects by sha256
 
     def commit(self, revision: str) -> Commit | None:
         by_oid = {commit.oid: commit for commits in self.branches.values() for commit in commits}
@@ -48,7 +48,7 @@ TOKENS = {
     "hf_reads": _token("read"),
     "hf_mine": _token("fineGrained", fineGrained=_scoped("me")),
     "hf_elsewhere": _token("fineGrained", fineGrained=_scoped("lab")),
-    "hf_revoked": _token("write"),  # says that it may write, and may not
+    "hf_revoked": _token("write"),  # described as a write token, and refused
 }
 ORGS = [{"name": "lab", "roleInOrg": "write"}, {"name": "readers", "roleInOrg": "read"}]
 
@@ -181,16 +181,16 @@ def _put(call: Any, body: bytes, repo: str, oid: str, part: str | None = None) -
 
 def _complete(call: Any, body: bytes, repo: str, oid: str) -> Answer:
     parts = call.hub.parts.pop(oid)
-    for said in json.loads(body)["parts"]:
-        if said["etag"] != f'"{hashlib.md5(parts[said["partNumber"]]).hexdigest()}"':
-            raise Refused(400, "the parts are not what was sent")
+    for part in json.loads(body)["parts"]:
+        if part["etag"] != f'"{hashlib.md5(parts[part["partNumber"]]).hexdigest()}"':
+            raise Refused(400, "the parts differ from those received")
     return _store(call, repo, oid, b"".join(parts[number] for number in sorted(parts)))
 
 
 def _store(call: Any, repo: str, oid: str, data: bytes) -> Answer:
     if hashlib.sha256(data).hexdigest() != oid:
-        raise Refused(400, "the content is not what its sha256 says")
-    call.hub.repos[repo].large[oid] = data  # no token: the address is secret
+        raise Refused(400, "the content does not match its sha256")
+    call.hub.repos[repo].large[oid] = data  # needs no token: the URL is secret
     return 200, {}, b""
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints to push, and what tests of pushes ask of folders and models."""
+"""Checkpoints to push, contents of folders and logits of models, for the tests of pushes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_qknorm import patch_model
 from hf_qknorm.demo.training import byte_tokenizer
 
 CARD = "---\nlicense: mit\n---\n# Tiny\n\nA model of the tests.\n"
-SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]  # of `checkpoint` in three
+SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]  # of `checkpoint(..., max_shard_size="200KB")`
 
 
 def patched(**settings: Any) -> PreTrainedModel:
@@ -22,7 +22,7 @@ def patched(**settings: Any) -> PreTrainedModel:
 
 
 def checkpoint(folder: Path, **options: Any) -> Path:
-    """A patched checkpoint with what may travel beside it."""
+    """Save a patched checkpoint with tokenizer, card, licence and chat templates; return the folder."""
     patched().save_pretrained(folder, **options)
     byte_tokenizer().save_pretrained(folder)
     (folder / "README.md").write_text(CARD)

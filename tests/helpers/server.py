@@ -1,6 +1,6 @@
-"""A Hub on this machine, for tests: what the client of huggingface_hub asks for, with faults on demand.
+"""A local Hub for tests: the endpoints that huggingface_hub's client calls, with faults on demand.
 
-    with Hub() as hub:  # hub.url is for HF_ENDPOINT, "hf_writes" a token that may write to `me` and `lab`
+    with Hub() as hub:  # hub.url: HF_ENDPOINT; "hf_writes": a token with write access to `me` and `lab`
         hub.faults.append(Fault("POST .*/commit/", status=503, times=2))
 
 Repositories live in memory. Xet is not served: clients must have HF_HUB_DISABLE_XET=1.
@@ -24,18 +24,18 @@ from hub_calls import ROUTES, Commit, Refused, Repo
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests that match: an error, a cut after some bytes, or a wait (s)."""
+    """A fault of the next `times` matching requests: an error, a cut after some bytes, or a wait in seconds."""
 
     request: str  # a regular expression on "METHOD path"
     times: int = 1
     status: int | None = None
     cut: int | None = None
     wait: float = 0.0
-    lose_answer: bool = False  # it is done, and the connection is cut before the answer
+    lose_answer: bool = False  # the request is served, and the connection is cut before the answer
 
 
 class Hub:
-    """The server and what it holds; `requests` lists "METHOD path", `received` the LFS objects by upload."""
+    """The server and its repositories; `requests` lists "METHOD path", `received` the uploads of LFS objects."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
@@ -58,7 +58,7 @@ class Hub:
         self.stop()
 
     def stop(self) -> None:
-        """Answer nobody any more."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -68,7 +68,7 @@ class Hub:
         return self.repos[repo_id]
 
     def commits(self, repo_id: str, branch: str = "main") -> list[Commit]:
-        """What was committed after the repository was made."""
+        """The commits after the initial one."""
         return self.repos[repo_id].branches[branch][1:] if repo_id in self.repos else []
 
     def fault(self, request: str) -> Fault | None:
@@ -82,7 +82,7 @@ class Hub:
 
 
 class _Cut(Exception):
-    """The connection is cut, by a fault or by the client."""
+    """Raised when a fault or the client cuts the connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = self._body(fault.cut if fault else None)
             if fault:
-                threading.Event().wait(fault.wait)  # tests may have put time.sleep to sleep
+                threading.Event().wait(fault.wait)  # not time.sleep, which tests replace
             answer = self._handled(body, fault.status if fault else None)
             if fault and fault.lose_answer:
                 raise _Cut

@@ -1,7 +1,7 @@
-"""Run checkpoints with torch and transformers alone: `python without_package.py FOLDER...`, each with its batch.
+"""Run stand-alone checkpoints without the package: `python without_package.py FOLDER...`, each with a batch.
 
-Writes `alone.safetensors` into each folder: logits, loss, gradients, generated tokens. The package can't be imported
-here, and each model is saved once more, to `again` in its folder, and its logits there are written too.
+Writes logits, loss, gradients and generated tokens to `alone.safetensors` in each folder. Also saves each model to
+`again` in its folder, loads it from there, and writes its logits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(folders: list[Path]) -> None:
         batch = load_file(folder / "batch.safetensors")
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         if not type(model).__module__.startswith("transformers_modules"):
-            raise SystemExit(f"{folder}: {type(model).__module__} is not what travelled with the checkpoint")
+            raise SystemExit(f"{folder}: {type(model).__module__} is not the checkpoint's own code")
         result = model(**batch)
         result.loss.backward()
         found = {f"gradient {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}

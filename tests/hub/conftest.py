@@ -1,4 +1,4 @@
-"""The Hub on this machine, for the tests in this folder, and this process as its client."""
+"""A local Hub for the tests in this folder, with this process as its client."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers.utils import hub as transformers_hub
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub of its own for one test, logged in as `me` with a token that may write."""
+    """A new Hub for one test, logged in as `me` with a write token."""
     with Hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(hf_api.api, "endpoint", hub.url)
-        monkeypatch.setattr(transformers_hub, "_hf_api", None, raising=False)  # made when it is first used
+        monkeypatch.setattr(transformers_hub, "_hf_api", None, raising=False)  # created when first used
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
@@ -28,6 +28,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setenv("HF_TOKEN", "hf_writes")
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        close_session()  # it may have been made with other proxies
+        close_session()  # it may have other proxies
         yield hub
         close_session()

@@ -1,4 +1,4 @@
-"""Tokens and paths that a push refuses, and what only looks like them."""
+"""Tokens and paths that a push refuses, and similar text that it accepts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hf_qknorm.hub.private import check_private, forget_places
+from hf_qknorm.hub.private import check_private, remove_local_origins
 
-OWN = "hf_my_own"  # too short for a token's form: known because it is the user's
+OWN = "hf_my_own"  # too short for the form of a token: refused because it is the user's
 SECRETS = {
     "own": OWN,
     "user": "hf_" + "a1" * 17,
@@ -45,7 +45,7 @@ NO_PATHS = [
 
 
 def source(folder: Path, metadata: dict[str, str], tensors: list[str]) -> Any:
-    """A checkpoint as far as it is looked at: one file with weights."""
+    """The parts of a `Source` that `check_private` reads, with one weights file."""
     stored = {name: SimpleNamespace(file="model.safetensors") for name in tensors}
     weights = SimpleNamespace(metadata={"model.safetensors": metadata}, stored=stored, files=["model.safetensors"])
     return SimpleNamespace(folder=folder / "checkpoint", weights=weights)
@@ -53,9 +53,9 @@ def source(folder: Path, metadata: dict[str, str], tensors: list[str]) -> Any:
 
 @pytest.fixture
 def check(tmp_path):
-    """Look through files (name: text, or JSON), metadata and names of tensors; the refusal, or None."""
+    """Check files (name: text or JSON), metadata and names of tensors; returns the refusal, or None."""
 
-    def look(files: dict[str, Any], metadata: dict[str, str] | None = None, tensors: list[str] | None = None) -> Any:
+    def refusal(files: dict[str, Any], metadata: dict[str, str] | None = None, tensors: list[str] | None = None) -> Any:
         paths = {}
         for name, content in files.items():
             paths[name] = tmp_path / name
@@ -66,38 +66,38 @@ def check(tmp_path):
             return str(error)
         return None
 
-    return look
+    return refusal
 
 
 @pytest.mark.parametrize("secret", SECRETS.values(), ids=SECRETS)
 def test_tokens_are_refused_wherever_they_are_and_never_printed(check, secret):
     refusals = {
-        "LICENSE, line 2, holds ": check({"LICENSE": f"MIT\nlogin({secret})"}),
-        "config.json, line 2, holds ": check({"config.json": {"a": secret}}),
-        "chat_template.jinja, line 1, holds ": check({"chat_template.jinja": "{# " + secret + " #}"}),
-        "model.safetensors (metadata), line 1, holds ": check({}, {"token": secret}),
-        "model.safetensors (metadata), line 2, holds ": check({}, {"a": "b", secret: ""}),
-        "model.safetensors (names of tensors), line 2, holds ": check({}, {}, ["a", f"model.{secret}"]),
+        "LICENSE, line 2, contains ": check({"LICENSE": f"MIT\nlogin({secret})"}),
+        "config.json, line 2, contains ": check({"config.json": {"a": secret}}),
+        "chat_template.jinja, line 1, contains ": check({"chat_template.jinja": "{# " + secret + " #}"}),
+        "model.safetensors (metadata), line 1, contains ": check({}, {"token": secret}),
+        "model.safetensors (metadata), line 2, contains ": check({}, {"a": "b", secret: ""}),
+        "model.safetensors (names of tensors), line 2, contains ": check({}, {}, ["a", f"model.{secret}"]),
     }
     for start, refusal in refusals.items():
         assert refusal.startswith(start)
-        assert refusal.endswith(": take it out, nothing was sent")
+        assert refusal.endswith(": remove it; nothing was uploaded")
         assert secret not in refusal
 
 
 def test_a_token_in_a_files_name_is_refused(check):
     refusal = check({"LICENSE": "", f"LICENSE-{SECRETS['user']}": ""})
-    assert refusal == "the files' names, line 2, holds a token of the Hub: take it out, nothing was sent"
+    assert refusal == "the files' names, line 2, contains a token of the Hub: remove it; nothing was uploaded"
 
 
 @pytest.mark.parametrize("word", NO_SECRETS)
-def test_what_is_no_token_is_let_through(check, word):
+def test_text_similar_to_a_token_is_accepted(check, word):
     assert check({"LICENSE": word, "config.json": {"a": word}}, {word: word}, [word]) is None
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_setting_that_is_a_path_is_refused_by_its_key(check, path):
-    shown = f"holds a path of this machine ({path!r}): take it out, nothing was sent"
+def test_a_path_as_a_setting_is_refused_with_its_key(check, path):
+    shown = f"contains a path of this machine ({path!r}): remove it; nothing was uploaded"
     for name, data, key in [
         ("tokenizer_config.json", {"a": 1, "special_tokens_map_file": path}, "special_tokens_map_file"),
         ("tokenizer_config.json", {"tokenizer_file": path}, "tokenizer_file"),
@@ -112,19 +112,19 @@ def test_a_setting_that_is_a_path_is_refused_by_its_key(check, path):
 
 
 @pytest.mark.parametrize("path", ["/models", "/data/", *PATHS])
-def test_a_setting_whose_name_says_that_it_is_a_path_may_be_short(check, path):
+def test_a_short_path_is_refused_if_the_key_names_a_path(check, path):
     for key in ("_name_or_path", "vocab_file", "cache_dir", "data_root"):
-        assert f"text_config.{key}, holds a path" in check({"config.json": {"text_config": {key: path}}})
+        assert f"text_config.{key}, contains a path" in check({"config.json": {"text_config": {key: path}}})
 
 
 @pytest.mark.parametrize("value", NO_PATHS)
-def test_what_is_no_path_is_let_through(check, value):
+def test_text_similar_to_a_path_is_accepted(check, value):
     data = {"a": value, "b": [value], value: {"made_in": value}}
     assert check({"config.json": data, "tokenizer_config.json": data}, {"a": value}, [value]) is None
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_words_and_prose_may_look_like_a_path(check, path):
+def test_vocabularies_and_prose_may_look_like_a_path(check, path):
     files = {
         "tokenizer.json": {"model": {"vocab": {path: 1}}},
         "vocab.json": {path: 1},
@@ -148,20 +148,20 @@ def test_the_home_folder_and_the_checkpoints_own_are_refused_anywhere(check, tmp
     home = tmp_path / "ünï"
     monkeypatch.setenv("HOME", str(home))
     for own in (home, tmp_path / "checkpoint"):
-        assert "LICENSE, line 2, holds a path of this machine" in check({"LICENSE": f"x\nsee {own}/notes."})
-        assert "model.safetensors (names of tensors), line 1, holds a path" in check({}, {}, [f"{own}/x"])
+        assert "LICENSE, line 2, contains a path of this machine" in check({"LICENSE": f"x\nsee {own}/notes."})
+        assert "model.safetensors (names of tensors), line 1, contains a path" in check({}, {}, [f"{own}/x"])
         escaped = check({"tokenizer_config.json": {"bos_token": f"see {own}/notes"}})
         assert "tokenizer_config.json, " in escaped
         assert check({"tokenizer.json": f"{own}/notes"}) is None
         assert check({"LICENSE": f"{own}-other"}) is None
 
 
-def test_where_a_model_came_from_is_taken_out_of_nested_configs_too(tmp_path):
+def test_local_origins_are_removed_from_nested_configs_too(tmp_path):
     path = tmp_path / "config.json"
     inner = {"_name_or_path": "/mnt/models/tower", "hidden_size": 8}
     data = {"_name_or_path": "me/llama", "text_config": inner, "towers": [{"name_or_path": str(tmp_path)}, inner]}
     path.write_text(json.dumps(data))
-    forget_places(path)
+    remove_local_origins(path)
     assert json.loads(path.read_text()) == {
         "_name_or_path": "me/llama",
         "text_config": {"hidden_size": 8},

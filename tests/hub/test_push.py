@@ -1,4 +1,4 @@
-"""`push_to_hub` against a Hub on this machine: what arrives, in how many commits, and what is never sent."""
+"""`push_to_hub` against a local Hub: the files of each commit, and files that are never uploaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LITTER = "optimizer.pt trainer_state.json training_args.bin pytorch_model.bin .e
 
 
 def litter(folder: Path) -> None:
-    """What lies about in a training folder, and is nobody's business."""
+    """Add files that a training folder often has and that must stay private."""
     for name in LITTER.split():
         (folder / name).write_text("{}")
     (folder / "checkpoint-5").mkdir()
@@ -34,12 +34,12 @@ def out(tmp_path: Path) -> Path:
     return checkpoint(tmp_path / "out")
 
 
-OLD = (REPORT, "qk_norm_loss.png", "plot.png", "model.gguf", "notes.md")  # on the Hub from before
+OLD = (REPORT, "qk_norm_loss.png", "plot.png", "model.gguf", "notes.md")  # of an earlier push
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
 @pytest.mark.parametrize("multipart", [False, True], ids=["basic", "multipart"])
-def test_all_that_is_needed_arrives_in_one_commit(hub, tmp_path, sharded, multipart):
+def test_one_commit_has_every_file_that_is_needed(hub, tmp_path, sharded, multipart):
     hub.multipart = multipart
     folder = checkpoint(tmp_path / "out", **({"max_shard_size": "200KB"} if sharded else {}))
     litter(folder)
@@ -70,7 +70,7 @@ def test_all_that_is_needed_arrives_in_one_commit(hub, tmp_path, sharded, multip
     assert AutoTokenizer.from_pretrained("me/tiny")("abc") == AutoTokenizer.from_pretrained(folder)("abc")
 
 
-def test_a_second_push_commits_what_changed_and_nothing_else(hub, out):
+def test_a_second_push_commits_changed_files_only(hub, out):
     url = push_to_hub(out, "me/tiny")
     sent = list(hub.received)
     assert push_to_hub(out, "me/tiny") == url
@@ -83,8 +83,8 @@ def test_a_second_push_commits_what_changed_and_nothing_else(hub, out):
     assert hub.received == sent
 
 
-def test_weights_and_reports_of_an_earlier_push_do_not_stay(hub, tmp_path):
-    """`model.safetensors` beside an index would be loaded instead of what the index names."""
+def test_weights_and_reports_of_an_earlier_push_are_deleted(hub, tmp_path):
+    """A stale `model.safetensors` would be loaded instead of the shards that the index names."""
     push_to_hub(checkpoint(tmp_path / "one"), "me/tiny")
     hub.repos["me/tiny"].branches["main"][-1].files.update(dict.fromkeys(OLD, b"{}"))
     push_to_hub(checkpoint(tmp_path / "two", max_shard_size="200KB"), "me/tiny")
@@ -94,7 +94,7 @@ def test_weights_and_reports_of_an_earlier_push_do_not_stay(hub, tmp_path):
     assert {"model.gguf", "plot.png", "notes.md", *SHARDS} <= set(last.files)
 
 
-def test_a_card_that_was_edited_keeps_its_words(hub, out):
+def test_an_edited_card_keeps_its_text(hub, out):
     write_card(out)
     card = (out / "README.md").read_text()
     assert PLACEHOLDER in card
@@ -106,7 +106,7 @@ def test_a_card_that_was_edited_keeps_its_words(hub, out):
 
 
 @pytest.mark.parametrize(("private", "asked"), [(None, None), (True, "private"), (False, "public")])
-def test_private_is_asked_for_only_if_it_is_said(hub, out, private, asked):
+def test_visibility_is_requested_only_if_private_is_given(hub, out, private, asked):
     push_to_hub(out, "me/tiny", private=private)
     (created,) = hub.created
     visibility = created.get("visibility", {True: "private", False: "public"}.get(created.get("private")))
@@ -114,14 +114,14 @@ def test_private_is_asked_for_only_if_it_is_said(hub, out, private, asked):
     push_to_hub(out, "me/tiny", private=private)
 
 
-def test_a_name_alone_is_the_users_own_and_tokens_may_be_fine_grained(hub, out, monkeypatch):
+def test_a_name_without_owner_is_the_users_and_tokens_may_be_fine_grained(hub, out, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     push_to_hub(out, "tiny", token="hf_mine")
     push_to_hub(out, "lab/tiny", token="hf_elsewhere")
     assert sorted(hub.repos) == ["lab/tiny", "me/tiny"]
 
 
-def test_a_branch(hub, out):
+def test_a_push_to_a_branch(hub, out):
     branches = hub.create("me/tiny").branches
     branches["next"] = list(branches["main"])
     push_to_hub(out, "me/tiny", revision="next")
@@ -129,7 +129,7 @@ def test_a_branch(hub, out):
     assert hub.commits("me/tiny") == []
 
 
-def test_where_the_model_came_from_stays_here(hub, out):
+def test_local_paths_of_the_models_origin_are_not_uploaded(hub, out):
     for name, key in (("config.json", "_name_or_path"), ("tokenizer_config.json", "name_or_path")):
         data = json.loads((out / name).read_text())
         (out / name).write_text(json.dumps(data | {key: "/data/private/llama"}))
@@ -149,14 +149,14 @@ def test_where_the_model_came_from_stays_here(hub, out):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_whole_checkpoints_are_known_as_such(tmp_path, model_type, scheme, auto):
+def test_complete_checkpoints_are_recognised(tmp_path, model_type, scheme, auto):
     model = patch_model(auto.from_config(tiny_model(model_type).config), scheme)
     model.save_pretrained(tmp_path)
     with open_checkpoint(tmp_path) as source:
         assert source.config.scheme == model.config.scheme
 
 
-def test_a_blend_on_its_way_can_be_pushed(hub, tmp_path):
+def test_a_partial_blend_can_be_pushed(hub, tmp_path):
     model = patched()
     set_blend(model, 0.5)
     push_to_hub(model, "me/tiny")
@@ -181,7 +181,7 @@ def test_a_model_in_memory_brings_the_tokenizer_of_its_origin(hub, tmp_path, ori
 
 
 @pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
-def test_transformers_own_ways_to_push_send_the_code_too(hub, way, tmp_path):
+def test_transformers_own_push_uploads_the_code_too(hub, way, tmp_path):
     model = patched()
     if way == "push_to_hub":
         model.push_to_hub("me/tiny")

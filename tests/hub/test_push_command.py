@@ -1,4 +1,4 @@
-"""`hf-qknorm push` and `convert --push` against a Hub on this machine, as a user runs them."""
+"""`hf-qknorm push` and `convert --push` against a local Hub, as a user runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import REPORT
 
 PLOTS = ("qk_norm_loss.png", "qk_norm_logits.png")
-# What someone runs who has transformers, and not this package.
+# Run by a user who has transformers, and not this package.
 READER = """
 import sys
 sys.modules["hf_qknorm"] = None
@@ -33,14 +33,14 @@ with torch.no_grad():
 
 
 def run(hub: Hub, home: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, with nothing of the user's but the path, and nothing cached."""
+    """Run a command in a fresh environment: a new home folder and an empty cache."""
     kept = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT", "PYTHONPATH") if name in os.environ}
     own = {"HOME": str(home), "HF_HOME": str(home / "hf"), "HF_ENDPOINT": hub.url, "NO_PROXY": "127.0.0.1"}
     settings = {"HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_writes", "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
     return subprocess.run(command, env=kept | own | settings, capture_output=True, text=True, timeout=120)
 
 
-def test_what_is_pushed_is_read_by_someone_without_the_package(hub, tmp_path):
+def test_a_pushed_model_loads_without_the_package(hub, tmp_path):
     out = checkpoint(tmp_path / "out", max_shard_size="200KB")
     done = run(hub, tmp_path, sys.executable, "-m", "hf_qknorm.cli", "push", str(out), "tiny", "--private")
     assert done.returncode == 0, done.stderr
@@ -62,7 +62,7 @@ def source(tmp_path: Path) -> str:
     return str(tmp_path / "source")
 
 
-def test_convert_pushes_what_it_wrote(hub, source, tmp_path, capsys):
+def test_convert_pushes_its_output(hub, source, tmp_path, capsys):
     out, text = tmp_path / "out", tmp_path / "corpus.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
     calibrate = ["--calibrate", str(text), "--method", "moments"]
@@ -83,9 +83,9 @@ def test_convert_pushes_what_it_wrote(hub, source, tmp_path, capsys):
 
 @pytest.mark.parametrize("dry", [False, True], ids=["", "dry run"])
 @pytest.mark.parametrize(
-    ("repo", "message"), [("you/tiny", "me may not write to you"), ("me/taken", "me/taken is taken: it holds another")]
+    ("repo", "message"), [("you/tiny", "me has no write access to you"), ("me/taken", "me/taken holds another model")]
 )
-def test_convert_asks_the_hub_before_it_starts(hub, source, tmp_path, capsys, dry, repo, message):
+def test_convert_checks_the_repository_before_it_starts(hub, source, tmp_path, capsys, dry, repo, message):
     hub.create("me/taken", **{"config.json": b'{"model_type": "gpt2"}'})
     arguments = ["convert", source, str(tmp_path / "out"), "--push", repo, *(["--dry-run"] if dry else [])]
     assert cli.main(arguments) == 1
@@ -93,13 +93,13 @@ def test_convert_asks_the_hub_before_it_starts(hub, source, tmp_path, capsys, dr
     assert not (tmp_path / "out").exists()
 
 
-def test_what_breaks_off_is_one_line(hub, tmp_path, capsys):
+def test_a_failed_upload_is_one_line(hub, tmp_path, capsys):
     out = checkpoint(tmp_path / "out")
     hub.faults.append(Fault("PUT /lfs/", status=403, times=9))
     assert cli.main(["push", str(out), "me/tiny", "--message", "First"]) == 1
     assert capsys.readouterr().err.partition("hf-qknorm: ")[2] == (
-        "me/tiny: the upload broke off (403 a fault). Nothing was committed. Push again: what has arrived is not sent "
-        "twice\n"
+        "me/tiny: the upload failed (403 a fault). Nothing was committed. Push again: files that have arrived are "
+        "skipped\n"
     )
     hub.faults.clear()
     assert cli.main(["push", str(out), "me/tiny", "--message", "First", "--revision", "main"]) == 0

@@ -1,4 +1,4 @@
-"""What `push_to_hub` refuses, with which words; and that nothing was made or changed on the Hub by then."""
+"""The refusals of `push_to_hub` and their messages; nothing is created or changed on the Hub."""
 
 from __future__ import annotations
 
@@ -110,46 +110,46 @@ def token_in_metadata(hub: Hub, out: Path) -> None:
 
 REFUSALS: list[tuple[Any, type[Exception], str]] = [
     ({"token": "hf_unknown"}, PermissionError, "the Hub does not know this token"),
-    ({"token": "hf_reads"}, PermissionError, "the token 'read' may not write there"),
-    ({"token": "hf_elsewhere"}, PermissionError, "the token 'fineGrained' may not write there"),
-    ({"token": "hf_revoked"}, PermissionError, "the Hub refused (403 You don't have the rights to write here)"),
-    ({"repo_id": "you/tiny"}, PermissionError, "me may not write to you, but to me, lab: give such a name"),
-    ({"repo_id": "readers/tiny"}, PermissionError, "me may not write to readers"),
+    ({"token": "hf_reads"}, PermissionError, "the token 'read' has no write access to it"),
+    ({"token": "hf_elsewhere"}, PermissionError, "the token 'fineGrained' has no write access to it"),
+    ({"token": "hf_revoked"}, PermissionError, "the Hub denied access (403 You don't have the rights to write here)"),
+    ({"repo_id": "you/tiny"}, PermissionError, "me has no write access to you, only to me, lab"),
+    ({"repo_id": "readers/tiny"}, PermissionError, "me has no write access to readers"),
     ({"repo_id": "me/tiny/more"}, ValueError, "me/tiny/more"),
-    ({"revision": "next"}, ValueError, "is not there yet, so that it has no branch 'next'"),
-    (no_branch, ValueError, "me/tiny has no branch 'next', only main: make it first"),
-    (other_type, ValueError, "is taken: it holds another model (model_type llama, not qknorm_llama)"),
-    (other_size, ValueError, "is taken: it holds another model (num_hidden_layers 7, not 2)"),
-    (other_weights, ValueError, "is taken: it holds another model (pytorch_model.bin)"),
-    (public, ValueError, "me/tiny is there and public, and private=True was asked for: make it private"),
+    ({"revision": "next"}, ValueError, "does not exist, so it has no branch 'next'"),
+    (no_branch, ValueError, "me/tiny has no branch 'next', only main: create it"),
+    (other_type, ValueError, "holds another model (model_type llama, expected qknorm_llama)"),
+    (other_size, ValueError, "holds another model (num_hidden_layers 7, expected 2)"),
+    (other_weights, ValueError, "holds another model (pytorch_model.bin)"),
+    (public, ValueError, "me/tiny is public, which differs from private=True: make it private"),
     ({"checkpoint": "./nowhere"}, FileNotFoundError, "nowhere is no folder"),
     ({"checkpoint": torch.nn.Linear(2, 2)}, ValueError, "a Linear can't be pushed"),
     (
         {"checkpoint": tiny_model("llama")},
         ValueError,
-        "a LlamaForCausalLM can't be pushed: give a model that patch_model",
+        "a LlamaForCausalLM can't be pushed: pass a model patched by patch_model",
     ),
     (plain, ValueError, "holds a plain llama: convert it first"),
     (truncated, ValueError, "model.safetensors is truncated"),
     (no_gain, ValueError, "model.layers.1.self_attn.q_norm.weight is not there, expected [16]"),
     (linked_out, ValueError, "tokenizer.json is a link to"),
-    (token_in_card, ValueError, "LICENSE, line 2, holds a token of the Hub: take it out"),
-    (anothers_token, ValueError, "LICENSE, line 1, holds a token of the Hub"),
-    (own_path, ValueError, "generation_config.json, line 1, holds a path of this machine"),
-    (home, ValueError, "chat_template.jinja, line 1, holds a path of this machine"),
+    (token_in_card, ValueError, "LICENSE, line 2, contains a token of the Hub: remove it"),
+    (anothers_token, ValueError, "LICENSE, line 1, contains a token of the Hub"),
+    (own_path, ValueError, "generation_config.json, line 1, contains a path of this machine"),
+    (home, ValueError, "chat_template.jinja, line 1, contains a path of this machine"),
     (metadata, ValueError, "model.safetensors (metadata), line"),
     (token_in_metadata, ValueError, "model.safetensors (metadata), line"),
-    (token_in_name, ValueError, "model.safetensors (names of tensors), line 1, holds a token"),
+    (token_in_name, ValueError, "model.safetensors (names of tensors), line 1, contains a token"),
     (
         elsewhere_in_tokenizer,
         ValueError,
-        "tokenizer_config.json, special_tokens_map_file, holds a path of this machine",
+        "tokenizer_config.json, special_tokens_map_file, contains a path of this machine",
     ),
 ]
 
 
 @pytest.mark.parametrize(("case", "kind", "message"), REFUSALS, ids=[message[:40] for *_, message in REFUSALS])
-def test_what_is_refused_changes_nothing(hub, out, case, kind, message):
+def test_a_refused_push_changes_nothing(hub, out, case, kind, message):
     options = {"checkpoint": out, "repo_id": "me/tiny"} | ((case(hub, out) or {}) if callable(case) else case)
     before = {name: repo.branches.copy() for name, repo in hub.repos.items()}
     with pytest.raises(kind) as error:
@@ -173,14 +173,14 @@ def test_without_a_token(hub, out, monkeypatch):
 
 def test_offline(hub, out, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE is set, so that nothing can be pushed: unset it"):
+    with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE is set, which forbids a push: unset it"):
         push_to_hub(out, "me/tiny")
     assert hub.requests == []
 
 
 @pytest.mark.parametrize("strange", ["hf_writes\u200b", "\ufeffhf_writes", "hf_wri tes", "hf_wri\ttes", "hf_writés"])
 @pytest.mark.parametrize("place", ["token=", "HF_TOKEN"])
-def test_a_token_with_a_character_that_none_has(hub, out, monkeypatch, strange, place):
+def test_a_token_with_an_invalid_character(hub, out, monkeypatch, strange, place):
     options = {"token": strange} if place == "token=" else {}
     monkeypatch.setenv("HF_TOKEN", "hf_writes" if options else strange)
     with pytest.raises(ValueError, match="the token for the Hub") as error:
@@ -194,7 +194,7 @@ def test_a_token_with_a_character_that_none_has(hub, out, monkeypatch, strange, 
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "", "me/", "me/a b", "../x", None, 3, "me/" + "x" * 300])
-def test_a_name_that_is_none_is_refused_before_any_request(hub, out, name):
+def test_an_invalid_name_is_refused_before_any_request(hub, out, name):
     for call in (lambda: push_to_hub(out, name), lambda: check_push(out, name)):
         with pytest.raises(ValueError, match="the repository is .*, expected a name on the Hub, as OWNER/NAME"):
             call()

@@ -26,7 +26,7 @@ BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "eager")
 
 
 def written_out(layer: Any, scheme: Scheme, arguments: dict[str, Any], seen: Tensor) -> Tensor:
-    """The result of an attention layer with `scheme`, for its arguments and a mask of visible keys `[B, 1, T, T]`."""
+    """The output of an attention layer under `scheme`; `seen` `[B, 1, T, T]` is the mask."""
     style, config = layer.family.style, layer.config
     projected = style.project(layer, arguments["hidden_states"])
     heads = []
@@ -90,8 +90,8 @@ def test_every_number_of_a_scheme_matters(field):
 
 
 @torch.no_grad()
-def test_norms_precede_rope():
-    """A gain that differs within a rotated pair does not commute with RoPE: Qwen 3 has it before, and so do we."""
+def test_norms_come_before_the_rotation():
+    """A gain that differs within a rotated pair does not commute with RoPE. As in Qwen 3, the norm comes first."""
     model = randomise(patch_model(sharp_model("llama"), "qk_norm"))
     layer = next(iter(patched_layers(model).values()))
     order: list[str] = []

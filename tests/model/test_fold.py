@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
-from hf_qknorm.convert.moments import fit_spread
+from hf_qknorm.convert.gains import rescale_folded_weights
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.fold import is_exact
 
@@ -33,7 +33,7 @@ def test_as_unpatched_restores_a_folded_norm(model_type, spread):
     expected = logits(model)
     patch_model(model, "qkv_norm")
     if spread:
-        fit_spread(model, [make_batch("left", labels=False)])
+        rescale_folded_weights(model, [make_batch("left", labels=False)])
     with as_unpatched(model):
         assert_near(logits(model), expected, 2e-5)
     assert not torch.allclose(logits(model), expected, atol=1e-2)
@@ -55,7 +55,7 @@ def test_with_biases_the_spread_of_the_text_makes_it_close(model_type):
     patch_model(folded, FOLDED)
     assert not is_exact(folded)
     far = (logits(folded) - expected).norm()
-    fit_spread(folded, [make_batch("plain", labels=False)])
+    rescale_folded_weights(folded, [make_batch("plain", labels=False)])
     assert (logits(folded) - expected).norm() < 0.3 * far
 
 
@@ -69,7 +69,7 @@ def test_the_spread_is_the_mean_sigma_of_real_tokens():
     rows = seen[0][batch["attention_mask"].bool()].double()
     expected = (rows.var(-1, unbiased=False) + model.config.layer_norm_epsilon).sqrt().mean()
     patch_model(model, "qkv_norm")
-    fit_spread(model, [batch])
+    rescale_folded_weights(model, [batch])
     first, _ = (layer.removed_norm[0].spread for layer in patched_layers(model).values())
     assert first == pytest.approx(expected.item(), rel=1e-4)
 

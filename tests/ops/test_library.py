@@ -1,4 +1,4 @@
-"""`library.attention`: what torch expects of an operator, and what callers are told when they get it wrong."""
+"""`library.attention`: torch's checks of operators, and errors for wrong arguments."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_qknorm.ops import library, operators, reference
 from hf_qknorm.ops.registration import flatten
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 from hf_qknorm.testing import make_qkv
 
 F64 = torch.float64
@@ -37,7 +37,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def as_in_a_model(*tensors: Tensor) -> list[Tensor]:
-    """The tensors laid out as `[B, T, H, D]`, which projections give."""
+    """The tensors laid out as `[B, T, H, D]`, as from projections."""
     return [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors]
 
 
@@ -171,7 +171,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(dropout: float, use_ree
     q.grad = k.grad = v.grad = None
     torch.manual_seed(7)
     out = checkpoint(attend, q, k, v, use_reentrant=use_reentrant)
-    torch.rand(3)  # what runs in between moves the generator
+    torch.rand(3)  # other code advances the generator in between
     out.sum().backward()
     for x, grad in zip((q, k, v), expected, strict=True):
         assert torch.equal(x.grad, grad)
@@ -187,7 +187,7 @@ def test_a_second_derivative_is_refused() -> None:
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "sinks"])
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: torch.compile(f, backend="eager")], ids=["plain", "compiled"])
 def test_forward_mode_is_refused(wrap: Any, wanted: str) -> None:
-    """It would give a tangent of zero."""
+    """The operator would return a tangent of zero."""
     torch.compiler.reset()
     tensors = dict(zip("qkv", (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8)), strict=True)) | {"sinks": SINKS}
 
@@ -199,7 +199,7 @@ def test_forward_mode_is_refused(wrap: Any, wanted: str) -> None:
         wrap(tangent)(tensors[wanted])
 
 
-def test_forward_mode_of_something_else_is_no_matter() -> None:
+def test_forward_mode_over_other_tensors_is_allowed() -> None:
     q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
     expected = library.attention(*call(q, k, v))
     out, tangent = torch.func.jvp(lambda x: library.attention(*call(q, k, v)) * x, (torch.ones(1),), (torch.ones(1),))
@@ -207,7 +207,7 @@ def test_forward_mode_of_something_else_is_no_matter() -> None:
     assert torch.equal(tangent, expected)
 
 
-def test_vmap_is_one_call_after_the_other() -> None:
+def test_vmap_equals_separate_calls() -> None:
     q, k, v = (torch.stack([x.detach(), 2 * x.detach()]) for x in make_qkv(2, 4, 2, 9, 9, 16))
     attend = lambda *x: library.attention(*call(*x, softcap=5.0, causal=True))  # noqa: E731
     torch.testing.assert_close(torch.vmap(attend)(q, k, v), torch.stack([attend(q[i], k[i], v[i]) for i in range(2)]))
@@ -257,13 +257,19 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_what_does_not_fit_is_refused(wrong: dict, message: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(wrong: dict, message: str) -> None:
     arguments = {**GOOD, **wrong}
     with pytest.raises(ValueError, match=message):
         library.attention(*call(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments))
 
 
-def test_what_fits_is_accepted() -> None:
+def test_raw_heads_are_refused() -> None:
+    heads, *others = call(**GOOD)
+    with pytest.raises(ValueError, match="use fused_attention for raw ones"):
+        library.attention(heads._replace(k_norm=Norm("rms")), *others)
+
+
+def test_arguments_that_broadcast_are_accepted() -> None:
     assert library.attention(
         *call(**GOOD, mask=q_of(1, 1, 1, 7), ranges=q_of(1, 5, 2, dtype=torch.int32), sinks=q_of(4), dropout=0.5)
     ).shape == (2, 4, 5, 8)

@@ -117,7 +117,7 @@ def test_statistics_are_the_oracles(case: Case) -> None:
         assert counted.tolist() == (seen & (raw > limit)).sum((0, 2, 3)).tolist()
 
 
-def test_statistics_tell_the_shares_apart() -> None:
+def test_statistics_count_logits_over_the_cap_and_over_half_of_it() -> None:
     """Logits 0, 6 and 12 of one query, then of another that sees the first key alone."""
     q, k = torch.ones(1, 2, 2, 1), torch.tensor([0.0, 6.0, 12.0]).view(1, 1, 3, 1)
     q[:, 1] = -2.0

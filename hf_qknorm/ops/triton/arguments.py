@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hf_qknorm.ops.norms import NORMS, NormKind
@@ -113,8 +114,15 @@ class HeadArguments(NamedTuple):
     row: int
 
     @classmethod
-    def of(cls, x: Tensor) -> HeadArguments:
-        return cls(x, *x.stride()[:3])
+    def of(cls, x: Tensor | None) -> HeadArguments | None:
+        return None if x is None else cls(x, *x.stride()[:3])
+
+
+def partial_sums(norm: Norm, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Buffers for partial sums of the gradients of gain and bias, None for an absent one."""
+    values = (norm.gain, norm.bias) if norm.kind != "none" else (None, None)
+    gain, bias = (None if value is None else torch.empty(shape, device=device) for value in values)
+    return gain, bias
 
 
 def sum_to(partials: Tensor | None, like: Tensor | None) -> Tensor | None:

@@ -15,6 +15,7 @@ from hf_qknorm.ops.triton.arguments import (
     ScoreArguments,
     Sizes,
     norm_kind,
+    partial_sums,
     sum_to,
 )
 from hf_qknorm.ops.triton.attention_backward import (
@@ -25,10 +26,7 @@ from hf_qknorm.ops.triton.attention_backward import (
 )
 from hf_qknorm.ops.triton.attention_forward import forward_kernel
 from hf_qknorm.ops.triton.launch import (
-    FORWARD,
-    KEY_GRADIENT,
     LOG2E,
-    QUERY_GRADIENT,
     LoopVariant,
     Tile,
     backward_variants,
@@ -39,7 +37,7 @@ from hf_qknorm.ops.triton.launch import (
     padded,
     precision,
     reach,
-    tile,
+    tiles,
 )
 from hf_qknorm.ops.triton.prepared_heads import PreparedHeads
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible, laid_out
@@ -67,11 +65,10 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     out = laid_out(heads.q)
     normaliser = heads.q.new_empty(b, h, t, 2, dtype=torch.float32)
     largest, entropy = (normaliser.new_empty(b, h, t) for _ in range(2)) if statistics else (None, None)
-    shape = tile(FORWARD, heads.q)
+    shape = tiles(heads.q).forward
     use_gluon = gluon.serves(heads.q, visible, options, statistics)
-    for variant in forward_variants(
-        heads.q.dtype, options.softcap, prepared.bound is not None, visible.sinks is not None
-    ):
+    sinks, bounded = visible.sinks is not None, prepared.bound is not None
+    for variant in forward_variants(heads.q.dtype, options.softcap, bounded, sinks):
         if use_gluon:
             gluon.attend(prepared, out, normaliser, options.causal, variant)
             continue
@@ -79,16 +76,15 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
             forward_kernel,
             (-(-t // shape.queries) * b * h,),
             device,
-            **_arguments(prepared, visible, options, shape, variant),
+            **_arguments(
+                prepared, visible, options, shape, variant, ONLINE=variant.online, SINKS=sinks, STATISTICS=statistics
+            ),
             OUT=descriptor(out, shape.queries),
             normaliser=normaliser,
             ranges=visible.ranges,
             sinks=visible.sinks,
             largest_out=largest,
             entropy_out=entropy,
-            C=_constants(prepared, visible, options, shape, variant)._replace(
-                ONLINE=variant.online, SINKS=visible.sinks is not None, STATISTICS=statistics
-            ),
         )
     if largest is not None and entropy is not None:
         largest *= prepared.cap / LOG2E if options.softcap is None else options.softcap
@@ -97,9 +93,9 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
 
 
 def _arguments(
-    prepared: PreparedHeads, visible: Visible, options: Options, shape: Tile, variant: LoopVariant
+    prepared: PreparedHeads, visible: Visible, options: Options, shape: Tile, variant: LoopVariant, **constants: bool
 ) -> dict[str, Any]:
-    """The arguments that all attention kernels have."""
+    """The arguments that all attention kernels have; `constants` are further fields of `Constants`."""
     (h, t), (hk, s) = prepared.q.shape[1:3], prepared.k.shape[1:3]
     return {
         "Q": descriptor(prepared.q, shape.queries),
@@ -109,27 +105,22 @@ def _arguments(
         "seeds": visible.seed,
         "score": ScoreArguments(prepared.unit, prepared.cap, options.dropout, variant.limit),
         "sizes": Sizes(h, hk, t, s, reach(options.window, t, s)),
+        "C": Constants(
+            shape.queries,
+            shape.keys,
+            padded(prepared.q.shape[-1]),
+            CAUSAL=options.causal,
+            WINDOW=options.window is not None,
+            RANGES=visible.ranges is not None,
+            TANH=variant.tanh,
+            WHEN=variant.when,
+            SCALED=prepared.scaled,
+            DROPOUT=options.dropout > 0,
+            PRECISION=precision(prepared.q.dtype),
+            **constants,
+        ),
         **shape.launch_options,
     }
-
-
-def _constants(
-    prepared: PreparedHeads, visible: Visible, options: Options, shape: Tile, variant: LoopVariant
-) -> Constants:
-    """The constants that all attention kernels have."""
-    return Constants(
-        shape.queries,
-        shape.keys,
-        padded(prepared.q.shape[-1]),
-        CAUSAL=options.causal,
-        WINDOW=options.window is not None,
-        RANGES=visible.ranges is not None,
-        TANH=variant.tanh,
-        WHEN=variant.when,
-        SCALED=prepared.scaled,
-        DROPOUT=options.dropout > 0,
-        PRECISION=precision(prepared.q.dtype),
-    )
 
 
 class Gradients(NamedTuple):
@@ -157,14 +148,14 @@ def backward(
     dtype = heads.q.dtype if in_kernel else torch.float32
     dq, dk, dv = laid_out(heads.q, dtype), laid_out(heads.k, dtype), laid_out(heads.v)
     call = _BackwardCall(grad, row_terms, inner, visible, options, prepared)
-    shape = tile(QUERY_GRADIENT, heads.q)
+    shape = tiles(heads.q).query_gradient
     q_gain, q_bias = call.launch(
         query_gradient_kernel, shape, shape.queries, inner.q, inner.q_norm, options.scale, visible.ranges, DX=dq
     )
-    # k̂ met q̂·unit, so that scale/softcap, or scale in units of log2, is in q̂ already
+    # prepared queries hold a part of the scale: see ops/README.md
     k_factor = options.scale if not heads.raw else options.softcap or 1 / LOG2E
     ranges = None if visible.ranges is None else _queries_seeing(visible.ranges, heads.k.shape[2])
-    shape = tile(KEY_GRADIENT, heads.q)
+    shape = tiles(heads.q).key_gradient
     k_gain, k_bias = call.launch(
         key_gradient_kernel, shape, shape.keys, inner.k, inner.k_norm, k_factor, ranges, DX=dk, DV=dv
     )
@@ -236,16 +227,13 @@ class _BackwardCall(NamedTuple):
         _, _, heads, visible, options, prepared = self
         (b, count, length, d), dtype = x.shape, heads.q.dtype
         blocks = -(-length // rows)
-        dgain, dbias = (
-            None if value is None or norm.kind == "none" else self.row_terms.new_empty(b, count, blocks, padded(d))
-            for value in (norm.gain, norm.bias)
-        )
+        dgain, dbias = partial_sums(norm, (b, count, blocks, padded(d)), x.device)
         for variant in backward_variants(dtype, options.softcap, prepared.bound is not None, visible.sinks is not None):
             launch(
                 kernel,
                 (blocks * b * count,),
                 x.device,
-                **_arguments(prepared, visible, options, shape, variant),
+                **_arguments(prepared, visible, options, shape, variant, EXACT=dtype == torch.float32),
                 **{name: descriptor(output, rows) for name, output in outputs.items()},
                 GRAD=descriptor(self.grad, shape.queries),
                 X=None if norm.kind == "none" else descriptor(dense(x), rows),
@@ -257,11 +245,9 @@ class _BackwardCall(NamedTuple):
                 rotary=RotaryArguments.of(heads.rotary),
                 factor=factor,
                 NORM=norm_kind(norm),
-                C=_constants(prepared, visible, options, shape, variant)._replace(EXACT=dtype == torch.float32),
             )
-        of_heads = (None if part is None else part.sum(2)[..., :d] for part in (dgain, dbias))
-        gain, bias = (sum_to(part, value) for part, value in zip(of_heads, (norm.gain, norm.bias), strict=True))
-        return gain, bias
+        gain, bias = (None if part is None else part.sum(2)[..., :d] for part in (dgain, dbias))
+        return sum_to(gain, norm.gain), sum_to(bias, norm.bias)
 
 
 def _queries_seeing(ranges: Tensor, keys: int) -> Tensor:

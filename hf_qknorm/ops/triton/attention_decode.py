@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments, Sizes
+from hf_qknorm.ops.triton.arguments import Constants, HeadArguments, ScoreArguments, Sizes
 from hf_qknorm.ops.triton.attention_forward import LOWEST, Sums, attend, from_sink
 from hf_qknorm.ops.triton.launch import (
-    Tile,
     dense,
     descriptor,
     forward_variants,
@@ -24,7 +23,7 @@ from hf_qknorm.ops.triton.launch import (
     padded,
     precision,
     reach,
-    tile,
+    tiles,
     units,
 )
 from hf_qknorm.ops.triton.score_math import QueryBlock, QueryRows, keys_seen
@@ -34,26 +33,11 @@ MOST_ROWS = 64  # queries of a group's heads
 LEAST_KEYS = 256  # of a program: with fewer it takes longer to start than to read
 PROCESSORS = 132  # of a Hopper, where there is no GPU
 
-# By the size of a number in bytes, and head_dim rounded up to a power of two; `queries` are rows at least. In half
-# precision two programs fit a processor, with 64 KiB on their way to it: more than memory's latency needs.
-DECODE: dict[tuple[int, int], Tile] = {
-    (2, 16): Tile(16, 64, 4, 3),
-    (2, 32): Tile(16, 128, 4, 3),
-    (2, 64): Tile(16, 128, 4, 3),
-    (2, 128): Tile(16, 64, 4, 3),
-    (2, 256): Tile(16, 32, 4, 3),
-    (4, 16): Tile(16, 64, 8, 3),
-    (4, 32): Tile(16, 32, 8, 3),
-    (4, 64): Tile(16, 32, 8, 3),
-    (4, 128): Tile(16, 16, 8, 3),
-    (4, 256): Tile(16, 16, 8, 2),
-}
-
 
 @triton.jit(do_not_specialize=["queries", "keys", "splits"])  # keys grow with each step: one kernel for all
 def split_kernel(
-    q, K, V, partial, totals, ranges, stride_b, stride_h, stride_t, stride_d, score, group, heads_kv, queries, keys,
-    window, splits, HEAD_DIM: tl.constexpr, C: tl.constexpr,
+    q, K, V, partial, totals, ranges, score, group, heads_kv, queries, keys, window, splits,
+    HEAD_DIM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Sums of weights·v `[splits, B, H, T, P]`; sums of weights 2^(logit − peak), and peaks `[2, splits, B, H, T]`.
 
@@ -77,16 +61,16 @@ def split_kernel(
     start = lowest + split * length
     stop = tl.minimum(start + length, highest)
 
-    at = batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + query * stride_t
+    at = batch.to(tl.int64) * q.batch + head.to(tl.int64) * q.head + query * q.row
     cols = tl.arange(0, C.PADDED)
-    q = tl.load(q + at[:, None] + cols[None, :] * stride_d, real[:, None] & (cols < HEAD_DIM)[None, :], 0.0)
+    values = tl.load(q.data + at[:, None] + cols[None, :], real[:, None] & (cols < HEAD_DIM)[None, :], 0.0)
     zeros = tl.zeros([C.BLOCK_M], tl.float32)
     peak = zeros
     if C.ONLINE:
         peak = zeros + LOWEST
     sums = Sums(tl.zeros([C.BLOCK_M, C.PADDED], tl.float32), zeros, peak, zeros, zeros)
     block = QueryBlock(0, number, batch, head_kv * group, head_kv)
-    sums = attend(sums, q, K, V, block, QueryRows(rows, first, last), start, stop, score, 0, MASKED=True, C=C)
+    sums = attend(sums, values, K, V, block, QueryRows(rows, first, last), start, stop, score, 0, MASKED=True, C=C)
     count = tl.num_programs(0).to(tl.int64) // splits * group * queries
     at = split * count + number * group * queries + rows
     tl.store(totals + at, sums.total, real)
@@ -142,7 +126,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options)
 def _split(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
     """The sums that `split_kernel` writes for each split."""
     (b, h, t, d), hk, s = q.shape, k.shape[1], k.shape[2]
-    shape, columns, parts = tile(DECODE, q), padded(d), splits(q, k)
+    shape, columns, parts = tiles(q).decode, padded(d), splits(q, k)
     unit, cap, scaled = units(options.scale, options.softcap)
     # the second kernel adds the sinks
     (variant,) = forward_variants(q.dtype, options.softcap, bounded=False, sinks=False)
@@ -152,16 +136,12 @@ def _split(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) 
         split_kernel,
         (parts * b * hk,),
         q.device,
-        q=q,
+        q=HeadArguments.of(q if q.stride(-1) == 1 else q.contiguous()),
         K=descriptor(k, shape.keys),
         V=descriptor(v, shape.keys),
         partial=partial,
         totals=totals,
         ranges=visible.ranges,
-        stride_b=q.stride(0),
-        stride_h=q.stride(1),
-        stride_t=q.stride(2),
-        stride_d=q.stride(3),
         score=ScoreArguments(unit, cap),
         group=h // hk,
         heads_kv=hk,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hf_qknorm.ops.triton.arguments import Constants
 
 LOG2E = math.log2(math.e)
 INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
@@ -33,49 +36,35 @@ class Tile(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
+class Tiles(NamedTuple):
+    """The tiles of each kernel; of `decode`, `queries` is the least number of rows."""
+
+    forward: Tile
+    query_gradient: Tile
+    key_gradient: Tile
+    decode: Tile
+
+
 # By the size of a number in bytes, and head_dim rounded up to a power of two. Chosen so that for sm_90 no registers
-# spill and the shared memory holds at least one program.
-FORWARD: dict[tuple[int, int], Tile] = {
-    (2, 16): Tile(128, 128, 8, 3),
-    (2, 32): Tile(128, 128, 8, 3),
-    (2, 64): Tile(128, 128, 8, 3),
-    (2, 128): Tile(128, 128, 8, 2),
-    (2, 256): Tile(128, 64, 8, 2),
-    (4, 16): Tile(64, 32, 4, 2),
-    (4, 32): Tile(64, 32, 4, 2),
-    (4, 64): Tile(64, 32, 4, 2),
-    (4, 128): Tile(32, 32, 4, 2),
-    (4, 256): Tile(32, 32, 8, 1),
-}
-QUERY_GRADIENT: dict[tuple[int, int], Tile] = {
-    (2, 16): Tile(128, 128, 8, 2),
-    (2, 32): Tile(128, 128, 8, 2),
-    (2, 64): Tile(128, 128, 8, 2),
-    (2, 128): Tile(128, 64, 8, 2),
-    (2, 256): Tile(128, 32, 8, 2),
-    (4, 16): Tile(32, 32, 4, 2),
-    (4, 32): Tile(32, 32, 4, 2),
-    (4, 64): Tile(32, 32, 4, 2),
-    (4, 128): Tile(32, 32, 8, 1),
-    (4, 256): Tile(16, 16, 8, 1),
-}
-KEY_GRADIENT: dict[tuple[int, int], Tile] = {
-    (2, 16): Tile(64, 128, 8, 2),
-    (2, 32): Tile(64, 128, 8, 2),
-    (2, 64): Tile(64, 128, 8, 2),
-    (2, 128): Tile(64, 128, 8, 2),
-    (2, 256): Tile(64, 64, 8, 2),
-    (4, 16): Tile(32, 32, 4, 2),
-    (4, 32): Tile(32, 32, 4, 2),
-    (4, 64): Tile(32, 32, 4, 2),
-    (4, 128): Tile(32, 32, 8, 1),
-    (4, 256): Tile(16, 16, 8, 1),
+# spill and the shared memory holds at least one program; of `decode` in half precision two, with 64 KiB on their way:
+# more than memory's latency needs.
+TILES: dict[tuple[int, int], Tiles] = {
+    (2, 16): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
+    (2, 32): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
+    (2, 64): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
+    (2, 128): Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
+    (2, 256): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3)),
+    (4, 16): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 3)),
+    (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
+    (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
+    (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
+    (4, 256): Tiles(Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
 }
 
 
-def tile(table: dict[tuple[int, int], Tile], x: Tensor) -> Tile:
-    """The table's tile for heads like those of x `[B, H, T, D]`."""
-    return table[x.element_size(), padded(x.shape[-1])]
+def tiles(x: Tensor) -> Tiles:
+    """The tiles for heads like those of x `[B, H, T, D]`."""
+    return TILES[x.element_size(), padded(x.shape[-1])]
 
 
 def padded(head_dim: int) -> int:
@@ -97,8 +86,16 @@ def launch(
     """
     if asserts and not INTERPRETED:
         options |= {"debug": True, "sanitize_overflow": False}
+    if "C" in options and not INTERPRETED:
+        options["C"] = _with_constant_fields(options["C"])
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **options, enable_fp_fusion=True)
+
+
+@cache
+def _with_constant_fields(constants: Constants) -> Constants:
+    """The constants as Triton 3.6 needs them: fields of a constant tuple are not constants by themselves there."""
+    return Constants(*map(triton.language.constexpr, constants))
 
 
 def dense(x: Tensor) -> Tensor:

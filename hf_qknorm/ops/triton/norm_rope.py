@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.triton.arguments import HeadArguments, NormArguments, RotaryArguments, norm_kind, sum_to
+from hf_qknorm.ops.triton.arguments import (
+    HeadArguments,
+    NormArguments,
+    RotaryArguments,
+    norm_kind,
+    partial_sums,
+    sum_to,
+)
 from hf_qknorm.ops.triton.launch import launch, padded
 from hf_qknorm.ops.triton.norm_rope_kernel import norm_rope_gradient_kernel, norm_rope_kernel
 from hf_qknorm.ops.types import Norm, Rotary, laid_out
@@ -75,30 +82,24 @@ def forward(
     elif k is not None:
         bound = torch.zeros(batch, heads_kv, 2, device=device)
         k_out = torch.empty(k.shape, dtype=k.dtype, device=device)
-    constants = _constants(q, q_norm, k_norm, rotary)
+    arguments = _arguments(q, q_norm, k_norm, rotary, factor)
     launch(
         norm_rope_kernel,
-        (total * batch * -(-length // constants["BLOCK"]),),
+        (total * batch * -(-length // arguments["BLOCK"]),),
         device,
         q=HeadArguments.of(q),
         q_out=HeadArguments.of(q_out),
-        k=None if k is None else HeadArguments.of(k),
-        k_out=None if k_out is None else HeadArguments.of(k_out),
+        k=HeadArguments.of(k),
+        k_out=HeadArguments.of(k_out),
         v=None if cache is None else HeadArguments.of(_dense(cache.v)),
         v_out=None if cache is None else HeadArguments.of(cache.values),
-        q_norm=NormArguments.of(q_norm),
-        k_norm=NormArguments.of(k_norm),
-        rotary=RotaryArguments.of(rotary),
         positions=None if cache is None else cache.positions,
         room=0 if cache is None else cache.keys.shape[2],
         bound=None if bound is None else bound.view(torch.int32),
-        multiplier=factor,
-        heads=heads,
         heads_kv=heads_kv,
         total=total,
-        length=length,
         asserts=cache is not None,
-        **constants,
+        **arguments,
     )
     return NormedHeads(q_out, k_out, bound)
 
@@ -114,58 +115,32 @@ def backward(
     factor: float = 1.0,
 ) -> Gradients:
     """Gradients of raw q and k, of gains and biases, for those of q̂ and k̂; the same bits on each run."""
-    (batch, heads, length, _), heads_kv = q.shape, 0 if k is None else k.shape[1]
-    constants = _constants(q, q_norm, k_norm, rotary)
-    programs = batch * -(-length // (constants["BLOCK"] * STEPS))
-    queries = _Buffers.of(q, q_norm, programs)
-    keys = None if k is None else _Buffers.of(k, k_norm, programs)
+    (batch, heads, length, head_dim), heads_kv = q.shape, 0 if k is None else k.shape[1]
+    arguments = _arguments(q, q_norm, k_norm, rotary, factor)
+    programs = batch * -(-length // (arguments["BLOCK"] * STEPS))
+    dq_raw, dk_raw = laid_out(q), None if k is None else laid_out(k)
+    q_gain, q_bias = partial_sums(q_norm, (programs, heads, head_dim), q.device)
+    k_gain, k_bias = partial_sums(Norm() if k is None else k_norm, (programs, heads_kv, head_dim), q.device)
     launch(
         norm_rope_gradient_kernel,
         (programs * (heads + heads_kv),),
         q.device,
         dq=HeadArguments.of(_dense(dq)),
         q=HeadArguments.of(_dense(q)),
-        dq_raw=HeadArguments.of(queries.dx),
-        q_dgain=queries.dgain,
-        q_dbias=queries.dbias,
+        dq_raw=HeadArguments.of(dq_raw),
+        q_dgain=q_gain,
+        q_dbias=q_bias,
         dk=None if dk is None else HeadArguments.of(_dense(dk)),
         k=None if k is None else HeadArguments.of(_dense(k)),
-        dk_raw=None if keys is None else HeadArguments.of(keys.dx),
-        k_dgain=None if keys is None else keys.dgain,
-        k_dbias=None if keys is None else keys.dbias,
-        q_norm=NormArguments.of(q_norm),
-        k_norm=NormArguments.of(k_norm),
-        rotary=RotaryArguments.of(rotary),
-        multiplier=factor,
-        heads=heads,
+        dk_raw=HeadArguments.of(dk_raw),
+        k_dgain=k_gain,
+        k_dbias=k_bias,
         total=heads + heads_kv,
-        length=length,
         STEPS=STEPS,
-        **constants,
+        **arguments,
     )
-    if keys is None:
-        return Gradients(queries.dx, None, *queries.sums(q_norm), None, None)
-    return Gradients(queries.dx, keys.dx, *queries.sums(q_norm), *keys.sums(k_norm))
-
-
-class _Buffers(NamedTuple):
-    """The gradient of raw q or k, and the partial sums `[programs, H, D]` for its norm's gain and bias."""
-
-    dx: Tensor
-    dgain: Tensor | None
-    dbias: Tensor | None
-
-    @classmethod
-    def of(cls, x: Tensor, norm: Norm, programs: int) -> _Buffers:
-        dgain, dbias = (
-            None if value is None or norm.kind == "none" else torch.empty(programs, *x.shape[1::2], device=x.device)
-            for value in (norm.gain, norm.bias)
-        )
-        return cls(laid_out(x), dgain, dbias)
-
-    def sums(self, norm: Norm) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of gain and bias, in their shapes."""
-        return sum_to(self.dgain, norm.gain), sum_to(self.dbias, norm.bias)
+    sums = ((q_gain, q_norm.gain), (q_bias, q_norm.bias), (k_gain, k_norm.gain), (k_bias, k_norm.bias))
+    return Gradients(dq_raw, dk_raw, *(sum_to(*pair) for pair in sums))
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -173,9 +148,16 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _constants(q: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> dict[str, Any]:
+def _arguments(q: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None, factor: float) -> dict[str, Any]:
+    """The arguments that both kernels have."""
     columns = padded(q.shape[-1])
     return {
+        "q_norm": NormArguments.of(q_norm),
+        "k_norm": NormArguments.of(k_norm),
+        "rotary": RotaryArguments.of(rotary),
+        "multiplier": factor,
+        "heads": q.shape[1],
+        "length": q.shape[2],
         "BLOCK": ROWS[columns],
         "PADDED": columns,
         "HEAD_DIM": q.shape[-1],

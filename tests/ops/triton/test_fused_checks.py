@@ -1,4 +1,4 @@
-"""The fused operators refuse arguments that their kernels would read or write beyond, however they are called."""
+"""The fused operators refuse arguments that would make kernels read or write out of bounds, however they are called."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_attention(wrong: dict[str, Any], message: str) -> None:
         Options(given["scale"], given.get("softcap"), dropout=given.get("dropout", 0.0)),
     )
     values = {name: x.to(DEVICE) if isinstance(x, Tensor) and not x.is_meta else x for name, x in values.items()}
-    assert_refused(ValueError, message, operators.FUSED_ATTENTION, {**values, "statistics": False})
+    values["statistics"] = False
+    assert_refused(ValueError, message, operators.FUSED_ATTENTION, values)
     out = torch.zeros_like(given["heads"][0])
     results = {"grad": out, "out": out, "normaliser": torch.ones(B, H, T, 2, device=DEVICE)}
     assert_refused(ValueError, message, operators.FUSED_ATTENTION_BACKWARD, values | results)
@@ -93,7 +94,7 @@ def test_attention(wrong: dict[str, Any], message: str) -> None:
 def test_gradients(grad: tuple[int, ...], out: tuple[int, ...], normaliser: tuple[int, ...], message: str) -> None:
     shapes = {"grad": grad, "out": out, "normaliser": normaliser}
     results = {name: torch.ones(shape, device=DEVICE) for name, shape in shapes.items()}
-    values = flatten(Heads(*heads()), Visible(), Options(0.25))
+    values = flatten(Heads(*heads()), Visible(), Options(0.25)) | {"statistics": False}
     assert_refused(ValueError, message, operators.FUSED_ATTENTION_BACKWARD, values | results)
 
 
@@ -175,7 +176,7 @@ def test_the_kernel_itself_writes_nothing_outside_of_the_cache(first: int) -> No
 
 
 def test_forward_mode_is_refused() -> None:
-    """torch would take the tangent of the result for zero."""
+    """Otherwise torch would take the result's tangent as zero."""
     q, k, v = heads()
 
     def attend(q: Tensor) -> Tensor:
@@ -192,7 +193,7 @@ def test_forward_mode_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_is_one_call_after_the_other() -> None:
+def test_vmap_calls_one_after_the_other() -> None:
     q, k, v = heads()
     batches = torch.stack([q, 2 * q])
     expected = torch.stack([library.fused_attention(*call(x, k, v, q_norm=RMS, softcap=5.0)) for x in batches])

@@ -8,7 +8,7 @@ from norm_cases import BRAIN, Case
 from test_norm_rope import test_results_and_gradients as check_kernels
 from torch import Tensor
 
-from hf_qknorm.hub.papers import in_words, papers_of
+from hf_qknorm.hub.papers import change_sentences, papers_of
 from hf_qknorm.ops.norms import NORMS, NormKind
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.scheme import Scheme
@@ -43,7 +43,7 @@ def test_a_new_norm_is_one_entry(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         Scheme(q=name)
     monkeypatch.setitem(NORMS, name, kind)
     scheme = Scheme(q=name, k=name, p=3.0 if kind.any_order else 2.0)
-    assert kind.title in in_words(scheme)[0]
+    assert kind.title in change_sentences(scheme)[0]
     assert [paper.arxiv for paper in papers_of(scheme)] == [
         {"rybakov": "2410.16682", "lp": "2602.05006"}[kind.papers[0]]
     ]

@@ -1,4 +1,4 @@
-"""What a base model's own card says is taken over as data, and nothing gets into a card unescaped."""
+"""Fields of the base model's card are inherited as data, and all text in a card is escaped."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 from card_cases import checkpoint, edit, front
 
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
-from hf_qknorm.hub.card import _template, has_card, render_card, write_card
+from hf_qknorm.hub.card import _template, render_card, write_card
+from hf_qknorm.hub.metadata import is_generated_card
 
 
-def test_what_a_base_models_card_says_is_taken_over(tmp_path):
+def test_fields_of_the_base_models_card_are_inherited(tmp_path):
     checkpoint(tmp_path)
     edit(tmp_path, dataset="owner/corpus")
     (tmp_path / "README.md").write_text(
@@ -31,25 +32,25 @@ def test_what_a_base_models_card_says_is_taken_over(tmp_path):
     assert "chat" not in data["tags"]
     assert "Their text" not in text
     write_card(tmp_path)
-    assert (tmp_path / "README.md").read_text() == text  # its own card says the same
+    assert (tmp_path / "README.md").read_text() == text  # the generated card has the same fields
 
 
-def test_has_card(tmp_path):
-    assert not has_card(checkpoint(tmp_path, report=False))
+def test_a_generated_card_is_recognised_with_edits(tmp_path):
+    assert not is_generated_card(checkpoint(tmp_path, report=False) / "README.md")
     for text in ("# A card", "---\ntags: [llama]\n---\n", "---\n{: }[\n---\n", "---\ntags: {hf_qknorm: 1}\n---\n"):
         (tmp_path / "README.md").write_text(text)
-        assert not has_card(tmp_path)
+        assert not is_generated_card(tmp_path / "README.md")
     write_card(tmp_path)
-    assert has_card(tmp_path)
+    assert is_generated_card(tmp_path / "README.md")
     with (tmp_path / "README.md").open("a") as file:
         file.write("\nA user's own words.\n")
-    assert has_card(tmp_path)
+    assert is_generated_card(tmp_path / "README.md")
 
 
 HOSTILE = "<script>alert(1)</script> | `a` **b** {{ 7 * 7 }} {% raw %} [x](javascript:y) # $z$"
 
 
-def test_text_from_others_is_escaped(tmp_path):
+def test_untrusted_text_is_escaped(tmp_path):
     shown = _template().environment.from_string("{{ text }}").render(text=HOSTILE + "\n---\n# more")
     assert "\n" not in shown
     assert not re.search(r"(?<!\\)[|`*_{}\[\]#$~]|<|>", shown)
@@ -65,9 +66,9 @@ def test_text_from_others_is_escaped(tmp_path):
     ("matter", "message"),
     [
         ("license: [mit", "front matter can't be read"),
-        ("a: &x 1\nlicense: *x", "aliases .* are not read"),
+        ("a: &x 1\nlicense: *x", "aliases .* are not supported"),
         ("a: &a [1]\nb: &b [*a, *a]\nc: [*b, *b]", "aliases"),
-        ("license: !!python/object/apply:os.system ['true']", r"tags \(tag:yaml.org,2002:python.* are not read"),
+        ("license: !!python/object/apply:os.system ['true']", r"tags \(tag:yaml.org,2002:python.* are not supported"),
         ("license: " + "[" * 5000, "front matter can't be read"),
         ("license: {mit: 1}", "license is .*, expected a line of text"),
         ('license: "mit\\n---\\nbase_model: x"', "license is .*, expected a line of text"),
@@ -76,7 +77,7 @@ def test_text_from_others_is_escaped(tmp_path):
         ("license: " + "m" * 1000, "license is 'mmm.*, expected a line of text"),
         ("base_model: ../../etc/passwd", "base_model is .*, expected a name on the Hub"),
         ("- a\n- b", "its front matter is .*, expected a mapping"),
-        ("x: " + "y" * 70_000, "at most 65,536 are read"),
+        ("x: " + "y" * 70_000, "expected at most 65,536"),
     ],
 )
 def test_hostile_front_matter_is_refused(tmp_path, matter, message):
@@ -87,10 +88,10 @@ def test_hostile_front_matter_is_refused(tmp_path, matter, message):
     assert "README.md" in str(error.value)
     assert len(str(error.value)) < 700
     assert "# Text" in (tmp_path / "README.md").read_text()
-    assert not has_card(tmp_path)
+    assert not is_generated_card(tmp_path / "README.md")
 
 
-def test_links_in_the_folder_are_not_written_through(tmp_path):
+def test_links_in_the_folder_are_replaced_not_followed(tmp_path):
     (tmp_path / "model").mkdir()
     folder = checkpoint(tmp_path / "model")
     for name in ("README.md", LOSS_PLOT, LOGITS_PLOT):

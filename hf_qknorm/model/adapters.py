@@ -1,0 +1,100 @@
+"""PEFT on patched models: the norms that an adapter trains, default target modules, and PEFT's classes.
+
+PEFT takes a second to load, so this module leaves that to the caller: it adds to PEFT's tables when they are imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from hf_qknorm.families import known_families
+from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.norms import HeadNorm
+
+TABLES = "peft.utils.constants"  # PEFT's tables of default targets, by model type
+
+
+def peft_modules_to_save(model: nn.Module) -> list[str]:
+    """Return the names of the norms with gains, for `modules_to_save` of a PEFT config.
+
+    PEFT then trains the gains and saves them with the adapter. The list is empty for a scheme without gains. Patch (and
+    calibrate) the model before PEFT wraps it: the norms see the projections' output with the adapters' part.
+
+    Raises ValueError for a model that is not patched.
+
+    >>> _ = qk.patch_model(model, scheme="qk_norm")
+    >>> qk.peft_modules_to_save(model)
+    ['k_norm', 'q_norm']
+    >>> from peft import LoraConfig, get_peft_model
+    >>> model = get_peft_model(model, LoraConfig(modules_to_save=qk.peft_modules_to_save(model)))
+    """
+    layers = patched_layers(model)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
+    trained = {
+        f"{path}.{name}": name
+        for path, layer in layers.items()
+        for name, norm in head_norms(layer).items()
+        if any(True for _ in norm.parameters())
+    }
+    names = sorted(set(trained.values()))
+    others = [path for path, module in model.named_modules() if not isinstance(module, HeadNorm)]
+    if any(path.endswith(name) for path in others for name in names):  # PEFT matches by suffix
+        return list(trained)
+    return names
+
+
+def unwrap_peft(model: nn.Module) -> Any:
+    """Return the transformers model in PEFT's wrapper, or `model` itself."""
+    return model.get_base_model() if isinstance(model, _loaded("peft", "PeftModel")) else model
+
+
+def is_adapter_layer(module: nn.Module) -> bool:
+    """Whether `module` is a layer that PEFT put around one of the model's own."""
+    return isinstance(module, _loaded("peft.tuners.tuners_utils", "BaseTunerLayer"))
+
+
+def _loaded(module: str, name: str) -> Any:
+    """Return a class for `isinstance`: the empty tuple where its module is not loaded, so that no instance exists."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def register() -> None:
+    """Add the derived model types to PEFT's tables, now or when PEFT is imported."""
+    if TABLES in sys.modules:
+        _add_targets(sys.modules[TABLES])
+    sys.meta_path.insert(0, _TablesFinder())
+
+
+def _add_targets(constants: ModuleType) -> None:
+    """Give every derived model type the default targets of its base."""
+    for name, table in vars(constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_"):
+            table.update({f"{TYPE_PREFIX}{known}": table[known] for known in known_families() if known in table})
+
+
+class _TablesFinder(MetaPathFinder):
+    """Finds PEFT's tables as Python does, and adds to them after each import."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == TABLES else None
+        if spec is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _add_targets(module)
+
+            loader.exec_module = exec_module
+        return spec

@@ -1,0 +1,126 @@
+"""Cards, inspections, plots and demos never overwrite their sources, and replace only what they wrote."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from folders import contents
+from test_destinations import demo, save
+from tiny import tiny_model
+from transformers import AutoTokenizer
+
+from hf_qknorm import LogitMonitor, cli, patch_model
+from hf_qknorm.demo.run import Settings, run_demo
+from hf_qknorm.files.names import KEPT_CARD
+from hf_qknorm.hub.card import write_card
+from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A patched checkpoint."""
+    return save(tmp_path / "run", patched=True)
+
+
+def test_a_card_keeps_the_old_readme(run):
+    card, kept = run / "README.md", run / KEPT_CARD
+    card.write_text("my notes")
+    assert [path.name for path in write_card(run)] == ["README.md", KEPT_CARD]
+    assert kept.read_text() == "my notes"
+    ours = card.read_text()
+    assert [path.name for path in write_card(run)] == ["README.md"]
+    assert (card.read_text(), kept.read_text()) == (ours, "my notes")
+    card.write_text("other notes")
+    before = contents(run)
+    with pytest.raises(
+        FileExistsError, match=r"README.md would be replaced, and its copy .*original.md exists already"
+    ):
+        write_card(run)
+    assert contents(run) == before
+
+
+INSPECT = ["inspect", "MODEL", "--texts", "text.txt", "--tokens", "256", "--out"]
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("MODEL", "MODEL is the source: give another folder"),
+        ("mine", "heatmap.png exists, and is not from this command"),
+        ("theirs", "inspect.json exists, and is not from this command"),
+        ("text.txt", "text.txt is a file: give a folder"),
+        ("", "--out is empty"),
+    ],
+)
+def test_an_inspection_replaces_only_an_inspection(out, message, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run, "MODEL")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    for name in ("mine/heatmap.png", "theirs/inspect.json"):
+        Path(name).parent.mkdir()
+        Path(name).write_text('{"subject": "cats"}')
+    before = contents(tmp_path)
+    assert cli.main([*INSPECT, out]) == 1
+    assert message in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+def test_inspections_beside_other_files(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    assert cli.main(["inspect", "run", *INSPECT[2:], "."]) == 0
+    (tmp_path / "knees.png").write_text("of an earlier inspection, of an unpatched model")
+    assert cli.main(["inspect", "run", *INSPECT[2:], "."]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["heatmap.png", "inspect.json", "run", "text.txt"]
+
+
+def test_a_picture_does_not_replace_its_log(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model, log = patch_model(tiny_model("llama"), "none"), tmp_path / "log.jsonl"
+    with LogitMonitor(every=1, path=log).watch(model, 0):
+        model(**{"input_ids": model.dummy_inputs["input_ids"]})
+    before = contents(tmp_path)
+    (tmp_path / "link.png").symlink_to(log)
+    for out in ("log.jsonl", "./x/../log.jsonl", str(log), "link.png", "", str(tmp_path)):
+        assert cli.main(["monitor", "log.jsonl", "--out", out]) == 1
+        assert "hf-qknorm: " in capsys.readouterr().err
+        assert {name: data for name, data in contents(tmp_path).items() if name != "link.png"} == before
+
+
+DEMO = {
+    "a file of another": ("thesis.txt", r"demo contains other files, which overwriting would delete.*: thesis\.txt"),
+    "a state of training": ("model/optimizer.pt", r"demo contains other files, .*: model/optimizer\.pt"),
+    "a folder of another": ("model/notes/x", r"demo contains other files, .*: model/notes/"),
+}
+
+
+@pytest.mark.parametrize("what", DEMO)
+def test_a_demo_replaces_only_a_demo(what, run, tmp_path):
+    file, message = DEMO[what]
+    out = tmp_path / "demo"
+    shutil.copytree(run, out / "model")
+    (out / "loss.png").write_text("my own")
+    with pytest.raises(FileExistsError, match=r"demo holds no report.json with 'reloaded'"):
+        demo(run, out)
+    (out / "report.json").write_text('{"reloaded": {}}')
+    (out / file).parent.mkdir(exist_ok=True)
+    (out / file).write_text("precious")
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match=message):
+        demo(run, out)
+    with pytest.raises(FileExistsError, match="is the source, or contains it"):
+        run_demo(Settings(data=str(out / "model"), out=str(out)))
+    assert contents(tmp_path) == before
+
+
+def test_a_push_only_reads(run, tmp_path, monkeypatch):
+    (run / "README.md").write_text("my notes")
+    before = contents(tmp_path)
+    with open_checkpoint(run) as source, upload_files(source, "me/tiny", None) as files:
+        assert "README.md" in files
+        assert KEPT_CARD not in files
+    assert contents(tmp_path) == before
+    assert AutoTokenizer.from_pretrained(run).decode([1])

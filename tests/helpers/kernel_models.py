@@ -1,0 +1,64 @@
+"""Patched models through the fused kernels, interpreted where there is no GPU, and the operators that they call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import interpreter
+import torch
+from tables import TRIED, make_batch, randomise, sharp_model
+from torch import Tensor
+
+from hf_qknorm import Scheme, patch_model
+
+interpreter.install()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def batch(kind: str, **options: bool) -> dict[str, Any]:
+    found = make_batch(kind, **options)
+    return {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in found.items()}
+
+
+def outputs(  # type: ignore[no-untyped-def]
+    model, backend: str, kind: str, use_cache: bool = False
+) -> dict[str, Tensor]:
+    """Logits, loss and every gradient."""
+    model.set_attn_implementation(backend)
+    model.zero_grad()
+    result = model(**{**batch(kind), "use_cache": use_cache})
+    result.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": result.logits.detach(), "loss": result.loss.detach(), **grads}
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=2e-4, atol=2e-5 * float(value.abs().max()) + 1e-7, msg=name)
+
+
+OTHERS = {
+    "l2, knee": Scheme(q="l2", k="l2", scale=8.0, gain="per_head", softcap=50.0, knee=0.5),
+    "lp, knee": Scheme(q="lp", k="lp", p=3.0, scale=8.0, knee=8.0),
+}
+
+
+def patched(model_type: str, scheme: str):  # type: ignore[no-untyped-def]
+    layers = 2 if model_type in ("gemma2", "mimo_v2_flash") else 1  # these have layers that differ
+    model = sharp_model(model_type, num_hidden_layers=layers)
+    randomise(patch_model(model, {**TRIED, **OTHERS}[scheme], attn_implementation="hf_qknorm_eager"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # gains of one hide mistakes, of the model's own norms too
+        for name, p in model.named_parameters():
+            if "_norm." in name and "self_attn" in name:
+                p.add_(0.3 * torch.randn(p.shape, generator=generator))
+    return model.to(DEVICE)
+
+
+def counted(function, calls: list):  # type: ignore[no-untyped-def]
+    def call(*arguments):  # type: ignore[no-untyped-def]
+        calls.append(arguments)
+        return function(*arguments)
+
+    return call

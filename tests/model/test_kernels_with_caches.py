@@ -1,0 +1,183 @@
+"""Patched models through the fused kernels, with caches and in generation."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
+from kernel_models import DEVICE, assert_same, batch, counted, outputs, patched
+from tiny import tiny_config
+
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.ops.operators import FUSED_ATTENTION, NORM_ROPE_INTO
+
+
+def saved(model, **options: Any) -> Counter[tuple[Any, ...]]:  # type: ignore[no-untyped-def]
+    """Shapes and dtypes of the tensors that a forward pass keeps for backward, without the parameters; each once."""
+    parameters = {p.data_ptr() for p in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.data_ptr() not in parameters:
+            kept[x.data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = model(**batch("left"), **options)
+    del result
+    return Counter((tuple(x.shape), x.dtype) for x in kept.values())
+
+
+@pytest.mark.parametrize("scheme", ["qk_norm", "qk_norm_cap"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_a_cache_changes_nothing_in_training(model_type: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the default `use_cache=True`, results, gradients and tensors kept for backward are the same."""
+    model = patched(model_type, scheme)
+    expected = outputs(model, "hf_qknorm_triton", "left")
+    calls: list[Any] = []
+    monkeypatch.setattr(FUSED_ATTENTION, "overload", counted(FUSED_ATTENTION.overload, calls))
+    got = outputs(model, "hf_qknorm_triton", "left", use_cache=True)
+    assert len(calls) == len(patched_layers(model))
+    assert FUSED_ATTENTION.named(calls[0])["q_gain"] is not None, "the norm is in the kernel"
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    assert saved(model, use_cache=True) == saved(model, use_cache=False)
+
+
+def test_gradients_flow_through_the_cache() -> None:
+    """Cached keys of a first pass with gradients carry them into the next pass."""
+    model = patched("llama", "qk_norm_cap")
+    first, rest = batch("plain")["input_ids"].split([7, 13], 1)
+    found = []
+    for backend in ("hf_qknorm_triton", "hf_qknorm_eager"):
+        model.set_attn_implementation(backend)
+        model.zero_grad()
+        cache = model(first, use_cache=True).past_key_values
+        logits = model(rest, past_key_values=cache).logits
+        logits.sin().sum().backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"logits": logits.detach(), **grads})
+    assert_same(*found)
+
+
+def caches(config: Any) -> dict[str, Any]:
+    return {
+        "dynamic": DynamicCache(),
+        "of the config": DynamicCache(config=config),  # with sliding layers
+        "static": StaticCache(config, max_cache_len=32),
+        "just long enough": StaticCache(config, max_cache_len=20),
+    }
+
+
+@pytest.mark.parametrize("kind", list(caches(tiny_config("mistral"))))
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@torch.no_grad()
+def test_a_full_pass_in_pieces(model_type: str, kind: str) -> None:
+    """The first piece fills the cache, beside the fused kernels; the others read it."""
+    model = patched(model_type, "qk_norm_cap")
+    tokens = batch("plain")["input_ids"]
+    model.set_attn_implementation("hf_qknorm_triton")
+    whole = model(tokens, use_cache=False).logits
+    cache = caches(model.config)[kind]
+    pieces = [model(piece, past_key_values=cache).logits for piece in tokens.split([6, 1, 7, 1, 5], 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_compiled_steps_into_a_static_cache() -> None:
+    """The first pass allocates the cache; then one graph writes to it and counts its keys."""
+    model = patched("llama", "qk_norm_cap")
+    model.set_attn_implementation("hf_qknorm_triton")
+    tokens = batch("plain")["input_ids"]
+    whole = model(tokens, use_cache=False).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    cache = StaticCache(model.config, max_cache_len=32)
+    pieces = [model(tokens[:, :6], past_key_values=cache).logits]
+    for i in range(6, 9):
+        places = torch.full((2, 1), i, device=DEVICE)
+        pieces.append(compiled(tokens[:, i : i + 1], past_key_values=cache, position_ids=places).logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole[:, :9], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cache_that_was_reset_or_cut_back_is_used_anew() -> None:
+    model = patched("llama", "qk_norm_cap")
+    model.set_attn_implementation("hf_qknorm_triton")
+    tokens = batch("plain")["input_ids"]
+    expected = model(tokens, use_cache=False).logits
+    for cache in caches(model.config).values():
+        model(tokens[:, 4:], past_key_values=cache)
+        cache.reset()
+        torch.testing.assert_close(model(tokens, past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-4)
+    cache = DynamicCache()
+    model(tokens[:, :5], past_key_values=cache)
+    cache.crop(-5)
+    torch.testing.assert_close(model(tokens, past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there an assertion on the device ends the process")
+@pytest.mark.parametrize("backend", ["hf_qknorm_triton", "hf_qknorm_tiled"])
+@torch.no_grad()
+def test_a_token_beyond_a_static_cache_is_an_error(backend: str) -> None:
+    """transformers' own update raises IndexError, too. The cache stays as it was."""
+    model = patched("llama", "qk_norm_cap")
+    model.set_attn_implementation(backend)
+    tokens = batch("plain")["input_ids"][:, :9]
+    cache = StaticCache(model.config, max_cache_len=8)
+    model(tokens[:, :8], past_key_values=cache)
+    before = [x.clone() for x in (cache.layers[0].keys, cache.layers[0].values)]
+    with pytest.raises(IndexError, match="out"):
+        model(tokens[:, 8:], past_key_values=cache, position_ids=torch.tensor([[8]]))
+    assert torch.equal(cache.layers[0].keys, before[0])
+    assert torch.equal(cache.layers[0].values, before[1])
+    if backend == "hf_qknorm_triton":
+        assert int(cache.layers[0].cumulative_length) == 8
+    with pytest.raises(IndexError, match="out"):
+        model(tokens, past_key_values=StaticCache(model.config, max_cache_len=8))
+
+
+@torch.no_grad()
+def test_a_cache_of_another_batch_is_refused() -> None:
+    model = patched("llama", "qk_norm_cap")
+    model.set_attn_implementation("hf_qknorm_triton")
+    tokens = batch("plain")["input_ids"]
+    cache = StaticCache(model.config, max_cache_len=32)
+    model(tokens[:1, :8], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"keys \[2, .* do not fit a cache of \[1, .*batch"):
+        model(tokens[:, 8:9], past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scheme", "cache"),
+    [
+        ("llama", "qk_norm_cap", "dynamic"),
+        ("llama", "qk_norm_cap", "static"),
+        ("llama", "knee", "static"),
+        ("gpt_neox", "qk_norm_cap", "static"),
+    ],
+)
+def test_generation_with_a_cache(model_type: str, scheme: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched(model_type, scheme)
+    calls: list[Any] = []
+    monkeypatch.setattr(NORM_ROPE_INTO, "overload", counted(NORM_ROPE_INTO.overload, calls))
+    prompt = batch("left", labels=False)
+    settings = {
+        "cache_implementation": cache,
+        "disable_compile": True,
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    found = []
+    for backend in ("hf_qknorm_triton", "hf_qknorm_eager"):
+        model.set_attn_implementation(backend)
+        found.append(model.generate(**prompt, **settings))
+    assert len(calls) == (3 if cache == "static" else 0)  # each step but the first, which makes the cache
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    for got, expected in zip(found[0].logits, found[1].logits, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
