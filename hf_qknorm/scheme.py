@@ -7,11 +7,11 @@ q=l2, k=l2, gain=scalar, scale=1.0
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Final
 
 from hf_qknorm.files.formatting import shorten
@@ -66,32 +66,33 @@ class Scheme:
     knee: float = 0.0
 
     def __post_init__(self) -> None:
+        named, ordered = (*NORMS, "auto"), tuple(name for name, kind in NORMS.items() if kind.any_order)
         for name in ("q", "k", "v"):
-            _require(name, getattr(self, name), getattr(self, name) in (*NORMS, "auto", None),
-                     f"one of {_listed((*NORMS, 'auto'))} or None")  # fmt: skip
-        _require("gain", self.gain, self.gain in GAINS, f"one of {_listed(GAINS)}")
-        _require("bias", self.bias, self.bias is None or isinstance(self.bias, bool), "True, False or None")
-        _require("pre_norm", self.pre_norm, isinstance(self.pre_norm, bool), "True or False")
-        _require("p", self.p, _is_finite(self.p) and self.p >= 1, "a finite number ≥ 1 (below 1 it is no norm)")
+            self._require(name, getattr(self, name) in (*named, None), f"one of {_listed(named)} or None")
+        self._require("gain", self.gain in GAINS, f"one of {_listed(GAINS)}")
+        self._require("bias", self.bias is None or isinstance(self.bias, bool), "True, False or None")
+        self._require("pre_norm", isinstance(self.pre_norm, bool), "True or False")
+        self._require("p", _is_finite(self.p) and self.p >= 1, "a finite number ≥ 1 (below 1 it is no norm)")
         for name in ("scale", "softcap"):
             value = getattr(self, name)
-            _require(name, value, value is None or (_is_finite(value) and value > 0),
-                     "a finite number > 0, or None")  # fmt: skip
-        _require("eps", self.eps, _is_finite(self.eps) and self.eps > 0, "a finite number > 0")
-        _require("knee", self.knee, _is_finite(self.knee) and self.knee >= 0, "a finite number ≥ 0")
+            self._require(name, value is None or (_is_finite(value) and value > 0), "a finite number > 0, or None")
+        self._require("eps", _is_finite(self.eps) and self.eps > 0, "a finite number > 0")
+        self._require("knee", _is_finite(self.knee) and self.knee >= 0, "a finite number ≥ 0")
         for name in ("p", "scale", "softcap", "eps", "knee"):  # 50 and 50.0 are the same scheme, in JSON too
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
-        ordered = tuple(name for name, kind in NORMS.items() if kind.any_order)
-        _require("p", self.p, self.p == 2 or not {*ordered}.isdisjoint(self.norms),
-                 f"p = 2, or {_listed(ordered)} among q, k and v: no other norm has an order")  # fmt: skip
-        _require("bias", self.bias, not self.bias or (bool(self.norms) and self.gain in CHANNEL_GAINS),
-                 f"a norm on q, k or v, and gain {_listed(CHANNEL_GAINS)}: a bias has the gain's shape")  # fmt: skip
-        _require("pre_norm", self.pre_norm, self.pre_norm or None not in (self.q, self.k, self.v),
-                 "True unless q, k and v are all normed, which then remove its scale")  # fmt: skip
-        _require("knee", self.knee, not self.knee or (bool(self.norms) and self.pre_norm),
-                 "0 unless q, k or v is normed and pre_norm is True: norms with a knee keep part of the scale that the "
-                 "norm before attention removes")  # fmt: skip
+        expected = f"p = 2, or {_listed(ordered)} among q, k and v: no other norm has an order"
+        self._require("p", self.p == 2 or not {*ordered}.isdisjoint(self.norms), expected)
+        expected = f"a norm on q, k or v, and gain {_listed(CHANNEL_GAINS)}: a bias has the gain's shape"
+        self._require("bias", not self.bias or (bool(self.norms) and self.gain in CHANNEL_GAINS), expected)
+        expected = "True unless q, k and v are all normed: their norms then remove the scale"
+        self._require("pre_norm", self.pre_norm or None not in (self.q, self.k, self.v), expected)
+        expected = "0 unless q, k or v is normed and pre_norm is True: a norm with a knee keeps part of the scale"
+        self._require("knee", not self.knee or (bool(self.norms) and self.pre_norm), expected)
+
+    def _require(self, field: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"Scheme({field}={shorten(getattr(self, field))}) is not possible: expected {expected}")
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -192,18 +193,13 @@ def _listed(values: tuple[str, ...]) -> str:
 def _nearest(name: object, known: Iterable[str]) -> str:
     """End a sentence about an unknown name with the nearest known name, if there is one."""
     folded = {_folded(one): one for one in known}
-    match = difflib.get_close_matches(_folded(shorten(name).strip("'")), list(folded), n=1)
+    match = get_close_matches(_folded(shorten(name).strip("'")), list(folded), n=1)
     return f", did you mean {folded[match[0]]!r}?" if match else "."
 
 
 def _folded(name: str) -> str:
     """Return a name for comparisons: in lower case, with "_" for "-" and " "."""
     return re.sub(r"[-\s]", "_", name.strip()).casefold()
-
-
-def _require(field: str, got: object, holds: bool, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"Scheme({field}={shorten(got)}) is not possible: expected {allowed}")
 
 
 SCHEMES: Final[dict[str, Scheme]] = {

@@ -8,8 +8,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
-Projected = tuple[Any, ...]  # q, k and v `[B, T, heads, D]`, and further arguments for `output`
-Rotated = tuple[Tensor, Tensor, Tensor]  # q, k and v `[B, heads, T, D]`
+# q, k and v `[B, T, heads, D]`, and further arguments for `output`
+Projected = tuple[Any, ...]
+# q, k and v `[B, heads, T, D]`
+Rotated = tuple[Tensor, Tensor, Tensor]
 
 QKV: Final = ("q_proj", "k_proj", "v_proj")
 

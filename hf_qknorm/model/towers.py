@@ -57,15 +57,15 @@ def check_saved_tower(model: PreTrainedModel, path: str, key: str, config: Pretr
     """
     saved = with_config(model.config, key, config)
     expected = {f"{path}.{name}" for name in own_layers(model.get_submodule(path), family)}
-    there: set[str] = set()
+    restored: set[str] = set()
     try:
-        again = type(saved).from_dict(copy.deepcopy(saved.to_dict()))
+        rebuilt = type(saved).from_dict(copy.deepcopy(saved.to_dict()))
     except UnpatchedClassError:
-        again = None
-    if again is not None and type(getattr(again, key)) is type(config):
+        rebuilt = None
+    if rebuilt is not None and type(getattr(rebuilt, key)) is type(config):
         with torch.device("meta"):
-            there = {name for name in patched_layers(type(model)(again)) if name.startswith(f"{path}.")}
-    if there != expected:
+            restored = {name for name in patched_layers(type(model)(rebuilt)) if name.startswith(f"{path}.")}
+    if restored != expected:
         raise ValueError(
             f"{type(model).__name__} builds its {path} from a fixed class instead of {key}'s: a checkpoint of the "
             f"whole model would lose the scheme. Patch and save that tower by itself: patch_model(model."
