@@ -118,7 +118,7 @@ def start(options: BaseOptions, arguments: Arguments) -> tuple[Any, PreTrainedTo
     tokenizer, model = byte_tokenizer(), small_llama()
     text = Text(options, tokenizer)
     batches = text.batches(options.base_steps, arguments.per_device_train_batch_size, arguments.seed)
-    train(model, batches, rate=2e-3, warmup=20, decay=True, what="training a small Llama")
+    train(model, batches, rate=2e-3, warmup=20, decay=True, desc="training a small Llama")
     return model, tokenizer, text
 
 

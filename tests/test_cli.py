@@ -1,4 +1,4 @@
-"""The command line, and the demo run small."""
+"""The commands, on small models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_qknorm import FAMILIES, SCHEMES, LogitMonitor, cli, patch_model
 from hf_qknorm.demo.training import byte_tokenizer
 
 
-def test_schemes_and_families_list_the_tables(capsys):
+def test_schemes_and_families_are_listed(capsys):
     assert cli.main(["schemes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(SCHEMES)
@@ -36,7 +36,7 @@ def test_convert(tmp_path, capsys):
     assert "dry run: nothing was written" in text
     assert not out.exists()
     assert cli.main(["convert", source, str(out)]) == 0
-    assert "its gains are fresh" in capsys.readouterr().out
+    assert "the gains are fresh" in capsys.readouterr().out
     assert cli.main(["convert", source, str(out)]) == 1
     assert (
         "exists and is not empty: give another destination, or overwrite=True (--overwrite)" in capsys.readouterr().err
@@ -89,14 +89,14 @@ def test_export_writes_a_model_of_transformers(tmp_path, capsys):
     assert "the cap of 50 would be lost" in capsys.readouterr().err
 
 
-def test_inspect_tells_and_draws(tmp_path, capsys, monkeypatch):
+def test_inspect_prints_and_draws(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_tokenizer()
     tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained("model")
     tokenizer.save_pretrained("model")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     assert cli.main(["inspect", "model", "--texts", "text.txt", "--tokens", "512", "--cap", "30"]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for line in (
         "model: llama, 2 layers of 4 heads",
         "unpatched",
@@ -104,7 +104,7 @@ def test_inspect_tells_and_draws(tmp_path, capsys, monkeypatch):
         "knee  loss rises by     KL  bound on |logit|",
         "Advice: Scheme(q='auto', k='auto', softcap=30.0)",
     ):
-        assert line in told
+        assert line in printed
     out = tmp_path / "qknorm-inspect"
     assert json.loads((out / "inspect.json").read_text())["tokens"] == 512
     assert (out / "heatmap.png").read_bytes().startswith(b"\x89PNG")
@@ -119,7 +119,7 @@ def test_monitor_draws_a_log(tmp_path, capsys):
         with monitor.watch(model, step):
             model(torch.arange(3, 20)[None])
     assert cli.main(["monitor", str(log), "--out", str(out)]) == 0
-    told = capsys.readouterr().out
-    assert "step 2: largest |logit| " in told
-    assert f"written: {out}" in told
+    printed = capsys.readouterr().out
+    assert "step 2: largest |logit| " in printed
+    assert f"written: {out}" in printed
     assert out.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""How the command ends when it is stopped, when nobody reads its output, and on a terminal of ASCII alone."""
+"""The end of the command: after signals, with a closed output, and on a terminal that shows ASCII only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny import tiny_model
 
 from hf_qknorm import cli, patch_model
 from hf_qknorm.convert import checkpoint
-from hf_qknorm.demo import story
+from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub import card
 from hf_qknorm.training import plots
@@ -27,11 +27,11 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such 
 
 
 def stopping(number: signal.Signals = signal.SIGINT):
-    """A function in whose place a user, or the system, stops the process."""
+    """A function that signals the process, to be called in place of the real one."""
 
     def stop(*_: object, **__: object) -> None:
         os.kill(os.getpid(), number)
-        raise AssertionError("it went on")
+        raise AssertionError("the signal was ignored")
 
     return stop
 
@@ -48,8 +48,8 @@ def places(tmp_path: Path, monkeypatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_signal_is_ignored() -> Iterator[None]:
-    """Whoever started the tests may have had them ignore a hang-up, as nohup does."""
+def _default_signal_handlers() -> Iterator[None]:
+    """Set the default handlers: tests that run under nohup ignore SIGHUP."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in {*STOPS.values()} - {signal.SIGINT}}
     yield
     for number, handler in before.items():
@@ -63,7 +63,7 @@ def stopped(arguments: list[str], capsys) -> tuple[int, str]:
 
 @posix
 @pytest.mark.parametrize("number", STOPS.values(), ids=STOPS)
-def test_a_conversion_that_is_stopped_leaves_the_destination_as_it_was(places, capsys, monkeypatch, number):
+def test_an_interrupted_conversion_leaves_the_destination_unchanged(places, capsys, monkeypatch, number):
     monkeypatch.setattr(checkpoint.Weights, "rewrite", stopping(number))
     status, error = stopped(["convert", "source", "out"], capsys)
     assert (status, error) == (128 + number, f"stopped by {number.name}: nothing was written\n")
@@ -82,7 +82,7 @@ def test_a_conversion_that_is_stopped_leaves_the_destination_as_it_was(places, c
 
 
 @posix
-def test_what_is_stopped_says_what_was_kept(places, capsys, monkeypatch):
+def test_an_interrupted_command_names_the_files_that_it_wrote(places, capsys, monkeypatch):
     monkeypatch.setattr(cli, "check_push", lambda *_, **__: None)
     monkeypatch.setattr(cli, "push_to_hub", stopping())
     commit = "me/tiny gets the whole commit or nothing of it; push again to go on"
@@ -104,9 +104,11 @@ def test_what_is_stopped_says_what_was_kept(places, capsys, monkeypatch):
 
 
 @posix
-def test_a_demo_that_is_stopped_leaves_nothing(places, capsys, monkeypatch):
-    monkeypatch.setattr(story.subprocess, "run", stopping())
-    monkeypatch.setattr(story, "small_llama", lambda: tiny_model("llama", vocab_size=257, max_position_embeddings=512))
+def test_an_interrupted_demo_writes_nothing(places, capsys, monkeypatch):
+    monkeypatch.setattr(demo_run.subprocess, "run", stopping())
+    monkeypatch.setattr(
+        demo_run, "small_llama", lambda: tiny_model("llama", vocab_size=257, max_position_embeddings=512)
+    )
     arguments = ["demo", "--data", "text.txt", "--base-steps", "1", "--steps", "1", "--out", "demo"]
     (places / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     status, error = stopped(arguments, capsys)
@@ -115,13 +117,13 @@ def test_a_demo_that_is_stopped_leaves_nothing(places, capsys, monkeypatch):
 
 
 class Interrupted(ModuleType):
-    """A module in whose import the user stops the process."""
+    """A module whose import is interrupted."""
 
     def __getattr__(self, name: str) -> None:
         raise KeyboardInterrupt
 
 
-def test_an_interrupt_while_the_package_is_imported_is_a_line_too(capsys, monkeypatch):
+def test_an_interrupted_import_of_the_package_is_reported_in_one_line(capsys, monkeypatch):
     root = Path(__file__).parents[1]
     module = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]["hf-qknorm"].partition(":")[0]
     command = runpy.run_path(str(root / f"{module}.py"))["main"]
@@ -133,7 +135,7 @@ def test_an_interrupt_while_the_package_is_imported_is_a_line_too(capsys, monkey
     assert capsys.readouterr().err == "hf-qknorm: stopped by SIGINT: nothing was written\n"
 
 
-# Every command that prints, in one process, as a terminal of ASCII alone shows it.
+# Runs several commands in one process.
 ALL = """
 import sys
 from collections.abc import Iterator
@@ -150,7 +152,7 @@ COMMANDS = (
 )
 
 
-def test_every_command_prints_on_a_terminal_of_ascii(places):
+def test_every_command_prints_on_an_ascii_terminal(places):
     ascii_alone = {"PYTHONIOENCODING": "ascii", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))}
     done = subprocess.run(
@@ -162,7 +164,7 @@ def test_every_command_prints_on_a_terminal_of_ascii(places):
 
 
 @posix
-def test_a_reader_that_has_gone_ends_the_command_in_silence(tmp_path):
+def test_a_closed_output_ends_the_command_silently(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-m", "hf_qknorm.cli", "families"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""What a user gets wrong on the command line: one line that names it, before anything is computed or written."""
+"""Errors of the command line: one line that names the cause, before anything is computed or written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from hf_qknorm import cli, patch_model
-from hf_qknorm.demo import story
+from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.training import byte_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
@@ -25,7 +25,7 @@ def listing(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> Path:
-    """A folder of things that are not what a command expects, and of what it does."""
+    """A folder with valid and broken checkpoints, texts and destinations."""
     root = tmp_path_factory.mktemp("places")
     (root / "FILE").write_text("x")
     (root / "EMPTY").write_text("")
@@ -61,7 +61,7 @@ NO_FOLDER = "is no folder: expected one with a checkpoint"
 WHOLE = "expected a whole number from 1 to 1000000000000, got"
 JSON = '{"q": "rms", "k": "rms"}; this JSON breaks at character '
 LONG = "x" * 300
-COMMON = [  # what a command refuses in the name of a checkpoint, wherever it takes one
+COMMON = [  # what every command that takes a checkpoint refuses as one
     ("./nowhere", "./nowhere is no folder"),
     ("FILE", "FILE is no folder"),
     ("FOLDER", "FOLDER"),
@@ -101,12 +101,7 @@ ERRORS = [
             ["convert", "./nowhere", "out", option, value],
             f"{option} is for a calibration: give --calibrate TEXT as well",
         )
-        for option, value in (
-            ("--max-loss-increase", "0.1"),
-            ("--knee", "4"),
-            ("--method", "fit"),
-            ("--max-memory", "9GB"),
-        )
+        for option, value in CALIBRATING.items()
     ),
     (
         ["convert", "MODEL", "out", "--scheme", '{"q": "rms", "knee": 4}'],
@@ -197,7 +192,7 @@ USAGE = [
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit status, and the one line on stderr; nothing was computed for it."""
+    """The exit status, and the single line on stderr."""
     try:
         status = cli.main(arguments)
     except SystemExit as stop:
@@ -214,12 +209,12 @@ def named(arguments: list[str]) -> str:
 
 
 @pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[named(arguments) for arguments, _ in ERRORS])
-def test_what_a_user_can_mend_is_one_line(places, capsys, monkeypatch, arguments, message):
+def test_errors_that_a_user_can_fix_are_one_line(places, capsys, monkeypatch, arguments, message):
     def computed(*_: object, **__: object) -> None:
-        raise AssertionError("it was found out too late")
+        raise AssertionError("the error comes too late")
 
     monkeypatch.chdir(places)
-    monkeypatch.setattr(story, "train", computed)
+    monkeypatch.setattr(demo_run, "train", computed)
     if message.startswith(("EMPTY", "BINARY", "gives 0", "the model has", "no such", "FILE is a file")):
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", computed)
     before = listing(places)
@@ -230,7 +225,7 @@ def test_what_a_user_can_mend_is_one_line(places, capsys, monkeypatch, arguments
 
 
 @pytest.mark.parametrize(("arguments", "message"), USAGE, ids=[named(arguments) for arguments, _ in USAGE])
-def test_arguments_that_make_no_sense_are_one_line(capsys, arguments, message):
+def test_wrong_arguments_are_reported_in_one_line(capsys, arguments, message):
     status, error = refused(arguments, capsys)
     assert status == 2
     assert message in error
@@ -238,7 +233,7 @@ def test_arguments_that_make_no_sense_are_one_line(capsys, arguments, message):
 
 
 @pytest.mark.parametrize("command", ["convert", "inspect"])
-def test_a_token_that_can_not_be_one_is_told_before_any_request(tmp_path, capsys, monkeypatch, command):
+def test_a_malformed_token_is_reported_before_any_request(tmp_path, capsys, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_secret\u200b")
     status, error = refused([command, "me/tiny", *(["out"] if command == "convert" else [])], capsys)
@@ -247,7 +242,7 @@ def test_a_token_that_can_not_be_one_is_told_before_any_request(tmp_path, capsys
     assert "secret" not in error
 
 
-def test_a_folder_that_may_not_be_written_to(tmp_path, capsys, monkeypatch):
+def test_a_folder_without_write_permission_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "access", lambda place, mode: False)  # the superuser may write anywhere
     for arguments in (["demo", "--out", str(tmp_path / "out")], ["inspect", "x", "--out", str(tmp_path / "out")]):
         status, error = refused(arguments, capsys)
@@ -261,7 +256,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
         cli.main(["schemes"])
 
 
-def test_a_report_that_is_broken(places, tmp_path, capsys):
+def test_a_broken_report_is_named(places, tmp_path, capsys):
     shutil.copytree(places / "PATCHED", tmp_path / "model")
     (tmp_path / "model" / "qk_norm_report.json").write_text(json.dumps({"format": 1}))
     status, error = refused(["card", str(tmp_path / "model")], capsys)

@@ -1,7 +1,4 @@
-"""What only a GPU can show of the kernels: graphs, streams, inductor; and halves of the heads, and training, anywhere.
-
-Where there is no GPU, what is asked of one is skipped, and the same problems run small in Triton's interpreter.
-"""
+"""Tests of the kernels that need a GPU (graphs, streams, inductor), and others that run small in the interpreter."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ Tensors = dict[str, Tensor]
 
 
 class Scale(NamedTuple):
-    """How large the problems are: batches and heads, texts and caches, a model, a training run."""
+    """The sizes of the problems: batches and heads, texts and caches, a model, a training run."""
 
     rows: int
     heads: tuple[int, int]
@@ -55,21 +52,21 @@ def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = BRAIN) 
 
 
 def left_padding(generator: torch.Generator, queries: int, filled: int) -> Tensor:
-    """Causal ranges, as of a cache filled so far, after padding on the left of other lengths each time."""
+    """Causal ranges over a partly filled cache, with left padding of random lengths."""
     start = torch.randint(filled - queries, (SCALE.rows, 1), generator=generator).expand(-1, queries)
     stop = torch.arange(filled - queries, filled).expand(SCALE.rows, -1) + 1
     return torch.stack([torch.minimum(start, stop), stop], -1).int().to(DEVICE)
 
 
 class Run(NamedTuple):
-    """A computation of the inputs that `draw` makes of a seed, under names."""
+    """A named computation, and `draw`, which makes its inputs from a seed."""
 
     draw: Callable[[int], Tensors]
     compute: Callable[[Tensors], Tensors]
 
 
 def draw_heads(seed: int) -> Tensors:
-    """Raw heads as projections leave them, gains for each head, angles, ranges, and the gradient of the output."""
+    """Raw heads in a projection's layout, gains for each head, angles, ranges, and the gradient of the output."""
     generator, (heads, heads_kv), d, t = torch.Generator().manual_seed(seed), SCALE.heads, SCALE.head_dim, SCALE.length
     angle = torch.rand(1, t, d // 2, generator=generator).mul(6).to(DEVICE)
     return {
@@ -101,7 +98,7 @@ def attend(x: Tensors, *, knee: bool = False, **options: Any) -> Tensors:
 
 
 def draw_step(seed: int) -> Tensors:
-    """A query over a static cache, of which the ranges tell how much is filled."""
+    """A query over a static cache; the ranges are its filled part."""
     generator, (heads, heads_kv), d = torch.Generator().manual_seed(seed), SCALE.heads, SCALE.head_dim
     return {
         "q": normal(generator, SCALE.rows, heads, 1, d),
@@ -143,7 +140,7 @@ def draw_texts(seed: int) -> Tensors:
 
 
 def outcome(of: nn.Module, texts: Tensors) -> Tensors:
-    """Each token's loss, and the gradients of their sum: those of the mean would be small for fp16."""
+    """Each token's loss, and the gradients of their sum: those of their mean would underflow in fp16."""
     logits = of(**texts).logits[:, :-1]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     targets = texts["input_ids"][:, 1:].where(texts["attention_mask"][:, :-1] > 0, -100)
@@ -177,7 +174,7 @@ def test_a_rerun_gives_the_same_bits(name: str) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("name", RUNS)
-def test_a_graph_replays_what_a_plain_call_gives(name: str) -> None:
+def test_a_graph_replay_equals_a_plain_call(name: str) -> None:
     run = RUNS[name]
     inputs = run.draw(0)
     graph, results = captured(lambda: run.compute(inputs))
@@ -192,7 +189,7 @@ def test_a_graph_replays_what_a_plain_call_gives(name: str) -> None:
 
 
 def captured(compute: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
-    """A graph of it, and where its replays leave their results; before, it runs on a stream of its own, to compile."""
+    """A graph of the computation and the results that replays overwrite; a first run on another stream compiles."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -205,8 +202,8 @@ def captured(compute: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tens
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "model"])  # its products are not ours
-def test_two_streams_do_not_meet(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "model"])  # cuBLAS computes its products
+def test_two_streams_do_not_interfere(name: str) -> None:
     run = RUNS[name]
     inputs = [run.draw(seed) for seed in (0, 1)]
     expected = [run.compute(x) for x in inputs]
@@ -229,7 +226,7 @@ def test_two_streams_do_not_meet(name: str) -> None:
 @pytest.mark.parametrize("scheme", ["qk_norm_cap", "knee"])
 @pytest.mark.parametrize("dtype", [BRAIN, torch.float16, torch.float32] if NATIVE else [BRAIN])
 def test_the_compiled_model_keeps_the_budget(dtype: torch.dtype, scheme: str) -> None:
-    """In one graph; by inductor on a GPU, and else as traced alone."""
+    """Compiled as one graph, by inductor on a GPU, else traced only."""
     torch.compiler.reset()
     texts, of = draw_texts(0), model(1, scheme).to(dtype)  # the same rounded weights for all
     found = []
@@ -245,7 +242,7 @@ def test_the_compiled_model_keeps_the_budget(dtype: torch.dtype, scheme: str) ->
 
 
 def half(x: Tensors, i: int) -> Tensors:
-    """The i-th half of all that has heads: of gains the first axis, of what has a batch the second."""
+    """The i-th half of the heads of each tensor: along the first axis of gains, the second of batched tensors."""
     shared = ("cos", "sin", "eps", "ranges")
     return {name: part if name in shared else part.chunk(2, part.dim() // 4)[i] for name, part in x.items()}
 
@@ -256,7 +253,7 @@ def half(x: Tensors, i: int) -> Tensors:
     ids=["cap-views", "cap-copies", "window-views"],
 )
 def test_each_of_two_devices_gets_its_half(options: dict[str, Any], copied: bool) -> None:
-    """As tensor parallelism has it. Only what is summed over rows, for gains, may be added in another order."""
+    """As under tensor parallelism. Only gains' gradients, sums over rows, may be added in another order."""
     x = draw_heads(3)
     whole = attend(x, causal=True, **options)
     for i in range(2):
@@ -268,7 +265,7 @@ def test_each_of_two_devices_gets_its_half(options: dict[str, Any], copied: bool
 
 
 def test_each_of_two_devices_gets_its_half_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With as many splits of the keys for half of the heads: by themselves they would get twice as many."""
+    """The number of splits is fixed: for half of the heads it would double."""
     monkeypatch.setattr(attention_decode, "splits", lambda q, k: 3)
     x = draw_step(0)
     whole = decode_step(x)
@@ -277,7 +274,7 @@ def test_each_of_two_devices_gets_its_half_of_a_step(monkeypatch: pytest.MonkeyP
 
 
 def trained(backend: str, dtype: torch.dtype) -> Tensor:
-    """The losses of a short run, on texts that count up; in bf16 under autocast, as Trainer does it."""
+    """The losses of a short run on texts that count up; bf16 under autocast, as in Trainer."""
     of = model.__wrapped__(2)
     of.set_attn_implementation(backend)
     optimiser = torch.optim.AdamW(of.parameters(), lr=1e-3 if NATIVE else 1e-2)
@@ -295,7 +292,7 @@ def trained(backend: str, dtype: torch.dtype) -> Tensor:
 
 
 def test_a_short_run_in_bf16_learns_as_eager_does() -> None:
-    """As far from an fp32 run as eager's bf16 one at most twice, like all that is computed in bf16."""
+    """At most twice as far from an fp32 run as eager's bf16 run."""
     control, eager = (trained("hf_qknorm_eager", dtype) for dtype in (torch.float32, BRAIN))
     got = trained(KERNELS, BRAIN)
     assert control[-1] < (0.5 if NATIVE else 0.98) * control[0]

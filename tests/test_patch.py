@@ -1,4 +1,4 @@
-"""`patch_model` and `unpatch_model`: in place, complete, reversible, and said aloud."""
+"""`patch_model` and `unpatch_model`: in place, complete, reversible and logged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_names_of_the_new_parameters_keep_them_from_weight_decay(model_type, sch
     assert decayed, "projections decay as before"
 
 
-def test_two_models_with_one_config_object_do_not_meet():
+def test_models_that_share_a_config_are_patched_separately():
     config = LlamaConfig(**TINY)
     first, second = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
     assert first.config is second.config
@@ -124,7 +124,7 @@ def test_print_shows_the_norms_the_scale_and_the_cap():
     assert "softcap=50" in str(patch_model(sharp_model("gemma2"), "none")), "its own cap is shown as well"
 
 
-def test_the_log_says_what_was_done(caplog):
+def test_the_log_describes_the_patch(caplog):
     with caplog.at_level(logging.INFO, logger="hf_qknorm"):
         patch_model(sharp_model("llama"), "qk_norm_cap")
     (record,) = caplog.records
@@ -134,7 +134,7 @@ def test_the_log_says_what_was_done(caplog):
     )
 
 
-def test_fresh_gains_on_a_trained_model_are_warned_of(caplog, tmp_path):
+def test_fresh_gains_on_a_trained_model_are_logged_as_a_warning(caplog, tmp_path):
     sharp_model("llama").save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, logger="hf_qknorm"):
         patch_model(AutoModelForCausalLM.from_pretrained(tmp_path), "qk_norm")
@@ -146,7 +146,7 @@ def test_fresh_gains_on_a_trained_model_are_warned_of(caplog, tmp_path):
     assert capped.levelname == "INFO"
 
 
-def test_a_knee_that_has_seen_no_text_is_warned_of(caplog, tmp_path):
+def test_an_uncalibrated_knee_is_logged_as_a_warning(caplog, tmp_path):
     sharp_model("llama").save_pretrained(tmp_path)
     patch_model(AutoModelForCausalLM.from_pretrained(tmp_path), Scheme(q="rms", knee=4.0))
     assert "its knee of 4 assumes inputs of mean square 1 at each norm" in caplog.text
@@ -156,7 +156,7 @@ def test_a_knee_that_has_seen_no_text_is_warned_of(caplog, tmp_path):
 @pytest.mark.parametrize(
     ("preset", "note"), [("qk_norm", "own cap of 50 stays"), (Scheme(softcap=30), "own cap of 50 becomes 30")]
 )
-def test_the_log_says_what_becomes_of_gemma2s_own_cap(preset, note, caplog):
+def test_the_log_names_gemma2s_own_cap(preset, note, caplog):
     with caplog.at_level(logging.INFO, logger="hf_qknorm"):
         patch_model(sharp_model("gemma2"), preset)
     assert note in caplog.text
@@ -185,7 +185,7 @@ def test_a_reloaded_model_is_unpatched_where_that_is_possible(preset, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_a_loaded_model_changes_its_type_and_back(model_type, tmp_path):
+def test_a_loaded_model_is_patched_and_unpatched(model_type, tmp_path):
     sharp_model(model_type).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     before = fingerprint(model)
@@ -196,7 +196,7 @@ def test_a_loaded_model_changes_its_type_and_back(model_type, tmp_path):
     assert fingerprint(model) == before
 
 
-def test_unpatching_what_is_not_patched_is_an_error():
+def test_unpatching_an_unpatched_model_is_refused():
     with pytest.raises(ValueError, match="not patched"):
         unpatch_model(sharp_model("llama"))
 
@@ -209,7 +209,7 @@ def test_a_patched_model_can_be_patched_again_after_unpatching():
     assert torch.equal(model(**make_batch("left")).logits, first)
 
 
-def test_a_trained_model_loses_something_with_fresh_gains(shared):
+def test_fresh_gains_raise_a_trained_models_loss(shared):
     """What the warning says: the gains start at 1, so the loss jumps; "none" leaves it alone."""
     path = shared / "checkpoints" / "llama-shakespeare"
     model = AutoModelForCausalLM.from_pretrained(path)

@@ -1,4 +1,4 @@
-"""What can't be patched is refused with the reason and the way out, and left exactly as it was."""
+"""Models that can't be patched are refused with the reason and a remedy, and stay unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LORA = peft.LoraConfig(r=2, target_modules=["q_proj"])
 
 
 def refuse(model: Any, *args: Any, error: type[Exception] = ValueError, **kwargs: Any) -> str:
-    """The message with which `patch_model` refuses `model`, which must be left as it was."""
+    """Return the message with which `patch_model` refuses `model`, and check that it leaves the model unchanged."""
     before = fingerprint(model) if hasattr(model, "config") else str(model)
     with pytest.raises(error) as refusal:
         patch_model(model, *args, **kwargs)
@@ -49,7 +49,7 @@ def test_the_decoder_of_an_encoder():
     assert "attend to an encoder too" in refuse(BertModel(config))
 
 
-def test_what_is_no_transformers_model():
+def test_other_objects_are_refused():
     assert "got Linear" in refuse(nn.Linear(2, 2), error=TypeError)
 
 
@@ -138,7 +138,7 @@ def test_a_forward_replaced_on_the_class(monkeypatch):
 
 
 def test_attention_of_another_class():
-    """As tools do that put their own modules in: nothing is left to patch."""
+    """Another tool has replaced every attention module, so nothing is left to patch."""
     model = sharp_model("llama")
     for layer in model.model.layers:
         layer.self_attn.__class__ = type("FasterAttention", (LlamaAttention,), {})

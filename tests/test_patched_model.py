@@ -1,4 +1,4 @@
-"""A patched model is a model: it is copied, pickled, cast, moved, and steps back to what it was for a while."""
+"""A patched model can be copied, pickled, cast and moved, and computes as unpatched within `as_unpatched`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_deepcopy_and_pickle(model_type, preset):
 
 
 @torch.no_grad()
-def test_knees_are_copied_pickled_and_taken_off_again():
+def test_knees_are_copied_pickled_and_removed():
     base, batch = sharp_model("llama"), make_batch("left")
     expected, before = base(**batch).logits, fingerprint(base)
     model = randomise(patch_model(base, Scheme(q="rms", k="l2", knee=4.0)))

@@ -70,7 +70,7 @@ def structured_mask(
     build = partial(masking_utils.sdpa_mask, batch_size, kv_length=kv_length, kv_offset=kv_offset, device=device)
     whole = {"q_length": q_length, "q_offset": q_offset, "attention_mask": attention_mask, "local_size": local_size}
     # Whether a mask is needed does not depend on the function: with this one, the answer costs no T×S tensor.
-    if build(**whole, **kwargs, mask_function=_everything) is None:
+    if build(**whole, **kwargs, mask_function=lambda batch, head, query, key: key >= 0) is None:
         return None
 
     def rows(first: int, count: int) -> Tensor:
@@ -89,7 +89,9 @@ def structured_mask(
     else:
         spans = None if use_vmap else known(mask_function, own)
         spans = _read_in_chunks(rows, q_length, batch_size * kv_length) if spans is None else spans
-        spans = _checked(spans if padding is None else spans & read([padding[:, None, None]]))
+        spans = spans if padding is None else spans & read([padding[:, None, None]])
+        if spans.conditions and not torch.stack(spans.conditions).all():  # waits for the device, once
+            spans = None
     if spans is None:
         return build(**whole, **kwargs, mask_function=mask_function, use_vmap=use_vmap)
     ranges = torch.stack([x.clamp(0, kv_length).expand(batch_size, q_length) for x in spans[:2]], -1)
@@ -107,19 +109,10 @@ def _layers_pass(window: int | None, config: Any) -> bool:
     return not chunked and window == getattr(config, "sliding_window", None)
 
 
-def _everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return key >= 0
-
-
 def _read_in_chunks(rows: Callable[[int, int], Tensor], queries: int, row: int) -> Spans:
     """The spans of a mask with `row` entries for each query."""
     step = max(CHUNK // row, 1)
     return read(rows(first, min(step, queries - first)) for first in range(0, queries, step))
-
-
-def _checked(spans: Spans) -> Spans | None:
-    """The spans if their conditions hold, which waits for the device once."""
-    return spans if not spans.conditions or bool(torch.stack(spans.conditions).all()) else None
 
 
 def is_ranges(mask: Tensor) -> bool:

@@ -46,8 +46,7 @@ class StoredTensor:
     end: int
 
     @property
-    def size(self) -> int:
-        """Number of bytes."""
+    def nbytes(self) -> int:
         return self.end - self.begin
 
     @property
@@ -66,13 +65,11 @@ class NewTensor:
     make: Callable[[], Tensor]
 
     @property
-    def size(self) -> int:
-        """Number of bytes."""
+    def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def is_floating_point(self) -> bool:
-        """Whether the dtype is floating point."""
         return self.dtype.is_floating_point
 
 
@@ -130,9 +127,8 @@ class Weights:
         return sum(torch.Size(stored.shape).numel() for stored in self.stored.values())
 
     @property
-    def size(self) -> int:
-        """Number of bytes of all tensors."""
-        return sum(stored.size for stored in self.stored.values())
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self.stored.values())
 
     def rewrite(self, folder: Path, new: Mapping[str, NewTensor], removed: Collection[str] = ()) -> None:
         """Write the weights into `folder`, in the same files, without `removed` and with `new` added or replaced.
@@ -140,7 +136,7 @@ class Weights:
         At most one new tensor is in memory at a time. Raises OSError, naming the file, if it can't be written.
         """
         tensors = self.tensors(new, removed)
-        size = sum(tensor.size for tensor in tensors.values())
+        size = sum(tensor.nbytes for tensor in tensors.values())
         with tqdm(total=size, desc="weights", unit="B", unit_scale=True, leave=False) as bar:
             for file in self.files:
                 plan = {name: tensor for name, tensor in tensors.items() if tensor.file == file}
@@ -156,21 +152,23 @@ class Weights:
             (folder / INDEX).write_text(text, encoding="utf-8")
 
     def _write(self, path: Path, file: str, plan: Tensors, bar: Any) -> None:
-        # widest dtypes first, as the library does: this aligns every tensor
-        order = sorted(plan, key=lambda name: (-_itemsize(plan[name]), getattr(plan[name], "begin", 0), name))
+        def order(item: tuple[str, StoredTensor | NewTensor]) -> tuple[int, int, str]:
+            name, tensor = item
+            itemsize = tensor.nbytes // max(torch.Size(tensor.shape).numel(), 1)
+            return -itemsize, getattr(tensor, "begin", 0), name
+
+        plan = dict(sorted(plan.items(), key=order))  # widest dtypes first, as the library does, for alignment
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **self.metadata[file]}}
         place = 0
-        for name in order:
-            tensor = plan[name]
+        for name, tensor in plan.items():
             dtype = _NAMES[tensor.dtype] if isinstance(tensor, NewTensor) else tensor.dtype
-            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [place, place + tensor.size]}
-            place += tensor.size
+            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [place, place + tensor.nbytes]}
+            place += tensor.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         with (self.folder / file).open("rb") as source, path.open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                tensor = plan[name]
+            for name, tensor in plan.items():
                 if isinstance(tensor, NewTensor):
                     data = _bytes(name, tensor)
                     out.write(data)
@@ -229,13 +227,6 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
                 f"{path}: {shorten(name)} is said to be in {shorten(file)}: expected a .safetensors file of this folder"
             )
     return index
-
-
-def _itemsize(tensor: StoredTensor | NewTensor) -> int:
-    if isinstance(tensor, NewTensor):
-        return tensor.dtype.itemsize
-    count = torch.Size(tensor.shape).numel()
-    return tensor.size // count if count else 0
 
 
 def _bytes(name: str, new: NewTensor) -> memoryview:

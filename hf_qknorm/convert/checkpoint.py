@@ -21,7 +21,7 @@ from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.destinations import check_folder, check_new
 from hf_qknorm.checkpoint.safetensors_files import Weights
 from hf_qknorm.checkpoint.source import Source, open_source
-from hf_qknorm.convert.calibrate import MAX_TOKENS, Knee, calibrate, length_for
+from hf_qknorm.convert.calibrate import MAX_TOKENS, Knee, calibrate
 from hf_qknorm.convert.memory import SEQUENCES, memory_left, place_weights
 from hf_qknorm.convert.plan import (
     Options,
@@ -33,7 +33,7 @@ from hf_qknorm.convert.plan import (
     stored_name,
 )
 from hf_qknorm.convert.pretrained import load_tokenizer
-from hf_qknorm.convert.text import as_batches, check_batches, check_text, regrouped
+from hf_qknorm.convert.text import as_batches, check_batches, check_text, default_length, regrouped
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import new_folder
@@ -96,10 +96,8 @@ def convert_checkpoint(
 
     With `calibration` (texts or batches, as for `calibrate`) the model is loaded and calibrated with `method` and
     `knee`; the report is returned, and saved beside the weights. Without it gains are fresh, and no model is built.
-
     `max_memory` limits the memory of the process, in bytes or as "8GB"; default: what machine, cgroups and process
-    limits leave. If the checkpoint does not fit, accelerate reads the layers from the disk in each forward pass, which
-    then takes up to 64 sequences.
+    limits leave. Layers that do not fit are read from the disk in each forward pass, of up to 64 sequences then.
 
     Tokenizer, generation config, templates, licence and card are copied; `standalone` adds the code that runs the model
     without hf_qknorm, as `add_standalone` does. `dst` appears once it is complete. With `overwrite` an existing folder
@@ -182,7 +180,7 @@ def _calibrate(
     source: Source, options: Options, calibration: Any, destination: Path
 ) -> tuple[Calibration, dict[str, Tensor]]:
     """Load, patch and calibrate the model; return the report, and the new or changed values by their stored names."""
-    tokenizer, length = partial(load_tokenizer, source.folder), length_for(source.config)
+    tokenizer, length = partial(load_tokenizer, source.folder), default_length(source.config)
     batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=MAX_TOKENS))
     check_batches(batches, source.config)  # before the weights are read
     longest = max(batch["input_ids"].shape[1] for batch in batches)

@@ -1,15 +1,13 @@
-"""`inspect_model`: how a model's attention looks, head by head, and which scheme suits it, before one is chosen."""
+"""`inspect_model`: measure a model's attention, try schemes and knees on it, and advise a scheme."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import tempfile
-import textwrap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,136 +16,31 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_qknorm.checkpoint.source import open_source
-from hf_qknorm.convert.advice import Advice, KneeTrials, Risk, Situation, advise, name_of, rank
-from hf_qknorm.convert.calibrate import length_for, tokenizer_of
+from hf_qknorm.convert.advice import advise, knee_scheme, wide_cap
+from hf_qknorm.convert.inspection import Inspection
+from hf_qknorm.convert.knees import sweep_knees, tolerance
+from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
 from hf_qknorm.convert.memory import SEQUENCES, memory_left, place_weights
 from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
-from hf_qknorm.convert.text import CHARACTERS, as_batches, check_batches, check_text, load_text, tokenize
-from hf_qknorm.convert.trials import try_knees, try_schemes
+from hf_qknorm.convert.text import (
+    CHARACTERS,
+    batches_for,
+    check_batches,
+    check_text,
+    default_length,
+    load_text,
+    tokenize,
+)
 from hf_qknorm.families import family_of
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.stats.bounds import logit_bound
+from hf_qknorm.stats.bounds import logit_bound, worst_bound
 from hf_qknorm.stats.logit_statistics import CAP
 from hf_qknorm.stats.measure import Batches, layer_statistics, predictions, require_causal
-from hf_qknorm.stats.records import LayerStatistics, Prediction, predictions_table
-from hf_qknorm.stats.report import FORMAT, save_json
-from hf_qknorm.stats.tables import READING, ROWS, aligned, bound_cell, mean, over_names, pair_of_means, rest
-
-WIDTH = 100  # of the advice, in characters
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What an inspection found: `layers` by name, `risks` with the worst layer first, and the `advice`.
-
-    `base` predicts as the unpatched model does, `patched` as a patched one does now (else None). `trials` are schemes
-    put on for a moment, with fresh gains: what they cost before any calibration. `knees` has the loss and the bound at
-    each knee that `calibrate` tries (None for a model that is patched, takes no norms, or predicts no tokens). `scheme`
-    is what the model is patched with, and `bounds` the largest |logit| that any input can give, by layer, where norms
-    bound it. Shares of large logits are relative to `cap`; `even` is the entropy (nats) of even attention by layer.
-    """
-
-    model: str
-    model_type: str
-    tokens: int
-    length: int
-    cap: float
-    scheme: Scheme | None
-    base: Prediction | None
-    patched: Prediction | None
-    trials: Mapping[Scheme, Prediction]
-    layers: Mapping[str, LayerStatistics]
-    even: Mapping[str, float]
-    risks: tuple[Risk, ...]
-    advice: Advice
-    knees: KneeTrials | None = None
-    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def largest(self) -> float:
-        """The largest |logit| of all heads."""
-        return self.risks[0].max_logit
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the advice is to leave the model as it is."""
-        return self.advice.scheme == (self.scheme or SCHEMES["none"])
-
-    def table(self) -> str:
-        """What was measured, the layers at the greatest risk, and the advice: a page of text."""
-        heads = len(next(iter(self.layers.values())).max_logit)
-        state = "unpatched" if self.scheme is None else str(self.scheme)
-        title = (
-            f"{self.model}: {self.model_type}, {len(self.layers)} layers of {heads} heads, {state}; "
-            f"{self.tokens:,} tokens in sequences of up to {self.length}"
-        )
-        named = {"unpatched": self.base, "as it is": self.patched}
-        named |= {name_of(scheme) + (", fresh gains" if scheme.norms else ""): p for scheme, p in self.trials.items()}
-        measured = predictions_table({name: p for name, p in named.items() if p is not None})
-        bounded = ["bound"] if self.bounds else []
-        beyond = ["beyond q, k"] if self.scheme is not None and self.scheme.knee else []
-        rows = [["layer", "", "max |logit|", "head", "entropy", "head", *over_names(self.cap), "rms q", "rms k"]]
-        rows[0] += bounded + beyond
-        for risk in self.risks[:ROWS]:
-            layer = self.layers[risk.layer]
-            logit = [f"{risk.max_logit:.1f}", str(risk.max_head), f"{risk.entropy:.2f}", str(risk.entropy_head)]
-            shares = [f"{mean(share):.2%}" for share in (layer.over_half, layer.over_cap)]
-            rows.append(
-                [risk.layer, risk.level, *logit, *shares, f"{mean(layer.rms_q):.3g}", f"{mean(layer.rms_k):.3g}"]
-            )
-            rows[-1] += [bound_cell(self.bounds.get(risk.layer))] * len(bounded)
-            rows[-1] += [pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * len(beyond)
-        layers = aligned(rows) + rest(len(self.risks))
-        parts = (title, measured, self._knees(), layers, READING, self._advice())
-        return "\n\n".join(part for part in parts if part)
-
-    def _knees(self) -> str:
-        if self.knees is None:
-            return ""
-        rows = [["knee", "loss rises by", "KL", "bound on |logit|", ""]]
-        for trial in self.knees.trials:
-            mark = f"← the smallest that costs at most {self.knees.limit:.3f}" if trial is self.knees.chosen else ""
-            rows.append([f"{trial.knee:g}", f"{trial.rise:+.3f}", f"{trial.kl:.3f}", bound_cell(trial.bound), mark])
-        return (
-            f"{name_of(self.knees.scheme)}, calibrated in one pass over half of the text and judged on the other, by "
-            f"knee\n(largest |logit| seen unpatched: {self.largest:.1f}; fresh gains and no knee: "
-            f"{self.knees.jump:+.3f}):\n\n{aligned(rows)}"
-        )
-
-    def _advice(self) -> str:
-        lines = [f"Advice: {'leave it as it is' if self.keeps else self.advice.name}"]
-        for reason in self.advice.reasons:
-            lines += textwrap.wrap(reason, WIDTH, initial_indent="  - ", subsequent_indent="    ")
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON-ready data."""
-        return {
-            "format": FORMAT,
-            "model": self.model,
-            "model_type": self.model_type,
-            "tokens": self.tokens,
-            "length": self.length,
-            "cap": self.cap,
-            "scheme": None if self.scheme is None else self.scheme.to_dict(),
-            "base": None if self.base is None else self.base.to_dict(),
-            "patched": None if self.patched is None else self.patched.to_dict(),
-            "trials": [{"scheme": scheme.to_dict(), **p.to_dict()} for scheme, p in self.trials.items()],
-            "knees": None if self.knees is None else self.knees.to_dict(),
-            "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
-            "even": dict(self.even),
-            "bounds": dict(self.bounds),
-            "risks": [risk.to_dict() for risk in self.risks],
-            "advice": self.advice.to_dict(),
-        }
-
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all."""
-        save_json(self.to_dict(), Path(path))
+from hf_qknorm.stats.records import Prediction
 
 
 def inspect_model(
@@ -160,112 +53,67 @@ def inspect_model(
     length: int | None = None,
     cap: float | None = None,
 ) -> Inspection:
-    """Measure the attention of a model, patched or not, on `data` (as for `calibrate`), and say what suits it.
+    """Measure the attention of a model, patched or not, on `data` (as for `calibrate`), and advise a scheme.
 
-    The model is left as it was. Logits are held against `cap`, by default the model's own cap, or 50. An unpatched
-    model is also measured with the schemes in question put on for a moment, and with the knees that `calibrate` tries.
+    The model is left as it was. Shares of large logits are relative to `cap`, by default the model's own cap, or 50. An
+    unpatched model is also measured with the schemes that may suit it, and with the knees that `calibrate` tries.
 
-    Raises ValueError for a model that can't be patched, data with hardly a token to predict, a cap that is not > 0, or
-    logits that are not finite.
+    Raises ValueError for a model that can't be patched, data with fewer than 16 tokens to predict, a cap that is not a
+    finite number > 0, and logits that are not finite.
+
+    >>> found = qk.inspect_model(model, texts, max_tokens=1024)
+    >>> found.base.kl, found.scheme is None, found.tokens <= 1024
+    (0.0, True, True)
     """
     _check_cap(cap)
     require_causal(model.config)
-    load = partial(tokenizer_of, model) if tokenizer is None else lambda: tokenizer
-    length = length or length_for(model.config)
-    batches = list(as_batches(data, load, batch=batch_size, length=length, max_tokens=max_tokens))
+    batches = batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
     check_batches(batches, model.config)
     scheme = model.config.scheme if isinstance(model, QKNormModel) else None
-    training = model.training
+    logger = logging.getLogger("hf_qknorm")
+    training, level = model.training, logger.level
     model.eval()
+    logger.setLevel(logging.ERROR)  # trials patch the model and undo it: no one can act on the warnings
     try:
-        with _quiet():
-            with _watchable(model):
-                situation = _situation(model, batches, cap)
-                base, now = predictions(model, batches)
-                bounds = {name: logit_bound(layer) for name, layer in patched_layers(model).items()}
-            if scheme is None and base is not None:
-                situation = dataclasses.replace(situation, trials=try_schemes(model, batches, situation))
-                situation = dataclasses.replace(situation, knees=try_knees(model, batches, situation))
+        with _patched(model, SCHEMES["none"]) if scheme is None else nullcontext():
+            measured = _measure(model, batches, cap)
+            base, patched = predictions(model, batches)
+            bounds = {name: logit_bound(layer) for name, layer in patched_layers(model).items()}
+        if scheme is None and base is not None:
+            measured = replace(measured, trials=_scheme_trials(model, batches, measured))
+            measured = replace(measured, knees=_knee_trials(model, batches, measured))
     finally:
         model.train(training)
+        logger.setLevel(level)
     return Inspection(
         model=model.name_or_path or type(model).__name__,
         model_type=model.config.model_type,
         tokens=sum(batch["input_ids"].numel() for batch in batches),
         length=max(batch["input_ids"].shape[1] for batch in batches),
-        cap=situation.cap,
+        cap=measured.cap,
         scheme=scheme,
         base=base,
-        patched=None if scheme is None else now,
-        trials=situation.trials,
-        layers=situation.layers,
-        even=situation.even,
-        risks=rank(situation),
-        advice=advise(situation),
-        knees=situation.knees,
+        patched=None if scheme is None else patched,
+        trials=measured.trials,
+        layers=measured.layers,
+        even=measured.even,
+        risks=rank_layers(measured),
+        advice=advise(measured),
+        knees=measured.knees,
         bounds={name: bound for name, bound in bounds.items() if bound is not None},
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the log lines of patching: it is undone before anyone could act on them."""
-    logger = logging.getLogger("hf_qknorm")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
-def _watchable(model: PreTrainedModel) -> Iterator[None]:
-    """An unpatched model is patched with "none" meanwhile, with the attention that forms no T×S mask."""
-    if isinstance(model, QKNormModel):
-        yield
-        return
-    patch_model(model, "none", attn_implementation="hf_qknorm")
-    try:
-        yield
-    finally:
-        unpatch_model(model)
-
-
-def _situation(model: Any, batches: Batches, cap: float | None) -> Situation:
-    layers = patched_layers(model)
-    first, scheme = next(iter(layers.values())), model.config.scheme
-    cap = cap or first.softcap or CAP
-    found = layer_statistics(model, batches, cap)
-    for name, layer in found.items():
-        if not all(map(math.isfinite, (*layer.max_logit, *layer.entropy))):
-            raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
-    even = {name: _even_entropy(layer, batches) for name, layer in layers.items()}
-    normed = first.has_own_norms or None not in (scheme.q, scheme.k)
-    return Situation(found, cap, even, scheme, normed, first.softcap)
-
-
-def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
-    """The mean entropy of causal attention that is the same for all tokens in sight, in nats."""
-    total, count = 0.0, 0
-    for batch in batches:
-        ids = batch["input_ids"]
-        for length in batch.get("attention_mask", torch.ones_like(ids)).sum(-1).tolist():
-            seen = torch.arange(1, int(length) + 1).clamp_max(layer.window or int(length))
-            total, count = total + float(seen.double().log().sum()), count + int(length)
-    return total / max(count, 1)
 
 
 def inspect_checkpoint(
     checkpoint: str, *, texts: str | None = None, tokens: int = 16_384, cap: float | None = None
 ) -> Inspection:
-    """`inspect_model` of a checkpoint (a folder or a Hub name) on `texts` as `load_text` takes them.
+    """`inspect_model` for a checkpoint (a folder or a Hub name) and `texts` (a source for `load_text`).
 
-    Of a checkpoint that does not fit into memory, the layers are read from the disk in each forward pass.
+    If the checkpoint does not fit into memory, layers are read from the disk in each forward pass.
 
-    Raises FileNotFoundError for a folder or a text that is not there, OSError without a tokenizer, and ValueError for
-    weights that are pickled, no causal language model's, or broken, for a model that is not supported, and for a cap or
-    a text that nothing can be judged by; all before the weights are read.
+    Raises, before the weights are read, FileNotFoundError for a folder or a text that does not exist, OSError without a
+    tokenizer, and ValueError for pickled or broken weights, a model that is not supported or no causal language model,
+    an impossible cap, and too little text.
     """
     _check_cap(cap)
     check_text(texts)
@@ -277,11 +125,78 @@ def inspect_checkpoint(
         ids = tokenize(tokenizer, load_text(texts, limit=CHARACTERS * tokens))[:tokens]
         check_batches([{"input_ids": ids[None]}], source.config)
         scratch = Path(tempfile.gettempdir(), source.folder.name)
-        with place_weights(source, length_for(source.config), memory_left(None), scratch) as placement:
+        with place_weights(source, default_length(source.config), memory_left(None), scratch) as placement:
             model = load_causal(source, "auto", **placement.options)
             return inspect_model(
                 model, [{"input_ids": ids}], max_tokens=tokens, cap=cap, batch_size=placement.sequences or SEQUENCES
             )
+
+
+def _measure(model: Any, batches: Batches, cap: float | None) -> Measurements:
+    layers = patched_layers(model)
+    first, scheme = next(iter(layers.values())), model.config.scheme
+    cap = cap or first.softcap or CAP
+    found = layer_statistics(model, batches, cap)
+    for name, layer in found.items():
+        if not all(map(math.isfinite, (*layer.max_logit, *layer.entropy))):
+            raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
+    even = {name: _even_entropy(layer, batches) for name, layer in layers.items()}
+    normed = first.has_own_norms or None not in (scheme.q, scheme.k)
+    return Measurements(found, cap, even, scheme, normed, first.softcap)
+
+
+def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
+    """The mean entropy, in nats, of causal attention with the same weight on all visible tokens."""
+    masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
+    tokens = [torch.arange(1, int(length) + 1) for mask in masks for length in mask.sum(-1)]
+    visible = torch.cat(tokens).clamp_max(layer.window or max(map(len, tokens)))
+    return float(visible.double().log().mean())
+
+
+def _scheme_trials(model: PreTrainedModel, batches: Batches, measured: Measurements) -> dict[Scheme, Prediction]:
+    """The predictions of an unpatched model with each scheme that may suit it, with fresh gains."""
+    schemes = []
+    if measured.own_cap is None:
+        caps = (measured.cap, wide_cap(measured.largest, measured.cap))
+        schemes += [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
+    if not measured.normed:
+        schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]]
+    trials = {}
+    for scheme in schemes:
+        with _patched(model, scheme):
+            _, patched = predictions(model, batches)
+        if patched is not None:
+            trials[scheme] = patched
+    return trials
+
+
+def _knee_trials(model: PreTrainedModel, batches: Batches, measured: Measurements) -> KneeTrials | None:
+    """Costs and bounds of knees on an unpatched model; None if its queries and keys can't be normed.
+
+    Gains are computed from one half of the batches and judged on the other; a single batch serves as both.
+    """
+    scheme = knee_scheme(measured)
+    if family_of(model.config).refusal(model.config, scheme) is not None:
+        return None
+    half = len(batches) // 2
+    held_out, fitted = batches[:half] or batches, batches[half:]
+    with _patched(model, scheme):
+        base, fresh = predictions(model, held_out)
+        if base is None or fresh is None:
+            return None
+        swept = sweep_knees(model, fitted, held_out, partial(worst_bound, model))
+    trials = (KneeTrial(knee, at.loss - base.loss, at.kl, bound) for knee, (at, bound) in swept.items())
+    return KneeTrials(scheme, fresh.loss - base.loss, tolerance(base, fresh), tuple(trials))
+
+
+@contextmanager
+def _patched(model: PreTrainedModel, scheme: Scheme) -> Iterator[None]:
+    """Patch an unpatched model for the duration, with an attention function that forms no T×S mask."""
+    patch_model(model, scheme, attn_implementation="hf_qknorm")
+    try:
+        yield
+    finally:
+        unpatch_model(model)
 
 
 def _check_cap(cap: float | None) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import torch
 
-from hf_qknorm.convert.moments import Moments, moments, norm_sizes, norms_of
+from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.stats.distributed import reshard
 from hf_qknorm.stats.measure import Batches, predictions
@@ -19,112 +20,101 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KNEES: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-SHARE, LEAST = 0.01, 0.005  # the cost that is accepted by default: a share of fresh gains' cost, and nats at least
+TOLERATED_SHARE, TOLERATED_NATS = 0.01, 0.005  # the default limit: a share of fresh gains' cost, at least these nats
 
 
-def cost(base: Prediction, own: Prediction) -> float:
-    """The cost of a conversion, in nats a token: the rise in loss, or the KL from the unpatched model if that is more.
+def cost(base: Prediction, patched: Prediction) -> float:
+    """The cost of a conversion in nats a token: the rise in loss, or the KL from the unpatched model if it is larger.
 
-    On text that a model predicts badly the loss may fall while its predictions go astray.
+    On text that a model predicts badly, the loss may fall although its predictions drift.
     """
-    return max(own.loss - base.loss, own.kl)
+    return max(patched.loss - base.loss, patched.kl)
 
 
 def tolerance(base: Prediction, fresh: Prediction) -> float:
-    """The cost (nats) that is accepted by default, for the predictions unpatched and with fresh gains."""
-    return max(SHARE * cost(base, fresh), LEAST)
+    """The default limit on the cost, in nats, given the predictions of the model unpatched and with fresh gains."""
+    return max(TOLERATED_SHARE * cost(base, fresh), TOLERATED_NATS)
 
 
-def search(
-    found: Moments, judged: Batches, base: Prediction, fresh: Prediction, most: float | None
+def search_knee(
+    gains: ClosedFormGains, held_out: Batches, base: Prediction, fresh: Prediction, max_cost: float | None
 ) -> dict[float, Prediction]:
-    """Put the smallest of `KNEES` in place that costs at most `most` (nats) on `judged`; predictions by knee tried.
+    """Set the smallest of `KNEES` whose cost on `held_out` is at most `max_cost` nats; return the predictions by knee.
 
-    Larger knees keep more: the search halves. Where none keeps the predictions, as a cap may cost more, the knee is the
-    smallest that does as well as the largest, within the tolerance.
+    The cost falls as the knee grows, so the search bisects. By default the limit is `tolerance`. If every knee costs
+    more than that, because of a cap for example, the smallest knee within `tolerance` of the largest one's cost is set.
 
-    Raises ValueError where no knee costs as little as a `most` that is given.
+    Raises ValueError if every knee costs more than a given `max_cost`.
     """
     tried: dict[float, Prediction] = {}
 
-    def costs(knee: float) -> float:
+    def cost_at(knee: float) -> float:
         if knee not in tried:
-            found.put(knee)
-            tried[knee] = found.ranks.first(predictions(found.model, judged)[1])
+            gains.apply(knee)
+            tried[knee] = gains.ranks.first(predictions(gains.model, held_out)[1])
         return cost(base, tried[knee])
 
-    limit = tolerance(base, fresh) if most is None else most
-    chosen = _smallest(costs, limit)
-    if chosen is None and most is not None:
-        raise ValueError(
-            f"the knee {KNEES[-1]:g} costs {costs(KNEES[-1]):.4f} nats (loss {tried[KNEES[-1]].loss:.4f} over "
-            f"{base.loss:.4f}, KL {tried[KNEES[-1]].kl:.4f}), more than max_loss_increase={most:g}. A higher or no cap "
-            "keeps more, as do queries alone (q_norm); or raise max_loss_increase"
-        )
+    limit = tolerance(base, fresh) if max_cost is None else max_cost
+    chosen = _smallest_knee(cost_at, limit)
     if chosen is None:
-        least = costs(KNEES[-1])
-        chosen = _smallest(costs, least + limit)
+        largest = KNEES[-1]
+        least, seen = cost_at(largest), tried[largest]
+        if max_cost is not None:
+            raise ValueError(
+                f"the knee {largest:g} costs {least:.4f} nats (loss {seen.loss:.4f} over {base.loss:.4f}, KL "
+                f"{seen.kl:.4f}), more than max_loss_increase={max_cost:g}. A higher or no cap costs less, as does a "
+                "norm on queries alone (q_norm); or raise max_loss_increase"
+            )
+        chosen = _smallest_knee(cost_at, least + limit)
         logger.warning(
-            "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f). Other parts of the scheme, such "
-            "as its cap, cost that much. The knee is %g, which costs hardly more",
-            limit,
-            KNEES[-1],
-            least,
-            tried[KNEES[-1]].loss,
-            base.loss,
-            chosen,
-        )
+            "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f). Another part of the scheme, such "
+            "as its cap, costs that much. The knee is set to %g, which costs hardly more",
+            limit, largest, least, seen.loss, base.loss, chosen,
+        )  # fmt: skip
     assert chosen is not None
-    found.put(chosen)
+    gains.apply(chosen)
     return dict(sorted(tried.items()))
 
 
-def _smallest(costs: Callable[[float], float], limit: float) -> float | None:
-    """The smallest of `KNEES` that costs up to `limit`, by halving; None if the largest costs more."""
-    low, high = 0, len(KNEES)
-    while low < high:
-        middle = (low + high) // 2
-        if costs(KNEES[middle]) <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    return KNEES[low] if low < len(KNEES) else None
+def _smallest_knee(cost_at: Callable[[float], float], limit: float) -> float | None:
+    """The smallest of `KNEES` with a cost up to `limit`, by bisection; None if the largest costs more."""
+    place = bisect_left(KNEES, True, key=lambda knee: cost_at(knee) <= limit)
+    return KNEES[place] if place < len(KNEES) else None
 
 
-def sweep(
-    model: Any, fitted: Batches, judged: Batches, measure: Callable[[], T], knees: Sequence[float] = KNEES
+def sweep_knees(
+    model: Any, fitted: Batches, held_out: Batches, measure: Callable[[], T], knees: Sequence[float] = KNEES
 ) -> dict[float, tuple[Prediction, T]]:
-    """The predictions on `judged` and a measurement at each knee of a patched model, with gains by moments.
+    """The predictions on `held_out`, and the result of `measure`, at each knee, with closed-form gains from `fitted`.
 
-    One pass over `fitted` serves all of them. The model is left as it was. Raises ValueError for a model without a
+    One pass over `fitted` serves all knees. The model is left as it was. Raises ValueError for a model without a
     language-modelling head.
     """
-    with restored(model):
-        found = moments(model, fitted, norm_sizes(model, judged), knees)
+    with restored_norms(model):
+        gains = ClosedFormGains.from_text(model, fitted, mean_powers(model, held_out), knees)
         swept = {}
         for knee in knees:
-            found.put(knee)
-            own = predictions(model, judged)[1]
-            if own is None:
-                raise ValueError(f"{type(model).__name__} predicts no tokens, by which knees are compared")
-            swept[knee] = (own, measure())
+            gains.apply(knee)
+            patched = predictions(model, held_out)[1]
+            if patched is None:
+                raise ValueError(f"{type(model).__name__} predicts no tokens, and knees are compared by predictions")
+            swept[knee] = (patched, measure())
     return swept
 
 
 @contextmanager
-def restored(model: Any, *, always: bool = True) -> Iterator[None]:
-    """Put a patched model's norms and knee back afterwards; with `always=False` only where an exception comes."""
+def restored_norms(model: Any, *, only_on_error: bool = False) -> Iterator[None]:
+    """Restore a patched model's gains, biases and knee on exit, or with `only_on_error` after an exception only."""
     reshard(model)
-    scheme, norms = model.config.scheme, norms_of(model)
+    scheme, norms = model.config.scheme, named_norms(model)
     powers = {key: norm.power if norm.knee else 1.0 for key, norm in norms.items()}
     values = [(p, p.detach().clone()) for norm in norms.values() for p in norm.parameters()]
+    restore = True
     try:
         yield
-    except BaseException:
-        always = True
-        raise
+        restore = not only_on_error
     finally:
-        if always:
+        if restore:
             reshard(model)
             apply_knee(model, scheme.knee, powers)
             with torch.no_grad():

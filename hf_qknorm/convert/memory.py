@@ -43,8 +43,7 @@ _UNLIMITED: Final = 2**60  # cgroups of version 1 write a number near 2⁶³ ins
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of a checkpoint's weights, as `options` of `from_pretrained`, and the most sequences that fit into
-    a forward pass; None if `SEQUENCES` do."""
+    """Options of `from_pretrained` that place the weights, and the most sequences of a forward pass if few fit."""
 
     options: dict[str, Any]
     sequences: int | None = None
@@ -135,7 +134,7 @@ def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iter
     if getattr(source.config, "quantization_config", None) is not None:  # the quantiser decides on the size in memory
         yield Placement({"device_map": "auto"} if torch.cuda.is_available() else {})
         return
-    size, most = source.weights.size, int(USABLE * left)
+    size, most = source.weights.nbytes, int(USABLE * left)
     devices = get_max_memory() if torch.cuda.is_available() else {}
     gpus = {device: int(USABLE * free) for device, free in devices.items() if isinstance(device, int)}
     fits = (n for n in _down_from(SEQUENCES) if size + working_memory(source, n, length) <= sum(gpus.values()) + most)
@@ -155,7 +154,7 @@ def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iter
 
 def _sequences(source: Source, length: int, most: int) -> int:
     """Return the sequences of a forward pass that reads weights from the disk: those that a third of `most` holds."""
-    largest = max(tensor.size for tensor in source.weights.stored.values())
+    largest = max(tensor.nbytes for tensor in source.weights.stored.values())
     least = largest + working_memory(source, 1, length)
     if least > most:
         raise ValueError(
@@ -182,7 +181,7 @@ def working_memory(source: Source, sequences: int, length: int) -> int:
     vocabulary, hidden = getattr(config, "vocab_size", 0), config.hidden_size
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
     attention = 2 * 4 * config.num_attention_heads * length + 8 * 8 * hidden
-    largest = max(source.weights.stored.values(), key=lambda tensor: tensor.size)
+    largest = max(source.weights.stored.values(), key=lambda tensor: tensor.nbytes)
     itemsize = DTYPES[largest.dtype].itemsize if largest.dtype in DTYPES else 4
     token = (2 * vocabulary + 12 * hidden + 4 * inner) * itemsize + attention
     return sequences * length * token + 5 * 4 * length * vocabulary
@@ -192,10 +191,10 @@ def _check_mappable(weights: Weights) -> None:
     """Raise ValueError if the process's own limits, which count mapped files as memory, are too low for the files."""
     limits = _process_limits()
     largest = max((weights.folder / file).stat().st_size for file in weights.files)
-    if limits and min(limits) < weights.size + 2 * largest:
+    if limits and min(limits) < weights.nbytes + 2 * largest:
         raise ValueError(
-            f"{weights.folder}: reading these weights from the disk maps their files, {format_bytes(weights.size)} of "
-            f"address space, and the limits of this process leave {format_bytes(min(limits))}, which count maps as "
+            f"{weights.folder}: reading these weights from the disk maps their files, {format_bytes(weights.nbytes)} "
+            f"of address space, and the limits of this process leave {format_bytes(min(limits))}, which count maps as "
             "memory (ulimit -v, ulimit -d). Lift them, and give max_memory (--max-memory) instead"
         )
 

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_qknorm.checkpoint.complete import check_complete
 from hf_qknorm.checkpoint.safetensors_files import NewTensor, Weights
 from hf_qknorm.checkpoint.source import Source
-from hf_qknorm.convert.calibrate import Knee, settled
+from hf_qknorm.convert.calibrate import Knee, resolve_method
 from hf_qknorm.convert.memory import parse_size
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.names import CONFIG, INDEX
@@ -65,7 +65,7 @@ class Options:
             return cls(scheme)
         if max_memory is not None:
             parse_size(max_memory)
-        method, knee = settled(scheme, method, knee, max_loss_increase)
+        method, knee = resolve_method(scheme, method, knee, max_loss_increase)
         scheme = replace(scheme, knee=0.0 if isinstance(knee, str) else knee)
         return cls(scheme, method, knee, max_loss_increase, max_memory)
 
@@ -161,7 +161,7 @@ def make_plan(source: Source, dst: Path, options: Options) -> Plan:
         removed=tuple(sorted(removed)),
         files=tuple(map(str, source.files)),
         left=tuple(sorted(p.name for p in source.folder.iterdir() if p.is_file() and p.name not in taken)),
-        size=sum(tensor.size for tensor in weights.tensors(with_knee, removed).values()) + copied,
+        size=sum(tensor.nbytes for tensor in weights.tensors(with_knee, removed).values()) + copied,
         unread=source.unread,
         unused=unused,
         knees=tuple(name for name in with_knee if name not in new),

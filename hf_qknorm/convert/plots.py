@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from hf_qknorm.convert.advice import KneeTrials, name_of
-from hf_qknorm.convert.inspect import Inspection
+from hf_qknorm.convert.advice import scheme_name
+from hf_qknorm.convert.inspection import Inspection
+from hf_qknorm.convert.measurements import KneeTrials
 from hf_qknorm.files.atomic_io import replace_file
 from hf_qknorm.stats.plotting import (
     COLD,
@@ -105,7 +106,7 @@ def knee_curve(inspection: Inspection, path: str | Path) -> None:
         )
     _finish_knees(axes, inspection, knees, bounds)
     figure.suptitle(
-        f"{Path(inspection.model).name}: what each knee costs and bounds ({name_of(knees.scheme)})",
+        f"{Path(inspection.model).name}: what each knee costs and bounds ({scheme_name(knees.scheme)})",
         fontsize=11,
         color=INK,
     )

@@ -1,39 +1,45 @@
-"""Text for calibration and training: where it comes from, and how it becomes batches of tokens `[B, T]`."""
+"""Text for calibration and training: from files or the Hub to batches of tokens `[B, T]`."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from hf_qknorm.convert.pretrained import load_tokenizer
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
-LEAST = 16  # tokens to predict: of fewer, nothing can be said
-CHARACTERS = 16  # read for each token asked for: more than tokens have
+MIN_TARGETS = 16  # tokens to predict: fewer do not show how a model predicts
+CHARACTERS = 16  # read per token that is asked for: more than tokens have
+LENGTH, LEARNED_LENGTH = 256, 1024  # tokens in a sequence by default, and at most where positions are learned
+
+T = TypeVar("T")
 
 
 def load_text(source: str | None = None, limit: int = 4_000_000) -> str:
-    """Up to `limit` characters of text: a file, a folder of text files, a Hub dataset's name, or Python's own library.
+    """Up to `limit` characters from a file, a folder of text files, or a Hub dataset (its "train" split).
 
-    None takes the sources of the standard library, which every machine has. A name that is no path is loaded with
-    the `datasets` package (its "train" split, the column "text" or the first one of strings).
+    None stands for the source files of Python's standard library, which every machine has. A dataset is read by the
+    `datasets` package, from its column "text" or else its first column of strings.
 
-    Raises FileNotFoundError for a path that is not there, ValueError for a source without text.
+    Raises FileNotFoundError for a path that does not exist, ValueError for a source without text.
     """
     paths = _paths(source)
     return _file_text(source, paths, limit) if paths is not None else _dataset_text(str(source), limit)
 
 
 def check_text(source: str | None) -> None:
-    """Raise what `load_text` raises for a source that is not there or holds no text; of files, a little is read."""
+    """Raise what `load_text` raises for a source that does not exist or has no text; reads little of it."""
     paths = _paths(source)
     if paths is not None:
         _file_text(source, paths, limit=1000)
@@ -56,24 +62,24 @@ def _paths(source: str | None) -> list[Path] | None:
 
 
 def _file_text(source: str | None, paths: list[Path], limit: int) -> str:
-    parts: list[str] = []
-    for path in paths:
-        if sum(map(len, parts)) >= limit:
-            break
-        with path.open(encoding="utf-8", errors="replace") as file:
-            parts.append(file.read(min(limit, path.stat().st_size)))  # no more characters than bytes
-        if "\0" in parts[-1]:
-            raise ValueError(f"{path} is no text in UTF-8: it holds null bytes")
-    text = "\n".join(parts)[:limit]
+    text = "\n".join(_up_to(limit, map(partial(_read, limit=limit), paths)))[:limit]
     if not text.strip():
         raise ValueError(f"{source}: no text in it (looked for files ending in {', '.join(TEXT_SUFFIXES)})")
     return text
 
 
+def _read(path: Path, limit: int) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(min(limit, path.stat().st_size))  # a file has at most as many characters as bytes
+    if "\0" in text:
+        raise ValueError(f"{path} is no text in UTF-8: it holds null bytes")
+    return text
+
+
 def _datasets(name: str) -> Any:
-    """The package `datasets`, to load the dataset `name`. Raises ImportError without it, ValueError for no name."""
+    """The package `datasets`. Raises ImportError without it, ValueError if `name` can't be a dataset's."""
     check_repo_id(name, "the text's source", "a file, a folder, or the name of a dataset on the Hub, as OWNER/NAME")
-    hub_token()  # it goes along with each request
+    hub_token()  # raises for a malformed one, which every request would send
     try:
         import datasets
     except ImportError as error:
@@ -84,27 +90,19 @@ def _datasets(name: str) -> Any:
 
 
 def _dataset_text(name: str, limit: int) -> str:
-    datasets = _datasets(name)
-    rows = datasets.load_dataset(name, split="train", streaming=True)
-    parts: list[str] = []
-    size = 0
-    for row in rows:
-        try:
-            parts.append(_text_of(row))
-        except ValueError as error:
-            raise ValueError(f"the dataset {name!r}: {error}") from None
-        size += len(parts[-1])
-        if size >= limit:
-            break
-    return "\n".join(parts)[:limit]
+    rows = _datasets(name).load_dataset(name, split="train", streaming=True)
+    try:
+        return "\n".join(_up_to(limit, map(_row_text, rows)))[:limit]
+    except ValueError as error:
+        raise ValueError(f"the dataset {name!r}: {error}") from None
 
 
 def tokenize(tokenizer: Any, text: str) -> Tensor:
-    """The text's token ids, `[N]`. Raises ValueError for a tokenizer that fails, or gives none."""
+    """The token ids of a text, `[N]`. Raises ValueError for a tokenizer that fails or returns no tokens."""
     where = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     try:
         ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
-    except Exception as error:  # each tokenizer library has its own
+    except Exception as error:  # the libraries of tokenizers share no base class
         raise ValueError(
             f"{where}: the tokenizer can't read the text ({shorten(str(error))}): restore its files"
         ) from error
@@ -114,7 +112,7 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
 
 
 def sample_batches(ids: Tensor, count: int, batch: int, length: int, seed: int) -> list[Tensor]:
-    """`count` batches `[batch, length]` at random places of ids `[N]`, the same for the same seed."""
+    """`count` batches `[batch, length]` from random places of ids `[N]`, reproducible by `seed`."""
     if len(ids) < length + 2:
         raise ValueError(
             f"need more than {length + 1} tokens for sequences of {length}, got {len(ids)}: give more text"
@@ -124,17 +122,42 @@ def sample_batches(ids: Tensor, count: int, batch: int, length: int, seed: int) 
     return [torch.stack([ids[i : i + length] for i in starts.tolist()]) for starts in places]
 
 
+def default_length(config: Any) -> int:
+    """The default length of sequences: 256, or the number of positions if that is smaller.
+
+    Where positions are learned, queries and keys depend on them: the length is half of the positions, at most 1024.
+    """
+    positions = getattr(config, "max_position_embeddings", None) or LENGTH
+    learned = getattr(config, "rope_parameters", None) is None
+    return min(positions, max(LENGTH, min(positions // 2, LEARNED_LENGTH)) if learned else LENGTH)
+
+
+def batches_for(
+    model: PreTrainedModel, data: Any, tokenizer: Any, *, batch: int, length: int | None, max_tokens: int
+) -> list[dict[str, Tensor]]:
+    """`as_batches` with the model's default length and, for `tokenizer=None`, the tokenizer of its checkpoint."""
+
+    def load() -> Any:
+        if tokenizer is not None:
+            return tokenizer
+        if not model.name_or_path:
+            raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
+        return load_tokenizer(model.name_or_path)
+
+    length = length or default_length(model.config)
+    return list(as_batches(data, load, batch=batch, length=length, max_tokens=max_tokens))
+
+
 def as_batches(
     data: Any, load_tokenizer: Callable[[], Any], *, batch: int, length: int, max_tokens: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Batches with "input_ids" `[B, T]`, and "attention_mask" where there is one, of up to `max_tokens` tokens.
+    """Batches of "input_ids" `[B, T]`, and "attention_mask" if `data` has it, of up to about `max_tokens` tokens.
 
-    `data` is a source that `load_text` knows (a path or a name), a `datasets.Dataset`, or an iterable: of strings, of
-    rows (mappings with a text, or with "input_ids" `[N]`), or of batches (tensors `[B, T]`, or mappings with them).
-    Strings and rows are joined and cut into sequences of `length`, `batch` at a time; batches stay as they are. It is
-    read no further than needed.
+    `data` is a source for `load_text`, a `datasets.Dataset`, or an iterable of strings, of rows (mappings with a text,
+    or with "input_ids" `[N]`), or of batches (tensors `[B, T]`, or mappings with them). Strings and rows are joined and
+    cut into sequences of `length`, `batch` at a time; batches are kept. Items that are not needed are not read.
 
-    Raises ValueError for data that is empty or none of these.
+    Raises ValueError for empty data and for anything else.
     """
     if isinstance(data, str | Path):
         data = [load_text(str(data), limit=CHARACTERS * max_tokens)]
@@ -144,18 +167,18 @@ def as_batches(
         raise ValueError("the calibration data is empty: give texts, or batches with input_ids")
     items = chain([first], items)
     if _is_batch(first):
-        yield from _whole_batches(items, max_tokens)
+        yield from _up_to(max_tokens, map(_batch_inputs, items), size=lambda inputs: inputs["input_ids"].numel())
         return
-    ids = _joined(items, load_tokenizer, max_tokens)
+    ids = _joined_ids(items, load_tokenizer, max_tokens)
     whole = ids[: len(ids) // length * length].view(-1, length)
     for rows in torch.split(whole, batch) if len(whole) else [ids[None]]:
         yield {"input_ids": rows}
 
 
 def regrouped(batches: Sequence[Mapping[str, Tensor]], most: int, least: int = 8) -> list[dict[str, Tensor]]:
-    """The sequences of these batches in the same order, up to `most` in a batch, and in `least` batches or more.
+    """The sequences of the batches in the same order, up to `most` in a batch, and in at least `least` batches.
 
-    Sequences of other lengths, or with other inputs, are not put into one batch.
+    Sequences that differ in length or in their inputs are not put into one batch.
     """
     most = min(most, max(sum(len(batch["input_ids"]) for batch in batches) // least, 1))
     found: list[dict[str, Tensor]] = []
@@ -167,18 +190,18 @@ def regrouped(batches: Sequence[Mapping[str, Tensor]], most: int, least: int = 8
 
 
 def check_batches(batches: Sequence[Mapping[str, Tensor]], config: Any) -> None:
-    """Raise ValueError for batches `[B, T]` too small to judge a model by, or with tokens that it does not have.
+    """Raise ValueError for batches with too few tokens to predict, or with tokens outside of the model's vocabulary.
 
-    Counted are the tokens that follow another, padding left out: each of them is predicted once.
+    A token counts if it follows another one in its sequence, and neither is padding.
     """
-    predicted = 0
+    targets = 0
     for batch in batches:
         real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        predicted += int((real[:, 1:] & real[:, :-1]).sum())
-    if predicted < LEAST:
+        targets += int((real[:, 1:] & real[:, :-1]).sum())
+    if targets < MIN_TARGETS:
         raise ValueError(
-            f"the text gives {predicted} tokens to predict, expected at least {LEAST}: give more text. (Or the model's "
-            "max_position_embeddings leaves no room for them)"
+            f"the text gives {targets} tokens to predict, expected at least {MIN_TARGETS}: give more text. (Or the "
+            "model's max_position_embeddings leaves no room for them)"
         )
     size = getattr(config.get_text_config(), "vocab_size", None)
     largest = max(int(batch["input_ids"].max()) for batch in batches if batch["input_ids"].numel())
@@ -193,38 +216,31 @@ def _is_batch(item: Any) -> bool:
     return (isinstance(ids, Tensor) and ids.dim() == 2) or (isinstance(ids, list) and isinstance(ids[0], list))
 
 
-def _whole_batches(items: Iterable[Any], max_tokens: int) -> Iterator[dict[str, Tensor]]:
-    seen = 0
-    for item in items:
-        if not _is_batch(item):
-            raise ValueError(f"a batch must be a tensor [B, T] or a mapping with input_ids, got {type(item).__name__}")
-        inputs = item if isinstance(item, Mapping) else {"input_ids": item}
-        result = {key: torch.as_tensor(inputs[key]) for key in ("input_ids", "attention_mask") if key in inputs}
-        yield result
-        seen += result["input_ids"].numel()
-        if seen >= max_tokens:
-            return
+def _batch_inputs(item: Any) -> dict[str, Tensor]:
+    if not _is_batch(item):
+        raise ValueError(f"a batch must be a tensor [B, T] or a mapping with input_ids, got {type(item).__name__}")
+    inputs = item if isinstance(item, Mapping) else {"input_ids": item}
+    return {key: torch.as_tensor(inputs[key]) for key in ("input_ids", "attention_mask") if key in inputs}
 
 
-def _joined(items: Iterable[Any], load_tokenizer: Callable[[], Any], max_tokens: int) -> Tensor:
-    """The token ids of strings or rows, one after the other, `[N]`."""
-    parts: list[Tensor] = []
+def _joined_ids(items: Iterable[Any], load_tokenizer: Callable[[], Any], max_tokens: int) -> Tensor:
+    """The token ids of strings or rows, concatenated, `[N]`."""
     tokenizer = None
-    for item in items:
+
+    def ids_of(item: Any) -> Tensor:
+        nonlocal tokenizer
         ids = item.get("input_ids") if isinstance(item, Mapping) else item if isinstance(item, Tensor) else None
-        if ids is None:
-            text = item if isinstance(item, str) else _text_of(item)
-            tokenizer = tokenizer or load_tokenizer()
-            parts.append(tokenize(tokenizer, text))
-        else:
-            parts.append(torch.as_tensor(ids, dtype=torch.long).flatten())
-        if sum(map(len, parts)) >= max_tokens:
-            break
-    return torch.cat(parts)[:max_tokens]
+        if ids is not None:
+            return torch.as_tensor(ids, dtype=torch.long).flatten()
+        text = item if isinstance(item, str) else _row_text(item)
+        tokenizer = tokenizer or load_tokenizer()
+        return tokenize(tokenizer, text)
+
+    return torch.cat(list(_up_to(max_tokens, map(ids_of, items))))[:max_tokens]
 
 
-def _text_of(row: Any) -> str:
-    """The text of a dataset's row: its column "text", or the first one of strings."""
+def _row_text(row: Any) -> str:
+    """The text of a dataset's row: its column "text", or else its first column of strings."""
     if not isinstance(row, Mapping):
         raise ValueError(
             f"expected strings, rows with a text or input_ids, or batches [B, T], got {type(row).__name__}"
@@ -234,3 +250,13 @@ def _text_of(row: Any) -> str:
         raise ValueError(f"a row has no column of text, only {', '.join(row)}")
     text: str = row[column]
     return text
+
+
+def _up_to(limit: int, parts: Iterable[T], size: Callable[[T], int] = len) -> Iterator[T]:  # type: ignore[assignment]
+    """The parts up to the one with which their sizes add up to `limit`; later ones are not read."""
+    total = 0
+    for part in parts:
+        yield part
+        total += size(part)
+        if total >= limit:
+            return

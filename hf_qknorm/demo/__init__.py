@@ -1,1 +1,1 @@
-"""`hf-qknorm demo`: train, convert, continue, compare, plot. No download."""
+"""`hf-qknorm demo`: train, convert, continue training, compare. Downloads nothing."""

@@ -18,7 +18,7 @@ CLIP = 1.0
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and one for the end of a text: 257 tokens, nothing to download."""
+    """A tokenizer with one token per byte and one for the end of a text: 257 tokens, nothing to download."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<|endoftext|>": 0, **{byte: i for i, byte in enumerate(alphabet, start=1)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -31,7 +31,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def small_llama() -> PreTrainedModel:
-    """A Llama of 3 million parameters: 4 layers, 256 wide, 4 query heads and 2 key heads of 64."""
+    """A Llama with 3 million parameters: 4 layers, width 256, 4 query heads and 2 key heads of 64."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=257,
@@ -50,7 +50,7 @@ def small_llama() -> PreTrainedModel:
 
 @torch.no_grad()
 def mean_loss(model: Any, batches: list[Tensor]) -> float:
-    """The mean next-token loss in nats over batches `[B, T]`."""
+    """The mean next-token loss over batches `[B, T]`, in nats."""
     training = model.training
     model.eval()
     losses = [float(model(input_ids=batch, labels=batch, use_cache=False).loss) for batch in batches]
@@ -72,15 +72,15 @@ def train(
     rate: float,
     warmup: int = 0,
     decay: bool = False,
-    what: str,
+    desc: str,
     each_step: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
-    """One AdamW step a batch; `each_step(n)` runs after n steps, also after none. Returns the training losses."""
+    """Make one AdamW step per batch; return the losses. `each_step(n)` runs after n steps, and before the first."""
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=rate, betas=(0.9, 0.95))
     losses = []
     model.train()
     each_step(0)
-    bar = tqdm(batches, desc=what, unit="step")
+    bar = tqdm(batches, desc=desc, unit="step")
     for step, batch in enumerate(bar):
         factor = min((step + 1) / max(warmup, 1), 1.0)
         if decay:

@@ -18,8 +18,7 @@ LARGEST = 2.0**32  # factor of a tensor: a larger one could overflow 32 bits
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to be written: `like` names the stored tensor with its file and dtype; `make` computes it, or is None
-    for the stored tensor itself."""
+    """A tensor to be written, in file and dtype of the stored tensor `like`; without `make` it is that tensor."""
 
     like: str
     shape: tuple[int, ...]

@@ -25,8 +25,7 @@ _LOCK, _NEW, _OLD = "lock", "new", "old"  # the only names in a staging folder
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary path, then rename that file to `path`: a killed process leaves the old or the new
-    file there, never a part of one."""
+    """Call `write` with a temporary path, then rename that file to `path`; a killed process leaves the old file."""
     with _staging(path) as (folder, _):
         write(folder / _NEW)
         _sync(folder / _NEW)

@@ -38,12 +38,8 @@ def _check_norm_rope(values: Values) -> None:
 
 ATTENTION = Operator("attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", _check_attention)
 ATTENTION_BACKWARD = ATTENTION.derivative(("grad",), ("out", "lse"), (*HEADS, "sinks"))
-FUSED_ATTENTION = Operator(
-    "fused_attention",
-    {**HEADS, **NORM_ROPE, **VISIBLE, **OPTIONS, "statistics": "bool"},
-    "(Tensor, Tensor, Tensor, Tensor)",
-    _check_fused,
-)
+FUSED_FIELDS = {**HEADS, **NORM_ROPE, **VISIBLE, **OPTIONS, "statistics": "bool"}
+FUSED_ATTENTION = Operator("fused_attention", FUSED_FIELDS, "(Tensor, Tensor, Tensor, Tensor)", _check_fused)
 FUSED_ATTENTION_BACKWARD = FUSED_ATTENTION.derivative(("grad",), ("out", "normaliser"), (*HEADS, *PARAMETERS, "sinks"))
 QUERIES_KEYS = {"q": "Tensor", "k": "Tensor?"}
 CACHE = {"v": "Tensor", "keys": "Tensor(a!)", "values": "Tensor(b!)", "positions": "Tensor"}

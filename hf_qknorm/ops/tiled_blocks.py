@@ -194,9 +194,16 @@ class Problem:
             else:
                 view.add_(part.to(self.dtype))
                 view.masked_fill_(part <= torch.finfo(part.dtype).min, -math.inf)
-        if self.ranges is not None:
-            self._hide_outside(view, block, self._spans(self.ranges, block.batch, block.rows))
         n, w = view.shape[3:]
+        if self.ranges is not None:
+            spans = self._spans(self.ranges, block.batch, block.rows) - block.cols.start
+            start, stop = spans[:, None, None, ..., None].unbind(-2)
+            parts = [(0, w)]
+            if self.device.type == "cpu":  # all rows see most columns: skip these
+                parts = [(0, min(int(start.max()), w)), (max(int(stop.min()), 0), w)]
+            for lo, hi in parts:
+                col = torch.arange(lo, max(lo, hi), device=self.device)
+                view[..., lo : max(lo, hi)].masked_fill_((col < start) | (col >= stop), -math.inf)
         first = block.rows.start + self.keys - self.queries - block.cols.start  # the column of row 0's own key
         own = torch.arange(first, first + n, device=self.device)[:, None]
         if self.least is not None:
@@ -205,17 +212,6 @@ class Problem:
         if self.most is not None:
             hi = min(max(first + n - 1 - self.most, 0), w)
             view[..., :hi].masked_fill_(torch.arange(hi, device=self.device) < own - self.most, -math.inf)
-
-    def _hide_outside(self, view: Tensor, block: Block, spans: Tensor) -> None:
-        start, stop = (spans - block.cols.start)[:, None, None, ..., None].unbind(-2)
-        width = view.shape[-1]
-        parts = [(0, width)]
-        if self.device.type == "cpu":  # all rows see most columns: skip these
-            parts = [(0, min(int(start.max()), width)), (max(int(stop.min()), 0), width)]
-        for lo, hi in parts:
-            if lo < hi:
-                col = torch.arange(lo, hi, device=self.device)
-                view[..., lo:hi].masked_fill_((col < start) | (col >= stop), -math.inf)
 
     def keep(self, block: Block) -> Tensor | None:
         """The block's dropout mask, `[b·Hk, G·n, w]`: 0, or 1/(1 − rate). A function of the seed and the block."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_qknorm.convert.advice import COLLAPSED
+from hf_qknorm.convert.measurements import COLLAPSED
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.training.logit_log import LayerSample, Sample, alarm, append, continue_log
 from hf_qknorm.training.logit_sampler import Sampling, is_first_rank

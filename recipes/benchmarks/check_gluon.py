@@ -1,4 +1,4 @@
-"""The Gluon kernel beside the plain one and the oracle: errors of the output, and the same bits on each run.
+"""Compare the Gluon kernel with the plain one and the oracle: errors of the output, and equal bits on each run.
 
     python recipes/benchmarks/check_gluon.py
     compute-sanitizer --tool racecheck python recipes/benchmarks/check_gluon.py --small
@@ -42,29 +42,31 @@ def by(kernel: str, problem: Problem, x: Inputs) -> Results:
 
 
 def check(problem: Problem, device: str) -> tuple[bool, str]:
-    """Whether all is right, and the line that says so."""
+    """Whether the problem passes, and its line of the report."""
     case, normed, softcap = problem
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     (x,) = draw(case, 1, torch.device(device), dtype)
     exact, eager = (results(lambda y: oracle(case, y, normed, softcap), inputs, ()) for inputs in (exactly(x), x))
-    passed, told = True, []
+    passed, verdicts = True, []
     for kernel in ("plain",) if device == "cpu" else ("plain", "Gluon"):
         first, again = (by(kernel, problem, x)["out"] for _ in range(2))
         verdict = judge({"out": first}, exact, eager)["out"]
         same = torch.equal(first, again)
         passed &= same and verdict.passed
-        told.append(f"{kernel} {verdict.error:.1e} of {verdict.budget:.1e}" + ("" if same else ", DIFFERS when rerun"))
+        verdicts.append(
+            f"{kernel} {verdict.error:.1e} of {verdict.budget:.1e}" + ("" if same else ", DIFFERS when rerun")
+        )
     kind = ("norm, RoPE, " if normed else "") + ("no cap" if softcap is None else f"cap {softcap:g}")
-    return passed, f"{'passed' if passed else 'FAILED'} {case} B{case.batch} {kind} | " + " | ".join(told)
+    return passed, f"{'passed' if passed else 'FAILED'} {case} B{case.batch} {kind} | " + " | ".join(verdicts)
 
 
 def main(arguments: list[str]) -> int:
-    """Check all; the exit code."""
+    """Check all problems; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--small", action="store_true", help="one small case, as for compute-sanitizer")
     parser.add_argument("--cpu", action="store_true", help="the plain kernel alone, in Triton's interpreter")
     args = parser.parse_args(arguments)
-    if args.cpu and os.environ.get("TRITON_INTERPRET") != "1":  # read when Triton is imported
+    if args.cpu and os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported
         os.execve(sys.executable, [sys.executable, __file__, *arguments], os.environ | {"TRITON_INTERPRET": "1"})
     if not args.cpu and not torch.cuda.is_available():
         print("needs a Hopper GPU; --cpu tries the script out without one", file=sys.stderr)
@@ -72,7 +74,7 @@ def main(arguments: list[str]) -> int:
     problems = TINY if args.cpu else SMALL if args.small else ALL
     checked = partial(check, device="cpu" if args.cpu else "cuda")
     failures = 0
-    # many compile at once; one alone stays in this process, where a sanitizer sees it
+    # many compile in parallel; one alone runs in this process, for a sanitizer
     with ProcessPoolExecutor(8, get_context("spawn")) if len(problems) > 1 else nullcontext() as pool:
         for passed, line in pool.map(checked, problems) if pool else map(checked, problems):
             failures += not passed

@@ -1,14 +1,14 @@
-"""What the compiler makes of every kernel configuration, without a GPU: one table, and the limits that it must keep.
+"""Compile every kernel configuration without a GPU, print a table, and check registers, spills and instructions.
 
     python recipes/benchmarks/compile_kernels.py --arch 90
     python recipes/benchmarks/compile_kernels.py --arch 80 --arch 100 --few
 
-Calls the package's own functions with CPU tensors; each kernel that they launch is compiled as it would be for that GPU
-(80, 90 or 100: Ampere, Hopper, Blackwell), and not started. Prints Markdown; exits with 1, naming each broken limit.
-Everything must compile everywhere, and fit the shared memory where the kernels run, on Hopper and Blackwell; spills,
-matrix instructions and slots are limited on Hopper, for which the tiles were chosen. Slots are the instructions that
-the main loop issues for one score, MUFU those among them for exp2 and tanh, spills the bytes of a thread. Run it
-without TRITON_INTERPRET.
+Calls the package's functions with CPU tensors; each kernel that they launch is compiled for that GPU (80, 90 or 100:
+Ampere, Hopper, Blackwell), and not started. Prints Markdown; exits with 1 and the broken limits. Every kernel must
+compile for each GPU, and fit the shared memory of Hopper and Blackwell, where the kernels run. Spills, matrix
+instructions and slots are limited on Hopper, for which the tiles were chosen. Slots are the instructions of the main
+loop for one score, MUFU those among them for exp2 and tanh; spills are bytes of a thread. Run it without
+TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 ARCHES = (80, 90, 100)
 HOPPER = 90
-SHARED = {90: 232_448, 100: 232_448}  # bytes a block may have where the kernels run, which ptxas does not check
+SHARED = {90: 232_448, 100: 232_448}  # bytes of a block, which ptxas does not check
 SPILL_FREE = {  # largest head_dim
     "forward_kernel": 256,
     "gluon_forward_kernel": 256,
@@ -43,7 +43,7 @@ SPILL_FREE = {  # largest head_dim
 SLOTS = {("approx", False): 6.5, ("none", False): 4.5, ("none", True): 7.8}  # (TANH, ONLINE): at head_dim 128
 GLUON_WIDE = {("approx", False): 9.0, ("none", False): 7.2}  # at head_dim 256, in tiles of 64 keys; at 64 as at 128
 GLUON_SPILL = 32  # bytes at head_dim 256 with the polynomial tanh, by Triton 3.9 and not 3.6: none in a loop of tiles
-EXTRA = 0.5  # what Triton 3.9 spends more than 3.6 on the plain kernel, on descriptors of matrix instructions
+EXTRA = 0.5  # slots of the plain kernel that Triton 3.9 adds to 3.6's, for descriptors of matrix instructions
 COLUMNS = (
     "kernel",
     "configuration",
@@ -60,7 +60,7 @@ COLUMNS = (
 
 
 def broken(report: Report, arch: int = HOPPER) -> list[str]:
-    """The limits that a kernel breaks."""
+    """The limits that a kernel breaks, a sentence each."""
     found = []
     shared = SHARED.get(arch, report.shared)
     if report.shared > shared:
@@ -70,7 +70,7 @@ def broken(report: Report, arch: int = HOPPER) -> list[str]:
     attention = report.kernel in SPILL_FREE and report.dtype != "fp32"
     if attention and report.spilled and not spills_allowed(report):
         found.append(f"{report.spilled:,} bytes spilled, expected none")
-    wide = attention and report.kernel != "split_kernel"  # which has few queries: a warp's own matrices
+    wide = attention and report.kernel != "split_kernel"  # few queries: matrix instructions of a warp
     if wide and "HGMMA" not in report.matrix:
         found.append(f"no HGMMA, got {report.matrix or 'no matrix instructions'}")
     limit = slots_limit(report)
@@ -81,27 +81,31 @@ def broken(report: Report, arch: int = HOPPER) -> list[str]:
 
 
 def spills_allowed(report: Report) -> bool:
-    """Wide heads, dropout's random numbers and the powers of an Lp norm take more registers than there are."""
-    told = report.constants
-    if report.kernel == "gluon_forward_kernel" and (told["PADDED"], told["TANH"]) == (256, "polynomial"):
+    """Whether spills are accepted: for wide heads, dropout's random numbers, and the powers of an Lp norm."""
+    constants = report.constants
+    if report.kernel == "gluon_forward_kernel" and (constants["PADDED"], constants["TANH"]) == (256, "polynomial"):
         return report.spilled <= GLUON_SPILL
-    return told["PADDED"] > SPILL_FREE[report.kernel] or bool(told.get("DROPOUT")) or of_any_order(told.get("NORM"))
+    return (
+        constants["PADDED"] > SPILL_FREE[report.kernel]
+        or bool(constants.get("DROPOUT"))
+        or of_any_order(constants.get("NORM"))
+    )
 
 
 def of_any_order(norm: NormKind | None) -> bool:
-    """Whether a norm takes powers."""
+    """Whether a norm computes powers."""
     return norm is not None and norm.any_order
 
 
 def slots_limit(report: Report) -> float | None:
-    """How many issue slots a score may take, where that is limited: in the forward pass without options."""
-    told = report.constants
-    loop = (told.get("TANH"), told.get("ONLINE"))
-    if report.dtype == "fp32" or any(told.get(x) for x in ("SCALED", "WINDOW", "RANGES", "DROPOUT", "STATISTICS")):
+    """The limit of issue slots for a score, or None: only the forward pass without options has one."""
+    constants = report.constants
+    loop = (constants.get("TANH"), constants.get("ONLINE"))
+    if report.dtype == "fp32" or any(constants.get(x) for x in ("SCALED", "WINDOW", "RANGES", "DROPOUT", "STATISTICS")):
         return None
     if report.kernel == "gluon_forward_kernel":
-        return (GLUON_WIDE if told["PADDED"] == 256 else SLOTS).get(loop)
-    if report.kernel != "forward_kernel" or told["PADDED"] != 128:
+        return (GLUON_WIDE if constants["PADDED"] == 256 else SLOTS).get(loop)
+    if report.kernel != "forward_kernel" or constants["PADDED"] != 128:
         return None
     limit = SLOTS.get(loop)
     newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
@@ -110,13 +114,13 @@ def slots_limit(report: Report) -> float | None:
 
 @dataclass(frozen=True)
 class Case:
-    """A training step of causal attention, and what is fused into it."""
+    """A training step of causal attention with norm and RoPE."""
 
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     norm: str = "rms"
     knee: bool = False  # whether the norms read their ε from memory
-    rotary: float = 1.0  # the share of head_dim
+    rotary: float = 1.0  # the part of head_dim that is rotated
     interleaved: bool = False
     softcap: float | None = 50.0
     window: int | None = None
@@ -149,7 +153,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of cached generation: new heads into a static cache, in one launch, and attention over it."""
+    """A step of cached generation: norm, RoPE and the write to a static cache in one launch, then attention."""
 
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
@@ -216,7 +220,7 @@ def compiles(arch: int, case: Case | Step) -> bool:
 
 
 def compile_case(arch: int, case: Case | Step) -> list[Report | Failure]:
-    """What the launches of a case compile to."""
+    """Reports of the kernels that a case launches."""
     torch.set_num_threads(1)
     with compiling(arch) as reports:
         case.launch()
@@ -271,7 +275,7 @@ def main() -> str | None:
 
 
 def complain(result: Report | Failure, arch: int) -> list[str]:
-    """What is wrong with it, a line each."""
+    """The complaints about it, a line each."""
     where = f"{result.kernel} ({result.configuration})"
     if isinstance(result, Failure):
         return [f"{where}: does not compile: {result.error}"]
@@ -279,7 +283,7 @@ def complain(result: Report | Failure, arch: int) -> list[str]:
 
 
 def unmet(results: list[Report | Failure]) -> list[str]:
-    """The limits that nothing was measured by, as after a kernel was renamed."""
+    """The limits that no report was checked against, as after the renaming of a kernel."""
     reports = [result for result in results if isinstance(result, Report) and result.dtype != "fp32"]
     kernels = {report.kernel for report in reports}
     met = {
@@ -291,7 +295,7 @@ def unmet(results: list[Report | Failure]) -> list[str]:
 
 
 def limited() -> set[tuple[str, int, str, bool]]:
-    """What has a limit of slots: kernel, head_dim, TANH and ONLINE."""
+    """The configurations with a limit of slots: kernel, head_dim, TANH and ONLINE."""
     wide = {("gluon_forward_kernel", 256, *loop) for loop in GLUON_WIDE}
     kernels = (("forward_kernel", 128), ("gluon_forward_kernel", 64), ("gluon_forward_kernel", 128))
     return wide | {(*kernel, *loop) for kernel in kernels for loop in SLOTS}

@@ -16,12 +16,12 @@ from triton.runtime.jit import JITFunction
 
 from hf_qknorm.ops.triton.arguments import Constants, NormArguments
 
-COMPUTING = {"gluon_forward_kernel": 8}  # warps that attend, where the others load
+COMPUTING = {"gluon_forward_kernel": 8}  # computing warps; the others load
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one launch compiles to; `mufu` and `slots` are by the score, of the main loop."""
+    """The machine code of one launch; `mufu` and `slots` are instructions of the main loop for one score."""
 
     kernel: str
     constants: dict[str, Any]
@@ -39,7 +39,7 @@ class Report:
     @property
     def configuration(self) -> str:
         """The dtype and the constants."""
-        return f"{self.dtype} {tell(self.constants)}"
+        return f"{self.dtype} {constants_text(self.constants)}"
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Failure:
     error: str
 
 
-def tell(constants: dict[str, Any]) -> str:
-    """The constants that say something: sizes, whatever is on, whatever is named."""
-    told = {n.lower(): c for n, c in constants.items() if c not in (False, None, "none", "always")}
-    return " ".join(n if c is True else f"{n}={c}" for n, c in told.items())
+def constants_text(constants: dict[str, Any]) -> str:
+    """The constants that differ from "off", as text."""
+    shown = {n.lower(): c for n, c in constants.items() if c not in (False, None, "none", "always")}
+    return " ".join(n if c is True else f"{n}={c}" for n, c in shown.items())
 
 
 class Target:
-    """What Triton asks of a driver before it compiles."""
+    """The part of a driver that Triton needs to compile."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -67,7 +67,7 @@ class Target:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        return self.arch  # Triton keeps what it compiled by device
+        return self.arch  # Triton caches kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -75,7 +75,7 @@ class Target:
 
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Report | Failure]]:
-    """Within, launches are compiled for `arch` as Triton specialises them, reported in the list, and not started."""
+    """Compile the launches inside for `arch`, with Triton's specialisation, into the list, without starting them."""
     reports: list[Report | Failure] = []
     run, active = JITFunction.run, driver._active
 
@@ -86,14 +86,15 @@ def compiling(arch: int) -> Iterator[list[Report | Failure]]:
         constants = {}
         for name in (p.name for p in self.params if p.is_constexpr):
             value = bound.arguments[name]
-            constants |= value._asdict() if isinstance(value, Constants) else {name: value}
+            fields = value._asdict() if isinstance(value, Constants) else {name: value}
+            constants |= {field: getattr(x, "value", x) for field, x in fields.items()}
         norms = [value for value in bound.arguments.values() if isinstance(value, NormArguments)]
         constants["KNEE"] = any(norm.stored_eps is not None for norm in norms)
         try:
             compiled = run(self, *arguments, grid=grid, warmup=True, **options)
-        except Exception as error:  # of whatever kind: the next kernel is compiled all the same
+        except Exception as error:  # of any kind: the next kernel is compiled nevertheless
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            reports.append(Failure(self.__name__, tell(constants), reason))
+            reports.append(Failure(self.__name__, constants_text(constants), reason))
         else:
             reports.append(describe(compiled, constants))
 

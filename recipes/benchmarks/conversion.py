@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
 from hf_qknorm.convert.calibrate import METHODS
-from hf_qknorm.convert.knees import KNEES, sweep
+from hf_qknorm.convert.knees import KNEES, sweep_knees
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss, train
 
@@ -123,7 +123,7 @@ def methods(story: Story) -> None:
 
     def swept() -> Row:
         fitted, judged = ([{"input_ids": batch} for batch in part] for part in (story.batches(1, TEXT), story.judged))
-        found = sweep(story.patched(SHARED), fitted, judged, lambda: None)
+        found = sweep_knees(story.patched(SHARED), fitted, judged, lambda: None)
         return {f"{knee:g}": own.loss for knee, (own, _) in found.items()}
 
     defaults = default_calls(story)
@@ -217,7 +217,7 @@ def fits(story: Story) -> None:
 
     def training_steps() -> float:
         start = time.perf_counter()
-        train(plain, story.training[:5], rate=RATE, what="training")
+        train(plain, story.training[:5], rate=RATE, desc="training")
         return (time.perf_counter() - start) / 5
 
     steps = [training_steps()]
@@ -269,7 +269,7 @@ def continued(story: Story, model: Any, schedule: BlendSchedule | None, seed: in
             losses.append(mean_loss(model, story.held_out))
 
     torch.manual_seed(seed)
-    train(model, story.training, rate=RATE, what="continuing", each_step=each_step)
+    train(model, story.training, rate=RATE, desc="continuing", each_step=each_step)
     return losses
 
 

@@ -1,4 +1,4 @@
-"""Reads the machine code of a compiled kernel: its instructions, its loops, what ptxas reserved for it.
+"""Read the machine code of a compiled kernel: instructions, loops, registers and stack.
 
 Needs cuobjdump, which comes with Triton; no GPU.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
-MATRIX = re.compile(r"[A-Z]?GMMA|[HIQ]MMA|UTC[A-Z]*MMA")  # Hopper's, everyone's, Blackwell's
+MATRIX = re.compile(r"[A-Z]?GMMA|[HIQ]MMA|UTC[A-Z]*MMA")  # Hopper, all, Blackwell
 LEAVE = ("EXIT", "RET", "BRX", "JMX", "KILL")
 
 
@@ -26,13 +26,13 @@ class Instruction:
 
     @property
     def matrix(self) -> str:
-        """Which matrix instruction this is, "" if none."""
+        """The matrix instruction, "" for another one."""
         found = MATRIX.fullmatch(self.opcode.split(".")[0])
         return found[0] if found else ""
 
     @property
     def target(self) -> int | None:
-        """Where a branch goes."""
+        """The address of a branch's target."""
         found = re.search(r"0x([0-9a-f]+)$", self.operands) if self.opcode.startswith("BRA") else None
         return int(found[1], 16) if found else None
 
@@ -48,7 +48,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a kernel takes: registers a thread, bytes of stack a thread (Triton's kernels have one only for spills)."""
+    """Registers and bytes of stack of a thread; Triton's kernels use the stack for spills only."""
 
     registers: int
     stack: int
@@ -68,7 +68,7 @@ def read(cubin: bytes, kernel: str) -> tuple[Usage, list[Instruction]]:
 
 
 def parse_usage(text: str, kernel: str) -> Usage:
-    """Read what `cuobjdump -res-usage` prints of the kernel."""
+    """Parse the output of `cuobjdump -res-usage` for the kernel."""
     found = re.search(rf"Function {re.escape(kernel)}:\s*REG:(\d+) STACK:(\d+)", text)
     if not found:
         raise ValueError(f"expected the registers of {kernel!r} from cuobjdump, got {text!r}")
@@ -76,7 +76,7 @@ def parse_usage(text: str, kernel: str) -> Usage:
 
 
 def parse(text: str, kernel: str) -> list[Instruction]:
-    """Read what `cuobjdump -sass` prints of the kernel."""
+    """Parse the output of `cuobjdump -sass` for the kernel."""
     sections = re.split(r"^\s*Function : (\S+)$", text, flags=re.MULTILINE)
     code = dict(zip(sections[1::2], sections[2::2], strict=True)).get(kernel, "")
     lines = (LINE.match(line) for line in code.splitlines())
@@ -87,7 +87,7 @@ def parse(text: str, kernel: str) -> list[Instruction]:
 
 
 def matrix_loops(code: list[Instruction]) -> list[list[Instruction]]:
-    """The innermost loops that hold matrix instructions, each without the loops inside of it, which wait for memory."""
+    """The innermost loops with matrix instructions, each without the loops inside of it, which wait for memory."""
     blocks, following = _blocks(code)
     loops = _natural_loops(following)
     busy = {head for head, body in loops.items() if any(i.matrix for b in body for i in blocks[b])}
@@ -100,7 +100,7 @@ def matrix_loops(code: list[Instruction]) -> list[list[Instruction]]:
 
 
 def _blocks(code: list[Instruction]) -> tuple[list[list[Instruction]], list[list[int]]]:
-    """Straight runs of instructions, and for each run those that may come next."""
+    """Basic blocks, and for each the numbers of its successors."""
     starts = {code[0].address, *(i.target for i in code if i.target is not None)}
     starts |= {b.address for a, b in zip(code, code[1:], strict=False) if a.target is not None or not a.goes_on}
     blocks: list[list[Instruction]] = []
@@ -117,7 +117,7 @@ def _blocks(code: list[Instruction]) -> tuple[list[list[Instruction]], list[list
 
 
 def _natural_loops(following: list[list[int]]) -> dict[int, set[int]]:
-    """The blocks of each loop, by the block that every way into it passes: a jump back to such a block makes a loop."""
+    """The blocks of each natural loop, by its header: the target of a back edge, which dominates its source."""
     before: list[list[int]] = [[] for _ in following]
     for n, after in enumerate(following):
         for m in after:
@@ -138,7 +138,7 @@ def _natural_loops(following: list[list[int]]) -> dict[int, set[int]]:
 
 
 def _dominators(before: list[list[int]]) -> list[set[int]]:
-    """For each block, those that every way from the first block to it passes; empty for a block out of reach."""
+    """The dominators of each block; empty for an unreachable block."""
     everything = set(range(len(before)))
     found = [{0}, *(everything for _ in before[1:])]
     changed = True

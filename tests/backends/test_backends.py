@@ -30,7 +30,7 @@ Register = Callable[[str, Callable[..., Any]], None]
 
 @pytest.fixture
 def register() -> Iterator[Register]:
-    """Registers an attention function with transformers, for the length of a test."""
+    """Register an attention function with transformers during a test."""
     names = []
 
     def add(name: str, function: Callable[..., Any]) -> None:
@@ -95,7 +95,7 @@ def test_sdpa_never_drops_the_cap_of_gemma2():
 
 @pytest.mark.parametrize(("model_type", "preset"), PAIRS)
 def test_the_backend_follows_from_the_cap(model_type, preset):
-    """A scheme with a cap brings its own backend; one without keeps the model's; an explicit one wins."""
+    """A scheme with a cap sets its backend, one without keeps the model's, and an explicit backend has precedence."""
     scheme = SCHEMES[preset]
     own = sharp_model(model_type).config._attn_implementation
     model = patch_model(sharp_model(model_type), scheme)
@@ -156,7 +156,7 @@ def test_output_attentions_of_a_backend_without_weights_is_refused_with_advice(m
 @pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
 @torch.no_grad()
 def test_weights_that_the_config_asks_for(model_type, tmp_path):
-    """transformers takes and saves that wish with "eager" alone, which a cap's layers compute themselves."""
+    """transformers accepts such a config with "eager" alone; capped layers compute the weights themselves."""
     batch = make_batch("plain", labels=False)
     model = sharp_model(model_type)
     model.set_attn_implementation("eager")
@@ -224,7 +224,7 @@ def test_a_backend_without_a_mask_function_is_caught(register):
 @pytest.mark.parametrize(("model_type", "scheme"), MODELS)
 @torch.no_grad()
 def test_a_server_that_replaces_the_attention_function(model_type, scheme, register, tmp_path):
-    """As vLLM's transformers backend: a function of its own, which reads scale and cap, and no mask."""
+    """Like vLLM's transformers backend: its own function, which reads scale and cap, without a mask."""
 
     def serve(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
         assert mask is None

@@ -25,7 +25,7 @@ from hf_qknorm.testing import error, make_qkv
 OWN = tuple(name for name in REGISTERED if name != "hf_qknorm_triton")  # test_kernels_in_models.py has that one
 CAPPING = (*OWN, "eager")
 TOLERANCE = 1e-5
-# The published caps of 50 change almost nothing on tiny models: these act.
+# The published caps of 50 change almost nothing on tiny models; these do.
 CAPPED = {name: replace(SCHEMES[name], softcap=2.0) for name in ("soft_cap", "qk_norm_cap")}
 MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in CAPPED.items() if applies(t, scheme)]
 
@@ -45,7 +45,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def outcome(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Logits at the tokens that are no padding, and every gradient."""
+    """The logits of all tokens but padding, and every gradient."""
     model.zero_grad()
     result = model(**batch)
     result.loss.backward()
@@ -61,7 +61,7 @@ def test_backends_with_a_cap_agree(model, kind):
     for backend in CAPPING:
         model.set_attn_implementation(backend)
         for name, value in outcome(model, batch).items():
-            # A bias that softmax cannot see has a gradient of rounding errors alone.
+            # A bias that cancels in the softmax has a gradient of rounding errors alone.
             if expected[name].abs().max() > 1e-6:
                 assert_near(value, expected[name], TOLERANCE, f"{backend}: {name}")
 
@@ -96,7 +96,7 @@ def test_packed_rows_are_separate_sequences(model):
 
 @torch.no_grad()
 def test_packed_rows_by_their_lengths(model):
-    """`cu_seq_lens_q`, as the flattening collator gives it, also where transformers reads no packing from positions."""
+    """`cu_seq_lens_q`, as from the flattening collator, also for models whose positions do not show the packing."""
     batch = make_batch("packed", labels=False)
     starts = (batch["position_ids"].flatten() == 0).nonzero().flatten()
     ends = torch.cat([starts, torch.tensor([2 * LENGTH])]).to(torch.int32)
@@ -114,7 +114,7 @@ def test_packed_rows_by_their_lengths(model):
 
 
 @needs_compiler
-@pytest.mark.filterwarnings("ignore:.*(_compile flag|script_method):DeprecationWarning")  # theirs
+@pytest.mark.filterwarnings("ignore:.*(_compile flag|script_method):DeprecationWarning")  # torch's
 @pytest.mark.parametrize(("model_type", "cap"), [("llama", None), ("mistral", 2.0), ("gpt_neox", 2.0)])
 @torch.no_grad()
 def test_flex_attention_agrees(model_type, cap):
@@ -166,7 +166,7 @@ def test_a_full_pass_in_pieces(model_type, backend):
 @pytest.mark.parametrize("backend", CAPPING)
 @torch.no_grad()
 def test_a_mask_of_the_users_own(backend):
-    """The 4D mask of two packed sequences, boolean or additive, is what restarting positions say."""
+    """A 4D mask of two packed sequences, boolean or additive, gives the results of positions that restart."""
     model = capped_model("llama", "qk_norm_cap")
     model.set_attn_implementation(backend)
     packed = make_batch("packed", labels=False)
@@ -197,7 +197,7 @@ def test_the_cap_acts(model_type):
 
 
 def test_a_model_without_causality_is_bidirectional():
-    """`config.is_causal = False` and the module's flag: what text embedders set."""
+    """Text embedders set `config.is_causal = False` or the module's flag."""
     batch = make_batch("left", labels=False)
     expected = None
     for backend in CAPPING:
@@ -220,7 +220,7 @@ def test_backends_that_can_cap_are_the_ones_listed():
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A query that says it is on a GPU; no attention is computed."""
+    """A fake query on a GPU; no attention is computed."""
     monkeypatch.setattr(functions, "_logged", set())
     monkeypatch.setattr(functions, "_call_operator", lambda *call, **options: None)
     return SimpleNamespace(is_cuda=True)

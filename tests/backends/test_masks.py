@@ -1,4 +1,4 @@
-"""Masks as ranges of keys: row by row what transformers' own mask says, in linear memory, or that mask itself."""
+"""Masks as ranges of keys: the same rows as transformers' own mask, in linear memory; or that mask itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from mask_cases import CREATE, HOLES, PADDING, POSITIONS, assert_ranges, config, create, even, says, transformers_own
+from mask_cases import (
+    CREATE,
+    HOLES,
+    PADDING,
+    POSITIONS,
+    assert_ranges,
+    config,
+    create,
+    even,
+    transformers_own,
+    visible_keys,
+)
 from memory import LargestStorage
 from tables import BATCHES, LENGTH, dense, make_batch, sharp_model
 from torch import Tensor
@@ -32,7 +43,7 @@ def test_padded_batches_are_ranges(kind, padding, window):
     else:
         assert_ranges(mask, 2, 9, 9)
     causal = "bidirectional" not in kind
-    assert torch.equal(says(mask, expected, causal, window if "window" in kind else None), expected)
+    assert torch.equal(visible_keys(mask, expected, causal, window if "window" in kind else None), expected)
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "chunked"])
@@ -60,7 +71,7 @@ def test_steps_into_a_cache_are_ranges(steps, kind, padded, static):
         mask = create(kind, settings, length, given, cache)
         if mask is not None:
             assert_ranges(mask, 2, length, expected.shape[3])
-        seen = says(mask, expected, True, settings.sliding_window if kind == "window" else None)
+        seen = visible_keys(mask, expected, True, settings.sliding_window if kind == "window" else None)
         assert torch.equal(seen, expected)
         k = torch.zeros(2, 1, length, 4)
         assert cache.update(k, k, 0)[0].shape[2] == expected.shape[3]
@@ -75,7 +86,7 @@ def test_holes_are_a_mask(kind):
 
 
 def prefix(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    """An image's tokens, of which each sees all."""
+    """The tokens of an image, which all see each other."""
     return key < 4
 
 
@@ -90,7 +101,7 @@ def backwards(batch: Any, head: Any, query: Any, key: Any) -> Any:
 OWN = [
     ({"or_mask_function": prefix}, True),
     ({"and_mask_function": even}, False),
-    ({"and_mask_function": not_the_third}, False),  # between rows that see the first key, none can be empty
+    ({"and_mask_function": not_the_third}, False),  # no row between rows that see the first key can be empty
     ({"and_mask_function": lambda b, h, query, key: (query >= 3) & (query < 7)}, True),
     ({"and_mask_function": backwards}, False),  # a key each, but starts that decrease
     ({"or_mask_function": backwards}, False),
@@ -117,7 +128,7 @@ def test_functions_of_the_users_own_are_ranges_where_they_can_be(function, conti
 @pytest.mark.parametrize("kind", ["causal", "window", "bidirectional", "bidirectional_window"])
 @pytest.mark.parametrize("given", ["padding", "positions", "cache"])
 def test_the_usual_masks_are_linear(kind, given):
-    """Nothing is larger than a few numbers a token: the closed forms are found, in every version of transformers."""
+    """No tensor has more than a few numbers a token: the closed forms match this version of transformers."""
     length, window = 4096, 100
     padding = torch.ones(2, length, dtype=torch.bool)
     padding[0, :7] = False
@@ -177,9 +188,9 @@ def test_a_window_that_the_layers_do_not_pass_is_masked():
     arguments["config"] = patch_model(sharp_model("mistral"), "soft_cap").config
     assert structured_mask(**arguments, local_size=8) is None
     assert structured_mask(**arguments, local_size=3) is not None
-    arguments["config"].attention_chunk_size = 8  # then the size is that of the chunks, which no layer knows
+    arguments["config"].attention_chunk_size = 8  # then the size is that of the chunks, which layers do not pass
     assert structured_mask(**arguments, local_size=8) is not None
-    arguments["config"] = sharp_model("mistral").config  # whose layers are transformers' own
+    arguments["config"] = sharp_model("mistral").config  # of an unpatched model
     assert structured_mask(**arguments, local_size=8) is not None
     arguments["config"] = patch_model(sharp_model("llama", sliding_window=8), "soft_cap").config
     assert structured_mask(**arguments, local_size=8) is not None
@@ -199,7 +210,7 @@ def wider_window(sliding_window: int) -> Any:
 
 
 def either(*mask_functions: Any) -> Any:
-    """transformers' `and_masks`, which has become a union."""
+    """transformers' `and_masks`, changed to a union."""
 
     def and_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
         result = q_idx.new_zeros((), dtype=torch.bool)
@@ -218,7 +229,7 @@ def renamed_window(size: int) -> Any:
 
 
 def as_transformers(function: Any, name: str) -> Any:
-    """The function, under the name of one of transformers' own; so are those that it makes."""
+    """The function, or the functions that it makes, under the name of one of transformers'."""
 
     def named(result: Any) -> Any:
         result.__module__ = masking_utils.__name__
@@ -244,7 +255,9 @@ def test_a_changed_function_of_a_known_name_is_read_key_by_key(name, changed, ki
     function = as_transformers(changed, name)
     monkeypatch.setattr(masking_utils, name, function)
     given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
-    settings = patched_config(config(kind), Scheme(softcap=2.0))  # a window that layers pass goes by its function too
+    settings = patched_config(
+        config(kind), Scheme(softcap=2.0)
+    )  # a window that layers pass is checked by its function, too
     expected = transformers_own(kind, settings, 9, given)
     spans._is_as_expected.cache_clear()
     for _ in range(2):
@@ -268,7 +281,7 @@ def test_transformers_functions_match_their_closed_forms(caplog):
 @pytest.mark.parametrize("given", ["nothing", "ranges", "mask"])
 @pytest.mark.parametrize("ends", [(0, 4, 9, 13, 18), (0, 6, 12, 12, 18), (3, 11)], ids=str)
 def test_ends_of_packed_sequences_are_ranges(ends, given, causal, window):
-    """Also of sequences that go on in the next row of the batch, and of tokens outside any."""
+    """Sequences may continue in the next row of the batch, and tokens may be outside of all."""
     padding = torch.tensor(PADDING["both"]).bool()[:, None, None]
     padding = None if given == "nothing" else padding & reference.visible(9, 9, causal, window)
     mask = padding

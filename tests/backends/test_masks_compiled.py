@@ -1,4 +1,4 @@
-"""Masks in a model that torch.compile traces: the same ranges, without a look at what they hold, and linear too."""
+"""Masks under torch.compile: the same ranges, without reading their numbers, in linear memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("given", [*(name for name, rows in PADDING.items() if rows), "holes"])
 @pytest.mark.parametrize("kind", ["causal", "window", "bidirectional"])
 def test_a_trace_gets_ranges_and_padding(kind, given, queries):
-    """Which keys each query sees is what it is without a trace, in memory linear in the length."""
+    """Each query sees the same keys as without a trace."""
     settings = config(kind)
     padding = HOLES if given == "holes" else torch.tensor(PADDING[given])
     mask = torch.compile(create, fullgraph=True, backend="aot_eager")(kind, settings, 9, padding)[..., :]
@@ -53,7 +53,7 @@ def test_a_trace_gets_ranges_and_padding(kind, given, queries):
     assert mask.shape == (2, 1, 1, 2 * 9 + 9)
     q, k, v = make_qkv(2, 4, 2, 9, 9, 8)
     expected = transformers_own(kind, settings, 9, padding)
-    if queries == 1:  # as a decode step has it: the last query alone
+    if queries == 1:  # as in a decode step: the last query alone
         mask = torch.cat([mask[..., 2 * 8 : 2 * 9], mask[..., 2 * 9 :]], -1)
         q, expected = q[:, :, -1:], expected[:, :, -1:]
     assert_near(attend(q, k, v, mask), attend(q, k, v, expected), 1e-6)
@@ -63,7 +63,7 @@ def test_a_trace_gets_ranges_and_padding(kind, given, queries):
 @pytest.mark.parametrize("given", ["positions", "padding"])
 @pytest.mark.parametrize("kind", ["causal", "window"])
 def test_a_compiled_mask_is_linear(kind, given):
-    """Inductor fuses the T×S mask into what is read from it: no buffer is that large."""
+    """Inductor fuses the T×S mask into its reductions: no buffer is that large."""
     length, settings = 500, config(kind, 100)
     arguments = {"position_ids": torch.arange(length).remainder(200)[None]}
     if given == "padding":
@@ -84,7 +84,7 @@ def test_a_trace_keeps_the_mask_of_a_users_own_function():
 
 @pytest.mark.parametrize("ids", [[-1, 0, 0, 0, -1, 1, 1, -1, -1], [0, 0, -1, -1, -1, 0, 0, -1, -1]])
 def test_blocks_in_a_trace_are_a_mask(ids):
-    """Tokens of a block see each other, which may leave a gap: a trace can't look whether it does."""
+    """Tokens of a block see each other, which may leave a gap; a trace can't check that."""
     blocks = torch.tensor([ids] * 2)
     compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
     expected = transformers_own("causal", config("causal"), 9, block_sequence_ids=blocks)

@@ -21,7 +21,7 @@ from hf_qknorm import (
     plan_conversion,
     push_to_hub,
 )
-from hf_qknorm.demo import story
+from hf_qknorm.demo.run import Settings, run_demo
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import KEPT_CARD
 from hf_qknorm.hub.card import write_card
@@ -59,7 +59,7 @@ def export(src: Path, dst: Path | str) -> Any:
 
 
 def demo(src: Path, dst: Path | str) -> Any:
-    return story.run(story.Settings(checkpoint=str(src), out=str(dst)))
+    return run_demo(Settings(checkpoint=str(src), out=str(dst)))
 
 
 WRITERS = {"convert": convert, "plan": plan, "export": export, "demo": demo}

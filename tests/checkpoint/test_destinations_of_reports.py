@@ -13,7 +13,7 @@ from tiny import tiny_model
 from transformers import AutoTokenizer
 
 from hf_qknorm import LogitMonitor, cli, patch_model
-from hf_qknorm.demo import story
+from hf_qknorm.demo.run import Settings, run_demo
 from hf_qknorm.files.names import KEPT_CARD
 from hf_qknorm.hub.card import write_card
 from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
@@ -35,7 +35,9 @@ def test_a_card_keeps_the_old_readme(run):
     assert (card.read_text(), kept.read_text()) == (ours, "my notes")
     card.write_text("other notes")
     before = contents(run)
-    with pytest.raises(FileExistsError, match=r"is no card of hf_qknorm, and can't be kept: .*original.md is there"):
+    with pytest.raises(
+        FileExistsError, match=r"README.md would be replaced, and its copy .*original.md exists already"
+    ):
         write_card(run)
     assert contents(run) == before
 
@@ -110,7 +112,7 @@ def test_a_demo_replaces_only_a_demo(what, run, tmp_path):
     with pytest.raises(FileExistsError, match=message):
         demo(run, out)
     with pytest.raises(FileExistsError, match="is the source, or contains it"):
-        story.run(story.Settings(data=str(out / "model"), out=str(out)))
+        run_demo(Settings(data=str(out / "model"), out=str(out)))
     assert contents(tmp_path) == before
 
 

@@ -129,9 +129,8 @@ def test_a_push_of_a_source_that_changes(change, source, monkeypatch):
         def create_commit(self, *arguments: object, **options: object) -> None:
             calls.append("commit")
 
-    repository = push.Repository("me/tiny", there=True, revision=None)
     with open_source(source) as opened, pytest.raises(ValueError, match=rf"{name} changed while it was read"):
-        push._upload(Hub(), repository, opened, {WEIGHTS: source / WEIGHTS}, private=None, message="")
+        push._upload(Hub(), "me/tiny", opened, {WEIGHTS: source / WEIGHTS}, commit_message="", revision=None)
     assert not calls
 
 

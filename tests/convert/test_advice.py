@@ -1,4 +1,4 @@
-"""Advice is a pure function of numbers: what it says, case by case."""
+"""The advice, and the order of the layers, for given measurements."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ import math
 import pytest
 
 from hf_qknorm import SCHEMES, Scheme
-from hf_qknorm.convert.advice import (
-    Advice,
-    KneeTrial,
-    KneeTrials,
-    Situation,
-    advise,
-    bend,
-    name_of,
-    rank,
-    scheme_for_knees,
-    wide_cap,
-)
+from hf_qknorm.convert.advice import Advice, advise, cap_loss, knee_scheme, scheme_name, wide_cap
+from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
 from hf_qknorm.stats.records import LayerStatistics, Prediction
 
 CHEAP, DEAR = Prediction(1.4, 0.001, 0.99), Prediction(1.9, 0.4, 0.7)
@@ -33,120 +23,136 @@ LOST = KneeTrials(SCHEMES["qk_norm_cap"], 0.3, 0.005, TRIALS[:3])
 
 
 def layer(*logits: float, entropy: float = 3.0) -> LayerStatistics:
-    """A layer with a head for each largest logit."""
+    """A layer whose heads have these largest logits."""
     n = len(logits)
     return LayerStatistics(logits, (entropy,) * n, (0.0,) * n, (0.0,) * n, (1.0,) * n, (1.0,))
 
 
-def situation(largest: float, **known) -> Situation:
-    """A model of two layers whose largest |logit| is given."""
+def measurements(largest: float, **known) -> Measurements:
+    """The measurements of a model of two layers with this largest |logit|."""
     layers = {"calm": layer(1.0, 2.0), "worst": layer(1.0, largest)}
-    return Situation(layers, **{"cap": 50.0, "even": dict.fromkeys(layers, 4.5), **known})
+    return Measurements(layers, **{"cap": 50.0, "even": dict.fromkeys(layers, 4.5), **known})
 
 
 @pytest.mark.parametrize(("logit", "share"), [(0.0, 0.0), (10.0, 0.013), (50.0, 0.238), (100.0, 0.518)])
-def test_what_a_cap_of_50_bends(logit, share):
-    assert bend(logit, 50.0) == pytest.approx(share, abs=5e-4)
+def test_the_share_of_a_logit_that_a_cap_of_50_takes(logit, share):
+    assert cap_loss(logit, 50.0) == pytest.approx(share, abs=5e-4)
 
 
 @pytest.mark.parametrize("logit", [1.0, 28.6, 28.7, 50.0, 77.0, 1e4])
-def test_the_wide_cap_is_the_smallest_that_hardly_bends(logit):
+def test_the_wide_cap_is_the_smallest_that_takes_at_most_a_tenth(logit):
     cap = wide_cap(logit, 50.0)
-    assert bend(logit, cap) <= 0.1
-    assert cap == 50 or bend(logit, cap - 10) > 0.1
+    assert cap_loss(logit, cap) <= 0.1
+    assert cap == 50 or cap_loss(logit, cap - 10) > 0.1
 
 
 def test_layers_are_ranked_by_their_largest_logit():
     layers = {f"layer.{i}": layer(1.0, x) for i, x in enumerate((10.0, 26.0, 120.0, 51.0))}
     layers["layer.1"] = dataclasses.replace(layers["layer.1"], entropy=(0.1, 0.4))
-    risks = rank(Situation(layers, 50.0, dict.fromkeys(layers, 4.5)))
+    risks = rank_layers(Measurements(layers, 50.0, dict.fromkeys(layers, 4.5)))
     assert [(r.layer, r.level) for r in risks] == [
         ("layer.2", "runaway"), ("layer.3", "large"), ("layer.1", "raised"), ("layer.0", "calm")
     ]  # fmt: skip
     assert [(r.max_logit, r.max_head) for r in risks][0] == (120.0, 1)
-    # head 0 is sharper still, but its logits are small: it was born so
+    # head 0 has a lower entropy, but small logits: that is no collapse
     assert (risks[2].collapsed, risks[2].entropy, risks[2].entropy_head) == ((1,), 0.1, 0)
     assert not any(risk.collapsed for risk in risks if risk.layer != "layer.1")
 
 
-@pytest.mark.parametrize(("entropy", "told"), [(0.44, True), (0.46, False)])
-def test_collapsed_heads_are_told(entropy, told):
+@pytest.mark.parametrize(("entropy", "named"), [(0.44, True), (0.46, False)])
+def test_collapsed_heads_are_counted_in_the_reasons(entropy, named):
     layers = {"layer": layer(30.0, entropy=entropy)}
-    reasons = advise(Situation(layers, 50.0, {"layer": 4.5})).reasons
-    assert any("hardly more than one token" in reason for reason in reasons) == told
+    reasons = advise(Measurements(layers, 50.0, {"layer": 4.5})).reasons
+    assert any("hardly more than one token" in reason for reason in reasons) == named
 
 
 CASES = {
-    # name: (what is known, the scheme advised, what a reason must say)
-    "calm": (situation(20.0), "soft_cap", "a cap of 50 bends that by no more than 5%"),
-    "raised": (situation(40.0), "Scheme(softcap=70.0)", "a cap of 70 bends that by no more than 10%"),
-    "large": (situation(80.0), "Scheme(softcap=140.0)", "a cap of 140 bends that by no more than 10%"),
-    "runaway": (situation(101.0), "qk_norm", "a cap of 50 would bend that by 52%"),
+    # name: (measurements, the advised scheme, a part of a reason)
+    "calm": (measurements(20.0), "soft_cap", "a cap of 50 bends the largest logit by no more than 5%"),
+    "raised": (measurements(40.0), "Scheme(softcap=70.0)", "a cap of 70 bends the largest logit by no more than 10%"),
+    "large": (measurements(80.0), "Scheme(softcap=140.0)", "a cap of 140 bends the largest logit by no more than 10%"),
+    "runaway": (measurements(101.0), "qk_norm", "a cap of 50 would bend the largest logit by 52%"),
     "large, and 50 is measured to cost nothing": (
-        situation(80.0, trials={Scheme(softcap=50.0): CHEAP, Scheme(softcap=140.0): CHEAP}),
+        measurements(80.0, trials={Scheme(softcap=50.0): CHEAP, Scheme(softcap=140.0): CHEAP}),
         "soft_cap",
-        "a cap of 50 bends that by 42%; measured, it costs a KL of 0.001, 99.0% same top token",
+        "a cap of 50 bends the largest logit by 42%; measured, it costs a KL of 0.001, 99.0% same top token",
     ),
     "large, and 50 is measured to cost much": (
-        situation(80.0, trials={Scheme(softcap=50.0): DEAR, Scheme(softcap=140.0): CHEAP}),
+        measurements(80.0, trials={Scheme(softcap=50.0): DEAR, Scheme(softcap=140.0): CHEAP}),
         "Scheme(softcap=140.0)",
         "measured, it costs a KL of 0.001",
     ),
     "large, and every cap costs much": (
-        situation(80.0, trials={Scheme(softcap=50.0): DEAR, Scheme(softcap=140.0): DEAR}),
+        measurements(80.0, trials={Scheme(softcap=50.0): DEAR, Scheme(softcap=140.0): DEAR}),
         "qk_norm",
         "measured: a KL of 0.4",
     ),
-    "runaway in logits that nothing hangs on": (
-        situation(500.0, trials={Scheme(softcap=50.0): CHEAP}),
+    "runaway in logits that do not matter to predictions": (
+        measurements(500.0, trials={Scheme(softcap=50.0): CHEAP}),
         "soft_cap",
         "measured, it costs a KL of 0.001",
     ),
-    "another cap": (situation(15.0, cap=10.0), "Scheme(softcap=30.0)", "a cap of 30 bends that by no more than 8%"),
+    "another cap": (
+        measurements(15.0, cap=10.0),
+        "Scheme(softcap=30.0)",
+        "a cap of 30 bends the largest logit by no more than 8%",
+    ),
     "a knee keeps the loss": (
-        situation(80.0, knees=KEPT, trials={Scheme(softcap=50.0): CHEAP}),
+        measurements(80.0, knees=KEPT, trials={Scheme(softcap=50.0): CHEAP}),
         "qk_norm_cap",
-        "finds gains and a knee of 4 for it: the loss rises by 0.007 nats, with a KL of 0.004 (allowed: "
+        "finds gains and a knee of 4 for this scheme: the loss rises by 0.007 nats, with a KL of 0.004 (allowed: "
         "0.011; fresh gains and no knee: 1.100), and no input can give a |logit| over 200",
     ),
-    "smaller knees bound tighter": (situation(20.0, knees=KEPT), "qk_norm_cap", "(0: +0.400, at most 40, 1: +0.080,"),
+    "smaller knees bound tighter": (
+        measurements(20.0, knees=KEPT),
+        "qk_norm_cap",
+        "(0: +0.400, at most 40, 1: +0.080,",
+    ),
     "no knee keeps the loss": (
-        situation(300.0, knees=LOST),
+        measurements(300.0, knees=LOST),
         "qk_norm",
         "norms with a knee cost more than the 0.005 nats that calibrate() allows: 0.007 with a knee of 4",
     ),
     "Gemma 2, saturated, and a knee keeps the loss": (
-        situation(150.0, own_cap=50.0, knees=dataclasses.replace(KEPT, scheme=SCHEMES["qk_norm"])),
+        measurements(150.0, own_cap=50.0, knees=dataclasses.replace(KEPT, scheme=SCHEMES["qk_norm"])),
         "qk_norm",
         "finds gains and a knee of 4",
     ),
-    "Gemma 2, with knees": (situation(90.0, own_cap=50.0, knees=KEPT), "none", "and bounds whatever comes"),
+    "Gemma 2, with knees": (measurements(90.0, own_cap=50.0, knees=KEPT), "none", "and bounds larger ones too"),
     "q_norm already": (
-        situation(300.0, scheme=Scheme(q="rms")),
+        measurements(300.0, scheme=Scheme(q="rms")),
         "Scheme(q='rms', k='auto')",
-        "a cap of 50 would bend that",
+        "a cap of 50 would bend the largest logit",
     ),
-    "Qwen3": (situation(12.0, normed=True), "none", "a cap of 50 would bend that by 1.9%: nothing need be added"),
+    "Qwen3": (
+        measurements(12.0, normed=True),
+        "none",
+        "a cap of 50 would bend the largest logit by 1.9%: nothing need be added",
+    ),
     "Qwen3 with grown gains": (
-        situation(60.0, normed=True),
+        measurements(60.0, normed=True),
         "Scheme(softcap=110.0)",
         "a cap is all that can be added to norms",
     ),
     "Qwen3 with grown gains, measured": (
-        situation(60.0, normed=True, trials={Scheme(softcap=50.0): CHEAP}),
+        measurements(60.0, normed=True, trials={Scheme(softcap=50.0): CHEAP}),
         "soft_cap",
         "measured, it costs a KL of 0.001",
     ),
-    "patched with norms": (situation(8.0, scheme=NORMED, normed=True), "Scheme(q='rms', k='rms')", "nothing need"),
+    "patched with norms": (measurements(8.0, scheme=NORMED, normed=True), "Scheme(q='rms', k='rms')", "nothing need"),
     "patched with norms whose gains have grown": (
-        situation(60.0, scheme=NORMED, normed=True),
+        measurements(60.0, scheme=NORMED, normed=True),
         "Scheme(q='rms', k='rms', softcap=110.0)",
         "and these have grown",
     ),
-    "Gemma 2": (situation(90.0, own_cap=50.0), "none", "its cap of 50 bends that by 47%, and bounds whatever comes"),
-    "Gemma 2, saturated": (situation(150.0, own_cap=50.0), "qk_norm", "lets 1.0% of the gradient through"),
+    "Gemma 2": (
+        measurements(90.0, own_cap=50.0),
+        "none",
+        "its cap of 50 bends the largest logit by 47%, and bounds larger ones too",
+    ),
+    "Gemma 2, saturated": (measurements(150.0, own_cap=50.0), "qk_norm", "passes 1.0% of the gradient"),
     "capped and normed, saturated": (
-        situation(150.0, own_cap=50.0, normed=True, scheme=dataclasses.replace(NORMED, softcap=50.0)),
+        measurements(150.0, own_cap=50.0, normed=True, scheme=dataclasses.replace(NORMED, softcap=50.0)),
         "Scheme(q='rms', k='rms', softcap=260.0)",
         "a cap of 260 bends it by 10%",
     ),
@@ -163,14 +169,14 @@ def test_the_scheme_and_its_reason(known, name, reason):
 
 @pytest.mark.parametrize(
     ("queries", "both", "harmful"), [(0.05, 1.1, True), (0.5, 0.6, False)]
-)  # the claim is made where it was measured
-def test_the_keys_norm_is_blamed_where_it_is_to_blame(queries, both, harmful):
+)  # only a measured cost blames the keys
+def test_the_norm_of_the_keys_is_called_damaging_where_that_was_measured(queries, both, harmful):
     trials = {SCHEMES["q_norm"]: Prediction(1.5, queries, 0.9), SCHEMES["qk_norm"]: Prediction(2.5, both, 0.5)}
-    (reason,) = [text for text in advise(situation(300.0, trials=trials)).reasons if "measured with fresh" in text]
+    (reason,) = [text for text in advise(measurements(300.0, trials=trials)).reasons if "measured with fresh" in text]
     assert ("the keys' norm is the damaging half" in reason) == harmful
     assert f"{queries:.2g}" in reason
-    unmeasured = advise(situation(300.0)).reasons
-    assert any("q_norm is the mild half" in text for text in unmeasured)
+    unmeasured = advise(measurements(300.0)).reasons
+    assert any("q_norm costs less" in text for text in unmeasured)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +188,8 @@ def test_the_keys_norm_is_blamed_where_it_is_to_blame(queries, both, harmful):
         ({"trials": {Scheme(softcap=50.0): DEAR}}, dataclasses.replace(SCHEMES["qk_norm_cap"], softcap=140.0)),
     ],
 )
-def test_knees_are_tried_with_a_cap_that_leaves_the_model_alone(known, expected):
-    assert scheme_for_knees(situation(80.0, **known)) == expected
+def test_knees_are_tried_with_a_harmless_cap(known, expected):
+    assert knee_scheme(measurements(80.0, **known)) == expected
 
 
 def test_the_chosen_knee_is_the_smallest_that_costs_no_more_than_the_limit():
@@ -193,13 +199,12 @@ def test_the_chosen_knee_is_the_smallest_that_costs_no_more_than_the_limit():
     assert KEPT.to_dict()["trials"][0] == {"knee": 0.0, "rise": 0.4, "kl": 0.2, "bound": 40.0}
 
 
-def test_names_are_what_a_user_would_type():
+def test_a_scheme_is_named_as_a_user_would_write_it():
     for scheme in (Scheme(softcap=70.0), Scheme(q="auto", gain="per_head"), *SCHEMES.values()):
-        assert (SCHEMES.get(name_of(scheme)) or eval(name_of(scheme))) == scheme
+        assert (SCHEMES.get(scheme_name(scheme)) or eval(scheme_name(scheme))) == scheme
     assert Advice(SCHEMES["qk_norm"], ("why",)).to_dict()["name"] == "qk_norm"
 
 
-def test_the_thresholds_are_the_fields_own():
-    """Raw logits of 50 to 100 are bent by a quarter to a half; those of fresh norms by a hundredth."""
+def test_a_cap_of_50_hardly_changes_the_logits_of_fresh_norms():
     for head_dim, share in ((64, 0.008), (128, 0.017), (256, 0.033)):
-        assert bend(math.sqrt(head_dim), 50.0) == pytest.approx(share, abs=5e-4)
+        assert cap_loss(math.sqrt(head_dim), 50.0) == pytest.approx(share, abs=5e-4)

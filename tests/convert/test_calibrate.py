@@ -1,4 +1,4 @@
-"""Closed-form gains: what they are, and what they keep."""
+"""Calibration: gains in closed form, trained gains, and refusals."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaCon
 
 from hf_qknorm import Scheme, patch_model, set_blend
 from hf_qknorm.convert import calibrate, fit
-from hf_qknorm.convert.calibrate import length_for
 from hf_qknorm.convert.fit import fit_gains
+from hf_qknorm.convert.text import default_length
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.ops.reference import head_norm
 
@@ -61,14 +61,14 @@ def test_moments_are_the_least_squares_fit(scheme):
         bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.detach().double()
         residual = gain * n + bias - x
         axes = {2: (0,), 1: (0, 1) if norm.weight.numel() > 1 else (0, 1, 2)}[norm.weight.dim()]
-        # at the optimum the residual is orthogonal to what the parameters multiply
+        # at the optimum the residual is orthogonal to the factors of the parameters
         scale = (n * x).abs().sum(axes)
         assert ((residual * n).sum(axes).abs() <= 1e-5 * scale).all()
         if norm.bias is not None:
             assert (residual.sum(axes).abs() <= 1e-5 * x.abs().sum(axes)).all()
 
 
-def test_statistics_merge_over_batches_and_leave_padding_out():
+def test_sums_add_up_over_batches_and_leave_padding_out():
     inputs = tokens(4, 12)
     whole = patch_model(tiny_model("llama"), "qk_norm")
     calibrate(whole, [inputs], method="moments")
@@ -83,7 +83,7 @@ def test_statistics_merge_over_batches_and_leave_padding_out():
 
 
 @pytest.mark.parametrize("name", ["henry", "lp"])
-def test_one_scalar_carries_both_sides_and_the_scale(name):
+def test_a_scalar_gain_includes_queries_keys_and_scale(name):
     model = patch_model(tiny_model("llama"), name)
     batches = [{"input_ids": tokens(2, 20)}]
     calibrate(model, batches, method="moments")
@@ -122,7 +122,7 @@ def test_ones_restores_fresh_gains_and_the_mode():
     ],
 )
 def test_sequences_are_longer_where_positions_are_learned(config, length):
-    assert length_for(config) == length
+    assert default_length(config) == length
 
 
 def test_refusals():
@@ -162,7 +162,7 @@ def test_bf16_gains_stay_bf16(method):
     assert all(gain.dtype == torch.bfloat16 and (gain != 1).any() for gain in gains)
 
 
-def test_fit_moves_the_gains_alone_and_repeats():
+def test_fit_trains_the_gains_alone_and_is_reproducible():
     batches = [tokens(8, 32, seed) for seed in range(12)]
     fitted = []
     for _ in range(2):
@@ -181,7 +181,7 @@ def test_fit_moves_the_gains_alone_and_repeats():
     assert report.kl < calibrate(start, batches, method="moments").kl
 
 
-def test_fit_qk_moves_queries_and_keys_and_leaves_no_trace():
+def test_fit_qk_trains_queries_and_keys_and_leaves_no_attributes_behind():
     batches = [tokens(8, 32, seed) for seed in range(12)]
     for model_type, moved in (("llama", ("q_proj", "k_proj")), ("gpt2", ("c_attn",))):
         model = patch_model(tiny_model(model_type, initializer_range=0.2), "qk_norm")

@@ -1,24 +1,19 @@
-"""Inspections: the numbers are the monitor's, the model stays as it was, and a checkpoint is enough."""
+"""`inspect_model`: the measurements, the trials of schemes and knees, and the model left as it was."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from folders import configure, edit
 from tables import MODEL_TYPES, fingerprint, sharp_model
 from tiny import tiny_model
 
-from hf_qknorm import SCHEMES, Inspection, Scheme, calibrate, inspect_model, patch_model, unpatch_model
-from hf_qknorm.convert.inspect import inspect_checkpoint
+from hf_qknorm import SCHEMES, Scheme, calibrate, inspect_model, patch_model, unpatch_model
 from hf_qknorm.convert.knees import KNEES
 from hf_qknorm.convert.plots import heat_map
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.stats.bounds import logit_bound
@@ -54,7 +49,7 @@ def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
 
 
 @pytest.mark.parametrize("family", MODEL_TYPES)
-def test_the_schemes_in_question_are_tried(family):
+def test_schemes_that_may_suit_the_model_are_tried(family):
     model = sharp_model(family)
     batch = tokens(2, 20)
     found = inspect_model(model, [batch])
@@ -96,7 +91,7 @@ def test_knees_are_tried_where_queries_and_keys_can_be_normed(family):
 
 
 def jump(model: torch.nn.Module, batches: list, scheme: Scheme) -> float:
-    """What the loss rises by with a scheme whose gains are fresh."""
+    """The rise in loss with a scheme with fresh gains."""
     patch_model(model, scheme, attn_implementation="hf_qknorm")
     base, ones = predictions(model, batches)
     unpatch_model(model)
@@ -119,7 +114,7 @@ def test_a_patched_model_is_measured_as_it_is(scheme):
         assert "Advice: leave it as it is" in found.table()
 
 
-def test_even_attention_is_the_mean_of_logarithms():
+def test_the_entropy_of_even_attention_is_a_mean_of_logarithms():
     batch = {"input_ids": tokens(2, 20), "attention_mask": torch.ones(2, 20, dtype=torch.long)}
     batch["attention_mask"][0, :15] = 0
     llama = inspect_model(sharp_model("llama"), [batch])
@@ -137,7 +132,7 @@ def test_even_attention_is_the_mean_of_logarithms():
         assert layer.entropy == pytest.approx([found.even[name]] * 4, rel=1e-5)
 
 
-def test_risks_are_in_order_and_the_cap_can_be_told():
+def test_risks_are_sorted_and_relative_to_a_given_cap():
     found = inspect_model(sharp_model("gpt2", num_hidden_layers=4, n_layer=4), [tokens(2, 20)], cap=2.0)
     largest = [risk.max_logit for risk in found.risks]
     assert largest == sorted(largest, reverse=True)
@@ -148,7 +143,7 @@ def test_risks_are_in_order_and_the_cap_can_be_told():
     assert "> 1  " in found.table()
 
 
-def test_json_holds_everything(tmp_path):
+def test_the_json_file_holds_all_fields(tmp_path):
     found = inspect_model(sharp_model("llama"), [tokens(2, 20)])
     found.save(tmp_path / "inspect.json")
     data = json.loads((tmp_path / "inspect.json").read_text())
@@ -177,14 +172,14 @@ def test_a_patched_model_is_inspected_with_its_bounds(tmp_path):
     assert inspect_model(sharp_model("llama"), [tokens(2, 20)]).bounds == {}
 
 
-def test_without_a_head_there_are_layers_and_no_predictions():
+def test_a_model_without_a_head_has_layers_and_no_predictions():
     found = inspect_model(sharp_model("llama").base_model, [tokens(2, 20)])
     assert (found.base, found.trials, found.knees) == (None, {}, None)
     assert "perplexity" not in found.table()
     assert len(found.layers) == 2
 
 
-def test_patching_for_a_moment_is_not_logged(caplog):
+def test_trials_are_not_logged(caplog):
     model = tiny_model("llama")
     model.name_or_path = "somewhere"
     with caplog.at_level(logging.INFO, "hf_qknorm"):
@@ -198,108 +193,10 @@ def test_impossible_caps_are_refused(cap):
         inspect_model(tiny_model("llama"), [tokens(2, 20)], cap=cap)
 
 
-def test_what_is_not_finite_is_refused_by_layer():
+def test_infinite_logits_are_refused_with_the_name_of_the_layer():
     model = tiny_model("llama")
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight[0, 0] = math.inf
     with pytest.raises(ValueError, match=r"logits of model.layers.1.self_attn are not finite in torch.float32"):
         inspect_model(model, [tokens(2, 20)])
     assert type(model).__name__ == "LlamaForCausalLM"
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    """A small checkpoint with a tokenizer, and some text."""
-    folder = tmp_path / "checkpoint"
-    tokenizer = byte_tokenizer()
-    sharp_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    return folder
-
-
-def test_a_checkpoint_and_a_text_are_enough(checkpoint):
-    text = checkpoint.parent / "text.txt"
-    found = inspect_checkpoint(str(checkpoint), texts=str(text), tokens=600)
-    assert isinstance(found, Inspection)
-    assert (found.tokens, found.length) == (512, 128)  # as far as its positions reach
-    assert found.model == str(checkpoint)
-    patched = patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "qk_norm")
-    patched.save_pretrained(checkpoint)
-    again = inspect_checkpoint(str(checkpoint), texts=str(text), tokens=600)
-    assert again.scheme == SCHEMES["qk_norm"].resolve("rms")
-    assert again.model_type == "qknorm_llama"
-
-
-def test_what_is_missing_is_told_in_a_line(checkpoint):
-    text = str(checkpoint.parent / "text.txt")
-    for name, message in (
-        (str(checkpoint.parent / "nowhere"), "nowhere is no folder: expected one with a checkpoint"),
-        ("./nowhere", "./nowhere is no folder: expected one with a checkpoint"),
-        ("no-such-model-anywhere", "no-such-model-anywhere is no folder here, and the download from the Hub failed"),
-        (str(checkpoint.parent), "config.json is missing: is this a checkpoint of transformers?"),
-    ):
-        with pytest.raises((OSError, ValueError), match=message) as error:
-            inspect_checkpoint(name, texts=text)
-        assert "\n" not in str(error.value)
-    with pytest.raises(FileNotFoundError, match="no such file or folder: ./none.txt"):
-        inspect_checkpoint(str(checkpoint), texts="./none.txt")
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
-    with pytest.raises(ValueError, match="this bert sees both sides"):
-        inspect_checkpoint(str(checkpoint), texts=text)
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    for path in checkpoint.glob("tokenizer*"):
-        path.unlink()
-    with pytest.raises((OSError, ValueError), match=f"{checkpoint}: ") as error:
-        inspect_checkpoint(str(checkpoint), texts=text)
-    assert "\n" not in str(error.value)
-    assert "tokenizer" in str(error.value)
-
-
-def _truncate(folder: Path) -> None:
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-100])
-
-
-# How a checkpoint is harmed, and what the one line says.
-HARMED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (_truncate, r"model.safetensors is truncated or corrupted"),
-    "too many layers": (
-        lambda f: configure(f, num_hidden_layers=3),
-        r"model.safetensors: no entry for model.layers.2.self_attn.q_proj.weight .* \(num_hidden_layers=3",
-    ),
-    "no MLP": (
-        lambda f: edit(f, lambda t: [t.pop(name) for name in list(t) if ".mlp." in name]),
-        r"model.safetensors: no entry for model.layers.0.mlp.gate_proj.weight",
-    ),
-    "another shape": (
-        lambda f: configure(f, intermediate_size=80),
-        r"model.safetensors: model.layers.0.mlp.gate_proj.weight has shape \[96, 64\], expected \[80, 64\]",
-    ),
-    "wrong type": (lambda f: configure(f, hidden_size="many"), r"config.json can't be (read|used).*hidden_size"),
-    "impossible": (lambda f: configure(f, num_attention_heads=0), r"config.json"),
-}
-
-
-@pytest.mark.parametrize("harm", HARMED)
-@pytest.mark.parametrize("patched", [False, True])
-def test_damaged_checkpoints_are_told_in_a_line(checkpoint, harm, patched):
-    if patched:
-        patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "none").save_pretrained(checkpoint)
-    change, message = HARMED[harm]
-    change(checkpoint)
-    with pytest.raises(ValueError, match=message) as error:
-        inspect_checkpoint(str(checkpoint), texts=str(checkpoint.parent / "text.txt"), tokens=600)
-    assert "\n" not in str(error.value)
-
-
-def test_trained_models_are_told_what_suits_them(shared):
-    text = str(shared / "data" / "tinyshakespeare.txt")
-    found = inspect_checkpoint(str(shared / "checkpoints" / "llama-shakespeare"), texts=text, tokens=2048)
-    assert found.advice.name == "qk_norm_cap"
-    assert found.risks[0].layer == "model.layers.3.self_attn"
-    assert found.risks[0].max_logit > 50
-    assert found.trials[SCHEMES["qk_norm"]].kl > 10 * found.trials[SCHEMES["q_norm"]].kl > 100 * found.trials[CAP].kl
-    assert 0 < found.knees.chosen.knee < KNEES[-1]
-    assert f"a knee of {found.knees.chosen.knee:g} for it" in " ".join(found.table().split())

@@ -12,9 +12,9 @@ from tiny import tiny_model
 
 from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.convert import knees
-from hf_qknorm.convert.knees import KNEES, search, sweep, tolerance
-from hf_qknorm.convert.moments import moments, norm_sizes, norms_of
-from hf_qknorm.convert.sums import NormSums
+from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms
+from hf_qknorm.convert.knees import KNEES, search_knee, sweep_knees, tolerance
+from hf_qknorm.convert.norm_sums import NormSums
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
@@ -35,11 +35,11 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def inputs_of(model, data) -> dict[tuple[str, str], torch.Tensor]:
-    """What arrives at each norm in the unpatched model, `[N, H, D]` in fp64."""
-    seen: dict[tuple[str, str], list[torch.Tensor]] = {key: [] for key in norms_of(model)}
+    """The inputs of each norm in the unpatched model, `[N, H, D]` in fp64."""
+    seen: dict[tuple[str, str], list[torch.Tensor]] = {key: [] for key in named_norms(model)}
     hooks = [
         norm.register_forward_pre_hook(lambda _, args, key=key: seen[key].append(args[0].flatten(0, 1).double()))
-        for key, norm in norms_of(model).items()
+        for key, norm in named_norms(model).items()
     ]
     with torch.no_grad(), as_unpatched(model):
         for batch in data:
@@ -67,7 +67,7 @@ def test_interpolated_sums_are_those_of_the_norm_at_any_knee(norm, expected):
     found = NormSums(module, KNEES, expected * power)
     for part in x.split(64):
         found.add(part)
-    assert found.sizes.mean == pytest.approx(power, rel=1e-12)
+    assert found.power.value == pytest.approx(power, rel=1e-12)
     for knee in (0.0, 0.5, 1.7, 4.0, 32.0):
         module.set_knee(knee, power)
         n = head_norm(x, norm, eps=module.eps, p=module.p)
@@ -77,15 +77,15 @@ def test_interpolated_sums_are_those_of_the_norm_at_any_knee(norm, expected):
             assert ((got - want).abs() <= (1e-4 if knee else 1e-6) * size).all(), knee
 
 
-def test_text_of_another_size_than_expected_takes_a_second_pass():
+def test_a_text_with_another_power_than_expected_takes_a_second_pass():
     model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms"))
     data = batches(3)
-    right = norm_sizes(model, data)
+    right = mean_powers(model, data)
     passes = []
     model.register_forward_pre_hook(lambda *_: passes.append(None))
-    once = moments(model, data, right, (4.0,))
+    once = ClosedFormGains.from_text(model, data, right, (4.0,))
     assert len(passes) == 3
-    twice = moments(model, data, {key: 100 * size for key, size in right.items()}, (4.0,))
+    twice = ClosedFormGains.from_text(model, data, {key: 100 * size for key, size in right.items()}, (4.0,))
     assert len(passes) == 9
     assert twice.powers == once.powers == pytest.approx(right)
     for key, found in once.sums.items():
@@ -94,14 +94,14 @@ def test_text_of_another_size_than_expected_takes_a_second_pass():
 
 
 @pytest.mark.parametrize("scheme", ["qk_norm", "henry", "lp", Scheme(q="layer", k="l2", v="rms", gain="per_head")])
-def test_a_fixed_knee_is_that_of_all_the_text(scheme):
+def test_a_fixed_knee_is_relative_to_the_mean_power_of_the_whole_text(scheme):
     model = patch_model(tiny_model("llama"), scheme)
     data = batches(9)
     report = calibrate(model, data, knee=4)
     assert report.scheme.knee == model.config.scheme.knee == 4
     assert report.knees == {}
     for key, x in inputs_of(model, data).items():
-        norm = norms_of(model)[key]
+        norm = named_norms(model)[key]
         y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
         assert norm.power == pytest.approx(float(y.abs().pow(norm.order).mean()), rel=1e-5)
         assert float(norm.eps) ** (norm.order / 2) == pytest.approx(
@@ -118,8 +118,8 @@ def test_the_default_takes_at_most_twice_the_forward_passes(count):
     assert len(passes) <= 2 * count
 
 
-class Judged:
-    """Stands in for `Moments`: the knees that are put, and the predictions that they would have."""
+class Recorded:
+    """A stand-in for `ClosedFormGains`: records the knees, and predicts by a function of the knee."""
 
     model, ranks = None, ALONE
 
@@ -127,7 +127,7 @@ class Judged:
         self.tried: list[float] = []
         monkeypatch.setattr(knees, "predictions", lambda *_: (BASE, predicted(self.tried[-1])))
 
-    def put(self, knee: float) -> None:
+    def apply(self, knee: float) -> None:
         self.tried.append(knee)
 
 
@@ -144,32 +144,32 @@ def test_the_search_ends_with_the_smallest_knee_that_keeps_loss_and_predictions(
     def predicted(knee: float) -> Prediction:
         return Prediction(2.0 + costs[knee]) if by == "loss" else Prediction(1.9, kl=costs[knee])
 
-    found = Judged(monkeypatch, predicted)
-    tried = search(found, [], BASE, FRESH, most)
+    found = Recorded(monkeypatch, predicted)
+    tried = search_knee(found, [], BASE, FRESH, most)
     assert found.tried[-1] == KNEES[first]
     assert tried[KNEES[first]] == predicted(KNEES[first])
     assert len(tried) <= 4
     assert [*tried] == sorted(tried)
 
 
-def test_the_accepted_cost_is_a_share_of_that_of_fresh_gains_or_a_few_thousandths():
+def test_the_tolerance_is_a_share_of_the_cost_of_fresh_gains_or_a_few_thousandths():
     assert tolerance(Prediction(1.6), Prediction(2.6, kl=0.9)) == pytest.approx(0.01)
     assert tolerance(Prediction(6.2), Prediction(6.1, kl=0.9)) == pytest.approx(0.009)
     assert tolerance(Prediction(1.6), Prediction(1.7, kl=0.1)) == 0.005
 
 
-def test_where_no_knee_is_enough_the_smallest_that_comes_as_close_is_taken(monkeypatch, caplog):
-    found = Judged(monkeypatch, lambda knee: Prediction(2.3 + 0.004 / (1 + knee), kl=0.1))
+def test_if_all_knees_cost_too_much_the_smallest_near_the_lowest_cost_is_set(monkeypatch, caplog):
+    found = Recorded(monkeypatch, lambda knee: Prediction(2.3 + 0.004 / (1 + knee), kl=0.1))
     with caplog.at_level(logging.WARNING, logger="hf_qknorm"):
-        search(found, [], BASE, Prediction(2.5, kl=0.4), None)
+        search_knee(found, [], BASE, Prediction(2.5, kl=0.4), None)
     assert found.tried[-1] == 0
     assert "no knee costs less than 0.0050 nats: 32 costs 0.3001 (loss 2.3001 over 2.0000)" in caplog.text
     with pytest.raises(ValueError, match=r"the knee 32 costs 0.3001 nats .* more than max_loss_increase=0.01"):
-        search(found, [], BASE, Prediction(2.5, kl=0.4), 0.01)
+        search_knee(found, [], BASE, Prediction(2.5, kl=0.4), 0.01)
 
 
 @pytest.mark.parametrize("start", [0.0, 2.0])
-def test_what_is_refused_or_interrupted_leaves_the_norms_as_they_were(start, monkeypatch):
+def test_an_error_or_an_interrupt_restores_the_norms(start, monkeypatch):
     model = patch_model(tiny_model("llama", initializer_range=0.3), Scheme(q="rms", k="layer", knee=start))
     calibrate(model, batches(3), "moments")
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -201,14 +201,14 @@ def test_a_sweep_measures_every_knee_and_leaves_the_model_as_it_was():
     model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
     data = batches(4)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = sweep(model, data[1:], data[:1], lambda: model.config.scheme.knee)
+    found = sweep_knees(model, data[1:], data[:1], lambda: model.config.scheme.knee)
     assert [measured for _, measured in found.values()] == [*found] == [*KNEES]
     assert all(math.isfinite(own.loss) and own.kl >= 0 for own, _ in found.values())
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_which_calls_search():
+def test_the_knee_is_searched_only_without_method_and_knee():
     def knee_of(scheme, *arguments, **options):
         model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
         report = calibrate(model, batches(8), *arguments, **options)
@@ -245,7 +245,7 @@ def test_impossible_knees_are_refused_by_name(options, error):
         calibrate(model, batches(2), **options)
 
 
-def test_a_scheme_that_can_have_no_knee_says_so():
+def test_schemes_and_models_without_a_knee_are_refused():
     with pytest.raises(ValueError, match="with a knee they keep the scale that the norm in front"):
         calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches(2), knee=4)
     with pytest.raises(ValueError, match='predicts no tokens, which knee="auto" compares'):

@@ -36,7 +36,7 @@ def tiny(folder: Path, model_type: str = "llama") -> Path:
 def least(folder: Path, length: int = 16) -> int:
     """Return the least memory of a calibration: one sequence, and the largest tensor."""
     with open_source(folder) as source:
-        largest = max(tensor.size for tensor in source.weights.stored.values())
+        largest = max(tensor.nbytes for tensor in source.weights.stored.values())
         return int((largest + working_memory(source, 1, length)) / memory.USABLE) + 1
 
 
@@ -66,7 +66,7 @@ def test_layers_on_the_disk_give_the_same_result(model_type, share, tmp_path, li
     folder = tiny(tmp_path, model_type)
     expected = convert_checkpoint(folder, tmp_path / "in memory", KNEE, calibration=BATCHES)
     with open_source(folder) as source:
-        models = limited(least(folder) + int(share * source.weights.size))
+        models = limited(least(folder) + int(share * source.weights.nbytes))
     assert convert_checkpoint(folder, tmp_path / "streamed", KNEE, calibration=BATCHES) == expected
     (model,) = models
     assert any(parameter.is_meta for parameter in model.parameters())

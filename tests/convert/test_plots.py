@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from hf_qknorm import SCHEMES, Inspection
-from hf_qknorm.convert.advice import KneeTrial, KneeTrials, Situation, advise, rank
+from hf_qknorm.convert.advice import advise
+from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
 from hf_qknorm.convert.plots import heat_map, knee_curve
 from hf_qknorm.stats.records import LayerStatistics
 
@@ -30,8 +31,22 @@ def inspection(layers: int, heads: int, size: float = 10.0, cap: float = 50.0) -
         )
         for i in range(layers)
     }
-    known = Situation(found, cap, dict.fromkeys(found, 4.5))
-    fields = ("made/up", "llama", 4096, 256, cap, None, None, None, {}, found, known.even, rank(known), advise(known))
+    known = Measurements(found, cap, dict.fromkeys(found, 4.5))
+    fields = (
+        "made/up",
+        "llama",
+        4096,
+        256,
+        cap,
+        None,
+        None,
+        None,
+        {},
+        found,
+        known.even,
+        rank_layers(known),
+        advise(known),
+    )
     return Inspection(*fields)
 
 

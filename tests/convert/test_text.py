@@ -1,4 +1,4 @@
-"""Where text comes from, and how it becomes batches."""
+"""Sources of text, and the batches of tokens made from it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hf_qknorm.convert.text import as_batches, load_text, regrouped, sample_batc
 from hf_qknorm.demo.training import byte_tokenizer
 
 
-def test_default_is_the_standard_library():
+def test_the_default_text_is_the_standard_library():
     text = load_text(limit=50_000)
     assert len(text) == 50_000
     assert "import" in text
 
 
-def test_file_and_folder(tmp_path):
+def test_text_from_a_file_and_from_a_folder(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.md").write_text("first")
     (tmp_path / "c.bin").write_bytes(b"\x00")
@@ -26,7 +26,7 @@ def test_file_and_folder(tmp_path):
     assert load_text(str(tmp_path), limit=3) == "fir"
 
 
-def test_sources_without_text(tmp_path, monkeypatch):
+def test_sources_without_text_are_refused(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"no such file or folder: .*missing\.txt"):
         load_text(str(tmp_path / "missing.txt"))
     with pytest.raises(ValueError, match="no text in it"):
@@ -36,7 +36,7 @@ def test_sources_without_text(tmp_path, monkeypatch):
         load_text("owner/corpus")
 
 
-def test_dataset_by_name(monkeypatch):
+def test_text_from_a_dataset_by_name(monkeypatch):
     datasets = pytest.importorskip("datasets")
     rows = [{"id": 1, "text": "one"}, {"id": 2, "text": "two"}, {"id": 3, "text": "three"}]
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: iter(rows))
@@ -56,7 +56,7 @@ def test_byte_tokenizer_round_trip(tmp_path):
     assert type(tokenizer).from_pretrained(tmp_path).decode(ids) == text
 
 
-def test_sample_batches_repeat_with_the_seed_and_lie_in_the_text():
+def test_sample_batches_are_reproducible_and_taken_from_the_text():
     ids = torch.arange(1000)
     first, again = sample_batches(ids, 3, 4, 16, seed=5), sample_batches(ids, 3, 4, 16, seed=5)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -102,7 +102,7 @@ def test_datasets_by_text_and_by_tokens():
             assert torch.equal(batch["input_ids"], other["input_ids"])
 
 
-def test_batches_stay_as_they_are():
+def test_batches_are_kept():
     given = [{"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": torch.ones(2, 8), "labels": 1}] * 5
     batches = batches_of(given, max_tokens=40)
     assert len(batches) == 3
@@ -129,7 +129,7 @@ def test_a_stream_is_read_no_further_than_needed():
         ([torch.ones(2, 2), "text"], "a batch must be a tensor .* got str"),
     ],
 )
-def test_data_that_is_none(data, message):
+def test_unusable_data_is_refused(data, message):
     with pytest.raises(ValueError, match=message):
         batches_of(data)
 
@@ -145,7 +145,7 @@ def test_a_tokenizer_that_fails_is_named():
         tokenize(Failing(), "text")
 
 
-def test_a_tokenizer_that_gives_nothing_is_named():
+def test_a_tokenizer_that_returns_no_tokens_is_named():
     def nothing(text, verbose):
         return {"input_ids": []}
 
@@ -153,7 +153,7 @@ def test_a_tokenizer_that_gives_nothing_is_named():
         tokenize(nothing, "text")
 
 
-def test_regrouping_keeps_order_and_what_differs_apart():
+def test_regrouping_keeps_the_order_and_separates_batches_of_different_form():
     short, masked = torch.arange(6).view(3, 2), {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
     batches = [{"input_ids": short[:1]}, {"input_ids": short[1:]}, masked, {"input_ids": torch.zeros(4, 3)}]
     found = regrouped(batches, 2, least=1)

@@ -38,7 +38,7 @@ def small() -> tuple[PreTrainedModel, dict[str, list[Tensor]]]:
     }
     torch.manual_seed(0)
     model = tiny_model("llama", vocab_size=257, initializer_range=0.1)
-    train(model, batches["training"], rate=1e-2, warmup=20, decay=True, what="training")
+    train(model, batches["training"], rate=1e-2, warmup=20, decay=True, desc="training")
     return model.eval(), batches
 
 
@@ -71,7 +71,7 @@ def continued(model: PreTrainedModel, batches: list[Tensor], held_out: list[Tens
             losses.append(mean_loss(model, held_out))
 
     torch.manual_seed(0)
-    train(model, batches, rate=options["rate"], what="continuing", each_step=each_step)
+    train(model, batches, rate=options["rate"], desc="continuing", each_step=each_step)
     return losses
 
 

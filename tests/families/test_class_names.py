@@ -1,4 +1,4 @@
-"""A patched model is loaded by the Auto class that its base is loaded by; `pytest --all-families` takes every pair."""
+"""The Auto class of the base loads the patched model; `pytest --all-families` runs every pair."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_it_loads_what_was_saved(pair: tuple[str, str], tmp_path: Path) -> None:
 
 
 def test_the_table_is_that_of_transformers() -> None:
-    """Those that a literal list once left out, and the composite model that is none of a family's."""
+    """Classes that a hand-written list once missed, and a composite model that belongs to no family."""
     assert {"AutoModelForPreTraining", "AutoModelForTextEncoding", "AutoModelForNextSentencePrediction"} <= set(FEW)
     assert "AutoModelForDecision" not in AUTO_CLASSES
 

@@ -112,7 +112,7 @@ def capped_as_gemma2(*args: Any, cap: float, **kwargs: Any) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("backend", ["eager", "hf_qknorm"])
 @pytest.mark.parametrize("own_cap", [0.5, None])
-def test_gemma2_with_its_own_cap_put_on_again(own_cap, backend):
+def test_gemma2_with_its_own_cap_as_the_scheme(own_cap, backend):
     """A scheme's cap replaces Gemma 2's: with the same number, nothing changes."""
     batch = make_batch("left")
     native = sharp_model("gemma2", attn_logit_softcapping=0.5)

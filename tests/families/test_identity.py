@@ -74,7 +74,7 @@ def test_inference(pair, kind):
 
 @torch.no_grad()
 def test_inference_in_bfloat16(pair):
-    """Where a cast stands shows in half precision only: GPT-2's upcasting, a softmax in fp32."""
+    """The position of casts matters in half precision only: GPT-2's upcasting, a softmax in fp32."""
     expected, actual = (copy.deepcopy(model).to(torch.bfloat16)(**make_batch("left")).logits for model in pair)
     assert torch.equal(actual, expected)
 

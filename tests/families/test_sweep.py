@@ -98,7 +98,7 @@ def generated(model: PreTrainedModel, kind: str, **options: Any) -> tuple[Tensor
 
 
 def test_none_changes_nothing(case):
-    """Loss, logits and gradients of training with dropout, and generation, bit for bit; and so does unpatching."""
+    """Training with dropout (loss, logits, gradients) and generation are bit-identical, and again after unpatching."""
     original, patched = made(case), made(case)
     before = fingerprint(patched)
     patch_model(patched, "none")
@@ -125,7 +125,7 @@ def test_none_changes_nothing_for_eager(case):
 
 
 def test_norm_and_cap(case, tmp_path):
-    """It trains every new parameter, is saved and loaded, generates with a cache as without, and comes off again."""
+    """It trains every new parameter, saves and loads, generates the same with a cache, and is unpatched."""
     preset = "qk_norm_cap" if takes(case, "qk_norm_cap") else "soft_cap"
     model, batch = made(case), make_batch("left")
     before, expected = fingerprint(model), step(model, batch)
@@ -169,7 +169,7 @@ def test_knees_are_saved_and_loaded(case, tmp_path):
 @pytest.mark.parametrize("kind", ["plain", "left"])
 @torch.no_grad()
 def test_backends_agree(case, kind):
-    """Windows, sinks and masks reach the package's own attention as they do the model's."""
+    """Windows, sinks and masks reach the package's attention as they reach the model's own."""
     model, batch = made(case), make_batch(kind, labels=False)
     model.set_attn_implementation("eager")
     expected = model(**batch).logits[real(batch)]
@@ -218,8 +218,8 @@ def turned(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 @torch.no_grad()
-def test_the_norm_in_front_folds_away(case):
-    """qkv_norm removes it for good: nobody else reads it, and as unpatched the model is what it was."""
+def test_the_norm_before_attention_is_folded(case):
+    """qkv_norm removes the norm: no other module reads it, and `as_unpatched` restores the model's result."""
     if not takes(case, "qkv_norm"):
         pytest.skip("takes no qkv_norm")
     model, batch = made(case), make_batch("left")
@@ -264,7 +264,7 @@ def untrained(model_type: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("model_type", sorted(REFUSED))
-def test_others_are_refused_with_the_reason(model_type):
+def test_other_types_are_refused_with_the_reason(model_type):
     reason = re.escape(REFUSED[model_type])
     with pytest.raises(ValueError, match=reason):
         family_of(SimpleNamespace(model_type=model_type))
@@ -279,7 +279,7 @@ def test_others_are_refused_with_the_reason(model_type):
 
 
 @pytest.mark.parametrize("model_type", [t for t in BY_TOWER if t in CONFIG_MAPPING])
-def test_of_multimodal_ones_the_text_tower_is_patched(model_type):
+def test_the_text_tower_of_multimodal_models_is_patched(model_type):
     model = untrained(model_type)
     before = fingerprint(model)
     assert patched_layers(patch_model(model, "soft_cap"))

@@ -33,7 +33,7 @@ def test_rows_of_some_families():
     assert rows["deepseek_v3"] == ["latent", "rms", "a latent cache", "a cap"]
 
 
-def test_the_page_is_not_stale():
+def test_the_page_is_up_to_date():
     page = table.PAGE.read_text(encoding="utf-8")
     assert page == table.markdown(), "run python -m hf_qknorm.families.table"
     assert all(f"| `{name}` | {why} |" in page for name, why in REFUSED.items())

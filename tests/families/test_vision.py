@@ -1,4 +1,4 @@
-"""Models that see both sides, of images and of text, and CLIP's model of text: patched as causal ones are."""
+"""Bidirectional models of images and text, and CLIP's text model, are patched like causal ones."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def out_of(result: Any) -> Tensor:
 
 
 def seen(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
-    """What the model makes of the batch, without that of padding."""
+    """The model's logits for the batch, without those of padding."""
     out = out_of(model(**batch))
     return out[real(batch)] if "attention_mask" in batch else out
 
@@ -151,7 +151,7 @@ def test_none_changes_nothing(case, backend):
 
 
 def test_norm_and_cap(case, tmp_path):
-    """It trains every new parameter, is saved and loaded by its Auto class, and comes off again."""
+    """It trains every new parameter, saves and loads by its Auto class, and is unpatched."""
     model, batch = made(case), batches(case)[-1]
     before, expected = fingerprint(model), step(model, batch)
     randomise(patch_model(model, replace(SCHEMES["qk_norm_cap"], softcap=2.0)))
@@ -219,7 +219,7 @@ def test_what_each_token_sees(case, backend):
 
 
 @torch.no_grad()
-def test_the_norm_in_front_folds_away(case):
+def test_the_norm_before_attention_is_folded(case):
     model_type = type_of(case)
     if not FAMILIES[model_type].pre_norm:
         pytest.skip("its norm stands behind attention")
@@ -253,7 +253,7 @@ def test_henrys_gain_is_that_of_the_longest_input(model_class, settings, length)
     assert gains == pytest.approx([math.log2(length**2 - length)] * 2)
 
 
-def test_what_judges_by_the_next_token_refuses_them(case):
+def test_methods_that_need_next_token_loss_refuse_encoders(case):
     if FAMILIES[type_of(case)].causal is True:
         pytest.skip("it is causal")
     model, data = made(case), [torch.arange(16)[None]]

@@ -1,4 +1,4 @@
-"""Settings that some models obey and others ignore: a patched layer does what its model's own eager attention does."""
+"""Windows that some models use and others ignore: a patched layer computes the same as its model's eager attention."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def eager(model_type: str, settings: dict[str, Any]) -> PreTrainedModel:
 
 @torch.no_grad()
 def test_a_window_in_the_config(model_type):
-    """It is the family's to have one, whatever the config holds."""
+    """The family decides whether the model uses a window, whatever its config holds."""
     settings = SWITCHES.get(model_type, {})
     narrow, wide = ({**settings, **dict.fromkeys(window_names(settings), n)} for n in (4, 64))
     assert_same(model_type, narrow, wide, differs=FAMILIES[model_type].has_window)
@@ -103,7 +103,7 @@ def test_a_setting_that_the_model_obeys(model_type, settings):
 @pytest.mark.parametrize("model_type", ["gemma2", "mistral", "olmoe", "phimoe", "qwen2_moe"])
 @torch.no_grad()
 def test_a_window_of_an_unpatched_model(model_type):
-    """Its masks hold the window; what its layers pass on may be more or less."""
+    """The model's masks contain the window; its layers may pass on another one."""
     tokens = torch.arange(3, 3 + LENGTH)[None]
     model = sharp_model(model_type, sliding_window=4)
     model.set_attn_implementation("eager")
@@ -115,7 +115,7 @@ def test_a_window_of_an_unpatched_model(model_type):
 
 @torch.no_grad()
 def test_a_window_that_changes_after_the_model_is_built():
-    """Masks are built by the config as it is, and so is the layers' window."""
+    """Masks and the layers' window follow the config's current value."""
     tokens = torch.arange(3, 3 + LENGTH)[None]
     model = eager("qwen2", {})
     before = model(input_ids=tokens).logits

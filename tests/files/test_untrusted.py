@@ -209,7 +209,7 @@ def test_safetensors_headers(tmp_path, header):
     weights = outcome(lambda: Weights(tmp_path))
     if weights is not None:
         assert weights.parameters >= 0
-        assert weights.size <= 16
+        assert weights.nbytes <= 16
 
 
 @FUZZ

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_qknorm import calibrate, convert_checkpoint, export_native
 from hf_qknorm.convert.inspect import inspect_checkpoint
-from hf_qknorm.demo import story
+from hf_qknorm.demo.run import Settings, run_demo
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub.card import write_card
 
@@ -79,7 +79,7 @@ def test_an_unknown_model_type_with_code_is_refused(source, tmp_path):
     with pytest.raises((ValueError, OSError), match="custom code"):
         inspect_checkpoint(str(source))
     with pytest.raises((ValueError, OSError), match="custom code"):
-        story.run(story.Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
+        run_demo(Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
     assert not (tmp_path / "sign").exists()
     assert not (tmp_path / "out").exists()
 
@@ -92,7 +92,7 @@ def test_pickled_weights_are_not_read(source, tmp_path):
     with pytest.raises(ValueError, match="only pickled weights are there"):
         inspect_checkpoint(str(source))
     with pytest.raises(ValueError, match="only pickled weights are there"):
-        story.run(story.Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
+        run_demo(Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
     assert not (tmp_path / "sign").exists()
 
 

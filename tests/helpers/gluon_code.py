@@ -1,4 +1,4 @@
-"""Prints, as JSON, what the Gluon kernel compiles to for Hopper: the counts of its instructions, by head_dim and loop.
+"""Print the Gluon kernel's machine code for Hopper as JSON: counts of instructions, by head_dim and variant.
 
 Run as a script: where TRITON_INTERPRET is set, nothing can be compiled.
 """
@@ -24,7 +24,7 @@ from hf_qknorm.ops.types import Heads, Options, Visible
 
 
 def instructions(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
-    """Stands in for the recipe's own description."""
+    """Replaces the recipe's description."""
     _, code = sass.read(kernel.asm["cubin"], kernel.metadata.name)
     counts = Counter(i.opcode.split(".")[0] for i in code)
     loads = {i.opcode for i in code if i.opcode.startswith("UTMALDG")}
@@ -32,7 +32,7 @@ def instructions(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def barriers(kernel: Any) -> dict[str, int]:
-    """What is asked of barriers, before it is machine code."""
+    """The counts of operations on barriers in Triton's intermediate code."""
     names = ("init_barrier", "wait_barrier", "arrive_barrier", "barrier_expect", "fence_async_shared")
     return {name: kernel.asm["ttgir"].count(f"ttng.{name} ") for name in names}
 

@@ -1,13 +1,13 @@
-"""Triton's interpreter, which runs the kernels where there is no GPU, made right for bf16.
+"""Triton's interpreter, which runs the kernels without a GPU, corrected for bf16.
 
-It keeps bf16 as uint16, and so `tl.dot` multiplies bit patterns, arithmetic adds them, and a cast from fp32 cuts off
-what it should round: all without an error. After `install` dots are of the values and casts round to nearest, ties to
-even; arithmetic, which our kernels do in fp32, is refused. Dots of fp32 are summed in an order of their own: k·q is q·k
-then to the last bit, as it is where kernels are compiled, and backward makes the weights that forward made. Triton 3.6
-also reads loop bounds as numpy ≥ 2.4 forbids.
+It stores bf16 as uint16. So `tl.dot` multiplies bit patterns, arithmetic adds them, and a cast from fp32 truncates: all
+without an error. After `install`, dots use the values, and casts round to nearest, ties to even; arithmetic on bf16,
+which the kernels do in fp32, is refused. Dots of fp32 are summed in one fixed order: k·q equals q·k to the last bit, as
+in compiled kernels, and backward recomputes the weights of forward. Triton 3.6 also reads loop bounds in a way that
+numpy ≥ 2.4 forbids.
 
-It is also slow for nothing: at each call of a function within a kernel it looks through the whole language for what to
-patch, and it looks for integers that overflow, of which it says nothing. The one is remembered, the other left out.
+It is also slow without need: at each call of a device function it searches the whole language for functions to patch,
+and it checks integers for overflow without reporting it. The search is cached, the check switched off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def install() -> None:
-    """Mend the interpreter, once; nothing where kernels are compiled."""
+    """Correct the interpreter, once; do nothing where kernels are compiled."""
     if not triton.knobs.runtime.interpret or InterpreterBuilder.cast_impl is _cast:
         return
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = _cast, _dot  # the casts all look cast_impl up
@@ -80,7 +80,7 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
 
 @cache
 def _functions(package: Any) -> list[str]:
-    """The names of a package's functions; first asked for when none of them is patched yet."""
+    """The names of a package's functions; first called before any of them is patched."""
     return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
 
 

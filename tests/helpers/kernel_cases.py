@@ -1,4 +1,4 @@
-"""Problems for the fused attention, what it makes of them, and what the oracle does."""
+"""Problems for fused attention, and its and the oracle's results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Problem(NamedTuple):
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What has a gradient, by its name in `attention.Gradients`."""
+        """The tensors with a gradient, by name in `attention.Gradients`."""
         q, k, v, *rest = self.heads
         named = Call(q, k, *rest, 1.0).leaves | {"v": v, "sinks": self.visible.sinks}
         return {name: x for name, x in named.items() if x is not None}
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
         return {"out": result.out} | {name: x for name, x in grads._asdict().items() if x is not None}
 
     def expected(self, dtype: torch.dtype, dropout_mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Output and gradients of the oracle, computed in `dtype`; of parameters the terms that `verdict` takes."""
+        """The oracle's output and gradients, computed in `dtype`; for parameters the terms that `verdict` needs."""
         leaves = spread(self.leaves, dtype)
         sinks = {"sinks": leaves["sinks"].transpose(1, 2)} if "sinks" in leaves else {}
         out = self.attended(leaves | sinks, dropout_mask).out
@@ -49,7 +49,7 @@ class Problem(NamedTuple):
         return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
 
     def attended(self, leaves: dict[str, Tensor], dropout_mask: Tensor | None = None) -> reference.Attended:
-        """What the oracle makes of the leaves, in their dtype."""
+        """The oracle's attention for the leaves, in their dtype."""
         q, k = (
             plain(leaves[x], norm._replace(gain=leaves.get(f"{x}_gain"), bias=leaves.get(f"{x}_bias")), rotary)
             for x, norm, rotary in (
@@ -71,7 +71,7 @@ class Problem(NamedTuple):
         )
 
     def check(self, dropout_mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Fail unless output and every gradient are within the budget; the kernels' results."""
+        """Assert that output and every gradient are within the budget; returns the kernels' results."""
         dtype = self.heads.q.dtype
         exact, eager = self.expected(torch.float64, dropout_mask), self.expected(dtype, dropout_mask)
         got = self.results()
@@ -84,7 +84,7 @@ class Problem(NamedTuple):
 
 
 def plain_problem(case: Case, dtype: torch.dtype) -> Problem:
-    """The case's heads as they are."""
+    """The case's heads, without norm and RoPE."""
     inputs = draw_inputs(case, dtype)
     q, k, v, grad, sinks, ranges, seed = (
         None if x is None else x.detach().to(DEVICE)
@@ -96,7 +96,7 @@ def plain_problem(case: Case, dtype: torch.dtype) -> Problem:
 
 
 def raw_problem(raw: Raw, case: Case, scale: float | None = None) -> Problem:
-    """The norms and the rotation of `raw` in the attention of `case`, whose shape and dtype do not count."""
+    """The norms and rotation, shape and dtype of `raw`, with the attention options of `case`."""
     call = draw(raw)
     case = dataclasses.replace(
         case,
@@ -113,7 +113,7 @@ def raw_problem(raw: Raw, case: Case, scale: float | None = None) -> Problem:
 
 
 def log_sum_exp(normaliser: Tensor) -> Tensor:
-    """Of the logits in nats, `[B, H, T]`, of peak and total `[B, H, T, 2]`; −∞ for a query without keys."""
+    """The log-sum-exp in nats `[B, H, T]` for peak and total `[B, H, T, 2]`; −∞ for a query without keys."""
     peak, total = normaliser.double().unbind(-1)
     return (peak + total.log2()) * math.log(2)
 

@@ -1,4 +1,4 @@
-"""Masks as the models ask for them, ours and transformers' own, and what they say."""
+"""Masks as models create them, from hf_qknorm and from transformers, and the keys that queries see by them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4, 5, 0, 
 
 
 def config(kind: str, window: int = 4, **settings: Any) -> Any:
-    """A config whose masks of this kind are the hf_qknorm ones."""
+    """A config whose masks of this kind come from hf_qknorm."""
     if kind == "chunked":
         return LlamaConfig(attention_chunk_size=window, attn_implementation="hf_qknorm", **settings)
     own = window if "window" in kind else None
@@ -45,7 +45,7 @@ def config(kind: str, window: int = 4, **settings: Any) -> Any:
 def create(
     kind: str, settings: Any, length: int, padding: Tensor | None = None, cache: Any = None, **options: Any
 ) -> Any:
-    """The mask that a model of these settings would give its layers."""
+    """The mask that a model of these settings passes to its layers."""
     hidden = torch.zeros(2, length, 1)
     return CREATE[kind](settings, hidden, padding, past_key_values=cache, **options)
 
@@ -60,8 +60,8 @@ def transformers_own(kind: str, settings: Any, *args: Any, **options: Any) -> Te
     return mask == 0
 
 
-def says(mask: Tensor | None, expected: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Who sees whom, `[B, 1, T, S]`, when a layer of this causality and window gets the mask."""
+def visible_keys(mask: Tensor | None, expected: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Whether each query sees each key, `[B, 1, T, S]`, in a layer of this causality and window with the mask."""
     batch, _, queries, keys = expected.shape
     q, k = torch.zeros(batch, 1, queries, 1), torch.zeros(batch, 1, keys, 1)
     seen = structure(SimpleNamespace(scheme="none", is_causal=causal), q, k, k, mask, {"sliding_window": window})
@@ -74,7 +74,7 @@ def says(mask: Tensor | None, expected: Tensor, causal: bool, window: int | None
 
 
 def assert_ranges(mask: Tensor, batch: int, queries: int, keys: int) -> None:
-    """Fail unless the mask is ranges as `hf_qknorm.backends.masks` promises them."""
+    """Fail unless the mask is ranges as `hf_qknorm.backends.masks` describes them."""
     assert is_ranges(mask)
     assert mask.shape == (batch, 1, queries, 2)
     assert int(mask.min()) >= 0

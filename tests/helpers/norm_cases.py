@@ -16,9 +16,9 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 class Case(NamedTuple):
-    """One call; `gains` and `biases` are of q and of k, `rotary` is what is rotated, and how.
+    """One call; `gains` and `biases` are for q and k; `rotary` is the number of rotated columns and the style.
 
-    With a knee the lengths of rows differ by orders of magnitude, and gains are as calibration would have them.
+    With a knee, the lengths of rows differ by orders of magnitude, and gains are those of calibration.
     """
 
     norms: tuple[str, str] = ("rms", "rms")
@@ -63,7 +63,7 @@ CASES = [
     Case(norms=("lp", "l2"), spread=1e-12, gains=("none", "none")),
     Case(norms=("none", "layer"), head_dim=100, length=21, gains=("shared", "none"), rotary=(50, "half")),
 ]
-DOMINANT = 1e6  # a knee that leaves no norm, but a constant
+DOMINANT = 1e6  # a knee that turns the norm into a constant factor
 KNEES = [
     Case(knee=4.0),
     Case(norms=("layer", "rms"), head_dim=64, dtype=BRAIN, gains=("per_head", "shared"), rotary=(64, "half"), knee=4.0),
@@ -82,7 +82,7 @@ CASES += KNEES
 
 
 class Call(NamedTuple):
-    """What a case's call gets."""
+    """The arguments of a case's call."""
 
     q: Tensor
     k: Tensor
@@ -93,7 +93,7 @@ class Call(NamedTuple):
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What has a gradient, by its name in `Gradients`."""
+        """The tensors with a gradient, by name in `Gradients`."""
         named = {"q": self.q, "k": self.k}
         for name, norm in (("q", self.q_norm), ("k", self.k_norm)):
             if norm.kind != "none":
@@ -102,7 +102,7 @@ class Call(NamedTuple):
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
-    """x `[B, H, T, D]` with other strides; what lies between its entries is NaN."""
+    """x `[B, H, T, D]` with other strides, and NaN between its entries."""
     batch, heads, length, head_dim = x.shape
     if layout == "heads":
         return x.contiguous()
@@ -147,7 +147,7 @@ def draw(case: Case, seed: int = 0) -> Call:
         cos, sin = (
             f(angle).to(DEVICE, torch.float32 if case.batch > 1 else case.dtype) for f in (torch.cos, torch.sin)
         )
-        if style == "half":  # as models have them: twice as wide
+        if style == "half":  # as in models: twice as wide
             cos, sin = (torch.cat([x, x], -1)[..., : width // 2] for x in (cos, sin))
         else:
             cos, sin = (x.repeat_interleave(2, -1)[..., ::2] for x in (cos, sin))
@@ -171,7 +171,7 @@ def plain(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
 
 
 def spread(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Leaves in `dtype`, each parameter with a number of its own for all that it meets: its gradient is then terms."""
+    """Leaves in `dtype`, parameters expanded to all rows and heads, so that their gradients are terms of sums."""
     made = {}
     for name, x in leaves.items():
         if name in ("q", "k", "v"):
@@ -184,7 +184,7 @@ def spread(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def expected(call: Call, dq: Tensor, dk: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """q̂, k̂ and every gradient by autograd, computed in `dtype`; of gains and biases the terms that `verdict` takes."""
+    """q̂, k̂ and every gradient by autograd, computed in `dtype`; for gains and biases the terms that `verdict` needs."""
     leaves = spread(call.leaves, dtype)
     q_norm, k_norm = (
         norm._replace(gain=leaves.get(f"{name}_gain"), bias=leaves.get(f"{name}_bias"))

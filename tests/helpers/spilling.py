@@ -1,4 +1,4 @@
-"""Kernels that do not keep the limits, compiled as the recipe does it: fails with what is wrong with them.
+"""Compile kernels that break the limits, as the recipe does, and exit with its complaints.
 
 Run as a script: kernels defined while TRITON_INTERPRET is set can't be compiled.
 """
@@ -20,7 +20,7 @@ from compiled import compiling
 
 @triton.jit
 def forward_kernel(x, out, count, PADDED: tl.constexpr):
-    """More sums than registers."""
+    """Needs more registers than there are."""
     side = tl.arange(0, PADDED)
     at = side[:, None] * PADDED + side[None, :]
     total = tl.zeros([PADDED, PADDED], tl.float32)
@@ -32,7 +32,7 @@ def forward_kernel(x, out, count, PADDED: tl.constexpr):
 
 @triton.jit
 def query_gradient_kernel(x, out, count, PADDED: tl.constexpr):
-    """What no compiler takes."""
+    """Does not compile."""
     tl.store(out, tl.load(x + tl.arange(0, PADDED - 1)))
 
 

@@ -1,4 +1,4 @@
-"""Problems for the tiled attention, and what it and the oracle make of them."""
+"""Problems for the tiled attention, and their results from it and from the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`apply_knee`: every norm of a patched model at once, and nothing where one can't have it."""
+"""`apply_knee` sets every norm of a patched model, or none if one can't have the knee."""
 
 import math
 
@@ -16,7 +16,7 @@ def patched(knee: float):  # type: ignore[no-untyped-def]
 
 
 @torch.no_grad()
-def test_a_knee_is_put_in_place_changed_and_taken_away() -> None:
+def test_a_knee_is_applied_changed_and_removed() -> None:
     model, plain = patched(4.0), patched(0.0)
     before, powers = model.state_dict(), powers_of(model)
     assert len(powers) == 6
@@ -36,7 +36,7 @@ def test_a_knee_is_put_in_place_changed_and_taken_away() -> None:
 
 
 @pytest.mark.parametrize(("knee", "power"), [(-1.0, 1.0), (math.nan, 1.0), (2.0, math.nan), (2.0, -1.0), (2.0, None)])
-def test_what_it_refuses_changes_nothing(knee: float, power: float | None) -> None:
+def test_a_refused_knee_changes_nothing(knee: float, power: float | None) -> None:
     model = patched(4.0)
     before, eps = fingerprint(model), {name: x.clone() for name, x in model.state_dict().items()}
     powers = powers_of(model)

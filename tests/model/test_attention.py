@@ -26,7 +26,7 @@ BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "eager")
 
 
 def written_out(layer: Any, scheme: Scheme, arguments: dict[str, Any], seen: Tensor) -> Tensor:
-    """What `scheme` makes of an attention layer, for its arguments and which keys each query may see `[B, 1, T, T]`."""
+    """The output of an attention layer under `scheme`; `seen` `[B, 1, T, T]` is the mask."""
     style, config = layer.family.style, layer.config
     projected = style.project(layer, arguments["hidden_states"])
     heads = []
@@ -49,7 +49,7 @@ def written_out(layer: Any, scheme: Scheme, arguments: dict[str, Any], seen: Ten
 
 @pytest.mark.parametrize(("model_type", "name"), MODELS)
 @torch.no_grad()
-def test_a_layer_does_what_the_scheme_says(model_type, name):
+def test_a_layer_computes_the_scheme(model_type, name):
     scheme = {**TRIED, **OTHERS}[name]
     model = randomise(patch_model(sharp_model(model_type), scheme))
     batch = make_batch("left", labels=False)
@@ -91,7 +91,7 @@ def test_every_number_of_a_scheme_matters(field):
 
 @torch.no_grad()
 def test_norms_come_before_the_rotation():
-    """A gain that differs within a rotated pair does not commute with RoPE: Qwen 3 has it before, and so do we."""
+    """A gain that differs within a rotated pair does not commute with RoPE. As in Qwen 3, the norm comes first."""
     model = randomise(patch_model(sharp_model("llama"), "qk_norm"))
     layer = next(iter(patched_layers(model).values()))
     order: list[str] = []

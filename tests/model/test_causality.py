@@ -136,7 +136,7 @@ def test_a_patch_that_breaks_the_forward_is_undone(monkeypatch):
     assert fingerprint(model) == before
 
 
-def test_a_patch_that_stops_half_way_is_undone(monkeypatch):
+def test_an_interrupted_patch_is_undone(monkeypatch):
     calls: list[Any] = []
     add_norms = attention._add_norms
 

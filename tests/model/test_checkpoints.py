@@ -1,4 +1,4 @@
-"""A saved model comes back as it was, through every Auto class and way of loading."""
+"""A saved model loads unchanged through every Auto class and way of loading."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_patched_classifier(model_type, auto, tmp_path):
 @pytest.mark.parametrize(("model_type", "scheme"), MODELS)
 @torch.no_grad()
 def test_from_scratch(model_type, scheme):
-    """A derived config builds what patching the base config's model gives."""
+    """A derived config builds the same model as patching the base config's model."""
     settings = {**TINY, **TINY_BY_TYPE.get(model_type, {}), "initializer_range": 0.2}
     built = derived_config(model_type)(qk_norm=SAVED[scheme], **settings)
     torch.manual_seed(0)

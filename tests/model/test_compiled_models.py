@@ -98,7 +98,7 @@ def test_padding_in_a_compiled_model(model_type):
 
 
 @torch.no_grad()
-def test_a_compiled_step_behind_a_right_padded_prompt():
+def test_a_compiled_step_after_a_right_padded_prompt():
     model = randomise(patch_model(sharp_model("mistral"), Scheme(softcap=2.0)))
     prompt = padded("right")
     step = {

@@ -1,4 +1,4 @@
-"""A config.json that contradicts itself, its weights or the family is refused, by name; nothing in it is guessed."""
+"""A config.json that contradicts itself, the weights or the family is refused with the setting's name."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_scheme_without_a_field(field, tmp_path):
 
 @torch.no_grad()
 def test_a_checkpoint_of_the_first_version(checkpoint):
-    """It has the ten fields, and nothing by which plain classes refuse it."""
+    """It has the ten fields of 0.1.0, and no notices for unpatched classes."""
     config = json.loads((checkpoint / "config.json").read_text())
     config["qk_norm"] = {name: config["qk_norm"][name] for name in STORED}
     for name in ("attn_implementation", "experts_implementation"):
@@ -119,8 +119,8 @@ def test_a_checkpoint_of_the_first_version(checkpoint):
     assert model.config._attn_implementation == expected.config._attn_implementation
 
 
-def test_a_class_without_the_scheme_becomes_the_one_that_has_it(checkpoint):
-    """Servers choose by `architectures`, and read it through this config."""
+def test_architectures_get_the_derived_class_name(checkpoint):
+    """Servers select the class by `architectures`, which they read from this config."""
     edit(checkpoint, {"architectures": ["LlamaForCausalLM"]})
     assert AutoConfig.from_pretrained(checkpoint).architectures == ["QKNormLlamaForCausalLM"]
     AutoModelForCausalLM.from_pretrained(checkpoint).config.save_pretrained(checkpoint / "again")
@@ -133,7 +133,7 @@ def test_the_config_of_a_patched_model_names_its_class(tmp_path):
     assert model.config.architectures == ["QKNormLlamaForCausalLM"]
 
 
-def test_a_family_with_a_cap_of_its_own_says_what_that_was(tmp_path):
+def test_a_family_with_its_own_cap_needs_qk_norm_base(tmp_path):
     patch_model(sharp_model("gemma2"), Scheme(softcap=20.0)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match='"qk_norm_base" is None, expected .*the cap without a scheme'):
         AutoConfig.from_pretrained(edit(tmp_path, {"qk_norm_base": None}))
@@ -141,7 +141,7 @@ def test_a_family_with_a_cap_of_its_own_says_what_that_was(tmp_path):
 
 @pytest.mark.parametrize("scheme", ["soft_cap", SCHEMES["soft_cap"], {"softcap": 50.0}], ids=["name", "scheme", "part"])
 def test_a_scheme_may_be_given_in_any_form_while_loading(scheme, checkpoint, tmp_path):
-    """It takes the place of the file's, and of the cap there; a plain checkpoint gets its first."""
+    """It replaces the file's scheme and cap; an unpatched checkpoint gets its first scheme."""
     config = AutoConfig.from_pretrained(checkpoint, qk_norm=scheme)
     assert config.scheme == SCHEMES["soft_cap"]
     assert config.attn_logit_softcapping == 50.0
@@ -159,7 +159,7 @@ def test_a_cap_for_servers_alone_is_refused_while_loading(checkpoint):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "bert"])
-def test_cross_attention_is_refused_wherever_a_model_comes_from(model_type):
+def test_cross_attention_is_refused_in_models_and_configs(model_type):
     settings = {"is_decoder": True, "qk_norm": "soft_cap", **TINY}
     with pytest.raises(ValueError, match="add_cross_attention=True"):
         derived_config(model_type)(add_cross_attention=True, **settings)
@@ -208,7 +208,7 @@ def test_a_plain_checkpoint_with_impossible_settings(case, tmp_path):
         inspect_checkpoint(str(tmp_path / "source"), texts=str(tmp_path / "text.txt"))
 
 
-def test_a_plain_config_with_a_name_of_ours_is_not_patched(tmp_path):
+def test_a_config_that_shadows_an_attribute_is_not_patched(tmp_path):
     sharp_model("llama").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(edit(tmp_path, {"base_model_type": "mistral"}))
     with pytest.raises(ValueError, match="'base_model_type' is no setting"):

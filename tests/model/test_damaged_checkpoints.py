@@ -1,4 +1,4 @@
-"""A checkpoint loads right or fails loudly: weights and config that disagree are never mended in silence."""
+"""A checkpoint loads correctly or raises an error: disagreeing weights and config are never repaired silently."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_gain_of_another_shape(checkpoint, ignore):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64], ids=str)
 @pytest.mark.parametrize("auto", AUTO_CLASSES, ids=lambda auto: auto.__name__)
-def test_a_gain_that_is_no_floating_point_number(checkpoint, auto, dtype):
+def test_an_integer_gain(checkpoint, auto, dtype):
     name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(dtype)}))
     message = refusal(checkpoint, auto)
     assert "model.safetensors" in message
@@ -101,7 +101,7 @@ def test_a_bias_or_blend_that_is_none(part, tmp_path):
     assert f"{name!r} has dtype I8" in refusal(tmp_path)
 
 
-def test_a_gain_that_is_no_floating_point_number_in_memory_or_pickled(checkpoint):
+def test_an_integer_gain_in_memory_or_pickled(checkpoint):
     name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(torch.int8)}))
     weights = load_file(checkpoint / "model.safetensors")
     config = AutoConfig.from_pretrained(checkpoint)
@@ -124,7 +124,7 @@ def test_a_gain_of_another_floating_dtype_is_cast(checkpoint, dtype):
 @pytest.mark.parametrize("ignore", [False, True])
 @pytest.mark.parametrize("auto", AUTO_CLASSES, ids=lambda auto: auto.__name__)
 @pytest.mark.parametrize("checkpoint", NORMED, indirect=True)
-def test_gains_that_the_scheme_has_no_place_for(checkpoint, auto, ignore):
+def test_gains_that_the_scheme_lacks(checkpoint, auto, ignore):
     edit_config(checkpoint, lambda config: config["qk_norm"].update(q=None, k=None))
     message = refusal(checkpoint, auto, ignore_mismatched_sizes=ignore)
     assert "4 norm parameters are in the weights but not in the scheme" in message
@@ -132,8 +132,8 @@ def test_gains_that_the_scheme_has_no_place_for(checkpoint, auto, ignore):
 
 
 @pytest.mark.parametrize("checkpoint", NORMED, indirect=True)
-def test_gains_of_a_body_that_a_whole_model_has_no_place_for(checkpoint, tmp_path):
-    """A body's weights are named without the prefix that a model with a head puts in front of them."""
+def test_gains_of_a_base_model_that_the_full_model_lacks(checkpoint, tmp_path):
+    """A base model's weights have names without the prefix that a model with a head adds."""
     AutoModel.from_pretrained(checkpoint).save_pretrained(tmp_path / "body")
     edit_config(tmp_path / "body", lambda config: config["qk_norm"].update(q=None, k=None))
     assert "in the weights but not in the scheme" in refusal(tmp_path / "body")
@@ -177,7 +177,7 @@ def test_a_cap_for_servers_that_contradicts_the_scheme(checkpoint, ignore):
 
 
 @pytest.mark.parametrize("value", ["qk_nrom", 3, {"q": "rmsnorm"}, {"softcap": -1.0}], ids=str)
-def test_a_scheme_that_makes_no_sense(checkpoint, value):
+def test_an_impossible_scheme_is_refused(checkpoint, value):
     edit_config(checkpoint, lambda config: config.update(qk_norm=value))
     assert "scheme" in refusal(checkpoint).lower()
     with pytest.raises(ValueError, match="(?i)scheme"):
@@ -185,7 +185,7 @@ def test_a_scheme_that_makes_no_sense(checkpoint, value):
 
 
 def test_without_the_plugin_loading_fails(tmp_path):
-    """It must: read as its base type, the model would load without its norms and without an error."""
+    """Read as its base type, the model would load without its norms and without an error."""
     folders = [tmp_path / model_type for model_type in MODEL_TYPES]
     for folder in folders:
         patch_model(sharp_model(folder.name), "soft_cap").save_pretrained(folder)

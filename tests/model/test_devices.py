@@ -1,4 +1,4 @@
-"""Models that accelerate has put somewhere: a device map, or weights on the disk that a hook brings in."""
+"""Models with accelerate's hooks: a device map, or weights offloaded to disk."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ def test_patching_a_model_whose_projections_have_hooks(offload, model_type, pres
 
 @pytest.mark.parametrize("together", ["LlamaAttention", "LlamaDecoderLayer"])
 @torch.no_grad()
-def test_weights_that_a_hook_brings_in_together(together):
-    """A new norm's are not among them; a cap has none."""
+def test_weights_that_one_hook_loads_together(together):
+    """The new norms' weights are not among them; a cap adds none."""
     expected = patch_model(sharp_model("llama"), "soft_cap")(**make_batch("left")).logits
     model = accelerate.cpu_offload(sharp_model("llama"), execution_device="cpu", preload_module_classes=[together])
     before = fingerprint(model)

@@ -1,4 +1,4 @@
-"""Folding the norm before attention: the base is still there behind it, and nothing is lost where nothing can be."""
+"""Folding the norm before attention: exact without biases, and undone within `as_unpatched`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
-from hf_qknorm.convert.moments import fit_spread
+from hf_qknorm.convert.gains import rescale_folded_weights
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.fold import is_exact
 
@@ -28,12 +28,12 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_the_base_is_still_behind_a_fold(model_type, spread):
+def test_as_unpatched_restores_a_folded_norm(model_type, spread):
     model = trained_like(model_type)
     expected = logits(model)
     patch_model(model, "qkv_norm")
     if spread:
-        fit_spread(model, [make_batch("left", labels=False)])
+        rescale_folded_weights(model, [make_batch("left", labels=False)])
     with as_unpatched(model):
         assert_near(logits(model), expected, 2e-5)
     assert not torch.allclose(logits(model), expected, atol=1e-2)
@@ -49,17 +49,17 @@ def test_without_biases_the_fold_is_exact(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "qwen2"])
-def test_with_biases_the_spread_of_the_text_brings_it_near(model_type):
+def test_with_biases_the_spread_of_the_text_makes_it_close(model_type):
     folded = trained_like(model_type)
     expected = logits(patch_model(copy.deepcopy(folded), KEPT))
     patch_model(folded, FOLDED)
     assert not is_exact(folded)
     far = (logits(folded) - expected).norm()
-    fit_spread(folded, [make_batch("plain", labels=False)])
+    rescale_folded_weights(folded, [make_batch("plain", labels=False)])
     assert (logits(folded) - expected).norm() < 0.3 * far
 
 
-def test_the_spread_is_the_mean_deviation_of_what_is_no_padding():
+def test_the_spread_is_the_mean_sigma_of_real_tokens():
     model = trained_like("gpt2")
     seen = []
     hook = model.transformer.h[0].ln_1.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -69,12 +69,12 @@ def test_the_spread_is_the_mean_deviation_of_what_is_no_padding():
     rows = seen[0][batch["attention_mask"].bool()].double()
     expected = (rows.var(-1, unbiased=False) + model.config.layer_norm_epsilon).sqrt().mean()
     patch_model(model, "qkv_norm")
-    fit_spread(model, [batch])
+    rescale_folded_weights(model, [batch])
     first, _ = (layer.removed_norm[0].spread for layer in patched_layers(model).values())
     assert first == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_undoing_is_refused():
+def test_unpatching_a_folded_model_is_refused():
     model = patch_model(trained_like("llama"), "qkv_norm")
     before = fingerprint(model)
     with pytest.raises(ValueError, match=r"folded the norm .* can't be undone.*Load the original checkpoint"):
@@ -82,7 +82,7 @@ def test_undoing_is_refused():
     assert fingerprint(model) == before
 
 
-def test_what_can_not_be_folded_is_refused_untouched():
+def test_models_that_can_not_be_folded_are_refused_unchanged():
     with torch.device("meta"):
         meta = LlamaForCausalLM(LlamaConfig(**TINY))
     homeless = trained_like("gpt_neox", attention_bias=False)

@@ -1,4 +1,4 @@
-"""Generation: every cache holds what the layers normed, and gives the tokens that a full pass at each step gives."""
+"""Generation with each kind of cache gives the tokens of full passes."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ def test_beam_search(model, cache):
 
 
 def test_prompt_lookup(model):
-    """Guessed tokens are checked several at a time, and the cache is cut back where a guess was wrong."""
+    """Guessed tokens are checked several at a time, and wrong ones are removed from the cache."""
     expected = generate(model, rows=slice(1), use_cache=False)
     actual = generate(model, rows=slice(1), prompt_lookup_num_tokens=3)
     assert torch.equal(actual.sequences, expected.sequences)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Several small integers out of each byte, as optimum-quanto's compiled function does it."""
+    """Unpack several small integers from each byte, as optimum-quanto's compiled function does."""
     return torch.cat([(packed >> bits * i) & (2**bits - 1) for i in range(8 // bits)])
 
 
-@pytest.mark.parametrize("model_type", sorted(set(MODEL_TYPES) - TINY_BY_TYPE.keys()))  # those without windows
+@pytest.mark.parametrize("model_type", sorted(set(MODEL_TYPES) - TINY_BY_TYPE.keys()))  # the types without windows
 def test_quantised_cache(model_type, monkeypatch):
-    """4-bit keys and values: "none" gives what the unpatched model does; a normed model stays near its own."""
+    """4-bit keys and values: "none" equals the unpatched model, and a normed model stays near its exact cache."""
     quanto = pytest.importorskip("optimum.quanto.library.extensions.cpp", reason="needs optimum-quanto")
     monkeypatch.setattr(quanto.ext, "_lib", SimpleNamespace(unpack=unpack))  # it would compile C++ for a minute
     plain = sharp_model(model_type)

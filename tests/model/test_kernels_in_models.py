@@ -49,7 +49,7 @@ WIDTHS = [(16, 8), (8, 16), (16, 24), (12, 4)]
 @pytest.mark.parametrize(("width", "width_v"), WIDTHS)
 @pytest.mark.parametrize("scaling", [None, 0.7])
 def test_values_of_another_width(width: int, width_v: int, scaling: float | None, backend: str) -> None:
-    """The scale is of the queries' own width, whatever they are padded to."""
+    """The scale follows from the queries' own width, not from the padded one."""
     q, k, v = (x.detach().to(DEVICE) for x in make_qkv(1, 4, 2, 9, 9, max(width, width_v)))
     q, k, v = q[..., :width], k[..., :width], v[..., :width_v]
     got, _ = REGISTERED[backend](torch.nn.Module(), q, k, v, None, scaling=scaling, softcap=5.0)

@@ -17,7 +17,7 @@ from hf_qknorm.ops.operators import FUSED_ATTENTION, NORM_ROPE_INTO
 
 
 def saved(model, **options: Any) -> Counter[tuple[Any, ...]]:  # type: ignore[no-untyped-def]
-    """Address, shape and dtype of what a forward pass keeps for backward, beside the parameters; each once."""
+    """Shapes and dtypes of the tensors that a forward pass keeps for backward, without the parameters; each once."""
     parameters = {p.data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -35,7 +35,7 @@ def saved(model, **options: Any) -> Counter[tuple[Any, ...]]:  # type: ignore[no
 @pytest.mark.parametrize("scheme", ["qk_norm", "qk_norm_cap"])
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 def test_a_cache_changes_nothing_in_training(model_type: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model's default is `use_cache=True`: results, gradients and what is kept for backward are those without one."""
+    """With the default `use_cache=True`, results, gradients and tensors kept for backward are the same."""
     model = patched(model_type, scheme)
     expected = outputs(model, "hf_qknorm_triton", "left")
     calls: list[Any] = []
@@ -48,7 +48,7 @@ def test_a_cache_changes_nothing_in_training(model_type: str, scheme: str, monke
 
 
 def test_gradients_flow_through_the_cache() -> None:
-    """Keys that a first pass caches under gradients are a function of its weights in the next one."""
+    """Cached keys of a first pass with gradients carry them into the next pass."""
     model = patched("llama", "qk_norm_cap")
     first, rest = batch("plain")["input_ids"].split([7, 13], 1)
     found = []
@@ -76,7 +76,7 @@ def caches(config: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 @torch.no_grad()
 def test_a_full_pass_in_pieces(model_type: str, kind: str) -> None:
-    """Each piece after the first sees a cache; the first one fills it, beside the fused kernels."""
+    """The first piece fills the cache, beside the fused kernels; the others read it."""
     model = patched(model_type, "qk_norm_cap")
     tokens = batch("plain")["input_ids"]
     model.set_attn_implementation("hf_qknorm_triton")
@@ -88,7 +88,7 @@ def test_a_full_pass_in_pieces(model_type: str, kind: str) -> None:
 
 @torch.no_grad()
 def test_compiled_steps_into_a_static_cache() -> None:
-    """The first pass makes the cache; then one graph writes to it, and counts."""
+    """The first pass allocates the cache; then one graph writes to it and counts its keys."""
     model = patched("llama", "qk_norm_cap")
     model.set_attn_implementation("hf_qknorm_triton")
     tokens = batch("plain")["input_ids"]
@@ -123,7 +123,7 @@ def test_a_cache_that_was_reset_or_cut_back_is_used_anew() -> None:
 @pytest.mark.parametrize("backend", ["hf_qknorm_triton", "hf_qknorm_tiled"])
 @torch.no_grad()
 def test_a_token_beyond_a_static_cache_is_an_error(backend: str) -> None:
-    """transformers' own update raises IndexError, too; nothing that the cache holds is changed."""
+    """transformers' own update raises IndexError, too. The cache stays as it was."""
     model = patched("llama", "qk_norm_cap")
     model.set_attn_implementation(backend)
     tokens = batch("plain")["input_ids"][:, :9]

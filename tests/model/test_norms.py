@@ -1,4 +1,4 @@
-"""`HeadNorm`: its parameters, their fresh values, and what it computes."""
+"""`HeadNorm`: its parameters, their initial values, and its result."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_parameters_have_the_schemes_shapes_and_fresh_values(gain: str, bias: bo
 
 @pytest.mark.parametrize("gain", GAINS)
 def test_names_end_in_weight_and_bias(gain: str) -> None:
-    """Trainer's weight-decay filter goes by the end of the name."""
+    """Trainer's weight-decay filter checks the end of the name."""
     parent = torch.nn.Module()
     parent.q_norm = HeadNorm("layer", scheme_of("layer", gain), HEADS, DIM)
     expected = {"shared": ["q_norm.weight", "q_norm.bias"], "per_head": ["q_norm.weight", "q_norm.bias"]}
@@ -62,7 +62,7 @@ def test_reset_restores_the_fresh_values() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("gain", GAINS)
-def test_it_computes_the_oracles_norm(gain: str, norm: str) -> None:
+def test_it_computes_the_reference_norm(gain: str, norm: str) -> None:
     scheme = Scheme(q=norm, gain=gain, p=3 if norm == "lp" else 2, eps=1e-3)
     module = HeadNorm(norm, scheme, HEADS, DIM)
     for parameter in module.parameters():
@@ -72,7 +72,7 @@ def test_it_computes_the_oracles_norm(gain: str, norm: str) -> None:
     assert torch.equal(module(x), expected)
 
 
-def test_bypassed_it_returns_its_input_itself() -> None:
+def test_bypass_returns_the_input() -> None:
     module = HeadNorm("rms", Scheme(q="rms"), HEADS, DIM)
     x = torch.randn(2, 5, HEADS, DIM)
     module.bypass = True
@@ -82,7 +82,7 @@ def test_bypassed_it_returns_its_input_itself() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parameters_are_made_where_and_as_asked(dtype: torch.dtype) -> None:
+def test_parameters_have_the_requested_device_and_dtype(dtype: torch.dtype) -> None:
     meta = HeadNorm("layer", Scheme(q="layer"), HEADS, DIM, device=torch.device("meta"), dtype=dtype)
     assert {(p.device.type, p.dtype) for p in meta.parameters()} == {("meta", dtype)}
     real = HeadNorm("layer", Scheme(q="layer"), HEADS, DIM, dtype=dtype)
@@ -110,17 +110,17 @@ def test_printing_a_model_shows_norm_gain_and_bias(norm: str, scheme: Scheme, te
 @pytest.mark.parametrize(
     ("length", "g"), [(128, 13.99), (512, 18.0), (1024, 20.0), (2048, 22.0), (4096, 24.0), (8192, 26.0)]
 )
-def test_the_fresh_scalar_is_henrys(length: int, g: float) -> None:
+def test_the_initial_scalar_is_henrys(length: int, g: float) -> None:
     assert initial_scalar_gain(SCHEMES["henry"], "l2", length, 64, scale=1.0) == pytest.approx(g, abs=0.005)
 
 
-def test_the_fresh_scalar_makes_up_for_the_scale() -> None:
+def test_the_initial_scalar_is_divided_by_the_scale() -> None:
     one, half = (initial_scalar_gain(SCHEMES["henry"], "l2", 1024, 64, scale) for scale in (1.0, 0.5))
     assert half == pytest.approx(2 * one)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_norms_that_do_not_give_unit_vectors_start_from_one(norm: str) -> None:
+def test_the_initial_scalar_of_other_norms_is_one(norm: str) -> None:
     assert initial_scalar_gain(Scheme(q=norm, gain="scalar"), norm, 1024, 64, scale=0.125) == 1.0
 
 

@@ -1,4 +1,4 @@
-"""`HeadNorm` with a knee: the buffer that holds its ε, what fills it, and what leaves it alone."""
+"""`HeadNorm` with a knee: the buffer of its ε, which `set_knee` fills and casts leave unchanged."""
 
 import copy
 import math
@@ -42,11 +42,11 @@ def test_eps_is_the_knee_times_the_mean_power(norm: str, p: float, power: float)
 
 
 @every_norm
-def test_before_it_has_seen_text_the_mean_power_is_one(norm: str, p: float) -> None:
+def test_the_initial_mean_power_is_one(norm: str, p: float) -> None:
     assert make(norm, p).power == pytest.approx(1.0, rel=1e-5)
 
 
-def test_a_power_that_rounding_hides_is_none_and_not_below_zero() -> None:
+def test_a_mean_power_below_the_rounding_error_reads_as_zero() -> None:
     module = make(eps=1e-6)
     for power in (0.0, *torch.logspace(-20, -12, 50, dtype=torch.float64).tolist()):
         module.set_knee(0.7, power)
@@ -74,7 +74,7 @@ def test_without_a_knee_there_is_no_buffer() -> None:
         _ = module.power
 
 
-def test_a_knee_is_changed_in_place_and_taken_away() -> None:
+def test_a_knee_is_changed_in_place_and_removed() -> None:
     module, plain = make(), make(knee=0.0)
     buffer = module.eps
     module.set_knee(8.0, 2.0)
@@ -93,7 +93,7 @@ def test_a_knee_is_changed_in_place_and_taken_away() -> None:
     ("norm", "p", "power"),
     [("rms", 2.0, math.nan), ("rms", 2.0, math.inf), ("l2", 2.0, -1.0), ("layer", 2.0, 1e39), ("lp", 1.0, 1e30)],
 )
-def test_an_eps_that_fp32_does_not_hold_is_refused(norm: str, p: float, power: float) -> None:
+def test_an_eps_beyond_fp32_is_refused(norm: str, p: float, power: float) -> None:
     module = make(norm, p)
     before = copy.deepcopy(module)
     with pytest.raises(ValueError, match=r"a knee of 0\.5 and a mean \|x\|ᵖ of .*expected 1\.2e-38 to 3\.4e\+38"):
@@ -144,7 +144,7 @@ def test_a_call_can_be_given_another_buffer() -> None:
     assert not torch.equal(got, module(draw()))
 
 
-def test_on_the_meta_device_it_has_a_shape_alone() -> None:
+def test_eps_on_the_meta_device_has_only_a_shape() -> None:
     for module in (make(device=META), make().to("meta")):
         assert module.eps.is_meta
         assert module(draw().to("meta")).shape == draw().shape
@@ -157,7 +157,7 @@ def test_on_the_meta_device_it_has_a_shape_alone() -> None:
         assert make().eps.is_meta
 
 
-def test_memory_that_replaces_the_meta_device_holds_the_eps_of_a_fresh_norm() -> None:
+def test_to_empty_restores_the_eps_of_a_new_norm() -> None:
     module = make(device=META).to_empty(device="cpu")
     module.reset_parameters()
     assert torch.equal(module(draw()), make()(draw()))
@@ -177,7 +177,7 @@ def test_the_exported_norm_reads_the_buffer() -> None:
         torch.testing.assert_close(program(draw()), module(draw()))
 
 
-def test_an_assigned_state_dict_takes_its_place() -> None:
+def test_an_assigned_state_dict_replaces_eps() -> None:
     module = make()
     module.load_state_dict({"weight": module.weight, "eps": torch.tensor(9.0)}, assign=True)
     assert module.power == pytest.approx(9 / 4)

@@ -1,4 +1,4 @@
-"""What importing the package registers, and that the tools around a model find it: tokenizers, Trainer, pipelines."""
+"""Registrations on import, and their use by tokenizers, Trainer and pipelines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_auto_class_that_knows_the_base_knows_the_derived_model(model_type
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_derived_type_finds_the_tokenizer_of_its_base(model_type):
-    """Also where transformers knows that the class named in the Hub's files is wrong for the type."""
+    """This includes types whose tokenizer class on the Hub transformers knows to be wrong."""
     base_config = transformers.CONFIG_MAPPING[model_type]
     for default in (None, "another"):
         expected = TOKENIZER_MAPPING.get(base_config, default)
@@ -65,7 +65,7 @@ def test_a_derived_type_finds_the_tokenizer_of_its_base(model_type):
     assert (f"qknorm_{model_type}" in corrected) == (model_type in corrected)
 
 
-def test_names_that_are_not_there():
+def test_unknown_names_raise_attribute_error():
     for name in ("QKNormNothing", "nothing"):
         with pytest.raises(AttributeError, match=name):
             getattr(derived_classes, name)
@@ -73,7 +73,7 @@ def test_names_that_are_not_there():
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_label_smoothing_shifts_the_labels(model_type, tmp_path):
-    """Trainer shifts them for classes that it knows by name as causal language models; others would learn to copy."""
+    """Trainer shifts labels only for classes that it knows by name as causal language models."""
     batch = make_batch("right")
     arguments = TrainingArguments(tmp_path, label_smoothing_factor=0.1, use_cpu=True, report_to=[])
     losses = [
@@ -100,7 +100,7 @@ def test_the_tokenizer_of_a_patched_checkpoint(name, shared, tmp_path):
 @pytest.mark.parametrize("named", [None, "GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast"])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_class_of_a_tokenizer_is_found_as_for_the_base_model(model_type, named, shared, tmp_path):
-    """From the model's type, where the files name no class (the original GPT-2's) or one known to be wrong."""
+    """It comes from the model type if the files name no class (the original GPT-2) or a wrong one."""
     model = sharp_model(model_type)
     for folder, config in (("base", model.config), ("patched", patch_model(model, "soft_cap").config)):
         AutoTokenizer.from_pretrained(shared / "checkpoints" / "gpt2-shakespeare").save_pretrained(tmp_path / folder)

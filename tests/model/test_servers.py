@@ -110,7 +110,7 @@ def test_a_server_computes_the_same(server, name, tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_the_cap_that_the_server_reads_is_what_counts(monkeypatch):
-    """With another number in the config the served logits move: the cap is not applied elsewhere, nor twice."""
+    """Another cap in the config changes the served logits: the cap is applied once, and nowhere else."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "vllm", serve)
     model = made("qwen2 capped")
     model.set_attn_implementation("vllm")

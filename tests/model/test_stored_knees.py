@@ -1,4 +1,4 @@
-"""The ε of a knee survives every way of saving and loading, in fp32; one that can't be right is refused by name."""
+"""The ε of a knee is saved and loaded in fp32 in every way; an invalid one is refused with its name."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_round_trip(how, tmp_path):
         assert torch.equal(again[name], eps), name
 
 
-def test_a_knee_that_is_offloaded_is_not_changed_in_vain(tmp_path):
-    """Its buffer has no memory, and each call brings in what was loaded."""
+def test_an_offloaded_knee_can_not_be_changed(tmp_path):
+    """The norm's buffer has no memory, and accelerate loads its value for each call."""
     model = made()
     model.save_pretrained(tmp_path / "saved")
     options = {**OFFLOADED, "offload_folder": tmp_path / "offload"}
@@ -140,7 +140,7 @@ HARMED: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("harm", HARMED)
-def test_an_eps_that_can_not_be_right_is_refused(harm, checkpoint):
+def test_an_invalid_eps_is_refused(harm, checkpoint):
     change, message = HARMED[harm]
     edit_weights(checkpoint, change)
     message = message.replace("{name}", re.escape(NAME)) + r"[\s\S]*Restore the"
@@ -195,13 +195,13 @@ def test_a_scheme_and_weights_of_which_one_has_no_knee(ignore, checkpoint, tmp_p
 
 
 @pytest.mark.parametrize("knee", [-1.0, float("nan"), float("inf"), "4", True, None, 10**400], ids=str)
-def test_a_knee_that_makes_no_sense(knee, checkpoint):
+def test_an_impossible_knee_is_refused(knee, checkpoint):
     edit_scheme(checkpoint, knee=knee)
     with pytest.raises(ValueError, match=r"Scheme\(knee=.* is not possible: expected a finite number ≥ 0"):
         AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
-def test_without_a_knee_a_checkpoint_says_nothing_of_one(tmp_path):
+def test_without_a_knee_config_and_weights_have_no_knee(tmp_path):
     made(Scheme(q="rms", k="rms")).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["qk_norm"].keys() == {*STORED}
     assert not [name for name in load_file(tmp_path / "model.safetensors") if name.endswith("eps")]
@@ -226,7 +226,7 @@ def llava(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_tower_has_its_knees_again(llava):
+def test_a_tower_saves_and_loads_its_knees(llava):
     again = AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float16)
     expected = load_file(llava / "model.safetensors")
     stored = {name: value for name, value in expected.items() if name.endswith(".eps")}
@@ -236,7 +236,7 @@ def test_a_tower_has_its_knees_again(llava):
 
 
 @pytest.mark.parametrize("harm", HARMED)
-def test_a_towers_eps_that_can_not_be_right_is_refused(harm, llava):
+def test_an_invalid_eps_of_a_tower_is_refused(harm, llava):
     stored = next(
         name for name in load_file(llava / "model.safetensors") if name.endswith("layers.1.self_attn.k_norm.eps")
     )

@@ -1,4 +1,4 @@
-"""Two processes that share a patched model compute what one does, the gradients of its norms included."""
+"""Two processes that share a patched model compute the same as one, with the gradients of its norms."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_two_processes_calibrate_as_one_does(gain, name, folders):
 
 
 @pytest.mark.parametrize("gain", STYLES)
-def test_the_plan_names_the_norms_until_they_are_gone(gain):
+def test_the_plan_has_entries_for_the_norms_until_unpatching(gain):
     model = sharp_model("llama")
     plans = dict(model.tp_plan), dict(model.model.tp_plan)
     patch_model(model, SCHEMES[gain])

@@ -1,4 +1,4 @@
-"""Multimodal models: the text tower is patched, or the one that is named, and the whole checkpoint has it again."""
+"""Multimodal models: the text tower or a named one is patched, and the checkpoint of the whole model restores it."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def refuse(model: PreTrainedModel, **kwargs: Any) -> str:
     return str(refusal.value)
 
 
-def test_towers_that_are_not_there():
+def test_unknown_towers_are_refused():
     assert "model.vision_tower, model.language_model" in refuse(made("llava"), tower="audio_tower")
     assert "it has no towers" in refuse(sharp_model("llama"), tower="vision_tower")
     assert "'idefics3_vision' is not supported" in refuse(made("idefics3"), tower="vision_model")
@@ -198,7 +198,7 @@ def test_a_patched_tower():
         patch_model(model, "soft_cap")
 
 
-def test_a_model_that_builds_its_tower_from_a_class_of_its_own():
+def test_a_model_that_builds_its_tower_from_a_fixed_class():
     parts = {f"{x}_config": tiny_config(f"clip_{x}_model").to_dict() for x in ("text", "vision")}
     message = refuse(CLIPModel(CLIPConfig(**parts)))
     assert "a checkpoint of the whole model would lose the scheme" in message

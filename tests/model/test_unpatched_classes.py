@@ -66,7 +66,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def as_first_version(folder: Path, copy: Path) -> Path:
-    """The checkpoint as version 0.1.0 wrote it: transformers by itself sees nothing wrong."""
+    """The checkpoint as version 0.1.0 wrote it, in which transformers alone finds no error."""
     shutil.copytree(folder, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in NOTICES}))
@@ -82,11 +82,11 @@ def test_with_the_package(way, first_version, folder, tmp_path):
         WAYS[way](folder)
 
 
-def test_the_base_class_of_configs_shows_what_a_file_holds(folder):
+def test_pretrained_config_reads_a_patched_checkpoint(folder):
     assert PretrainedConfig.from_pretrained(folder).model_type == "qknorm_llama"
 
 
-def test_plain_checkpoints_load_as_before(tmp_path):
+def test_unpatched_checkpoints_load_as_before(tmp_path):
     sharp_model("llama").save_pretrained(tmp_path)
     assert type(LlamaForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path, config=tiny_config("llama"))) is LlamaForCausalLM
@@ -99,7 +99,7 @@ def test_without_the_package(tmp_path):
     assert printed.split("\n") == ["True"] * (len(MODEL_TYPES) * 2 * 3) + [""]
 
 
-def test_a_backend_of_the_users_choice_takes_the_place_of_the_notice(folder):
+def test_a_requested_backend_replaces_the_notice(folder):
     assert AutoModelForCausalLM.from_pretrained(folder).config._attn_implementation == "hf_qknorm"
     for backend in ("hf_qknorm_eager", "hf_qknorm_tiled"):
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=backend)
@@ -115,7 +115,7 @@ def llava() -> Any:
 
 
 @pytest.mark.parametrize("damage", ["dtype", "shape"])
-def test_a_patched_tower_is_looked_at_too(damage, tmp_path):
+def test_a_patched_tower_is_checked_too(damage, tmp_path):
     randomise(patch_model(llava(), NORMED)).save_pretrained(tmp_path)
     assert LlavaForConditionalGeneration.from_pretrained(tmp_path) is not None
     weights = load_file(tmp_path / "model.safetensors")

@@ -28,7 +28,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """No graph from an earlier run: the caches' keys know nothing of the operator's fake."""
+    """Disable the compilers' caches: their keys do not include the operator's fake."""
     torch._dynamo.reset()
     inductor, functorch = torch._inductor.config, torch._functorch.config
     with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
@@ -36,7 +36,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def projected(x: Tensor, options: dict) -> Tensor:
-    """What a model does around attention: heads split and joined by transposed views."""
+    """Split and join heads by transposed views, as a model does around attention."""
     q = x.unflatten(-1, (4, 16)).transpose(1, 2) * 2
     k, v = q[:, ::2], q[:, 1::2]
     return library.attention(*call(q, k, v, **options)).transpose(1, 2).flatten(2).sin()

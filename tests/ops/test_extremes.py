@@ -1,4 +1,4 @@
-"""Attention where numbers or shapes run out: NaN, infinity, nothing to attend, caps and sinks of any size."""
+"""Attention at the limits: NaN, infinity, empty inputs, caps and sinks of any size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_is_the_oracle(case: Case, inputs: Inputs, names: tuple[str, ...] = NA
 @pytest.mark.parametrize("softcap", CAPS)
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_a_query_that_is_not_finite_changes_no_other_row(spread: float, softcap: float | None, bad: float) -> None:
-    """Logits of all sizes share a block with it, small ones and those of the cap's size."""
+    """Its block has small logits, or logits near the cap."""
     case = Case(queries=40, head_dim=64, causal=True, softcap=softcap, spread=spread)
     inputs = draw_inputs(case, torch.float32)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_statistics_report_numbers_that_are_not_finite(softcap: float | None) ->
 @pytest.mark.parametrize("softcap", CAPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_that_overflow(dtype: torch.dtype, softcap: float | None, sign: float) -> None:
-    """A cap bounds them. Without one their softmax is NaN, and not that of a row that sees nothing."""
+    """A cap bounds them. Without a cap the row is NaN, and not zero as a row without keys."""
     q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 9, 9, 16, dtype=dtype))
     q, k = torch.full_like(q, 1e30), torch.full_like(k, sign * 1e30)
     out = library.attention(*call(q, k, v, softcap=softcap, causal=True))
@@ -152,9 +152,9 @@ def test_sinks_of_any_size(case: Case, sink: float) -> None:
     with torch.no_grad():
         inputs.sinks[1] = sink
     case = replace(case, queries=30)
-    broken = not sink < math.inf  # NaN is in all keys of the head then, where which are seen no longer matters
+    broken = not sink < math.inf  # then all keys of the head are NaN, visible or not
     assert_is_the_oracle(case, inputs, ("out", "dq", "dsinks") if broken else NAMES)
-    if sink == -math.inf:  # as if it were not there
+    if sink == -math.inf:  # it has no effect
         without = oracle_results(case, replace(inputs, sinks=None))
         for name, result in tiled_results(case, inputs).items():
             if name in ("out", "dq"):
@@ -162,7 +162,7 @@ def test_sinks_of_any_size(case: Case, sink: float) -> None:
 
 
 def wild_ranges(queries: int) -> Tensor:
-    """Far out of bounds, empty, the wrong way round."""
+    """Ranges far out of bounds, empty, or with the stop before the start."""
     least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
     rows = [(least, 3), (least, most), (-5, 10), (4, 4), (9, 2), (0, most), (25, 29), (29, most)]
     return torch.tensor([rows[i % len(rows)] for i in range(queries)], dtype=torch.int32)[None]

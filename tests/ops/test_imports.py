@@ -1,4 +1,4 @@
-"""Which way imports may point inside `ops`."""
+"""The direction of imports inside `ops`."""
 
 import ast
 import subprocess
@@ -27,7 +27,7 @@ print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 
 
 def imported(nodes: Iterator[ast.AST]) -> set[str]:
-    """The full names of what import statements name."""
+    """The full names in import statements."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -29,7 +29,7 @@ class Scale(NamedTuple):
     keys: int
     queries: int
     batch: int  # of a cache
-    heads: tuple[int, int]  # of what meets many keys
+    heads: tuple[int, int]  # of queries and keys in a test with many keys
     head_dim: int
     length: int  # of the long text, with so many heads and a window
     heads_long: int
@@ -55,7 +55,7 @@ def normal(*shape: int, dtype: torch.dtype, seed: int, spread: float = 1.0) -> T
 
 
 def with_gradients(leaves: list[Tensor], grad: Tensor, attend: Any) -> list[Tensor]:
-    """What `attend` makes of the leaves, and their gradients for that of the result."""
+    """The result of `attend`, and the gradients of the leaves."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
@@ -168,7 +168,7 @@ def on_slice(
 
 @pytest.mark.parametrize(("heads_kv", "knee"), [(1, 0.0), (SCALE.heads_long, 4.0)])
 def test_tensors_that_32_bits_do_not_index(heads_kv: int, knee: float) -> None:
-    """Only the end has a gradient: so its slice says all of it, and elsewhere nothing may be written but zeros."""
+    """Only the last outputs have a gradient, so a slice of the text determines it; elsewhere it is zero."""
     window, tail, length = SCALE.window, 3 * SCALE.window, SCALE.length
     q, k, v, grad = (
         normal(1, length, heads, SCALE.head_dim, dtype=BRAIN, seed=seed).transpose(1, 2)

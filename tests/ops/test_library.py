@@ -1,4 +1,4 @@
-"""`library.attention`: what torch expects of an operator, and what callers are told when they get it wrong."""
+"""`library.attention`: torch's checks of operators, and errors for wrong arguments."""
 
 import math
 from typing import Any
@@ -37,7 +37,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def as_in_a_model(*tensors: Tensor) -> list[Tensor]:
-    """The tensors laid out as `[B, T, H, D]`, which projections give."""
+    """The tensors laid out as `[B, T, H, D]`, as from projections."""
     return [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors]
 
 
@@ -171,7 +171,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(dropout: float, use_ree
     q.grad = k.grad = v.grad = None
     torch.manual_seed(7)
     out = checkpoint(attend, q, k, v, use_reentrant=use_reentrant)
-    torch.rand(3)  # what runs in between moves the generator
+    torch.rand(3)  # other code advances the generator in between
     out.sum().backward()
     for x, grad in zip((q, k, v), expected, strict=True):
         assert torch.equal(x.grad, grad)
@@ -187,7 +187,7 @@ def test_a_second_derivative_is_refused() -> None:
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "sinks"])
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: torch.compile(f, backend="eager")], ids=["plain", "compiled"])
 def test_forward_mode_is_refused(wrap: Any, wanted: str) -> None:
-    """It would give a tangent of zero."""
+    """The operator would return a tangent of zero."""
     torch.compiler.reset()
     tensors = dict(zip("qkv", (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8)), strict=True)) | {"sinks": SINKS}
 

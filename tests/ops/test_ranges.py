@@ -1,4 +1,4 @@
-"""Attention with ranges of keys, in the oracle and tiled: what the mask that says the same gives."""
+"""Attention with ranges of keys, in the oracle and tiled, equals attention with the same mask."""
 
 from dataclasses import replace
 
@@ -83,7 +83,7 @@ def test_statistics_are_the_oracles(case: Case) -> None:
 
 def test_a_block_reads_no_keys_outside_its_ranges() -> None:
     inputs = draw_inputs(Case(batch=1, queries=200, ranges="packed"), torch.float32)
-    inputs.ranges[0, 70:80] = 0  # as rows of padding are where statistics leave them out
+    inputs.ranges[0, 70:80] = 0  # as in statistics, which leave out rows of padding
     problem = tiled_blocks.Problem(inputs.heads, inputs.visible, Options(1.0))
     for block in problem.blocks:
         rows = [(start, stop) for start, stop in inputs.ranges[0, block.rows].tolist() if stop > start]

@@ -18,20 +18,20 @@ F64 = torch.float64
 
 
 def randomly(*shape: int, kept: float = 0.7, seed: int = 7) -> Tensor:
-    """A boolean mask in which every query may attend to key 0."""
+    """A boolean mask in which every query sees key 0."""
     mask = torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < kept
     mask[..., 0] = True
     return mask
 
 
 def additive(mask: Tensor, dtype: torch.dtype = F64) -> Tensor:
-    """The mask as transformers writes it, with a bias where it lets through."""
+    """The mask as transformers' additive one, with a bias for visible keys."""
     bias = torch.randn(mask.shape, generator=torch.Generator().manual_seed(8), dtype=dtype)
     return torch.where(mask, bias, torch.finfo(dtype).min)
 
 
 def group_of(heads_kv: int, heads: int = 4, **settings: object) -> SimpleNamespace:
-    """What the models' eager functions read from their module."""
+    """The attributes of a module that the models' eager functions read."""
     return SimpleNamespace(num_key_value_groups=heads // heads_kv, training=False, **settings)
 
 
@@ -101,7 +101,7 @@ def test_windows_are_those_of_transformers(causal: bool, queries: int, keys: int
     function = sliding_window_causal_mask_function if causal else sliding_window_bidirectional_mask_function
     positions = torch.arange(queries) + keys - queries
     expected = function(window)(torch.tensor(0), torch.tensor(0), positions[:, None], torch.arange(keys)[None])
-    counted = positions >= (-queries if causal else 0)  # their bidirectional mask knows no query before the first key
+    counted = positions >= (-queries if causal else 0)  # their bidirectional mask has no query before the first key
     assert torch.equal(visible(queries, keys, causal, window)[counted], expected[counted])
 
 
@@ -121,7 +121,7 @@ def test_a_dropout_mask_multiplies_the_weights() -> None:
 
 
 def empty_rows(kind: str) -> tuple[int, dict[str, object], Tensor]:
-    """Queries, options that leave some of them without a key, and which those are, `[T]`."""
+    """Queries, options by which some of them see no key, and whether each does, `[T]`."""
     if kind == "before_the_first_key":
         return 9, {"causal": True}, torch.arange(9) < 3
     empty = torch.tensor([True, False, False, True, False, False])

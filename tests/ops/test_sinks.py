@@ -1,4 +1,4 @@
-"""Sinks of −∞ are none, in the oracle and in the tiled attention: also for rows whose first keys are hidden."""
+"""Sinks of −∞ have no effect, in the oracle and in the tiled attention, also for rows whose first keys are hidden."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CASES = [
     Case(queries=80, causal=True, window=9, sinks=True),
     Case(queries=80, ranges="packed", softcap=5.0, sinks=True),
     Case(queries=80, mask="left_padding", sinks=True),
-    Case(queries=20, keys=11, causal=True, sinks=True),  # the first queries see nothing
+    Case(queries=20, keys=11, causal=True, sinks=True),  # the first queries see no key
     Case(queries=9, ranges="nothing", sinks=True),
 ]
 

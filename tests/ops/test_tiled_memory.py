@@ -1,4 +1,4 @@
-"""What the tiled attention allocates, and that it never reads what it has not written."""
+"""The tiled attention's memory: the largest allocation, and no read of uninitialised numbers."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ POISONED = [
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fill whatever torch would leave uninitialised with NaN; the list counts the tensors."""
+    """Fill uninitialised tensors with NaN, and list their sizes."""
     filled = []
 
     def poisoned(function):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""The tiled attention in the dtypes that models use: within the error budget, finite whatever the logits' size."""
+"""The tiled attention in the dtypes that models use: within the error budget, finite for logits of any size."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_a_single_key_is_within_the_budget(softcap: float | None, dtype: torch.d
     got = tiled_results(case, inputs)
     for name in ("out", "dv"):
         assert_within_budget(got[name], exact[name], eager[name], name)
-    for name in ("dq", "dk"):  # exactly zero, so there is no relative error: what is left is rounding in fp32
+    for name in ("dq", "dk"):  # exactly zero, so only the absolute rounding error in fp32 counts
         assert float(exact[name].abs().max()) == 0
         assert float(got[name].abs().max()) <= 64 * torch.finfo(torch.float32).eps
 
@@ -86,7 +86,7 @@ def test_logits_of_ten_thousand_stay_finite(mask: str | None, softcap: float | N
 @pytest.mark.parametrize("softcap", [50.0, 64.0])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_rows_with_all_logits_at_the_cap_are_averages(sign: float, softcap: float) -> None:
-    """Nothing may overflow or vanish there."""
+    """The weights neither overflow nor vanish."""
     q = torch.full((1, 2, 300, 16), 10.0)
     k, v = sign * q[:, :1], torch.randn(1, 1, 300, 16, generator=torch.Generator().manual_seed(0))
     out, lse = tiled.forward(Heads(q, k, v), Visible(), Options(1.0, softcap, causal=True))

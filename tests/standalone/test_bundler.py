@@ -1,4 +1,4 @@
-"""Definitions gathered into one file: under one name each, in an order that runs, and no more than is needed."""
+"""Bundled definitions: one name each, in an order that runs, and only those that are needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUTPUTS = (("hf_qknorm.families.separate", "output"), ("hf_qknorm.families.gpt2"
 
 @pytest.fixture
 def run(monkeypatch):
-    """What a text defines when it is run as a module."""
+    """Run a text as a module and return its names."""
 
     def names(text: str) -> dict[str, Any]:
         module = ModuleType("bundled")
@@ -29,7 +29,7 @@ def run(monkeypatch):
     return names
 
 
-def test_what_it_gathers_is_what_runs_in_the_package(run):
+def test_bundled_code_computes_the_same_as_the_package(run):
     bundled = run(Bundle((("hf_qknorm.ops.reference", "attention"),)).text())
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 5, 8) for heads in (4, 2, 2))
@@ -38,13 +38,13 @@ def test_what_it_gathers_is_what_runs_in_the_package(run):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_it_gathers_no_more_than_is_needed():
+def test_it_bundles_only_needed_definitions():
     tree = ast.parse(Bundle((("hf_qknorm.ops.reference", "attention"),)).text())
     defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert defined == ["Attended", "visible", "attention"]
 
 
-def test_two_of_one_name_get_their_modules_names(run):
+def test_definitions_of_equal_names_get_their_modules_names(run):
     bundle = Bundle(OUTPUTS)
     assert [bundle.bundled_name(root) for root in OUTPUTS] == ["separate_output", "gpt2_output"]
     names = run(bundle.text())
@@ -52,14 +52,14 @@ def test_two_of_one_name_get_their_modules_names(run):
     assert {"separate_output", "gpt2_output"} <= set(names)
 
 
-def test_mentions_follow_a_renamed_definition(run):
-    """GPT-2's style names its `output`, and the other's `output` is there too."""
+def test_references_to_a_renamed_definition_are_renamed(run):
+    """GPT-2's style refers to its `output`, and another module's `output` is bundled too."""
     bundle = Bundle((("hf_qknorm.families.gpt2", "GPT2"), OUTPUTS[0]))
     names = run(bundle.text())
     assert names["GPT2"].output is names["gpt2_output"]
 
 
-def test_a_replacement_stands_wherever_the_original_is_mentioned():
+def test_a_replacement_is_bundled_instead_of_the_original():
     attention_class = ("hf_qknorm.model.attention", "attention_class")
     plain = {("hf_qknorm.model.attention", "QKNormAttention"): ("hf_qknorm.model.plain_attention", "PlainAttention")}
     text = Bundle((attention_class,), plain, {("hf_qknorm.families", "FAMILIES"): ("llama",)}).text()
@@ -67,7 +67,7 @@ def test_a_replacement_stands_wherever_the_original_is_mentioned():
     assert "takes_raw_heads" not in text
 
 
-def test_of_a_table_it_keeps_what_is_named(run):
+def test_a_table_is_limited_to_the_given_keys(run):
     table = ("hf_qknorm.families", "FAMILIES")
     names = run(Bundle((table,), entries={table: ("gpt2", "llama")}).text())
     assert list(names["FAMILIES"]) == ["gpt2", "llama"]
@@ -75,6 +75,6 @@ def test_of_a_table_it_keeps_what_is_named(run):
         Bundle((table,), entries={table: ("llama", "bloom")})
 
 
-def test_imports_inside_functions_can_not_travel():
+def test_imports_inside_functions_are_refused():
     with pytest.raises(ValueError, match="function imports the package"):
         Bundle((("hf_qknorm.cli", "_demo"),))

@@ -47,7 +47,7 @@ QKNormLlamaForCausalLM = package.QKNormLlamaForCausalLM
 
 
 def pickled_names(value: Any) -> set[str]:
-    """The names of the package that a pickle of `value` imports, as module.name."""
+    """Return the names of the package that a pickle of `value` imports, as module.name."""
     stream = io.BytesIO(pickle.dumps(value, protocol=2))  # protocol 2 writes each name as one GLOBAL
     names = [argument for opcode, argument, _ in pickletools.genops(stream) if opcode.name == "GLOBAL"]
     return {name.replace(" ", ".") for name in names if name.startswith("hf_qknorm")}
@@ -88,7 +88,7 @@ def test_an_unknown_name_raises_attribute_error():
 
 
 def test_a_generated_file_names_the_derived_classes_alone():
-    """Of the package's modules, a stand-alone file imports the one that holds the derived classes."""
+    """A stand-alone file imports one module of the package, which holds the derived classes."""
     assert DERIVED == "hf_qknorm.model.derived"
     code = standalone_code("llama")
     assert f'DERIVED: Final = "{DERIVED}"' in code

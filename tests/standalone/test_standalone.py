@@ -1,4 +1,4 @@
-"""The code that travels with a checkpoint computes what the package does, without the package."""
+"""The stand-alone file computes the same as the package, without the package."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_without_the_package_a_knee_that_can_not_be_right_is_refused(tmp_path):
+def test_without_the_package_an_invalid_knee_is_refused(tmp_path):
     for case, (change, _) in WRONG_KNEES.items():
         made("llama with a knee").save_pretrained(tmp_path / case)
         add_standalone(tmp_path / case)
@@ -108,7 +108,7 @@ def test_without_the_package_a_knee_that_can_not_be_right_is_refused(tmp_path):
         assert "k_norm.eps" in line
 
 
-def test_what_is_saved_again_carries_the_code(folders):
+def test_saving_again_includes_the_code(folders):
     for folder in folders.values():
         saved = json.loads((folder / "again/config.json").read_text())
         assert saved["auto_map"] == json.loads((folder / "config.json").read_text())["auto_map"]
@@ -117,7 +117,7 @@ def test_what_is_saved_again_carries_the_code(folders):
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_file_imports_torch_and_transformers_alone(model_type):
-    """And what transformers itself can't do without."""
+    """It may also import transformers' own requirements."""
     code = standalone_code(model_type)
     modules = {line.split()[1].partition(".")[0] for line in code.splitlines() if line.startswith(("import ", "from "))}
     assert modules - set(sys.stdlib_module_names) == {"huggingface_hub", "safetensors", "torch", "transformers"}
@@ -125,8 +125,8 @@ def test_the_file_imports_torch_and_transformers_alone(model_type):
     assert len(longest) <= 120, longest
 
 
-def test_the_package_wins_where_it_is_installed(folders):
-    """Imported or not, and whether or not the user trusts the code; only trusted code is run, and it steps aside."""
+def test_an_installed_package_is_used_instead(folders):
+    """The package's classes are used with and without `trust_remote_code`, and whether or not it is imported."""
     folder = folders["llama qk_norm_cap"]
     trusted = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert type(trusted) is type(AutoModelForCausalLM.from_pretrained(folder)) is type(made("llama qk_norm_cap"))
@@ -179,7 +179,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_a_namesake_is_passed_over_and_a_broken_package_raises(tmp_path):
+def test_another_package_of_the_name_is_ignored_and_a_broken_one_raises(tmp_path):
     (tmp_path / "alone").mkdir()
     code = standalone_code("llama").partition("\npackage = installed_package(")[0]
     (tmp_path / "alone" / "hf_qknorm_alone.py").write_text(code)
@@ -194,7 +194,7 @@ def test_a_namesake_is_passed_over_and_a_broken_package_raises(tmp_path):
         assert line.startswith(BROKEN.get(name, "None")), name
 
 
-def test_a_model_that_was_marked_carries_the_code_wherever_it_is_saved(tmp_path):
+def test_every_save_of_a_marked_model_includes_the_code(tmp_path):
     model = made("llama qk_norm_cap")
     model.save_pretrained(tmp_path / "plain")
     assert not (tmp_path / "plain" / CODE_FILE).exists()
@@ -210,8 +210,8 @@ def test_a_model_that_was_marked_carries_the_code_wherever_it_is_saved(tmp_path)
     assert set(mapped) == {"AutoConfig", *(name for name, names in AUTO_CLASSES.items() if "llama" in names)}
 
 
-def test_a_strangers_code_is_not_saved_as_ours(tmp_path):
-    """What a checkpoint from somewhere says its code is, is replaced by the package's own."""
+def test_foreign_code_in_auto_map_is_replaced(tmp_path):
+    """The package's own code replaces the code that a foreign checkpoint's `auto_map` names."""
     made("llama qk_norm_cap").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["auto_map"] = {"AutoConfig": "some/where--evil.Config", "AutoModelForCausalLM": "evil.Model"}
@@ -224,7 +224,7 @@ def test_a_strangers_code_is_not_saved_as_ours(tmp_path):
 
 @pytest.mark.parametrize("standalone", [True, False])
 def test_a_conversion_carries_the_code_when_asked(standalone, tmp_path):
-    """And never a stranger's, which the source's config may name."""
+    """Foreign code that the source's config names is never included."""
     sharp_model("llama").save_pretrained(tmp_path / "source")
     config = json.loads((tmp_path / "source/config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "evil.Model"}
@@ -238,7 +238,7 @@ def test_a_conversion_carries_the_code_when_asked(standalone, tmp_path):
 @pytest.mark.parametrize(
     "content", ['{"model_type": "llama"}', '{"model_type": 3}', "[]", '{"model_type": "qknorm_rwkv"}']
 )
-def test_what_is_not_patched_is_refused(content, tmp_path):
+def test_unpatched_checkpoints_are_refused(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match="config.json.*model_type"):
         add_standalone(tmp_path)
@@ -252,7 +252,7 @@ def test_a_model_that_is_not_patched_and_a_folder_without_a_config_are_refused(t
         add_standalone(tmp_path)
 
 
-def test_unpatching_leaves_no_trace_of_the_code():
+def test_unpatching_removes_the_auto_map():
     model = made("llama qk_norm_cap")
     add_standalone(model)
     assert not hasattr(unpatch_model(model).config, "auto_map")

@@ -1,4 +1,4 @@
-"""Every family's stand-alone code computes what the package does; `pytest --all-families` runs over all of them."""
+"""Every family's stand-alone code computes the same as the package; `pytest --all-families` runs all families."""
 
 from __future__ import annotations
 

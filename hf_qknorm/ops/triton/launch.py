@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hf_qknorm.ops.triton.arguments import Constants
 
 LOG2E = math.log2(math.e)
 INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
@@ -83,8 +86,16 @@ def launch(
     """
     if asserts and not INTERPRETED:
         options |= {"debug": True, "sanitize_overflow": False}
+    if "C" in options and not INTERPRETED:
+        options["C"] = _with_constant_fields(options["C"])
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **options, enable_fp_fusion=True)
+
+
+@cache
+def _with_constant_fields(constants: Constants) -> Constants:
+    """The constants as Triton 3.6 needs them: fields of a constant tuple are not constants by themselves there."""
+    return Constants(*map(triton.language.constexpr, constants))
 
 
 def dense(x: Tensor) -> Tensor:

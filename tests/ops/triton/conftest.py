@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
-_device_constructors()  # torch remembers which functions these are: not the poisoned ones
+_device_constructors()  # torch caches this list of functions: fill it before they are replaced
 
 try:
     import triton  # noqa: F401
 except ImportError:
 
     class Skipped(pytest.Module):
-        """A module of tests that is not even imported."""
+        """A test module that is skipped without being imported."""
 
         def collect(self) -> list[pytest.Item]:
             pytest.skip("needs Triton, which torch's CPU wheels lack: pip install triton", allow_module_level=True)
@@ -32,7 +32,7 @@ else:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory holds NaN: whatever a kernel should have written, or should not have read, shows."""
+    """Fill new memory with NaN, so that missing writes and stray reads show."""
 
     def poisoned(create: Any) -> Any:
         def new(*arguments: Any, **options: Any) -> Tensor:

@@ -20,7 +20,7 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 class Case(NamedTuple):
-    """One call; of `filled` keys the first batch entry sees all, the second all but two on the left."""
+    """One call. The first batch entry sees `filled` keys, the second all of these but two on the left."""
 
     queries: int = 1
     keys: int = 1000
@@ -42,13 +42,13 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> Options:
-        if self.filled is not None:  # ranges say it all: the last query does not stand at the last key
+        if self.filled is not None:  # ranges replace causality: the last query is not at the last key
             return Options(self.head_dim**-0.5, self.softcap)
         return Options(self.head_dim**-0.5, self.softcap, self.causal, self.window)
 
     @property
     def ranges(self) -> Tensor | None:
-        """What a causal mask over a static cache, padded on the left, comes to."""
+        """The ranges of a causal mask over a static cache with left padding."""
         if self.filled is None:
             return None
         stop = torch.arange(self.filled - self.queries, self.filled) + 1
@@ -98,7 +98,7 @@ class Call(NamedTuple):
 
 
 def draw(case: Case, seed: int = 0) -> Call:
-    """The call's tensors on the device; keys that the cache does not hold yet are large."""
+    """The call's tensors on the device; keys beyond the filled part of the cache are large."""
     shape = (case.batch, *case.heads, case.queries, case.keys, case.head_dim)
     heads = make_qkv(*shape, dtype=case.dtype, spread=case.spread, seed=seed)
     q, k, v = (x.detach().to(DEVICE) for x in heads)
@@ -139,14 +139,14 @@ def force(monkeypatch: pytest.MonkeyPatch, splits: int | None) -> None:
 
 
 def log2_of(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The output, and log2-sum-exp2 `[B, H, T]` of its normaliser; +∞ where there is no key."""
+    """The output, and log2-sum-exp2 `[B, H, T]` of its normaliser; +∞ without keys."""
     out, (peak, total) = found[0], found[1].unbind(-1)
     return out, torch.where(total == 0, math.inf, peak + total.log2())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_and_log_sum_exp(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors are those of many rows, if need be of several calls: a row's own hangs on the few keys that it attends."""
+    """Compare errors over many rows, of several calls if needed: that of one row depends on its few keys."""
     force(monkeypatch, case.splits)
     rows, wanted = case.batch * case.heads[0] * case.queries, 24 if case.spread <= 3 else 96
     calls = [draw(case, seed) for seed in range(math.ceil(wanted / rows))]
@@ -178,7 +178,7 @@ def reached(call: Call, case: Case) -> Tensor:
 @pytest.mark.parametrize("sink", [-math.inf, -90.0, 40.0, 300.0])
 @pytest.mark.parametrize("softcap", [None, 50.0])
 def test_sinks_of_any_size(sink: float, softcap: float | None) -> None:
-    """Sums without a maximum meet sinks beyond what they could hold."""
+    """Sums without a maximum are combined with sinks that overflow without one."""
     case = Case(keys=512, softcap=softcap, queries=2, heads=(2, 1))
     call = draw(case)
     sinks = torch.tensor([sink, 0.0], device=DEVICE)
@@ -191,14 +191,14 @@ def test_sinks_of_any_size(sink: float, softcap: float | None) -> None:
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """As a projection leaves heads, a part of a wider row."""
+    """The layout of a projection's output: heads are a part of a wider row."""
     batch, heads, length, head_dim = x.shape
     room = torch.full((batch, length, heads + 3, head_dim), float("nan"), dtype=x.dtype, device=x.device)
     return room[:, :, 1:-2].transpose(1, 2).copy_(x)
 
 
 def every_second(x: Tensor) -> Tensor:
-    """With gaps from column to column."""
+    """Heads with gaps between columns."""
     room = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"), dtype=x.dtype, device=x.device)
     return room[..., ::2].copy_(x)
 
@@ -228,7 +228,7 @@ def test_a_rerun_gives_the_same_bits(softcap: float | None, monkeypatch: pytest.
     torch.testing.assert_close(call.run(case), call.run(case), rtol=0, atol=0)
 
 
-def test_nan_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_reaches_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, 3)
     call = draw(Case())
     call.q[0, 0] = float("nan")

@@ -1,4 +1,4 @@
-"""Fused attention of heads as they are, against the oracle: every shape and option, output and gradients."""
+"""Fused attention of heads without norm and RoPE against the oracle: every shape and option, output and gradients."""
 
 from __future__ import annotations
 
@@ -103,15 +103,15 @@ def test_the_tiles_of_the_tables(case: Case, dtype: torch.dtype) -> None:
     ],
     ids=name,
 )
-def test_gradients_of_what_splits_gave(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward pass of a few queries over many keys is another one, the backward pass is not."""
+def test_gradients_after_a_split_forward_pass(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few queries over many keys have a forward pass of their own, and the common backward pass."""
     monkeypatch.setattr(attention.attention_decode, "splits", lambda q, k: 2)
-    monkeypatch.setattr(attention, "forward_kernel", None)  # nor is it the one that runs
+    monkeypatch.setattr(attention, "forward_kernel", None)  # fails if it runs
     plain_problem(case, dtype).check()
 
 
 @pytest.mark.parametrize("forward", [Tile(16, 16, 4, 1), Tile(64, 16, 4, 1), Tile(16, 64, 4, 1)], ids=str)
-def test_tiles_of_every_form(forward: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_every_shape(forward: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink_tiles(monkeypatch, forward=forward, query_gradient=forward, key_gradient=forward)
     plain_problem(Case(batch=3, heads=1, heads_kv=1, queries=70, keys=60, ranges="window"), FULL).check()
     plain_problem(Case(**ONE, queries=90, causal=True, window=37, softcap=5.0), FULL).check()
@@ -120,7 +120,7 @@ def test_tiles_of_every_form(forward: Tile, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", [FULL, BRAIN, HALF], ids=name)
 @pytest.mark.parametrize("case", [Case(queries=1), Case(queries=9, causal=True, window=1, softcap=5.0)], ids=str)
 def test_a_single_key(case: Case, dtype: torch.dtype) -> None:
-    """The weight is 1: q and k have no gradient, so that there is no relative error of it."""
+    """The weight is 1: the gradients of q and k are 0 and have no relative error."""
     problem = plain_problem(case, dtype)
     exact, eager, got = problem.expected(torch.float64), problem.expected(dtype), problem.results()
     for what in ("out", "v"):
@@ -159,7 +159,7 @@ def test_queries_without_keys(case: Case, sinks: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("layout", ["projection", "tokens", "gaps", "sparse"])
 def test_strides_change_no_bit(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads lie as a projection leaves them, q, k and v in one buffer, or with odd strides, and so do gradients."""
+    """Heads and gradients have a projection's layout, share one buffer, or have odd strides."""
     shrink_tiles(monkeypatch)
     problem = plain_problem(Case(queries=20, causal=True, softcap=50.0), BRAIN)
     q, k, v = problem.heads[:3]
@@ -180,7 +180,7 @@ def test_results_are_laid_out_as_tokens() -> None:
 
 
 def test_the_gradient_of_a_sum() -> None:
-    """It is an expanded number, with strides of zero."""
+    """It is one expanded number, with strides of zero."""
     problem = plain_problem(Case(queries=9, causal=True), FULL)
     one = torch.ones(1, device=DEVICE)
     expanded = problem._replace(grad=one.expand(problem.grad.shape)).results()

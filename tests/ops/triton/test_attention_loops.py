@@ -1,4 +1,4 @@
-"""The inner loops of fused attention: which heads take which, and what they do at the cap and with NaN."""
+"""The variants of fused attention's inner loop: which heads each serves, and their results at the cap and with NaN."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory holds numbers, such as could be taken for results."""
+    """Fill new memory with plausible numbers."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         create = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, create=create, **options: create(*args, **options).fill_(7))
@@ -41,14 +41,16 @@ def two_groups(
     problem = raw_problem(raw, Case(causal=True, softcap=softcap, sinks=sinks))
     (q, k, _, q_norm, k_norm, _), scale = problem.heads, problem.options.scale / (softcap or 1.0)
     q, k = (plain(x, norm._replace(gain=None), None).norm(dim=-1) for x, norm in ((q, q_norm), (k, k_norm)))
-    size = q.unflatten(1, (2, 2)).amax((0, 2, 3)) * k.amax((0, 2)) * scale  # of each group's scores, if the gain is 1
+    size = (
+        q.unflatten(1, (2, 2)).amax((0, 2, 3)) * k.amax((0, 2)) * scale
+    )  # the largest score of each group for a gain of 1
     wanted = torch.tensor([low, high], device=DEVICE) / size
     q_norm.gain.copy_(wanted.repeat_interleave(2)[:, None].expand_as(q_norm.gain))
     return problem
 
 
 def record(monkeypatch: pytest.MonkeyPatch, skip: str | None = None) -> list[tuple[Any, ...]]:
-    """The attention kernels' launches, from here on; those for heads "within" or "beyond" are left out on demand."""
+    """Record the launches of attention kernels, and leave out those for heads `skip`, "within" or "beyond"."""
     seen: list[tuple[Any, ...]] = []
 
     def recorded(kernel: Any, *arguments: Any, **options: Any) -> None:
@@ -62,8 +64,8 @@ def record(monkeypatch: pytest.MonkeyPatch, skip: str | None = None) -> list[tup
     return seen
 
 
-EXACT = "exact" if INTERPRETED else "approx"  # what bf16 takes
-CHOSEN = [  # dtype, cap, sinks, knee, bounds of the two groups, the loops of forward
+EXACT = "exact" if INTERPRETED else "approx"  # bf16's variant
+CHOSEN = [  # dtype, cap, sinks, knee, bounds of the two groups, the variants of forward
     (BRAIN, None, False, None, (5.0, 200.0), [("none", False, "within"), ("none", True, "beyond")]),
     (BRAIN, None, False, None, (55.0, 65.0), [("none", False, "within"), ("none", True, "beyond")]),
     (BRAIN, None, False, 4.0, (55.0, 65.0), [("none", False, "within"), ("none", True, "beyond")]),
@@ -76,7 +78,7 @@ CHOSEN = [  # dtype, cap, sinks, knee, bounds of the two groups, the loops of fo
 
 
 @pytest.mark.parametrize(("dtype", "softcap", "sinks", "knee", "bounds", "loops"), CHOSEN)
-def test_each_group_of_heads_takes_the_loop_for_its_bound(
+def test_the_bound_of_a_group_of_heads_chooses_its_variant(
     dtype: torch.dtype,
     softcap: float | None,
     sinks: bool,
@@ -93,7 +95,7 @@ def test_each_group_of_heads_takes_the_loop_for_its_bound(
         assert seen == loops
         assert torch.equal(result.out[:, heads], whole["out"][:, heads])
         assert result.out[:, 2 - 2 * left : 4 - 2 * left].isnan().all()
-        if softcap is None:  # backward has one loop for all
+        if softcap is None:  # backward has one variant
             continue
         grads = attention.backward(
             problem.grad, problem.heads, problem.visible, problem.options, result.out, result.normaliser
@@ -118,7 +120,7 @@ def test_each_group_of_heads_takes_the_loop_for_its_bound(
         (HALF, 50.0, False, ("exact", True)),
     ],
 )
-def test_heads_without_a_bound_or_a_choice_take_one_loop(
+def test_heads_without_a_bound_or_a_choice_have_one_variant(
     dtype: torch.dtype, softcap: float | None, raw: bool, loop: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(batch=1, heads=2, heads_kv=1, queries=9, softcap=softcap)
@@ -133,7 +135,7 @@ def test_heads_without_a_bound_or_a_choice_take_one_loop(
 @pytest.mark.parametrize("softcap", CAPS)
 def test_logits_driven_to_the_cap(softcap: float | None, dtype: torch.dtype) -> None:
     case = Case(batch=1, queries=40, causal=True, softcap=softcap, spread=12.0)
-    if dtype == FULL:  # a few rows that are not at the cap would have all of the gradient: their errors are luck
+    if dtype == FULL:  # with larger logits few rows would be below the cap, and have all of the gradient
         case = dataclasses.replace(case, heads=8, heads_kv=8, spread=5.0)
     plain_problem(case, dtype).check()
 
@@ -149,7 +151,7 @@ LARGE = [
 
 @pytest.mark.parametrize(("case", "raw"), LARGE, ids=str)
 def test_fp32_is_exact_for_large_logits_without_a_cap(case: Case, raw: Raw | None) -> None:
-    """One number for the log-sum-exp of such logits would be less exact than the budget of the weights made from it."""
+    """One fp32 number for the log-sum-exp of such logits would exceed the error budget of the weights."""
     problem = plain_problem(case, FULL) if raw is None else raw_problem(raw, case)
     problem.check()
 
@@ -166,7 +168,7 @@ SINKLESS = [
 @pytest.mark.parametrize("dtype", [FULL, BRAIN], ids=str)
 @pytest.mark.parametrize("case", SINKLESS, ids=str)
 def test_a_sink_of_minus_infinity_is_none(case: Case, dtype: torch.dtype) -> None:
-    """Nor is it one for rows whose first tile is hidden from them."""
+    """Also for rows whose first tile is hidden."""
     problem = plain_problem(case, dtype)
     sinks = problem.visible.sinks
     assert sinks is not None
@@ -183,7 +185,7 @@ def test_a_sink_of_minus_infinity_is_none(case: Case, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("softcap", [50.0, 64.0, 70.0])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_rows_with_all_logits_at_the_cap_are_averages(sign: float, softcap: float, dtype: torch.dtype) -> None:
-    """Nothing may overflow or vanish there."""
+    """Nothing overflows or vanishes there."""
     problem = plain_problem(Case(batch=1, heads=1, heads_kv=1, queries=100, causal=True, softcap=softcap), dtype)
     q = torch.full_like(problem.heads.q, 30.0)
     problem = problem._replace(heads=problem.heads._replace(q=q, k=sign * q))
@@ -218,7 +220,7 @@ def test_nan_comes_out_where_it_goes_in(case: Case, raw: Raw | None, where: str)
     got = attention.backward(
         problem.grad, problem.heads, problem.visible, problem.options, result.out, result.normaliser
     )
-    assert_within_budget(result.out[:, :, :32], exact[:, :, :32], eager[:, :, :32])  # of no tile with NaN in it
+    assert_within_budget(result.out[:, :, :32], exact[:, :, :32], eager[:, :, :32])  # no tile of these has NaN
     if where == "q":
         queries, keys = (slice(None), 1, 50), (slice(None), 0, slice(51))
     else:

@@ -1,4 +1,4 @@
-"""Dropout of the fused attention, whose mask is drawn anew in each kernel, and the statistics of its logits."""
+"""Dropout of fused attention, whose mask each kernel draws again, and the statistics of its logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 
 
 def drawn(problem: Problem) -> Tensor:
-    """The mask `[B, H, T, S]` that multiplies the weights: of an identity for values they are the output."""
+    """The mask `[B, H, T, S]` that multiplies the weights, read from the output for an identity as values."""
     q, k = problem.heads[:2]
     length, size = k.shape[2:]
     parts = []
@@ -66,7 +66,7 @@ def test_the_rate_of_dropout_is_right(rate: float) -> None:
     agree = rate**2 + (1 - rate) ** 2
     assert abs(float((mask == 0).float().mean()) - rate) < 5 * sigma
     assert abs(float(same.float().mean()) - agree) < 5 * math.sqrt(agree * (1 - agree) / mask.numel())
-    for axis in range(4):  # nor do neighbours share their mask
+    for axis in range(4):  # neighbours have different masks
         neighbours = (mask == mask.roll(1, axis)).float().mean()
         assert abs(float(neighbours) - agree) < 5 * math.sqrt(2 * agree * (1 - agree) / mask.numel())
 
@@ -98,7 +98,7 @@ STATISTICS = [
 
 
 @pytest.mark.parametrize(("case", "dtype", "raw"), STATISTICS, ids=str)
-def test_statistics_are_the_oracles(
+def test_statistics_equal_the_oracles(
     case: Case, dtype: torch.dtype, raw: Raw | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shrink_tiles(monkeypatch)

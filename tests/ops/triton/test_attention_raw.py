@@ -10,7 +10,7 @@ from tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 EACH = ("per_head", "per_head")
-NOTHING = (0, "none")  # is rotated
+NOTHING = (0, "none")  # no rotation
 CASES = [
     (Raw(), Case(causal=True), None),
     (

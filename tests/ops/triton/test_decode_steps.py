@@ -1,4 +1,4 @@
-"""Steps of generation, norm and RoPE, cache and attention, against the oracle's full pass."""
+"""Steps of cached generation, with norm, RoPE and attention, against the oracle's full pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 class Steps(NamedTuple):
-    """Generation, a prompt of 5 and then more tokens at each step; the second batch entry starts with 3 of padding."""
+    """Generation from a prompt of 5 tokens, some more at each step; the second batch entry has 3 of left padding."""
 
     sizes: tuple[int, ...] = (5, 1, 3, 1)
     heads: tuple[int, int] = (4, 1)
@@ -82,12 +82,12 @@ class Tokens(NamedTuple):
         return cls(q, k, v, norms, rotary, sinks)
 
     def at(self, tokens: slice) -> tuple[Tensor, Tensor, Norm, Norm, Rotary]:
-        """What `norm_rope.forward` takes, of some tokens."""
+        """The arguments of `norm_rope.forward` for some tokens."""
         rotary = Rotary(*(x[:, tokens] for x in self.rotary[:2]))
         return self.q[:, :, tokens], self.k[:, :, tokens], *self.norms, rotary
 
     def full_pass(self, steps: Steps, dtype: torch.dtype) -> Tensor:
-        """The oracle's, over all tokens at once."""
+        """The oracle's output for all tokens at once."""
 
         def ready(x: Tensor, norm: Norm) -> Tensor:
             assert norm.gain is not None
@@ -104,7 +104,7 @@ class Tokens(NamedTuple):
 
 
 def generate(steps: Steps, tokens: Tokens) -> Tensor:
-    """Step by step with a cache; static ones hold garbage at first."""
+    """The kernels' output, step by step, with a cache; a static one starts with garbage."""
     room = 64 if steps.static else 0
     keys, values = (torch.full((2, steps.heads[1], room, steps.head_dim), 3e4).to(tokens.q) for _ in range(2))
     outs, done = [], 0
@@ -125,7 +125,7 @@ def generate(steps: Steps, tokens: Tokens) -> Tensor:
 
 
 @pytest.mark.parametrize("steps", GENERATIONS, ids=str)
-def test_generation_gives_what_the_full_pass_does(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_equals_the_full_pass(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode, "splits", lambda q, k: steps.splits)
     tokens = Tokens.draw(steps)
     exact, eager = (tokens.full_pass(steps, dtype) for dtype in (torch.float64, steps.dtype))

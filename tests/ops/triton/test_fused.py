@@ -1,4 +1,4 @@
-"""The fused operators: what torch expects of them, and what callers are told when they get it wrong."""
+"""The fused operators: torch's requirements, and the errors for wrong arguments."""
 
 import re
 from typing import Any
@@ -26,12 +26,12 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def heads(length: int = T) -> list[Tensor]:
-    """q, k, v as projections lay them out."""
+    """q, k, v in the layout of projections."""
     return [draw(B, length, n, D, seed=i).detach().transpose(1, 2).requires_grad_() for i, n in enumerate((H, HK, HK))]
 
 
 def parts(length: int = T, knee: float = 0.0) -> dict[str, Any]:
-    """Norms with gains and a bias, and perhaps a knee, and a rotation."""
+    """Norms with gains and a bias, with or without a knee, and a rotation."""
     angles = draw(1, length, D // 2, seed=3).detach()
     eps = torch.tensor(knee, device=DEVICE) if knee else 1e-6
     k_norm = Norm("layer", draw(HK, D, seed=4), draw(HK, D, seed=5), eps=eps)
@@ -128,7 +128,7 @@ def test_an_exported_program_holds_the_operator() -> None:
     assert torch.equal(program.module()(*tensors), Attention()(*tensors))
 
 
-def test_norm_rope_and_attention_are_what_both_in_one_are() -> None:
+def test_norm_rope_then_attention_equals_both_in_one() -> None:
     tensors, fused = heads(), parts()
     one = library.fused_attention(*call(*tensors, softcap=5.0, causal=True, **fused))
     q, k = library.norm_rope(Heads(*tensors, **fused))
@@ -138,8 +138,8 @@ def test_norm_rope_and_attention_are_what_both_in_one_are() -> None:
     assert all(error(x, y) < 1e-5 for x, y in zip(got, expected, strict=True))
 
 
-def test_what_backward_keeps_is_linear_in_length() -> None:
-    """Raw q, k, v, which are views of what projections gave, the output and two numbers a row: no second q or k."""
+def test_saved_memory_is_linear_in_length() -> None:
+    """Backward keeps raw q, k, v, which are views of projections' outputs, the output, and two numbers a row."""
     tensors, fused = heads(100), parts(100)
     kept: list[Tensor] = []
     given = {x.data_ptr() for x in (*wanted(fused, *tensors), *fused["rotary"][:2])}
@@ -191,14 +191,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_what_does_not_fit_is_refused(wrong: dict, message: str) -> None:
+def test_wrong_arguments_are_refused(wrong: dict, message: str) -> None:
     arguments = {**all_heads(16), **wrong}
     pattern = ".*".join(re.escape(piece) for piece in message.split(".*"))
     with pytest.raises(ValueError, match=pattern):
         library.fused_attention(*call(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments))
 
 
-def test_a_cache_is_written_without_gradients_alone() -> None:
+def test_writing_a_cache_with_gradients_is_refused() -> None:
     q, k, v = heads()
     keys, values = (torch.zeros(B, HK, 12, D, device=DEVICE) for _ in range(2))
     places = torch.arange(2, 2 + T, device=DEVICE)
@@ -213,7 +213,7 @@ def test_a_cache_is_written_without_gradients_alone() -> None:
     assert not keys[:, :, :2].any()
 
 
-def test_statistics_are_those_of_the_queries() -> None:
+def test_statistics_of_each_query() -> None:
     q, k, v = heads()
     found = library.fused_statistics(*call(q, k, v, scale=0.5, causal=True))
     logits = (0.5 * q @ k.repeat_interleave(H // HK, 1).transpose(-1, -2)).detach()
@@ -224,6 +224,6 @@ def test_statistics_are_those_of_the_queries() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there the kernels run")
-def test_without_a_gpu_or_an_interpreter_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_without_a_gpu_or_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert library.why_not_fused(*heads()) == "the kernels are for NVIDIA GPUs, and the tensors are on cpu"

@@ -1,4 +1,4 @@
-"""The fused operators refuse arguments that their kernels would read or write beyond, however they are called."""
+"""The fused operators refuse arguments that would make kernels read or write out of bounds, however they are called."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_the_kernel_itself_writes_nothing_outside_of_the_cache(first: int) -> No
 
 
 def test_forward_mode_is_refused() -> None:
-    """torch would take the tangent of the result for zero."""
+    """Otherwise torch would take the result's tangent as zero."""
     q, k, v = heads()
 
     def attend(q: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def test_forward_mode_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_is_one_call_after_the_other() -> None:
+def test_vmap_calls_one_after_the_other() -> None:
     q, k, v = heads()
     batches = torch.stack([q, 2 * q])
     expected = torch.stack([library.fused_attention(*call(x, k, v, q_norm=RMS, softcap=5.0)) for x in batches])

@@ -1,7 +1,7 @@
-"""The Gluon kernel: who gets it, what it compiles to, and, for those who ask for it on Hopper, that it is right.
+"""The Gluon kernel: the calls that it serves, its machine code, and, where it is switched on, its results on Hopper.
 
-Asking is HF_QKNORM_GLUON=1, here as elsewhere: a kernel that no GPU has run could hang, and all tests with it. Triton's
-interpreter knows no Gluon.
+It is switched on by HF_QKNORM_GLUON=1, also for these tests: a kernel that no GPU has run yet could hang. Triton's
+interpreter has no Gluon.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ asked = pytest.mark.skipif(
 
 @pytest.fixture
 def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it were asked for where kernels are compiled."""
+    """Switch the kernel on, as where kernels are compiled."""
     monkeypatch.setenv(gluon.SWITCH, "1")
     monkeypatch.setattr(gluon, "INTERPRETED", False)
 
@@ -45,7 +45,7 @@ def serves(problem: Problem, statistics: bool = False) -> bool:
 
 
 @pytest.mark.parametrize("value", [None, "0"])
-def test_nobody_gets_it_who_has_not_asked(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_off_by_default(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(gluon.SWITCH, raising=False)
     if value is not None:
         monkeypatch.setenv(gluon.SWITCH, value)
@@ -70,7 +70,7 @@ def test_nobody_gets_it_who_has_not_asked(value: str | None, monkeypatch: pytest
         ({"ranges": "packed"}, BRAIN, False),
     ],
 )
-def test_it_takes_what_it_can(changes: dict[str, Any], dtype: torch.dtype, taken: bool) -> None:
+def test_the_calls_that_it_serves(changes: dict[str, Any], dtype: torch.dtype, taken: bool) -> None:
     problem = plain_problem(Case(**{**vars(TAKEN), **changes}), dtype)
     assert serves(problem) == taken
     assert not serves(problem, statistics=True)
@@ -91,7 +91,9 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.Monk
         ("old Triton", "lacks"),
     ],
 )
-def test_asking_where_it_can_not_run_is_an_error(place: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switching_it_on_where_it_can_not_run_is_an_error(
+    place: str, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = "cpu"
     if place == "interpreter":
         monkeypatch.setattr(gluon, "INTERPRETED", True)
@@ -109,7 +111,7 @@ def test_asking_where_it_can_not_run_is_an_error(place: str, complaint: str, mon
 
 
 def record(monkeypatch: pytest.MonkeyPatch, run: bool) -> list[tuple[str, dict[str, Any]]]:
-    """The attention kernels' launches from here on, which are run or not."""
+    """Record the launches of attention kernels, and run them if `run`."""
     seen: list[tuple[str, dict[str, Any]]] = []
 
     def recorded(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -147,15 +149,15 @@ def test_each_variant_for_normed_heads_is_a_launch(
 
 @here
 @pytest.mark.usefixtures("switched_on")
-def test_others_get_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_kernel_serves_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = record(monkeypatch, run=False)
     problem = plain_problem(Case(**{**vars(TAKEN), "window": 7}), BRAIN)
     attention.forward(problem.heads, problem.visible, problem.options)
     assert [name for name, _ in seen] == ["forward_kernel"]
 
 
-def test_it_compiles_to_what_it_says() -> None:
-    """Loads by the copy engine, in four dimensions; products of warpgroups; registers handed from the loading warp."""
+def test_the_machine_code() -> None:
+    """It has 4D loads by the copy engine, products of warpgroups, and registers moved from the loading warp."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).parents[2] / "helpers" / "gluon_code.py"
     environment["PYTHONPATH"] = str(Path(__file__).parents[3])
@@ -201,7 +203,7 @@ RIGHT = [
 @asked
 @pytest.mark.parametrize(("case", "dtype"), RIGHT, ids=str)
 def test_output_and_gradients(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are the plain kernels', from its log-sum-exp."""
+    """Gradients are computed by the plain kernels, from its normaliser."""
     shrink_tiles(monkeypatch)  # of backward, to compile in less time
     seen = record(monkeypatch, run=True)
     got = plain_problem(case, dtype).check()

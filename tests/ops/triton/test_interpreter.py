@@ -1,4 +1,4 @@
-"""What tests without a GPU rest on: that the interpreter computes bf16 as a GPU does."""
+"""Triton's interpreter, corrected, computes bf16 as a GPU does: tests without a GPU rely on it."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_dots_of_descriptor_tiles_are_of_values_and_end_at_the_last_row() -> Non
     a, b = (torch.randn(2, 3, 41, 16, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2))
     whole = torch.full((2, 3, 64, 32), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     whole[:, :, :41, :16] = a
-    view = whole[:, :, :41, :16]  # strides of its own: what lies beyond a row's or a head's end must not be seen
+    view = whole[:, :, :41, :16]  # its rows and heads have data behind their ends, which must not be read
     out = torch.empty(16, 16, device=DEVICE)
     tiles = [TensorDescriptor.from_tensor(x, [1, 1, 16, 16]) for x in (view, b)]
     launch(_product, (1,), DEVICE, *tiles, out, 2, ROWS=16, D=16)

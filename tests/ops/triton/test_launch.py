@@ -1,4 +1,4 @@
-"""What is launched: tiles by size, inner loops by what is known of the logits, heads as the copy engine reads them."""
+"""Launches: tiles by size, variants of the inner loop by the logits' bound, heads in the copy engine's layout."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+import triton
 from norm_cases import DEVICE, lay_out
 
 from hf_qknorm.ops.triton import launch
+from hf_qknorm.ops.triton.arguments import Constants
 from hf_qknorm.ops.triton.launch import (
     BOUND_WITHOUT_MAXIMUM,
     INTERPRETED,
@@ -88,7 +90,7 @@ def test_tables_have_tiles_for_all_heads(head_dim: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize("interpreted", [True, False])
-def test_assertions_are_compiled_where_they_are_asked_for(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assertions_are_compiled_on_request(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", interpreted)
     started: list[dict[str, object]] = []
     kernel = {(1,): lambda *arguments, **options: started.append(options)}
@@ -99,12 +101,25 @@ def test_assertions_are_compiled_where_they_are_asked_for(interpreted: bool, mon
     assert started == [plain, plain | asserting]
 
 
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_fields_of_constants_are_constants_for_the_compiler(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 refuses other fields as arguments of device functions."""
+    monkeypatch.setattr(launch, "INTERPRETED", interpreted)
+    started: list[Constants] = []
+    kernel = {(1,): lambda *, C, **options: started.append(C)}
+    for _ in range(2):
+        launch.launch(kernel, (1,), torch.device("cpu"), C=Constants(64, 32, 16, TANH="exact"))
+    assert all(isinstance(field, triton.language.constexpr) != interpreted for field in started[0])
+    assert [getattr(field, "value", field) for field in started[0]] == list(Constants(64, 32, 16, TANH="exact"))
+    assert interpreted or started[0] is started[1]
+
+
 def heads(head_dim: int = 40, dtype: torch.dtype = BRAIN) -> torch.Tensor:
     return torch.randn(2, 3, 5, head_dim, device=DEVICE).to(dtype)
 
 
 @pytest.mark.parametrize("layout", ["heads", "tokens"])
-def test_aligned_heads_are_read_where_they_are(layout: str) -> None:
+def test_aligned_heads_are_not_copied(layout: str) -> None:
     x = lay_out(heads(), layout)
     assert dense(x) is x
     assert dense(x[:, :2, 1:]).data_ptr() == x[:, :2, 1:].data_ptr()
@@ -128,8 +143,8 @@ def test_other_heads_are_copied(x: torch.Tensor) -> None:
     assert torch.equal(copied, x)
 
 
-def test_an_axis_of_one_has_no_stride() -> None:
-    """Whatever its stride is: none is ever taken, but the copy engine wants one of whole 16 bytes."""
+def test_the_stride_of_an_axis_of_one_is_replaced() -> None:
+    """It is never used, but the copy engine needs a multiple of 16 bytes."""
     x = torch.randn(5, 40, device=DEVICE).to(BRAIN).as_strided((1, 1, 5, 40), (3, 0, 40, 1))
     assert dense(x) is x
     made = descriptor(x, 4)

@@ -1,4 +1,4 @@
-"""Run by the demo in a new process: load a converted checkpoint, compare its logits, and write a line of text."""
+"""A script of the demo, for a new process: load a converted checkpoint, compare its logits, generate some text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import hf_qknorm  # noqa: F401  (registers the converted checkpoint's classes)
 
 
 def main(checkpoint: str, expected: str) -> dict[str, object]:
-    """What the checkpoint's logits differ by from those stored in `expected`, and a sample."""
+    """The difference of the checkpoint's logits from those in the file `expected`, and a generated text."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     stored = load_file(expected)
@@ -21,7 +21,7 @@ def main(checkpoint: str, expected: str) -> dict[str, object]:
         logits = model(input_ids=stored["input_ids"]).logits
     prompt = stored["input_ids"][:1, :64]
     torch.manual_seed(0)
-    written = model.generate(
+    generated = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=120,
@@ -34,7 +34,7 @@ def main(checkpoint: str, expected: str) -> dict[str, object]:
         "class": type(model).__name__,
         "largest_difference": float((logits - stored["logits"]).abs().max()),
         "prompt": tokenizer.decode(prompt[0]),
-        "text": tokenizer.decode(written[0, prompt.shape[1] :]),
+        "text": tokenizer.decode(generated[0, prompt.shape[1] :]),
     }
 
 

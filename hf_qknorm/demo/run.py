@@ -1,4 +1,4 @@
-"""The demo's steps, in order: text, base model, three runs, table, plots, checkpoint, reload."""
+"""`hf-qknorm demo`: train a small model, convert it, continue training, compare, and reload the checkpoint."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tqdm.auto import tqdm
 
 from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.checkpoint.source import open_source
-from hf_qknorm.convert.calibrate import calibrate, length_for
+from hf_qknorm.convert.calibrate import calibrate
 from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
-from hf_qknorm.convert.text import check_batches, check_text, load_text, sample_batches, tokenize
+from hf_qknorm.convert.text import check_batches, check_text, default_length, load_text, sample_batches, tokenize
 from hf_qknorm.demo.plots import plot_logits, plot_losses
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
 from hf_qknorm.families import check_scheme, family_of
@@ -45,7 +45,7 @@ REPORT, LOSSES, LOGITS, MODEL = WRITTEN = ("report.json", "loss.png", "logits.pn
 
 @dataclass(frozen=True)
 class Settings:
-    """What `hf-qknorm demo` can be told."""
+    """The options of `hf-qknorm demo`."""
 
     data: str | None = None
     checkpoint: str | None = None
@@ -65,12 +65,12 @@ class _Batches:
     held_out: list[Tensor]
 
 
-def run(settings: Settings) -> dict[str, Any]:
-    """The whole story; prints as it goes, writes the folder `settings.out`, and returns the report.
+def run_demo(settings: Settings) -> dict[str, Any]:
+    """Run the demo: print its progress and results, write the folder `settings.out`, and return the report.
 
-    The folder appears at once when all is written. One that is there is replaced where an earlier demo wrote it.
+    The folder is written whole or not at all. The folder of an earlier demo is replaced.
 
-    Raises FileExistsError, before anything else, for a folder that holds something else, or the checkpoint or the text.
+    Raises FileExistsError, before any work, for a folder that holds anything else, or the checkpoint or the text.
     """
     out = user_path(settings.out, "out")
     sources = [settings.checkpoint, settings.data]
@@ -79,16 +79,16 @@ def run(settings: Settings) -> dict[str, Any]:
     check()
     scheme = Scheme.of(settings.scheme)
     check_text(settings.data)
-    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the table below says what its log lines would
+    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the table that is printed has all that the log would say
     torch.manual_seed(settings.seed)
-    tokenizer, base, batches = _start(settings, scheme)
+    tokenizer, base, batches = _prepare(settings, scheme)
     if settings.checkpoint is None:
-        train(base, batches.base, rate=2e-3, warmup=20, decay=True, what="training a small Llama")
+        train(base, batches.base, rate=2e-3, warmup=20, decay=True, desc="training a small Llama")
     models = {name: copy.deepcopy(base) for name in ("unpatched", "fresh gains", "calibrated")}
     for name, model in models.items():
         patch_model(model, SCHEMES["none"] if name == "unpatched" else scheme)
     calibration = calibrate(models["calibrated"], batches.calibration)
-    runs = {name: _continue(model, batches, settings, name) for name, model in models.items()}
+    runs = {name: _continue_training(model, batches, settings, name) for name, model in models.items()}
     with new_folder(out, check) as folder:
         models["calibrated"].eval().save_pretrained(folder / MODEL)
         tokenizer.save_pretrained(folder / MODEL)
@@ -104,18 +104,18 @@ def run(settings: Settings) -> dict[str, Any]:
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
         save_json(report, folder / REPORT)
-    _tell(report, calibration, out)
+    _print_results(report, calibration, out)
     return report
 
 
 def _unknown_files(folder: Path) -> list[str]:
-    """What lies in a folder and is not from a demo."""
+    """The files and folders that no demo writes."""
     found = [item.name for item in sorted(folder.iterdir()) if item.name not in WRITTEN]
     return found + ([f"{MODEL}/{name}" for name in unknown_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
 
 
-def _start(settings: Settings, scheme: Scheme) -> tuple[Any, Any, _Batches]:
-    """Tokenizer, model and batches, the batches made before a model is loaded: there may be too little text."""
+def _prepare(settings: Settings, scheme: Scheme) -> tuple[Any, Any, _Batches]:
+    """Tokenizer, model and batches. Batches come first: too little text is found before a model is loaded."""
     if settings.checkpoint is None:
         tokenizer = byte_tokenizer()
         batches = _batches(tokenizer, settings, LENGTH)
@@ -129,7 +129,7 @@ def _start(settings: Settings, scheme: Scheme) -> tuple[Any, Any, _Batches]:
         require_causal(source.config)
         check_scheme(source.config.model_type, source.config, scheme.resolve(family.norm))
         tokenizer = load_tokenizer(source.folder)
-        batches = _batches(tokenizer, settings, length_for(source.config))
+        batches = _batches(tokenizer, settings, default_length(source.config))
         check_batches([{"input_ids": batch} for batch in batches.held_out], source.config)
         return tokenizer, load_causal(source, torch.float32), batches
 
@@ -147,14 +147,14 @@ def _batches(tokenizer: Any, settings: Settings, length: int) -> _Batches:
     )
 
 
-def _continue(model: Any, batches: _Batches, settings: Settings, name: str) -> dict[str, Any]:
-    """Train on the common batches, and look at held-out loss and logits every few steps."""
+def _continue_training(model: Any, batches: _Batches, settings: Settings, name: str) -> dict[str, Any]:
+    """Train on the same batches as the other models, and measure held-out loss and logits every few steps."""
     held_out: list[tuple[int, float]] = []
     largest: list[tuple[int, float]] = []
     every = max(settings.steps // 6, 1)
     by_head: list[list[float]] = []
 
-    def look(step: int) -> None:
+    def measure(step: int) -> None:
         if step % every and step != settings.steps:
             return
         with logit_statistics(model) as statistics:
@@ -162,18 +162,18 @@ def _continue(model: Any, batches: _Batches, settings: Settings, name: str) -> d
         by_head[:] = [layer.max_logit.tolist() for layer in statistics.values()]
         largest.append((step, max(map(max, by_head))))
 
-    train(model, batches.continued, rate=settings.rate, what=f"continuing: {name}", each_step=look)
+    train(model, batches.continued, rate=settings.rate, desc=f"continuing: {name}", each_step=measure)
     return {"held_out": held_out, "max_logit": largest, "max_logit_by_head": by_head}
 
 
 def _reload(model: Any, batch: Tensor, folder: Path) -> dict[str, Any]:
-    """Load the saved checkpoint in a new process, and compare its logits with the ones computed here."""
+    """Load the saved checkpoint in a new process, and compare its logits with the model's."""
     with torch.no_grad():
         logits = model(input_ids=batch).logits
     with TemporaryDirectory(prefix="hf-qknorm-") as temporary, tqdm(total=1, desc="reloading in a new process") as bar:
         expected = Path(temporary, "expected.safetensors")
         save_file({"input_ids": batch, "logits": logits.contiguous()}, expected)
-        command = [sys.executable, "-m", "hf_qknorm.demo.reload", str(folder), str(expected)]
+        command = [sys.executable, "-m", "hf_qknorm.demo.check_reload", str(folder), str(expected)]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
         bar.update()
     if finished.returncode:
@@ -181,32 +181,32 @@ def _reload(model: Any, batch: Tensor, folder: Path) -> dict[str, Any]:
     return json.loads(finished.stdout)
 
 
-def _tell(report: dict[str, Any], calibration: Calibration, out: Path) -> None:
-    steps = report["settings"]["steps"]
+def _print_results(report: dict[str, Any], calibration: Calibration, out: Path) -> None:
+    steps, reloaded = report["settings"]["steps"], report["reloaded"]
     print(f"\n{report['parameters']:,} parameters, scheme {report['settings']['scheme']}\n\ncalibrate(): {calibration}")
     print(f"\n{_largest_logits(calibration)}\n\non held-out text:\n")
     print(f"{'':14}{'loss at step 0':>16}{f'after {steps} steps':>16}{'max |logit| at 0':>18}{f'after {steps}':>10}")
     for name, run in report["runs"].items():
-        (_, first), (_, last) = run["held_out"][0], run["held_out"][-1]
-        (_, logit), (_, last_logit) = run["max_logit"][0], run["max_logit"][-1]
-        print(f"{name:14}{first:16.3f}{last:16.3f}{logit:18.1f}{last_logit:10.1f}")
-    reloaded = report["reloaded"]
+        (loss, last_loss), (logit, last_logit) = (
+            (run[key][0][1], run[key][-1][1]) for key in ("held_out", "max_logit")
+        )
+        print(f"{name:14}{loss:16.3f}{last_loss:16.3f}{logit:18.1f}{last_logit:10.1f}")
+    prompt = reloaded["prompt"].splitlines()[-1] if reloaded["prompt"] else ""
     print(f"\nreloaded in a new process as {reloaded['class']}: logits differ by {reloaded['largest_difference']:g}")
-    print(f"it goes on writing: {reloaded['prompt'].splitlines()[-1] if reloaded['prompt'] else ''}▸{reloaded['text']}")
-    print(f"\nwritten: {', '.join(str(out / name) for name in WRITTEN)}/")
+    print(f"it continues a text: {prompt}▸{reloaded['text']}\n\nwritten: {', '.join(str(out / n) for n in WRITTEN)}/")
 
 
 def _largest_logits(calibration: Calibration) -> str:
-    """The largest logits before and after, and what bounds them."""
-    sides = [[max(side.max_logit) for side in (layer.before, layer.after)] for layer in calibration.layers.values()]
-    before, after = map(max, zip(*sides, strict=True))
-    seen = f"largest |logit| seen there: {before:.1f} unpatched, {after:.1f} calibrated"
+    """The largest logits before and after the calibration, and their bound."""
+    before, after = (
+        max(max(getattr(layer, side).max_logit) for layer in calibration.layers.values())
+        for side in ("before", "after")
+    )
+    seen = f"largest |logit| in the calibration text: {before:.1f} unpatched, {after:.1f} calibrated"
     if calibration.bound is None:
         return seen
-    bounded = f"{seen}; no input can give one over {calibration.bound:.1f}, before any cap"
+    bounded = f"{seen}; at most {calibration.bound:.1f} for any input, before any cap"
     if not calibration.scheme.knee:
         return bounded
-    return (
-        f"{bounded}\nthe norms have a knee of {calibration.scheme.knee:g}: shorter vectors keep their length, longer "
-        "ones are bounded"
-    )
+    knee = f"the norms have a knee of {calibration.scheme.knee:g}"
+    return f"{bounded}\n{knee}: vectors below it keep their length, longer ones are bounded"

@@ -1,0 +1,151 @@
+"""The result of `inspect_model`, as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_qknorm.convert.advice import Advice, scheme_name
+from hf_qknorm.convert.measurements import KneeTrials, Risk
+from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.stats.records import LayerStatistics, Prediction, predictions_table
+from hf_qknorm.stats.report import FORMAT, save_json
+from hf_qknorm.stats.tables import READING, ROWS, aligned, bound_cell, mean, over_names, pair_of_means, rest
+
+WIDTH = 100  # of the advice, in characters
+
+Cells = list[tuple[str, str]]  # a row of a table: the title of each column, and the cell
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of `inspect_model`: `layers` by name, `risks` by layer (highest first), and the `advice`.
+
+    `base` is the prediction of the unpatched model, `patched` that of a patched model as it is (None if it is
+    unpatched). Both are None without a language-modelling head. `trials` are predictions with schemes with fresh gains,
+    before any calibration. `knees` are loss and bound at each knee that `calibrate` tries (None for a model that is
+    patched, takes no norms, or predicts no tokens). `scheme` is the model's (None if it is unpatched), `bounds` the
+    largest |logit| for any input, by layer, where norms bound it. Shares of large logits are relative to `cap`. `even`
+    is the entropy (nats) of even attention, by layer.
+
+    >>> found = qk.inspect_model(model, texts)
+    >>> found.largest == max(risk.max_logit for risk in found.risks)
+    True
+    >>> found.save("inspect.json")
+    """
+
+    model: str
+    model_type: str
+    tokens: int
+    length: int
+    cap: float
+    scheme: Scheme | None
+    base: Prediction | None
+    patched: Prediction | None
+    trials: Mapping[Scheme, Prediction]
+    layers: Mapping[str, LayerStatistics]
+    even: Mapping[str, float]
+    risks: tuple[Risk, ...]
+    advice: Advice
+    knees: KneeTrials | None = None
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def largest(self) -> float:
+        """The largest |logit| of all heads."""
+        return self.risks[0].max_logit
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the advice is to leave the model as it is."""
+        return self.advice.scheme == (self.scheme or SCHEMES["none"])
+
+    def table(self) -> str:
+        """The measurements, the layers at the highest risk, and the advice, as a page of text."""
+        heads = len(next(iter(self.layers.values())).max_logit)
+        state = "unpatched" if self.scheme is None else str(self.scheme)
+        title = (
+            f"{self.model}: {self.model_type}, {len(self.layers)} layers of {heads} heads, {state}; "
+            f"{self.tokens:,} tokens in sequences of up to {self.length}"
+        )
+        named = {"unpatched": self.base, "as it is": self.patched}
+        named |= {scheme_name(scheme) + ", fresh gains" * bool(scheme.norms): p for scheme, p in self.trials.items()}
+        predicted = predictions_table({name: p for name, p in named.items() if p is not None})
+        layers = _table([self._layer_row(risk) for risk in self.risks[:ROWS]]) + rest(len(self.risks))
+        parts = (title, predicted, self._knee_table(), layers, READING, self._advice_text())
+        return "\n\n".join(part for part in parts if part)
+
+    def _layer_row(self, risk: Risk) -> Cells:
+        layer = self.layers[risk.layer]
+        over_half, over_cap = over_names(self.cap)
+        row = [
+            ("layer", risk.layer),
+            ("", risk.level),
+            ("max |logit|", f"{risk.max_logit:.1f}"),
+            ("head", str(risk.max_head)),
+            ("entropy", f"{risk.entropy:.2f}"),
+            ("head", str(risk.entropy_head)),
+            (over_half, f"{mean(layer.over_half):.2%}"),
+            (over_cap, f"{mean(layer.over_cap):.2%}"),
+            ("rms q", f"{mean(layer.rms_q):.3g}"),
+            ("rms k", f"{mean(layer.rms_k):.3g}"),
+        ]
+        if self.bounds:
+            row.append(("bound", bound_cell(self.bounds.get(risk.layer))))
+        if self.scheme is not None and self.scheme.knee:
+            row.append(("beyond q, k", pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")))
+        return row
+
+    def _knee_table(self) -> str:
+        knees = self.knees
+        if knees is None:
+            return ""
+        rows = [
+            [
+                ("knee", f"{trial.knee:g}"),
+                ("loss rises by", f"{trial.rise:+.3f}"),
+                ("KL", f"{trial.kl:.3f}"),
+                ("bound on |logit|", bound_cell(trial.bound)),
+                ("", f"← the smallest that costs at most {knees.limit:.3f}" * (trial is knees.chosen)),
+            ]
+            for trial in knees.trials
+        ]
+        return (
+            f"{scheme_name(knees.scheme)}, calibrated in one pass over half of the text and judged on the other, by "
+            f"knee\n(largest |logit| seen unpatched: {self.largest:.1f}; fresh gains and no knee: "
+            f"{knees.jump:+.3f}):\n\n{_table(rows)}"
+        )
+
+    def _advice_text(self) -> str:
+        lines = [f"Advice: {'leave it as it is' if self.keeps else self.advice.name}"]
+        for reason in self.advice.reasons:
+            lines += textwrap.wrap(reason, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-ready data."""
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("scheme", "base", "patched", "knees", "advice"):
+            data[name] = None if data[name] is None else data[name].to_dict()
+        return {
+            "format": FORMAT,
+            **data,
+            "trials": [{"scheme": scheme.to_dict(), **p.to_dict()} for scheme, p in self.trials.items()],
+            "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
+            "even": dict(self.even),
+            "bounds": dict(self.bounds),
+            "risks": [risk.to_dict() for risk in self.risks],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the fields as a JSON file, whole or not at all."""
+        save_json(self.to_dict(), Path(path))
+
+
+def _table(rows: list[Cells]) -> str:
+    """A table of rows with the same columns."""
+    return aligned([[title for title, _ in rows[0]], *([cell for _, cell in row] for row in rows)])
