@@ -26,6 +26,7 @@ from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub import papers
 from hf_qknorm.hub.metadata import auto_class, card_data, is_generated_card
 from hf_qknorm.model.configs import QKNormConfig
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Numbers, Prediction
 from hf_qknorm.stats.report import Calibration
 from hf_qknorm.stats.tables import mean
@@ -154,6 +155,8 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "scheme": scheme,
         "scheme_fields": Markdown(", ".join(set_fields)),
         "description": papers.short_description(scheme),
+        "mean_in_knee": Markdown(papers.mean_in_knee(scheme)),
+        "divides_by_mean": any(not NORMS[norm].summed for norm in scheme.norms),
         "changes": [Markdown(sentence) for sentence in papers.change_sentences(scheme)],
         "blend": config.qk_norm_blend is not None,
         "own_cap": config.attn_logit_softcapping if FAMILIES[config.base_model_type].own_cap else None,

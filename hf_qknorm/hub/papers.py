@@ -58,6 +58,11 @@ def short_description(scheme: Scheme) -> str:
     return " and ".join(parts) or "its attention unchanged"
 
 
+def mean_in_knee(scheme: Scheme) -> str:
+    """Return the name of the mean that a knee is a multiple of."""
+    return "mean |x|ᵖ" if any(NORMS[norm].any_order for norm in scheme.norms) else "mean square"
+
+
 def change_sentences(scheme: Scheme) -> list[str]:
     """Return what the scheme changes in a model: sentences of Markdown, one for each part."""
     sentences: list[str] = []
@@ -71,7 +76,7 @@ def change_sentences(scheme: Scheme) -> list[str]:
             ", before any rotary embedding and before the KV cache."
         )
     if scheme.knee:
-        mean = "mean |x|ᵖ" if any(NORMS[norm].any_order for norm in scheme.norms) else "mean square"
+        mean = mean_in_knee(scheme)
         sentences.append(
             f"These norms have a **knee** of {scheme.knee:g}: their ε, otherwise a guard against a division by 0, is "
             f"{scheme.knee:g} times the {mean} of calibration text (a buffer of each norm, `q_norm.eps`). A vector "

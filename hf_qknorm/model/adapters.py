@@ -1,6 +1,6 @@
 """PEFT on patched models: the norms that an adapter trains, default target modules, and PEFT's classes.
 
-PEFT takes a second to load, so this module leaves that to the caller: it adds to PEFT's tables when they are imported.
+PEFT takes a second to load, so this module does not import it; it extends PEFT's tables when these are imported.
 """
 
 from __future__ import annotations
