@@ -251,7 +251,7 @@ def _log(model: PreTrainedModel, scheme: Scheme) -> None:
         note += "; its gains are fresh"
         if scheme.knee:
             note += f", and its knee of {scheme.knee:g} assumes inputs of mean square 1 at each norm"
-        note += ": it lost part of what it knew, which calibrate(model, texts) keeps"
+        note += ": it predicts worse than before. calibrate(model, texts) restores it"
     level = logging.WARNING if pretrained else logging.INFO
     backend = model.config._attn_implementation
     text = "patched %d attention layers (%s), %s, attention by %s%s"

@@ -134,7 +134,7 @@ def test_how_much_of_the_jump_is_removed(shared, caplog, family, gains, method):
     assert mean_loss(trained.model, trained.held_out) == pytest.approx(base, abs=1e-3)
     with caplog.at_level(logging.WARNING, "hf_qknorm"):
         patch_model(trained.model, GAINS[gains])
-    assert "calibrate(model, texts) keeps it" in caplog.text
+    assert "calibrate(model, texts) restores it" in caplog.text
     assert mean_loss(trained.model, trained.held_out) == pytest.approx(fresh, abs=1e-3)
     least, steps = GATES[family, gains, method]
     data = trained.calibration[: None if steps else MOMENTS if method else TOKENS]
