@@ -103,7 +103,7 @@ def test_a_checkpoint_without_the_schedules_state_is_refused(tmp_path):
             resume_from_checkpoint=str(tmp_path / "without" / "checkpoint-2")
         )
     run(kneed(), tmp_path / "with", KneeSchedule(), StopAt(2)).train()
-    with pytest.raises(RuntimeError, match="eps is there, and the norm has no knee"):
+    with pytest.raises(RuntimeError, match="eps is in the weights, and the norm has no knee"):
         run(plain(), tmp_path / "again", KneeSchedule()).train(
             resume_from_checkpoint=str(tmp_path / "with" / "checkpoint-2")
         )
