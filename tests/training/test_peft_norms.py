@@ -219,7 +219,10 @@ def test_every_copy_loses_and_gains_a_knee():
 
 @pytest.mark.parametrize(
     ("base", "adapter", "error", "message"),
-    [(4.0, 0.0, KeyError, r"q_norm\.eps"), (0.0, 4.0, RuntimeError, r"q_norm\.eps is in the weights, and the norm has no knee")],
+    [
+        (4.0, 0.0, KeyError, r"q_norm\.eps"),
+        (0.0, 4.0, RuntimeError, r"q_norm\.eps is in the weights, and the norm has no knee"),
+    ],
 )
 def test_an_adapter_with_a_knee_does_not_fit_a_model_without(base, adapter, error, message, tmp_path):
     wrapped(patched(replace(KNEED, knee=adapter))).save_pretrained(tmp_path)
