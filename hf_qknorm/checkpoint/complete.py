@@ -83,6 +83,8 @@ class _Comparison:
             with torch.device("meta"):
                 return model_class(copy.deepcopy(config))  # the constructor writes to it
         except Exception as error:  # a config's fields can be wrong in any way
+            if isinstance(error, ValueError) and CONFIG in str(error):
+                raise
             raise ValueError(
                 f"{self.config_file}: no {self.class_name} can be built from it "
                 f"({type(error).__name__}: {shorten(str(error))})"

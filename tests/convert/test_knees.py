@@ -246,7 +246,7 @@ def test_impossible_knees_are_refused_by_name(options, error):
 
 
 def test_schemes_and_models_without_a_knee_are_refused():
-    with pytest.raises(ValueError, match="norms with a knee keep part of the scale that the norm before"):
+    with pytest.raises(ValueError, match="a norm with a knee keeps part of the scale"):
         calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches(2), knee=4)
     with pytest.raises(ValueError, match='predicts no tokens, which knee="auto" compares'):
         calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), batches(2))

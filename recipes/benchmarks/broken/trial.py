@@ -21,11 +21,11 @@ LANGUAGE_MODEL = "AutoModelForCausalLM"  # what an inspection loads
 STATES = (  # what a message may say of a whole checkpoint that a command is not for
     "converted already",
     "not a patched model",
-    "on its way in (a blend)",
+    "during a blend",
     "is quantised",
     "would be lost",
     "folded the norms in front of attention",
-    "sees both sides",
+    "has bidirectional attention",
 )
 
 
