@@ -4,7 +4,7 @@ Where a checkpoint is refused, in the order of the checks of a conversion:
 
 - `source.py`: no folder and no name on the Hub, an adapter, pickled weights, weights that transformers would not read
 - `config.py`: config.json is missing, damaged, or names no class of transformers; settings that do not load again
-- `hf_qknorm/model/settings.py`: a value of config.json with which no model can be built
+- `hf_qknorm/model/config_checks.py`: a value of config.json with which no model can be built
 - `copied_files.py`: a damaged tokenizer or JSON file, a link out of the folder
 - `safetensors_files.py`: a shard or index that is missing, truncated or inconsistent
 - `complete.py`: a tensor that is missing, of another shape or dtype, stored twice, or of a norm that is not there

@@ -72,8 +72,8 @@ class Family:
             )
         if scheme.norms and self.latent:
             return (
-                "caches a latent and projects keys and values from it, and servers absorb that projection, which a "
-                f"norm after it prevents: got the scheme {scheme}. Only a cap can be added, as with "
+                "caches a latent and projects keys and values from it, and servers absorb that projection, which they "
+                f"cannot do with a norm after it: got the scheme {scheme}. Only a cap can be added, as with "
                 'scheme="soft_cap" or Scheme(softcap=50.0); or set learning rates by head, with QuacK'
             )
         if not scheme.pre_norm and not self.pre_norm:

@@ -137,6 +137,6 @@ def _disagreement(model: PreTrainedModel, what: str, keys: list[str]) -> ValueEr
     scheme = {str(layer.scheme): None for layer in patched_layers(model).values()}
     return ValueError(
         f"{model.config._name_or_path or 'the checkpoint'}: {len(keys)} norm parameters are {what}, first "
-        f"{keys[0]!r}. config.json says qk_norm = {' and '.join(scheme)}; loading would silently change the "
-        "model. Restore the matching config.json or weights"
+        f"{keys[0]!r}. The config (config.json, or a qk_norm argument) has qk_norm = {' and '.join(scheme)}; loading "
+        "would silently change the model. Restore the matching config.json or weights, or drop the argument"
     )
