@@ -52,7 +52,10 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -
     patched, for an invalid report or card, and for a report of another scheme.
     """
     path = user_path(folder, "the checkpoint")
-    config, report = _config(path), _report(path)
+    config = read_config(path)
+    if not isinstance(config, QKNormConfig):
+        raise ValueError(f"{path} holds a plain {config.model_type}: convert it first (hf-qknorm convert)")
+    report = _report(path)
     if report is not None and report.scheme != config.scheme:
         raise ValueError(
             f"{path / REPORT} has the scheme {report.scheme}, and config.json has {config.scheme}: remove the report, "
@@ -90,13 +93,6 @@ def _keep_card(folder: Path) -> list[str]:
         raise FileExistsError(f"{card} would be replaced, and its copy {kept} exists already: move one of them away")
     replace_file(kept, lambda temporary: shutil.copyfile(card, temporary))
     return [KEPT_CARD]
-
-
-def _config(folder: Path) -> Any:
-    config = read_config(folder)
-    if not isinstance(config, QKNormConfig):
-        raise ValueError(f"{folder} holds a plain {config.model_type}: convert it first (hf-qknorm convert)")
-    return config
 
 
 def _report(folder: Path) -> Calibration | None:

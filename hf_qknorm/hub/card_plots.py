@@ -83,8 +83,8 @@ def _logits(report: Calibration) -> Figure | None:
 
 def _bounds(axes: Any, bounds: Sequence[float | None]) -> None:
     """Mark the bound on the logits of each layer that has one; the axis then has doublings."""
-    places = {i: plotting.drawable([bound])[0] for i, bound in enumerate(bounds) if bound is not None}
-    places = {i: bound for i, bound in places.items() if bound > 0}
+    drawn = plotting.drawable(math.nan if bound is None else bound for bound in bounds)
+    places = {i: bound for i, bound in enumerate(drawn) if bound > 0}  # NaN is not
     if not places:
         return
     axes.set_xscale("symlog", base=2, linthresh=LINEAR, linscale=0.4)

@@ -38,9 +38,7 @@ def front_matter(path: Path) -> dict[str, Any]:
 
     Raises ValueError, with the file's name, for a card or a front matter that is too large or invalid.
     """
-    if not path.is_file():
-        return {}
-    found = FRONT.match(read_text(path, CARD_BYTES))
+    found = FRONT.match(read_text(path, CARD_BYTES)) if path.is_file() else None
     if found is None:
         return {}
     text = found[1]
@@ -106,27 +104,24 @@ def card_data(path: Path, config: Any, report: Calibration | None, name: str) ->
     Raises ValueError as `inherited_fields` does.
     """
     known = inherited_fields(path)
-    base = [report.base_model] if report and report.base_model else known.pop("base_model", [])
-    for item in base:
-        check_optional_repo_id(item, f"{path}: base_model")
-    datasets = dict.fromkeys([*known.get("datasets", []), *([report.dataset] if report and report.dataset else [])])
+    if report and report.base_model:
+        known["base_model"] = [report.base_model]
+    if report and report.dataset:
+        known["datasets"] = list(dict.fromkeys([*known.get("datasets", []), report.dataset]))
+    for base in known.get("base_model", []):
+        check_optional_repo_id(base, f"{path}: base_model")
+    fields: dict[str, Any] = {k: x[0] if len(x) == 1 and k != "datasets" else x for k, x in known.items()}
     scheme, predictions = config.scheme, predictions_of(report)
     tags = [TAG, *(["qk-norm"] if scheme.q and scheme.k else []), *(["logit-softcapping"] if scheme.softcap else [])]
     return ModelCardData(
-        **{key: _one(values) for key, values in known.items() if key not in ("datasets", "base_model")},
-        base_model=_one(base),
-        base_model_relation="finetune" if base else None,
-        datasets=list(datasets) or None,
+        **fields,
+        base_model_relation="finetune" if "base_model" in known else None,
         library_name="transformers",
         pipeline_tag=TASKS.get(auto_class(config)),
         tags=[*tags, config.base_model_type],
         model_name=name if predictions else None,
         eval_results=_results(predictions, report.dataset if report else None) or None,
     )
-
-
-def _one(values: list[str]) -> Any:
-    return values[0] if len(values) == 1 else values or None
 
 
 def auto_class(config: Any) -> str:
