@@ -39,8 +39,6 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]#|~$!])")  # characters with a meaning in Ma
 class Markdown(str):
     """Markdown, which the template prints unchanged; it escapes all other text."""
 
-    __slots__ = ()
-
 
 def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -> str:
     """Return the card of the patched checkpoint in `folder` as Markdown; `repo_id` is its future name on the Hub.
