@@ -150,7 +150,6 @@ COMMANDS: Final[dict[str, Callable[[Namespace], None]]] = {
 @contextmanager
 def _reported(*paths: Path) -> Iterator[None]:
     """Add to an interrupt which of these files and folders, each written whole or not at all, have been written."""
-
     before = {path: _identity(path) for path in paths}
     try:
         yield

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 import interpreter
+from error_budget import assert_within_budget
 from operator_calls import call
 from tables import TRIED, assert_identical, randomise
 
@@ -20,7 +21,6 @@ from hf_qknorm import patch_model
 from hf_qknorm.ops import library
 from hf_qknorm.ops.triton import attention_decode
 from hf_qknorm.ops.types import Norm, Rotary
-from hf_qknorm.testing import assert_within_budget
 
 interpreter.install()
 NATIVE = torch.cuda.is_available()

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from error_budget import error
 from tables import MODEL_TYPES, PAIRS, applies, fingerprint, make_batch, randomise, sharp_model
 from tiny import TINY
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -13,7 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.testing import error
 
 PER_HEAD = (
     Scheme(q="rms", k="rms", gain="per_head", bias=True),

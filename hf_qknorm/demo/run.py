@@ -41,6 +41,8 @@ EVAL_BATCHES = 6
 CALIBRATION_BATCHES = 8
 REPORT, LOSSES, LOGITS, MODEL = WRITTEN = ("report.json", "loss.png", "logits.png", "model")
 
+Batches = dict[str, list[Tensor]]
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -54,14 +56,6 @@ class Settings:
     rate: float = 3e-4
     out: str = "./qknorm-demo"
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class _Batches:
-    base: list[Tensor]
-    calibration: list[Tensor]
-    continued: list[Tensor]
-    held_out: list[Tensor]
 
 
 def run_demo(settings: Settings) -> dict[str, Any]:
@@ -80,13 +74,12 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     check_text(settings.data)
     logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the table that is printed has all that the log would say
     torch.manual_seed(settings.seed)
-    tokenizer, base, batches = _prepare(settings, scheme)
+    tokenizer, batches, base = _prepare(settings, scheme)
     if settings.checkpoint is None:
-        train(base, batches.base, rate=2e-3, warmup=20, decay=True, desc="training a small Llama")
-    models = {name: copy.deepcopy(base) for name in ("unpatched", "fresh gains", "calibrated")}
-    for name, model in models.items():
-        patch_model(model, SCHEMES["none"] if name == "unpatched" else scheme)
-    calibration = calibrate(models["calibrated"], batches.calibration)
+        train(base, batches["base"], rate=2e-3, warmup=20, decay=True, desc="training a small Llama")
+    schemes = {"unpatched": SCHEMES["none"], "fresh gains": scheme, "calibrated": scheme}
+    models = {name: patch_model(copy.deepcopy(base), each) for name, each in schemes.items()}
+    calibration = calibrate(models["calibrated"], batches["calibration"])
     from hf_qknorm.demo.run_plots import plot_logits, plot_losses  # imports matplotlib
 
     runs = {name: _continue_training(model, batches, settings, name) for name, model in models.items()}
@@ -101,7 +94,7 @@ def run_demo(settings: Settings) -> dict[str, Any]:
             "parameters": sum(p.numel() for p in base.parameters()),
             "calibration": calibration.to_dict(),
             "runs": runs,
-            "reloaded": _reload(models["calibrated"], batches.held_out[0], folder / MODEL),
+            "reloaded": _reload(models["calibrated"], batches["held_out"][0], folder / MODEL),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
         save_json(report, folder / REPORT)
@@ -115,12 +108,11 @@ def _unknown_files(folder: Path) -> list[str]:
     return found + ([f"{MODEL}/{name}" for name in unknown_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
 
 
-def _prepare(settings: Settings, scheme: Scheme) -> tuple[Any, Any, _Batches]:
-    """Tokenizer, model and batches. Batches come first: too little text is found before a model is loaded."""
+def _prepare(settings: Settings, scheme: Scheme) -> tuple[Any, Batches, Any]:
+    """Tokenizer, batches and model. Batches come first: too little text is found before a model is loaded."""
     if settings.checkpoint is None:
         tokenizer = byte_tokenizer()
-        batches = _batches(tokenizer, settings, LENGTH)
-        return tokenizer, small_llama(), batches
+        return tokenizer, _batches(tokenizer, settings, LENGTH), small_llama()
     with open_source(settings.checkpoint) as source:
         if isinstance(source.config, QKNormConfig):
             raise ValueError(
@@ -131,40 +123,35 @@ def _prepare(settings: Settings, scheme: Scheme) -> tuple[Any, Any, _Batches]:
         check_scheme(source.config.model_type, source.config, scheme.resolve(family.norm))
         tokenizer = load_tokenizer(source.folder)
         batches = _batches(tokenizer, settings, default_length(source.config))
-        check_batches([{"input_ids": batch} for batch in batches.held_out], source.config)
-        return tokenizer, load_causal(source, torch.float32), batches
+        check_batches([{"input_ids": batch} for batch in batches["held_out"]], source.config)
+        return tokenizer, batches, load_causal(source, torch.float32)
 
 
-def _batches(tokenizer: Any, settings: Settings, length: int) -> _Batches:
+def _batches(tokenizer: Any, settings: Settings, length: int) -> Batches:
     text = load_text(settings.data)
     cut = int(len(text) * (1 - HELD_OUT))
     seen, held_out = tokenize(tokenizer, text[:cut]), tokenize(tokenizer, text[cut:])
-    seed = settings.seed
-    return _Batches(
-        base=sample_batches(seen, settings.base_steps, BATCH, length, seed + 1),
-        calibration=sample_batches(seen, CALIBRATION_BATCHES, BATCH, length, seed + 2),
-        continued=sample_batches(seen, settings.steps, BATCH, length, seed + 3),
-        held_out=sample_batches(held_out, EVAL_BATCHES, BATCH, length, seed),
-    )
+    counts = {"base": settings.base_steps, "calibration": CALIBRATION_BATCHES, "continued": settings.steps}
+    seeds = enumerate(counts.items(), start=settings.seed + 1)
+    batches = {name: sample_batches(seen, count, BATCH, length, seed) for seed, (name, count) in seeds}
+    return batches | {"held_out": sample_batches(held_out, EVAL_BATCHES, BATCH, length, settings.seed)}
 
 
-def _continue_training(model: Any, batches: _Batches, settings: Settings, name: str) -> dict[str, Any]:
+def _continue_training(model: Any, batches: Batches, settings: Settings, name: str) -> dict[str, list[Any]]:
     """Train on the same batches as the other models, and measure held-out loss and logits every few steps."""
-    held_out: list[tuple[int, float]] = []
-    largest: list[tuple[int, float]] = []
+    run: dict[str, list[Any]] = {"held_out": [], "max_logit": [], "max_logit_by_head": []}
     every = max(settings.steps // 6, 1)
-    by_head: list[list[float]] = []
 
     def measure(step: int) -> None:
         if step % every and step != settings.steps:
             return
         with logit_statistics(model) as statistics:
-            held_out.append((step, mean_loss(model, batches.held_out)))
-        by_head[:] = [layer.max_logit.tolist() for layer in statistics.values()]
-        largest.append((step, max(map(max, by_head))))
+            run["held_out"].append((step, mean_loss(model, batches["held_out"])))
+        run["max_logit_by_head"] = [layer.max_logit.tolist() for layer in statistics.values()]
+        run["max_logit"].append((step, max(map(max, run["max_logit_by_head"]))))
 
-    train(model, batches.continued, rate=settings.rate, desc=f"continuing: {name}", each_step=measure)
-    return {"held_out": held_out, "max_logit": largest, "max_logit_by_head": by_head}
+    train(model, batches["continued"], rate=settings.rate, desc=f"continuing: {name}", each_step=measure)
+    return run
 
 
 def _reload(model: Any, batch: Tensor, folder: Path) -> dict[str, Any]:
@@ -203,11 +190,9 @@ def _largest_logits(calibration: Calibration) -> str:
         max(max(getattr(layer, side).max_logit) for layer in calibration.layers.values())
         for side in ("before", "after")
     )
-    seen = f"largest |logit| in the calibration text: {before:.1f} unpatched, {after:.1f} calibrated"
-    if calibration.bound is None:
-        return seen
-    bounded = f"{seen}; at most {calibration.bound:.1f} for any input, before any cap"
-    if not calibration.scheme.knee:
-        return bounded
-    knee = f"the norms have a knee of {calibration.scheme.knee:g}"
-    return f"{bounded}\n{knee}: vectors below it keep their length, longer ones are bounded"
+    text = f"largest |logit| in the calibration text: {before:.1f} unpatched, {after:.1f} calibrated"
+    if calibration.bound is not None:
+        text += f"; at most {calibration.bound:.1f} for any input, before any cap"
+        if knee := calibration.scheme.knee:
+            text += f"\nthe norms have a knee of {knee:g}: vectors below it keep their length, longer ones are bounded"
+    return text

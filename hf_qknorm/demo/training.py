@@ -74,10 +74,9 @@ def train(
     decay: bool = False,
     desc: str,
     each_step: Callable[[int], None] = lambda step: None,
-) -> list[float]:
-    """Make one AdamW step per batch; return the losses. `each_step(n)` runs after n steps, and before the first."""
+) -> None:
+    """Make one AdamW step per batch. `each_step(n)` runs after n steps, and before the first."""
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=rate, betas=(0.9, 0.95))
-    losses = []
     model.train()
     each_step(0)
     bar = tqdm(batches, desc=desc, unit="step")
@@ -92,7 +91,5 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+        bar.set_postfix(loss=f"{loss.item():.3f}")
         each_step(step + 1)
-    return losses

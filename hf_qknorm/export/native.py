@@ -98,7 +98,7 @@ def _check_config(folder: Path, config: Any) -> None:
     if not isinstance(config, QKNormConfig):
         raise ValueError(f"{folder} is a plain {config.model_type}, not a patched model: there is nothing to export")
     if config.qk_norm_blend is not None:
-        raise ValueError(f"{folder} was saved during a blend of its scheme: train to the end of the blend")
+        raise ValueError(f"{folder / CONFIG} was saved during a blend of its scheme: train to the end of the blend")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantised: export the checkpoint in full precision, then quantise the result")
 

@@ -24,24 +24,20 @@ from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, REPORT, TOKENIZER_FILES
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub import papers
-from hf_qknorm.hub.metadata import auto_class, card_data, is_generated_card
+from hf_qknorm.hub.metadata import auto_class, card_data, is_generated_card, predictions_of
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.stats.records import LayerReport, LayerStatistics, Numbers, Prediction
 from hf_qknorm.stats.report import Calibration
 from hf_qknorm.stats.tables import mean
 from hf_qknorm.version import __version__
 
 PLACEHOLDER = "OWNER/NAME"
-FIELDS = (("loss", 3), ("perplexity", 2), ("kl", 4))  # columns of the table of predictions, with their decimals
 ROWS = 8  # layers in the table, those with the largest logits
 SPECIAL = re.compile(r"([\\`*_{}\[\]#|~$!])")  # characters with a meaning in Markdown
 
 
 class Markdown(str):
     """Markdown, which the template prints unchanged; it escapes all other text."""
-
-    __slots__ = ()
 
 
 def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -> str:
@@ -54,7 +50,10 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -
     patched, for an invalid report or card, and for a report of another scheme.
     """
     path = user_path(folder, "the checkpoint")
-    config, report = _config(path), _report(path)
+    config = read_config(path)
+    if not isinstance(config, QKNormConfig):
+        raise ValueError(f"{path} holds a plain {config.model_type}: convert it first (hf-qknorm convert)")
+    report = _report(path)
     if report is not None and report.scheme != config.scheme:
         raise ValueError(
             f"{path / REPORT} has the scheme {report.scheme}, and config.json has {config.scheme}: remove the report, "
@@ -94,13 +93,6 @@ def _keep_card(folder: Path) -> list[str]:
     return [KEPT_CARD]
 
 
-def _config(folder: Path) -> Any:
-    config = read_config(folder)
-    if not isinstance(config, QKNormConfig):
-        raise ValueError(f"{folder} holds a plain {config.model_type}: convert it first (hf-qknorm convert)")
-    return config
-
-
 def _report(folder: Path) -> Calibration | None:
     return Calibration.load(folder / REPORT) if (folder / REPORT).is_file() else None
 
@@ -118,7 +110,7 @@ def _template() -> Any:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"markdown": Markdown, "fixed": format_fixed}
+    environment.filters |= {"markdown": Markdown, "fixed": format_fixed, "mean": mean}
     return environment.get_template("card.md.jinja")
 
 
@@ -136,7 +128,6 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
     name = _name(config, report, repo_id)
     front = card_data(folder / CARD, config, report, name)
     bases = [front.base_model] if isinstance(front.base_model, str) else front.base_model or []
-    behind = papers.papers_of(scheme)
     layers = [] if report is None else sorted(report.layers.items(), key=lambda item: -max(item[1].after.max_logit))
     defaults = type(scheme)()
     set_fields = [f"{key}={value!r}" for key, value in scheme.to_dict().items() if value != getattr(defaults, key)]
@@ -146,9 +137,8 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "repo": Markdown(repo_id or PLACEHOLDER),  # checked: letters, digits and -_./ alone
         "has_repo": repo_id is not None,
         "bases": [Markdown(base) for base in bases],  # checked, too
-        "base_type": config.base_model_type,
+        "config": config,
         "auto_class": Markdown(auto_class(config)),
-        "generates": auto_class(config) == "AutoModelForCausalLM",
         "tokenizer": any((folder / file).is_file() for file in TOKENIZER_FILES),
         "standalone": (folder / CODE_FILE).is_file() and bool(getattr(config, "auto_map", None)),
         "native": _native(config),
@@ -158,18 +148,13 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "mean_in_knee": Markdown(papers.mean_in_knee(scheme)),
         "divides_by_mean": any(not NORMS[norm].summed for norm in scheme.norms),
         "changes": [Markdown(sentence) for sentence in papers.change_sentences(scheme)],
-        "blend": config.qk_norm_blend is not None,
         "own_cap": config.attn_logit_softcapping if FAMILIES[config.base_model_type].own_cap else None,
         "backends": [Markdown(f"`{name}`") for name in CAP_BACKENDS if not name.startswith("hf_qknorm")],
-        "links": Markdown(" and ".join(", ".join(paper.link for paper in behind).rsplit(", ", 1))),
-        "bibtex": [Markdown(paper.bibtex) for paper in behind],
+        "papers": papers.papers_of(scheme),
         "version": __version__,
         "report": report,
-        "predictions": [] if report is None else _predictions(report),
-        "layers": [_layer(*item, has_knee=bool(scheme.knee)) for item in layers[:ROWS]],
-        "largest": [
-            max(max(getattr(layer, side).max_logit) for _, layer in layers) for side in ("before", "after") if layers
-        ],
+        "predictions": predictions_of(report),
+        "layers": layers[:ROWS],
     }
 
 
@@ -191,39 +176,3 @@ def _native(config: Any) -> str | None:
         return find_target(config).model_type
     except ValueError:
         return None
-
-
-def _row(*cells: str) -> Markdown:
-    return Markdown(f"| {' | '.join(map(_escaped, cells))} |")
-
-
-def _predictions(report: Calibration) -> list[Markdown]:
-    """The rows of the table of predictions."""
-    named: dict[str, Prediction | None] = {"unpatched": report.base}
-    if report.scheme.norms:
-        named["fresh gains"] = report.ones
-    named["**this model**"] = report.chosen
-    return [
-        _row(
-            Markdown(name), *(format_fixed(getattr(p, field), digits) for field, digits in FIELDS), f"{p.agreement:.1%}"
-        )
-        for name, p in named.items()
-        if p is not None
-    ]
-
-
-def _layer(name: str, layer: LayerReport, has_knee: bool) -> Markdown:
-    """A row of the table of layers."""
-
-    def cells(side: LayerStatistics) -> list[str]:
-        return [format_fixed(max(side.max_logit), 1), format_fixed(min(side.entropy), 2), f"{mean(side.over_half):.2%}"]
-
-    largest, *others = (" → ".join(pair) for pair in zip(cells(layer.before), cells(layer.after), strict=True))
-    bound = "–" if layer.bound is None else format_fixed(layer.bound, 1)
-    beyond = [_means(layer.after.beyond_q, layer.after.beyond_k, ".2%")] if has_knee else []
-    return _row(name, largest, bound, *beyond, *others, _means(layer.gain_q, layer.gain_k, ".3g"))
-
-
-def _means(q: Numbers | None, k: Numbers | None, form: str) -> str:
-    """The means over heads of the queries' and of the keys' numbers."""
-    return ", ".join("–" if numbers is None else format(mean(numbers), form) for numbers in (q, k))

@@ -12,6 +12,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
+from hf_qknorm.hub.metadata import predictions_of
 from hf_qknorm.stats import plotting
 from hf_qknorm.stats.records import LayerStatistics
 from hf_qknorm.stats.report import Calibration
@@ -33,12 +34,10 @@ def draw_report(report: Calibration, folder: Path) -> list[str]:
 
 def _losses(report: Calibration) -> Figure | None:
     """A line from the unpatched loss to each other loss; None without losses."""
-    if report.base is None or report.ones is None or report.chosen is None:
+    losses = {name: prediction.loss for name, prediction in predictions_of(report).items()}
+    if not losses:
         return None
-    losses = {"unpatched": report.base.loss}
-    if report.scheme.norms:
-        losses["fresh gains"] = report.ones.loss
-    losses["this model"] = report.chosen.loss
+    base = losses["unpatched"]
     places = plotting.drawable(losses.values())
     figure = plotting.new_figure(7, 0.9 + 0.45 * len(losses))
     axes = figure.subplots()
@@ -47,14 +46,8 @@ def _losses(report: Calibration) -> Figure | None:
         line: dict[str, Any] = {"color": COLOUR[name], "linewidth": 3, "solid_capstyle": "round", "alpha": 0.45}
         axes.plot([places[0], place], [row, row], **line)
         axes.plot([place], [row], color=COLOUR[name], marker="o", markersize=8)
-        rise = (
-            ""
-            if row == 0
-            else f"  (+{format_fixed(loss - report.base.loss)})"
-            if loss >= report.base.loss
-            else "  (lower)"
-        )
-        plotting.write_beside(axes, f"{format_fixed(loss)}{rise}", (place, row), (9, 0), va="center")
+        rise = f"  (+{format_fixed(loss - base)})" if loss >= base else "  (lower)"
+        plotting.write_beside(axes, format_fixed(loss) + (rise if row else ""), (place, row), (9, 0), va="center")
     axes.set_yticks(range(len(losses)), labels=list(losses))
     axes.set_ylim(len(losses) - 0.5, -0.5)
     axes.set_xmargin(0.08)
@@ -90,8 +83,8 @@ def _logits(report: Calibration) -> Figure | None:
 
 def _bounds(axes: Any, bounds: Sequence[float | None]) -> None:
     """Mark the bound on the logits of each layer that has one; the axis then has doublings."""
-    places = {i: plotting.drawable([bound])[0] for i, bound in enumerate(bounds) if bound is not None}
-    places = {i: bound for i, bound in places.items() if bound > 0}
+    drawn = plotting.drawable(math.nan if bound is None else bound for bound in bounds)
+    places = {i: bound for i, bound in enumerate(drawn) if bound > 0}  # NaN is not
     if not places:
         return
     axes.set_xscale("symlog", base=2, linthresh=LINEAR, linscale=0.4)

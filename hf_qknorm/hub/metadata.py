@@ -14,6 +14,7 @@ from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.untrusted import read_text
+from hf_qknorm.stats.records import Prediction
 from hf_qknorm.stats.report import Calibration
 
 TAG = "hf_qknorm"  # identifies a card that this package generated
@@ -37,9 +38,7 @@ def front_matter(path: Path) -> dict[str, Any]:
 
     Raises ValueError, with the file's name, for a card or a front matter that is too large or invalid.
     """
-    if not path.is_file():
-        return {}
-    found = FRONT.match(read_text(path, CARD_BYTES))
+    found = FRONT.match(read_text(path, CARD_BYTES)) if path.is_file() else None
     if found is None:
         return {}
     text = found[1]
@@ -105,27 +104,24 @@ def card_data(path: Path, config: Any, report: Calibration | None, name: str) ->
     Raises ValueError as `inherited_fields` does.
     """
     known = inherited_fields(path)
-    base = [report.base_model] if report and report.base_model else known.pop("base_model", [])
-    for item in base:
-        check_optional_repo_id(item, f"{path}: base_model")
-    datasets = dict.fromkeys([*known.get("datasets", []), *([report.dataset] if report and report.dataset else [])])
-    scheme = config.scheme
+    if report and report.base_model:
+        known["base_model"] = [report.base_model]
+    if report and report.dataset:
+        known["datasets"] = list(dict.fromkeys([*known.get("datasets", []), report.dataset]))
+    for base in known.get("base_model", []):
+        check_optional_repo_id(base, f"{path}: base_model")
+    fields: dict[str, Any] = {k: x[0] if len(x) == 1 and k != "datasets" else x for k, x in known.items()}
+    scheme, predictions = config.scheme, predictions_of(report)
     tags = [TAG, *(["qk-norm"] if scheme.q and scheme.k else []), *(["logit-softcapping"] if scheme.softcap else [])]
     return ModelCardData(
-        **{key: _one(values) for key, values in known.items() if key not in ("datasets", "base_model")},
-        base_model=_one(base),
-        base_model_relation="finetune" if base else None,
-        datasets=list(datasets) or None,
+        **fields,
+        base_model_relation="finetune" if "base_model" in known else None,
         library_name="transformers",
         pipeline_tag=TASKS.get(auto_class(config)),
         tags=[*tags, config.base_model_type],
-        model_name=name if report and report.chosen else None,
-        eval_results=_results(report) or None,
+        model_name=name if predictions else None,
+        eval_results=_results(predictions, report.dataset if report else None) or None,
     )
-
-
-def _one(values: list[str]) -> Any:
-    return values[0] if len(values) == 1 else values or None
 
 
 def auto_class(config: Any) -> str:
@@ -135,20 +131,27 @@ def auto_class(config: Any) -> str:
     return next((auto for auto in found if auto in TASKS), next(iter(found), "AutoModel"))
 
 
-def _results(report: Calibration | None) -> list[EvalResult]:
+def predictions_of(report: Calibration | None) -> dict[str, Prediction]:
+    """Return a report's predictions by the names of their models in a card; empty without a language-modelling head."""
+    if report is None or report.base is None or report.ones is None or report.chosen is None:
+        return {}
+    fresh = {"fresh gains": report.ones} if report.scheme.norms else {}
+    return {"unpatched": report.base, **fresh, "this model": report.chosen}
+
+
+def _results(predictions: dict[str, Prediction], dataset: str | None) -> list[EvalResult]:
     """The finite losses and perplexities, unpatched and converted."""
-    if report is None or report.base is None or report.chosen is None:
-        return []
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=report.dataset or "calibration-text",
-            dataset_name=report.dataset or "calibration text",
+            dataset_type=dataset or "calibration-text",
+            dataset_name=dataset or "calibration text",
             metric_type=metric,
             metric_name=f"{metric}, {model}",
             metric_value=round(value, 4),
         )
-        for model, prediction in (("converted", report.chosen), ("unpatched", report.base))
-        for metric, value in (("loss", prediction.loss), ("perplexity", prediction.perplexity))
-        if math.isfinite(value)
+        for model, name in (("converted", "this model"), ("unpatched", "unpatched"))
+        if name in predictions
+        for metric in ("loss", "perplexity")
+        if math.isfinite(value := getattr(predictions[name], metric))
     ]

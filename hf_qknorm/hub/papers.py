@@ -16,11 +16,6 @@ class Paper(NamedTuple):
     arxiv: str
 
     @property
-    def link(self) -> str:
-        """A Markdown link to the paper."""
-        return f"[{self.name}](https://arxiv.org/abs/{self.arxiv})"
-
-    @property
     def bibtex(self) -> str:
         """The BibTeX entry."""
         entries = Path(__file__).with_name("papers.bib").read_text(encoding="utf-8").strip().split("\n\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -144,14 +145,11 @@ def _check_same_model(api: HfApi, repo_id: str, info: Any, config: Any) -> None:
     files = [file.rfilename for file in info.siblings or []]
     if CONFIG in files:
         with TemporaryDirectory(prefix="hf-qknorm-") as folder:
-            download = retry_transient(
-                lambda: api.hf_hub_download(repo_id, CONFIG, revision=info.sha, local_dir=folder)
-            )
-            stored = read_json(Path(download))
-        names = ["model_type", *(config.attribute_map.get(size, size) for size in SIZES)]
-        expected = {name: getattr(config, name) for name in names}
-        expected["model_type"] = TYPE_PREFIX + config.model_type.removeprefix(TYPE_PREFIX)
-        other = [f"{x} {stored.get(x)}, expected {expected[x]}" for x in names if stored.get(x) != expected[x]]
+            download = partial(api.hf_hub_download, repo_id, CONFIG, revision=info.sha, local_dir=folder)
+            stored = read_json(Path(retry_transient(download)))
+        expected = {"model_type": TYPE_PREFIX + config.model_type.removeprefix(TYPE_PREFIX)}
+        expected |= {config.attribute_map.get(size, size): getattr(config, size) for size in SIZES}
+        other = [f"{key} {stored.get(key)}, expected {x}" for key, x in expected.items() if stored.get(key) != x]
     else:
         other = [file for file in files if Path(file).suffix in WEIGHT_SUFFIXES]
     if other:

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import test_helpers_path  # noqa: F401
 import torch
+from error_budget import Verdict, verdict
 from torch import Tensor
 
 from hf_qknorm.ops import reference
-from hf_qknorm.testing import Verdict, verdict
 
 EPS = 1e-6
 SOFTCAP = 50.0

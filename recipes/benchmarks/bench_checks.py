@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import test_helpers_path  # noqa: F401
 import torch
 from bench_cases import Case, Inputs, draw, exactly, judge, oracle, results
 from bench_implementations import Implementation
 from bench_model import Size
 from bench_model import check as check_model
 from bench_timing import reason
-
-from hf_qknorm.testing import Verdict
+from error_budget import Verdict
 
 MARK = "@verdict "
 SECONDS = 150  # for a job

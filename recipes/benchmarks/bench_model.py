@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import test_helpers_path  # noqa: F401
 import torch
 from bench_cases import judge
+from error_budget import Verdict
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_qknorm as qk
-from hf_qknorm.testing import Verdict
 
 SCHEME = "qk_norm_cap"
 BACKEND = "hf_qknorm"

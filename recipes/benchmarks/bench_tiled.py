@@ -23,14 +23,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import test_helpers_path  # noqa: F401
 import torch
 import torch.nn.functional as F
+from error_budget import assert_within_budget
+from random_qkv import make_qkv
 from torch import Tensor
 
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.types import Heads, Options, Visible
-from hf_qknorm.testing import assert_within_budget, make_qkv
 
 MEMORY_LENGTH = 4096
 OURS, EAGER, SDPA = "hf_qknorm, tiled", "eager", "SDPA, no cap"

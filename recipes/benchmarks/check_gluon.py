@@ -3,9 +3,9 @@
     python recipes/benchmarks/check_gluon.py
     compute-sanitizer --tool racecheck python recipes/benchmarks/check_gluon.py --small
 
-Prints a line a case, exits with 1 if one is over the error budget (see `hf_qknorm.testing`) or differs from run to run.
-Gradients, and with them the log-sum-exp, are for `tests/ops/triton/test_gluon.py`. `--cpu` tries the script out in
-Triton's interpreter, which knows no Gluon: there the plain kernel is checked alone.
+Prints a line a case, exits with 1 if one is over the error budget (see `tests/helpers/error_budget.py`) or differs from
+run to run. Gradients, and with them the log-sum-exp, are for `tests/ops/triton/test_gluon.py`. `--cpu` tries the script
+out in Triton's interpreter, which knows no Gluon: there the plain kernel is checked alone.
 """
 
 from __future__ import annotations

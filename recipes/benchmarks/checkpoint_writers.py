@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import test_helpers_path  # noqa: F401
 import torch
-from tiny_models import tiny_model
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 

@@ -29,10 +29,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import test_helpers_path  # noqa: F401
 import torch
 import transformers
 from bench_tiled import commit, cpu_name
-from tiny_models import tiny_model
+from tiny import tiny_model
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_budget import error
 from tables import LENGTH, MODEL_TYPES, PAIRS, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2ForCausalLM, PreTrainedModel
@@ -19,7 +20,6 @@ from hf_qknorm.backends.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.ops import reference
-from hf_qknorm.testing import error
 
 CAPPED = {"cap": Scheme(softcap=2.0), "norm and cap": Scheme(q="auto", k="auto", softcap=2.0)}
 MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in CAPPED.items() if applies(t, scheme)]

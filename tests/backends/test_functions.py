@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from error_budget import error
+from random_qkv import make_qkv
 from tables import BATCHES, LENGTH, MODEL_TYPES, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -20,7 +22,6 @@ from hf_qknorm.backends import functions
 from hf_qknorm.backends.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.types import Heads
-from hf_qknorm.testing import error, make_qkv
 
 OWN = tuple(name for name in REGISTERED if name != "hf_qknorm_triton")  # test_kernels_in_models.py has that one
 CAPPING = (*OWN, "eager")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mask_cases import HOLES, PADDING, POSITIONS, config, create, even, transformers_own
+from random_qkv import make_qkv
 from tables import assert_near
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -17,7 +18,6 @@ from transformers import masking_utils
 
 from hf_qknorm.backends.masks import is_padded_ranges, structure, structured_mask
 from hf_qknorm.ops import reference
-from hf_qknorm.testing import make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
 

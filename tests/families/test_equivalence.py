@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_budget import error
 from tables import assert_near, make_batch, randomise, sharp_model
 from tiny import TINY
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.testing import error
 
 EPS = 1e-6
 TOLERANCE = 3e-6  # some tens of fp32 roundings

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from error_budget import error
 from safetensors.torch import load_file, save_file
 from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, real
 from tiny import tiny_config
@@ -34,7 +35,6 @@ from hf_qknorm import (
 from hf_qknorm.families import known_families
 from hf_qknorm.model.attention import as_unpatched, own_layers, patched_layers
 from hf_qknorm.model.derived import derived_model
-from hf_qknorm.testing import error
 
 TOLERANCE = 1e-5
 BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from error_budget import assert_within_budget
 from norm_cases import DEVICE, Call, draw, lay_out, plain, spread
 from norm_cases import Case as Raw
 from tiled_cases import Case, draw_inputs
@@ -16,7 +17,6 @@ from torch import Tensor
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention, launch
 from hf_qknorm.ops.types import Heads, Options, Visible
-from hf_qknorm.testing import assert_within_budget
 
 
 class Problem(NamedTuple):

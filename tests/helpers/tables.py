@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_budget import error
 from tiny import TINY, tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -17,7 +18,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_qknorm import FAMILIES, SCHEMES, Scheme
 from hf_qknorm.families import known_families
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.testing import error
 
 # Those that most tests run over. Every other family goes through tests/families/test_sweep.py alone.
 MODEL_TYPES = ("gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3")

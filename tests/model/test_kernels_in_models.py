@@ -7,7 +7,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
+from error_budget import error
 from kernel_models import DEVICE, OTHERS, assert_same, batch, counted, outputs, patched
+from random_qkv import make_qkv
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.backends.functions import REGISTERED
@@ -15,7 +17,6 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.operators import FUSED_ATTENTION
-from hf_qknorm.testing import error, make_qkv
 from hf_qknorm.training.blend import set_blend
 
 CASES = [

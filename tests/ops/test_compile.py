@@ -8,11 +8,11 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from operator_calls import call
+from random_qkv import make_qkv
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_qknorm.ops import library
-from hf_qknorm.testing import make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
 SINKS = torch.linspace(-1, 2, 4)

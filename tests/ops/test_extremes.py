@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from error_budget import assert_within_budget
 from operator_calls import call
+from random_qkv import make_qkv
 from tiled_cases import Case, Inputs, draw_inputs, oracle_results, tiled_results
 from torch import Tensor
 
 from hf_qknorm.ops import library, reference, tiled
 from hf_qknorm.ops.types import Heads, Options, Visible
-from hf_qknorm.testing import assert_within_budget, make_qkv
 
 CAPS = (None, 5.0, 50.0)
 NAMES = ("out", "dq", "dk", "dv", "dsinks")

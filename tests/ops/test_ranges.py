@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from error_budget import assert_within_budget
 from tables import dense
 from tiled_cases import Case, draw_inputs, draw_ranges, drawn_dropout, oracle_results, tiled_results
 
 from hf_qknorm.ops import reference, tiled, tiled_blocks
 from hf_qknorm.ops.types import Heads, Options
-from hf_qknorm.testing import assert_within_budget
 
 KINDS = ("left_padding", "right_padding", "packed", "window", "shared", "nothing")
 CASES = [

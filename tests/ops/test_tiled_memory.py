@@ -3,12 +3,12 @@
 import pytest
 import torch
 from memory import LargestStorage
+from random_qkv import make_qkv
 from tiled_cases import Case, draw_inputs, draw_ranges, dropout_mask, tiled_results
 from torch import Tensor
 
 from hf_qknorm.ops import tiled
 from hf_qknorm.ops.types import Heads, Options, Visible
-from hf_qknorm.testing import make_qkv
 
 
 def largest_of_forward_and_backward(

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from error_budget import assert_within_budget
 from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_terms, tiled_results
 
 from hf_qknorm.ops import tiled
 from hf_qknorm.ops.types import Heads, Options, Visible
-from hf_qknorm.testing import assert_within_budget
 
 CAPS = (None, 5.0, 50.0, 70.0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from random_qkv import make_qkv
 from tables import assert_near
 from tiny import tiny_model
 
@@ -12,7 +13,6 @@ from hf_qknorm.backends.masks import Structure
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
 from hf_qknorm.stats.logits import measure, measure_by_kernels, visible_keys
-from hf_qknorm.testing import make_qkv
 
 CALLS = {
     "causal": {"causal": True},

@@ -61,8 +61,9 @@ def twin(root: Path, base: Base, layout: str) -> Path:
 
 def build(root: Path) -> None:
     """Write every base, in every layout, under `root`."""
+    import test_helpers_path  # noqa: F401
     import torch
-    from tiny_models import tiny_model
+    from tiny import tiny_model
     from transformers import AutoModel
     from transformers.utils import logging
 

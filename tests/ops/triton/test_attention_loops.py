@@ -9,12 +9,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from error_budget import assert_within_budget
 from kernel_cases import DEVICE, Problem, Raw, log_sum_exp, plain, plain_problem, raw_problem, shrink_tiles
 from tiled_cases import Case
 
 from hf_qknorm.ops.triton import attention, score_math
 from hf_qknorm.ops.triton.launch import INTERPRETED, launch
-from hf_qknorm.testing import assert_within_budget
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 CAPS = (None, 5.0, 50.0, 64.0, 70.0)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from error_budget import assert_within_budget
 from kernel_cases import DEVICE, Problem, Raw, plain_problem, raw_problem, shrink_tiles
 from tiled_cases import Case
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from hf_qknorm.ops.triton import attention
 from hf_qknorm.ops.triton.launch import Tile
 from hf_qknorm.ops.types import Heads, Visible
-from hf_qknorm.testing import assert_within_budget
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 

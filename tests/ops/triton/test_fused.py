@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
+from error_budget import error
 from operator_calls import call
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -15,7 +16,6 @@ from torch.library import opcheck
 from hf_qknorm.ops import library, operators
 from hf_qknorm.ops.registration import flatten, flatten_norms
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
-from hf_qknorm.testing import error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, HK, T, D = 2, 4, 2, 9, 16

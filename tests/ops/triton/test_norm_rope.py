@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from error_budget import assert_within_budget
 from norm_cases import BRAIN, CASES, DEVICE, KNEES, Case, draw, expected, gradients_like, lay_out
 
 from hf_qknorm.ops.norms import NORMS
@@ -14,7 +15,6 @@ from hf_qknorm.ops.triton.arguments import HeadArguments
 from hf_qknorm.ops.triton.launch import launch
 from hf_qknorm.ops.triton.norm_rope_kernel import _entries
 from hf_qknorm.ops.types import Norm
-from hf_qknorm.testing import assert_within_budget
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -21,9 +21,9 @@ import bench_plan as plan
 from bench_cases import Case, draw, exactly, oracle
 from bench_implementations import ARMS, FLASH, OURS, RIVALS, VARLEN, dense_mask, nothing
 from bench_timing import Clock, Late, Run, limit
+from error_budget import error
 
 from hf_qknorm.ops import library, reference
-from hf_qknorm.testing import error
 
 RECIPE = Path(bench.__file__)
 CPU = torch.device("cpu")
