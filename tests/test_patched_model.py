@@ -145,7 +145,7 @@ def test_under_autocast_q_and_k_reach_the_attention_in_the_dtype_of_v(model_type
     model = randomise(patch_model(sharp_model(model_type), TRIED[preset]))
     seen = []
     for layer in patched_layers(model).values():
-        layer.observer = lambda module, q, k, v, *rest: seen.append((q.dtype, k.dtype, v.dtype))
+        layer.observers = (lambda module, q, k, v, *rest: seen.append((q.dtype, k.dtype, v.dtype)),)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**make_batch("left")).loss
     loss.backward()

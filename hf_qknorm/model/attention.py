@@ -65,7 +65,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         reordered = mask is not None and is_padded_ranges(mask)  # keys move, after their rotation
         padded = heads.v.shape[-1] > heads.k.shape[-1]  # a norm would see the padding
         alone = cache is None or is_empty(cache, slot)
-        return alone and not padded and not reordered and self.observer is None
+        return alone and not padded and not reordered and not self.observers
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that the kernel applies to it; a norm of another class, or with hooks, is applied here."""

@@ -25,7 +25,7 @@ class PlainAttention(nn.Module):
     family: ClassVar[Family]
     scheme: Scheme
     removed_norm: tuple[nn.Module, ...] = ()  # in a tuple it is no submodule, and checkpoints leave it out
-    observer: Callable[..., None] | None = None
+    observers: tuple[Callable[..., None], ...] = ()  # oldest first
     blending: bool = False
     base_weights: tuple[tuple[nn.Parameter, Tensor], ...] = ()  # parameters, and their values before a fit moves them
 
@@ -84,9 +84,9 @@ class PlainAttention(nn.Module):
     def _call_backend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Show the heads to the observer, and call the config's attention function."""
-        if self.observer is not None:
-            self.observer(self, q, k, v, mask, options)
+        """Show the heads to the observers, and call the config's attention function."""
+        for observer in self.observers:
+            observer(self, q, k, v, mask, options)
         attend = functions.attention_function(self, self.scheme.softcap, self.family.style.eager(self))
         return attend(self, q, k, v, mask, **options)
 

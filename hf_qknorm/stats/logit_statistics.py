@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,8 @@ class LogitStatistics:
 
     - `max_logit` `[H]`: the largest |logit| before the cap
     - `over_half`, `over_cap` `[H]`: the shares of visible logits over `cap`/2 and over `cap`, before the cap
-    - `entropy` `[H]`: the mean attention entropy in nats; `even`: the entropy of uniform attention over visible keys
+    - `entropy` `[H]`: the attention entropy in nats; `even`: the entropy of uniform attention over visible keys, a
+      scalar; both are means, in which each forward pass has the same weight
     - `rms_q` `[H]`, `rms_k`, `rms_v` `[Hk]`: the root mean square of queries, keys and values before any norm
     - `beyond_q` `[H]`, `beyond_k` `[Hk]`: the shares of queries and keys beyond the knee of their norm, that is with a
       mean |x|ᵖ over ε^(p/2); NaN without a knee
@@ -52,47 +53,38 @@ class LogitStatistics:
 
     @property
     def entropy(self) -> Tensor:
-        """The mean attention entropy per head; each forward pass has the same weight."""
         return torch.stack(self.entropies).mean(0)
 
     @property
     def even(self) -> Tensor:
-        """The entropy of uniform attention, a scalar; each forward pass has the same weight."""
         return torch.stack(self.evens).mean()
 
     @property
     def over_half(self) -> Tensor:
-        """The share of visible logits over half the cap."""
         return self.counts[1] / self.counts[0]
 
     @property
     def over_cap(self) -> Tensor:
-        """The share of visible logits over the cap."""
         return self.counts[2] / self.counts[0]
 
     @property
     def rms_q(self) -> Tensor:
-        """The root mean square of the queries before any norm."""
         return self._mean("q_norm", 1, self.max_logit).sqrt()
 
     @property
     def rms_k(self) -> Tensor:
-        """The root mean square of the keys before any norm."""
         return self._mean("k_norm", 1, self.rms_v).sqrt()
 
     @property
     def rms_v(self) -> Tensor:
-        """The root mean square of the values before any norm."""
         return self._mean("v_norm", 1, self.max_logit).sqrt()
 
     @property
     def beyond_q(self) -> Tensor:
-        """The share of queries beyond the knee."""
         return self._mean("q_norm", 2, self.max_logit)
 
     @property
     def beyond_k(self) -> Tensor:
-        """The share of keys beyond the knee."""
         return self._mean("k_norm", 2, self.rms_v)
 
     def _mean(self, norm: str, row: int, like: Tensor) -> Tensor:
@@ -136,22 +128,22 @@ def watched_layers(
             stack.callback(remove_observer, layer, watcher)
             add_observer(layer, watcher)
             hook = _hook_projections if layer.has_own_norms else _hook_norms
-            stack.enter_context(hook(layer, watcher))
+            hook(layer, watcher, stack)
         stack.callback(passes.end)
         yield collected
 
 
 class PassFilter:
-    """Select the forward passes to watch, here all, and find the padding in the arguments of the models.
+    """The forward passes to watch, those of models that `selects`, by default all; and the padding in their arguments.
 
     Models may call others: a pass starts and finishes with the outermost model. Gradient checkpointing recomputes
     layers in the backward pass, outside of any forward pass of a model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, selects: Callable[[nn.Module], bool] | None = None) -> None:
+        self.selects = selects
         self.mask: Tensor | None = None
-        self.signatures: dict[Any, inspect.Signature] = {}
-        self.watching = True
+        self.watching = selects is None
         self.depth = 0  # of nested models
 
     def hook(self, model: nn.Module) -> list[Any]:
@@ -160,28 +152,21 @@ class PassFilter:
         handles: list[Any] = [module.register_forward_pre_hook(self.enter, with_kwargs=True) for module in models]
         return handles + [module.register_forward_hook(self.leave, always_call=True) for module in models]
 
-    def start(self, model: nn.Module) -> None:
-        """Decide whether to watch the pass of the outermost model that starts."""
-
-    def finish(self) -> None:
-        """The pass of the outermost model is finished."""
-
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.depth += 1
-        if self.depth == 1:
-            self.start(module)
+        if self.depth == 1 and self.selects is not None:
+            self.watching = self.selects(module)
         mask = kwargs.get("attention_mask")
         if mask is None and args:
-            forward = type(module).forward
-            signature = self.signatures.setdefault(forward, inspect.signature(forward))
+            signature = inspect.signature(type(module).forward)
             mask = signature.bind_partial(module, *args).arguments.get("attention_mask")
         # a mask of four dimensions holds the visible keys, not the padding
         self.mask = mask.detach() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.depth -= 1
-        if self.depth == 0:
-            self.finish()
+        if self.depth == 0 and self.selects is not None:
+            self.watching = False
 
     def end(self) -> None:
         """Stop watching, even if another observer still calls this one."""
@@ -193,20 +178,6 @@ class PassFilter:
             return None
         real = self.mask[:rows, -length:].to(device).bool()
         return None if bool(real.all()) else real
-
-
-class FirstPassFilter(PassFilter):
-    """Select the first pass of a model whose training mode is `training`."""
-
-    def __init__(self, training: bool) -> None:
-        super().__init__()
-        self.training, self.over, self.watching = training, False, False
-
-    def start(self, model: nn.Module) -> None:
-        self.watching = not self.over and model.training == self.training
-
-    def finish(self) -> None:
-        self.over, self.watching = self.over or self.watching, False
 
 
 class _Watcher:
@@ -260,33 +231,27 @@ class _Watcher:
         self.lengths.clear()
 
 
-@contextmanager
-def _hook_norms(layer: QKNormAttention, watcher: _Watcher) -> Iterator[None]:
+def _hook_norms(layer: QKNormAttention, watcher: _Watcher, stack: ExitStack) -> None:
     """Pass the inputs of the norms to the watcher; an `nn.Identity` stands in for a norm that the layer lacks."""
-    with ExitStack() as stack:
-        for name in NORM_NAMES.values():
-            if layer._modules.get(name) is None:
-                layer.add_module(name, nn.Identity())
-                stack.callback(delattr, layer, name)
+    for name in NORM_NAMES.values():
+        if layer._modules.get(name) is None:
+            layer.add_module(name, nn.Identity())
+            stack.callback(delattr, layer, name)
 
-            def look(_: nn.Module, arguments: tuple[Tensor, ...], name: str = name) -> None:
-                watcher.before_norm(name, arguments[0], head_norms(layer).get(name))
+        def look(_: nn.Module, arguments: tuple[Tensor, ...], name: str = name) -> None:
+            watcher.before_norm(name, arguments[0], head_norms(layer).get(name))
 
-            stack.callback(layer.get_submodule(name).register_forward_pre_hook(look).remove)
-        yield
+        stack.callback(layer.get_submodule(name).register_forward_pre_hook(look).remove)
 
 
-@contextmanager
-def _hook_projections(layer: QKNormAttention, watcher: _Watcher) -> Iterator[None]:
+def _hook_projections(layer: QKNormAttention, watcher: _Watcher, stack: ExitStack) -> None:
     """Pass the outputs of separate projections to the watcher, for models with their own norms behind them."""
     heads, heads_kv, head_dim = layer.family.style.heads(layer)
-    widths, parts = (heads * head_dim, heads_kv * head_dim, heads_kv * head_dim), layer.family.style.weights
-    with ExitStack() as stack:
-        for name, width, part in zip(NORM_NAMES.values(), widths, parts, strict=False):
+    parts = zip(NORM_NAMES.values(), (heads, heads_kv, heads_kv), layer.family.style.weights, strict=False)
+    for name, count, part in parts:
 
-            def look(_: nn.Module, __: Any, out: Tensor, name: str = name, width: int = width) -> None:
-                if out.shape[-1] == width:
-                    watcher.before_norm(name, out.view(*out.shape[:-1], -1, head_dim))
+        def look(_: nn.Module, __: Any, out: Tensor, name: str = name, width: int = count * head_dim) -> None:
+            if out.shape[-1] == width:
+                watcher.before_norm(name, out.view(*out.shape[:-1], -1, head_dim))
 
-            stack.callback(layer.get_submodule(part).register_forward_hook(look).remove)
-        yield
+        stack.callback(layer.get_submodule(part).register_forward_hook(look).remove)

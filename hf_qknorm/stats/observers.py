@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
-
-
-class _Observers(list[Any]):
-    """Several observers of a layer, called in order."""
-
-    def __call__(self, *arguments: Any) -> None:
-        for observer in self:
-            observer(*arguments)
 
 
 def require_patched(model: Any) -> dict[str, QKNormAttention]:
@@ -27,25 +18,14 @@ def require_patched(model: Any) -> dict[str, QKNormAttention]:
     return layers
 
 
-def observers(layer: QKNormAttention) -> Sequence[Any]:
-    """The layer's observers, oldest first."""
-    found: Any = layer.observer
-    return found if isinstance(found, _Observers) else [] if found is None else [found]
-
-
 def add_observer(layer: QKNormAttention, observer: Any) -> None:
     """Add `observer` to the layer's observers, unless it is there already."""
-    if observer not in observers(layer):
-        _set_observers(layer, [*observers(layer), observer])
+    if observer not in layer.observers:
+        layer.observers += (observer,)
 
 
 def remove_observer(layer: QKNormAttention, observer: Any) -> None:
     """Remove `observer` from the layer's observers."""
-    _set_observers(layer, [other for other in observers(layer) if other is not observer])
-
-
-def _set_observers(layer: QKNormAttention, found: list[Any]) -> None:
-    if found:
-        layer.observer = found[0] if len(found) == 1 else _Observers(found)
-    elif layer.observer is not None:
-        del layer.observer
+    layer.observers = tuple(other for other in layer.observers if other is not observer)
+    if not layer.observers:
+        del layer.observers

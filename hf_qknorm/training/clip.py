@@ -12,11 +12,12 @@ as in Megatron-LM. Not in the paper: where the scheme norms one side alone, the 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_qknorm.backends.masks import Structure
@@ -27,7 +28,7 @@ from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.stats.distributed import world_size
 from hf_qknorm.stats.logit_statistics import PassFilter
 from hf_qknorm.stats.logits import visible_keys
-from hf_qknorm.stats.observers import add_observer, observers, remove_observer, require_patched
+from hf_qknorm.stats.observers import add_observer, remove_observer, require_patched
 from hf_qknorm.training.head_weights import along_outputs, attention_head_weights, by_projection
 
 
@@ -64,8 +65,8 @@ class QKClip(TrainerCallback):
         self.exponents = {name: _exponents(name, layer) for name, layer in self.layers.items()}
         self.heads = {name: max(part.heads for part in self.parts[name].values()) for name in self.layers}
         self.largest: dict[str, Tensor] = {}  # by layer, `[H]`, since the last step
-        self.passes = TrainingPassFilter()
-        self.watchers = {name: _Watcher(name, self) for name in self.layers}
+        self.passes = PassFilter(lambda model: torch.is_grad_enabled())
+        self.watchers = {name: partial(self._observe, name) for name in self.layers}
         self.model = model
         self.hooks: list[Any] = []
         self.watch()
@@ -86,6 +87,22 @@ class QKClip(TrainerCallback):
             remove_observer(layer, self.watchers[name])
 
     @torch.no_grad()
+    def _observe(
+        self, name: str, layer: QKNormAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
+    ) -> None:
+        """Record the largest logits of the layer."""
+        if not self.passes.watching:
+            return
+        if q.shape[1] != self.heads[name]:
+            raise ValueError(
+                f"{name} has {q.shape[1]} of its {self.heads[name]} heads here: QKClip does not support tensor "
+                "parallelism"
+            )
+        seen = visible_keys(layer, q, k, mask, options, self.passes.real(None, q.shape[2], q.device))
+        largest = largest_logits(q, seen, options["scaling"], self.threshold)
+        self.largest[name] = torch.maximum(self.largest.get(name, largest), largest)
+
+    @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
         """Scale the weights of the heads that passed the threshold since the last step; every rank must call this.
 
@@ -94,7 +111,7 @@ class QKClip(TrainerCallback):
         Raises RuntimeError if a layer is no longer observed.
         """
         for name, layer in self.layers.items():
-            if self.watchers[name] not in observers(layer):
+            if self.watchers[name] not in layer.observers:
                 raise RuntimeError(f"{name} is not watched: another observer replaced QKClip's, or remove() was called")
         clipped = {}
         for name, largest in self._gathered().items():
@@ -133,50 +150,15 @@ class QKClip(TrainerCallback):
         self.remove()
 
 
-class TrainingPassFilter(PassFilter):
-    """Select the passes with gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watching = False
-
-    def start(self, model: nn.Module) -> None:
-        self.watching = torch.is_grad_enabled()
-
-    def finish(self) -> None:
-        self.watching = False
-
-
-class _Watcher:
-    """Records the largest logits of a layer."""
-
-    def __init__(self, name: str, clip: QKClip) -> None:
-        self.name, self.clip = name, clip
-
-    @torch.no_grad()
-    def __call__(
-        self, layer: QKNormAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
-    ) -> None:
-        clip, heads = self.clip, self.clip.heads[self.name]
-        if not clip.passes.watching:
-            return
-        if q.shape[1] != heads:
-            raise ValueError(
-                f"{self.name} has {q.shape[1]} of its {heads} heads here: QKClip does not support tensor parallelism"
-            )
-        seen = visible_keys(layer, q, k, mask, options, clip.passes.real(None, q.shape[2], q.device))
-        largest = largest_logits(q, seen, options["scaling"], clip.threshold)
-        known = clip.largest.get(self.name)
-        clip.largest[self.name] = largest if known is None else torch.maximum(known, largest)
-
-
 def largest_logits(q: Tensor, seen: Structure, scale: float, threshold: float) -> Tensor:
     """The largest visible logit, before any cap, of each head of q `[B, H, T, D]`, `[H]`.
 
     −∞ where ‖q‖·‖k‖ shows that it is at most `threshold`: only the logits of the other heads are computed, in blocks.
     """
     k, group = seen.key, q.shape[1] // seen.key.shape[1]
-    longest_q, longest_k = (torch.linalg.vector_norm(x.to(_wide(x)), dim=-1).amax((0, 2)) for x in (q, k))
+    longest_q, longest_k = (
+        torch.linalg.vector_norm(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).amax((0, 2)) for x in (q, k)
+    )
     bound = (scale * longest_q).view(-1, group).amax(1) * longest_k
     largest = bound.new_full((k.shape[1], group), -math.inf)
     heads = (~(bound <= threshold)).nonzero().flatten()
@@ -195,10 +177,6 @@ def largest_logits(q: Tensor, seen: Structure, scale: float, threshold: float) -
         logits = problem.logits(block, buffer, buffer).view(block.shape[0], len(heads), group, -1)
         largest[heads] = torch.maximum(largest[heads], logits.amax((0, 3)).to(largest.dtype))
     return largest.flatten()
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _exponents(name: str, layer: QKNormAttention) -> dict[str, float]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.stats.distributed import world_size
-from hf_qknorm.stats.logit_statistics import FirstPassFilter, LogitStatistics, watched_layers
+from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, watched_layers
 from hf_qknorm.training.grad_norms import GradientNorms, gradient_norms
 from hf_qknorm.training.logit_log import LayerSample, LogitSample
 
@@ -34,7 +34,8 @@ class LogitSampler:
         if training is None:  # a wrapper such as PEFT's may be in another mode than its model
             training = next((m.training for m in model.modules() if isinstance(m, PreTrainedModel)), model.training)
         with ExitStack() as stack:  # removes all hooks if the model is refused
-            self.found = stack.enter_context(watched_layers(model, FirstPassFilter(training), rows=rows))
+            first = PassFilter(lambda model: model.training == training and not self.found)
+            self.found = stack.enter_context(watched_layers(model, first, rows=rows))
             if compiled or _is_compiled(model):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self.close = stack.pop_all().close

@@ -171,7 +171,7 @@ def test_the_mask_is_none_where_causality_and_window_suffice():
     masks: list[Tensor | None] = []
     model = patch_model(sharp_model("qwen2"), "soft_cap")  # one full layer, one with a window
     for layer in (layer.self_attn for layer in model.model.layers):
-        layer.observer = lambda module, q, k, v, mask, options: masks.append(mask)
+        layer.observers = (lambda module, q, k, v, mask, options: masks.append(mask),)
     for kind in BATCHES:
         masks.clear()
         model(**make_batch(kind))

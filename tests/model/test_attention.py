@@ -96,6 +96,6 @@ def test_norms_come_before_the_rotation():
     layer = next(iter(patched_layers(model).values()))
     order: list[str] = []
     layer.q_norm.register_forward_hook(lambda *_: order.append("norm"))
-    layer.observer = lambda module, q, *_: order.append(f"attend {tuple(q.shape)}")
+    layer.observers = (lambda module, q, *_: order.append(f"attend {tuple(q.shape)}"),)
     model(**make_batch("plain"))
     assert order == ["norm", "attend (2, 4, 20, 16)"]

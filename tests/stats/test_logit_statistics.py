@@ -179,11 +179,11 @@ def test_shares_are_those_of_logits_before_the_cap(family):
     batch = make_batch("left", labels=False)
     calls = []
     for name, layer in patched_layers(model).items():
-        layer.observer = lambda layer, q, k, v, mask, options, name=name: calls.append((name, q, k, mask, options))
+        layer.observers = (lambda layer, q, k, v, mask, options, name=name: calls.append((name, q, k, mask, options)),)
     with torch.no_grad():
         weights = dict(zip(patched_layers(model), model(**batch, output_attentions=True).attentions, strict=True))
     for layer in patched_layers(model).values():
-        del layer.observer
+        del layer.observers
     with torch.no_grad(), logit_statistics(model, cap=1.0) as statistics:
         model(**batch)
     assert len(calls) == len(statistics)
@@ -224,23 +224,23 @@ def test_watching_ends_and_changes_nothing():
         assert torch.equal(model(batch).logits, plain)
         raise RuntimeError("stop")
     assert len(statistics) == 2
-    assert all(layer.observer is None for layer in patched_layers(model).values())
+    assert all(layer.observers == () for layer in patched_layers(model).values())
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_other_observers_keep_observing():
     model = patch_model(tiny_model("llama"), "qk_norm_cap")
     calls, (first, *_) = [], patched_layers(model).values()
-    first.observer = other = lambda *arguments: calls.append(1)
+    first.observers = others = (lambda *arguments: calls.append(1),)
     with torch.no_grad(), logit_statistics(model) as statistics:
         model(tokens(2, 20))
     assert calls == [1]
-    assert first.observer is other
+    assert first.observers == others
     with torch.no_grad(), logit_statistics(model):
-        late, first.observer = first.observer, lambda *arguments: late(*arguments)
+        late, first.observers = first.observers, (lambda *arguments: [observe(*arguments) for observe in late],)
         model(tokens(2, 20))
     model(tokens(2, 20))
-    assert first.observer is not other  # the newest observer stays and still calls the older ones
+    assert first.observers != others  # the newest observer stays and still calls the older ones
     assert calls == [1, 1, 1]
     assert all(len(entry.entropies) == 1 for entry in statistics.values())
 

@@ -34,7 +34,7 @@ class Recorder:
         self.heads: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
         self.inputs: dict[str, tuple[Any, Any]] = {}
         for name, layer in patched_layers(model).items():
-            layer.observer = self.noting(name)
+            layer.observers = (self.noting(name),)
             layer.register_forward_pre_hook(self.keeping(name), with_kwargs=True)
 
     def noting(self, name: str) -> Any:
@@ -217,7 +217,7 @@ def test_other_observers_and_removal():
     model(**make_batch("plain"))
     clip.remove()
     assert fingerprint(model) == before
-    assert all(layer.observer is None for layer in patched_layers(model).values())
+    assert all(layer.observers == () for layer in patched_layers(model).values())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn is not watched"):
         clip.step()
@@ -243,7 +243,7 @@ def test_the_trainer_clips_as_a_bare_loop_does(tmp_path):
     assert clipped
     for (name, p), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, other, rtol=1e-4, atol=1e-5, msg=name)
-    assert all(layer.observer is None for layer in patched_layers(model).values())
+    assert all(layer.observers == () for layer in patched_layers(model).values())
 
 
 def test_bfloat16():

@@ -29,8 +29,8 @@ def calls(model, batch):
             def note(layer, q, k, v, mask, options, name=name):
                 found[name] = (q, k, v, options)
 
-            layer.observer = note
-            stack.callback(delattr, layer, "observer")
+            layer.observers = (note,)
+            stack.callback(delattr, layer, "observers")
         model(**batch)
     return found
 
