@@ -37,21 +37,7 @@ def set_blend(model: nn.Module, blend: float) -> None:
     Raises ValueError for a model that is not patched, a blend outside 0 to 1, a cap that `set_cap` moves, and a scheme
     with pre_norm=False, which removed the norm before attention.
     """
-    layers = list(require_patched(model).values())
-    config: Any = layers[0].config
-    if not config.scheme.pre_norm:
-        raise ValueError(
-            "pre_norm=False removed the norm before attention, so there is no blend to the unpatched model"
-        )
-    _check(blend)
-    if config.qk_norm_blend is None and blend < 1:
-        for layer in layers:
-            start_blend(layer)
-        config.qk_norm_blend = {"norms": True, "softcap": config.scheme.softcap}
-    if config.qk_norm_blend is None:
-        return
-    if not config.qk_norm_blend["norms"]:
-        raise ValueError("set_cap or CapSchedule moves the cap by itself: call set_cap(model, 1) before a blend")
+    layers = _layers_in_blend(model, blend, norms=True)
     for layer in layers:
         for norm in chain(*norm_copies(layer).values()):
             if norm.blend is not None:
@@ -71,18 +57,7 @@ def set_cap(model: nn.Module, blend: float) -> None:
     Raises ValueError for a model that is not patched, whose scheme has no cap, or that is in a blend, and for a `blend`
     outside 0 to 1.
     """
-    layers = list(require_patched(model).values())
-    config: Any = layers[0].config
-    _check(blend)
-    if config.qk_norm_blend is None and config.scheme.softcap is None:
-        raise ValueError(f"the scheme has no cap to bring in ({config.scheme}): patch the model with one that has")
-    if config.qk_norm_blend is None and blend < 1:
-        config.qk_norm_blend = {"norms": False, "softcap": config.scheme.softcap}
-    if config.qk_norm_blend is None:
-        return
-    if config.qk_norm_blend["norms"]:
-        raise ValueError("this model is in a blend, which moves the cap as well: leave out CapSchedule and set_cap")
-    _set_cap(layers, blend)
+    _set_cap(_layers_in_blend(model, blend, norms=False), blend)
 
 
 def blend_of(model: nn.Module) -> float:
@@ -91,20 +66,31 @@ def blend_of(model: nn.Module) -> float:
     return next((float(norm.blend) for norm in norms if norm.blend is not None), 1.0)
 
 
-class _Schedule(TrainerCallback):
-    """Sets a blend that depends on the step alone, so that a resumed run continues it."""
+class Schedule(TrainerCallback):
+    """Changes a model over the first `share` of the run, by the step alone, so that a resumed run continues."""
 
+    def __init__(self, share: float) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share} of the run: expected more than 0 and at most 1")
+        self.share = share
+
+    def done(self, step: int, steps: int) -> float:
+        """The part of the schedule before step `step` (the first is 0) of a run of `steps`, from 0 to 1."""
+        return min(step / max(self.share * steps, 1), 1.0)
+
+
+class _BlendSchedule(Schedule):
     set: Callable[[nn.Module, float], None]
 
     def __init__(self, share: float = 0.5, shape: Shape = "linear") -> None:
-        check_share(share)
+        super().__init__(share)
         if shape not in ("linear", "cosine"):
             raise ValueError(f'shape={shape!r}: expected "linear" or "cosine"')
-        self.share, self.shape = share, shape
+        self.shape = shape
 
     def at(self, step: int, steps: int) -> float:
         """The blend before step `step` (the first is 0) of a run of `steps`."""
-        done = min(step / max(self.share * steps, 1), 1.0)
+        done = self.done(step, steps)
         return done if self.shape == "linear" else (1 - math.cos(math.pi * done)) / 2
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -113,7 +99,7 @@ class _Schedule(TrainerCallback):
     on_step_end = on_train_begin
 
 
-class BlendSchedule(_Schedule):
+class BlendSchedule(_BlendSchedule):
     """Trainer callback: brings the scheme in, norms and cap, over the first `share` of the run, by `set_blend`.
 
     Calibrate the model before, by "moments" or "fit": with fitting gains the model changes less on the way. "fit_qk"
@@ -132,7 +118,7 @@ class BlendSchedule(_Schedule):
     set = staticmethod(set_blend)
 
 
-class CapSchedule(_Schedule):
+class CapSchedule(_BlendSchedule):
     """Trainer callback: lowers the cap to the scheme's over the first `share` of the run, as c/blend, by `set_cap`.
 
     `shape` is "linear" or "cosine".
@@ -147,19 +133,40 @@ class CapSchedule(_Schedule):
     set = staticmethod(set_cap)
 
 
-def check_share(share: float) -> None:
-    """Raise ValueError for a share of the run that is not in (0, 1]."""
-    if not 0 < share <= 1:
-        raise ValueError(f"share={share} of the run: expected more than 0 and at most 1")
+def _layers_in_blend(model: nn.Module, blend: float, norms: bool) -> list[QKNormAttention]:
+    """The layers of a model in a blend of norms and cap, or of the cap alone; none if the whole scheme stays in.
 
-
-def _check(blend: float) -> None:
+    A blend under 1 begins here.
+    """
+    layers = list(require_patched(model).values())
+    config: Any = layers[0].config
+    if norms and not config.scheme.pre_norm:
+        raise ValueError(
+            "pre_norm=False removed the norm before attention, so there is no blend to the unpatched model"
+        )
     if not 0 <= blend <= 1:
         raise ValueError(f"blend={blend}: expected a number from 0 (as unpatched) to 1 (the whole scheme)")
+    if config.qk_norm_blend is None:
+        if not norms and config.scheme.softcap is None:
+            raise ValueError(f"the scheme has no cap to bring in ({config.scheme}): patch the model with one that has")
+        if blend == 1:
+            return []
+        for layer in layers if norms else ():
+            start_blend(layer)
+        config.qk_norm_blend = {"norms": norms, "softcap": config.scheme.softcap}
+    if config.qk_norm_blend["norms"] != norms:
+        raise ValueError(
+            "set_cap or CapSchedule moves the cap by itself: call set_cap(model, 1) before a blend"
+            if norms
+            else "this model is in a blend, which moves the cap as well: leave out CapSchedule and set_cap"
+        )
+    return layers
 
 
 def _set_cap(layers: list[QKNormAttention], blend: float) -> None:
     """Write the cap for `blend` into the layers and the config; at 1, remove the blend from the config."""
+    if not layers:
+        return
     config: Any = layers[0].config
     end = config.qk_norm_blend["softcap"]
     own = (config.qk_norm_base or {}).get("attn_logit_softcapping")  # the cap of the unpatched family

@@ -13,17 +13,16 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from hf_qknorm.model.attention import QKNormAttention, head_norms, norm_copies
 from hf_qknorm.model.knees import apply_knee, powers_of, record_loaded_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.observers import require_patched
-from hf_qknorm.training.blend import check_share
+from hf_qknorm.training.blend import Schedule
 
 LEVELS: Final = 32  # steps of a schedule: a change must be large beside the training between two of them
-IN_16_BITS: Final = (torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -49,24 +48,18 @@ def set_knee(model: nn.Module, knee: float) -> None:
     if knee == knee_of(model):
         return
     _check_gains(layers)
-    for layer in layers.values():
-        dataclasses.replace(layer.scheme, knee=knee)  # raises for an invalid knee
+    dataclasses.replace(next(iter(layers.values())).scheme, knee=knee)  # raises for an invalid knee
     powers = powers_of(model)
-    factors = {
-        (name, norm_name): _factor(norm, powers[name, norm_name], knee)
-        for name, layer in layers.items()
-        for norm_name, norm in head_norms(layer).items()
-    }
-    apply_knee(model, knee, powers)
+    scaled: list[tuple[HeadNorm, float]] = []
     for name, layer in layers.items():
-        norms = norm_copies(layer)
-        for norm_name, copies in norms.items():
-            factor = factors[name, norm_name]
-            if norm_name == "q_norm" and "k_norm" in norms and norms["k_norm"][0].weight is None:
-                factor *= factors[name, "k_norm"]
-            for norm in copies:
-                if norm.weight is not None:
-                    _scale_gain(norm, factor)
+        factors = {n: _factor(norm, powers[name, n], knee) for n, norm in head_norms(layer).items()}
+        copies = norm_copies(layer)
+        if copies.keys() >= {"q_norm", "k_norm"} and copies["k_norm"][0].weight is None:
+            factors["q_norm"] *= factors["k_norm"]
+        scaled += [(norm, factors[n]) for n, norms in copies.items() for norm in norms if norm.weight is not None]
+    apply_knee(model, knee, powers)
+    for norm, factor in scaled:
+        _scale_gain(norm, factor)
 
 
 def knee_of(model: nn.Module) -> float:
@@ -74,7 +67,7 @@ def knee_of(model: nn.Module) -> float:
     return next(iter(require_patched(model).values())).scheme.knee
 
 
-class KneeSchedule(TrainerCallback, ExportableState):
+class KneeSchedule(Schedule, ExportableState):
     """Trainer callback: lowers the model's knee to `target` over the first `share` of the run, by `set_knee`.
 
     Calibrate the model before: the knee starts at its present value. It falls as (1 − done)², which is flat where the
@@ -93,16 +86,16 @@ class KneeSchedule(TrainerCallback, ExportableState):
     """
 
     def __init__(self, share: float = 0.5, target: float = 0.0) -> None:
-        check_share(share)
+        super().__init__(share)
         if not (math.isfinite(target) and target >= 0):
             raise ValueError(f"target={target}: expected a knee, a finite number ≥ 0")
-        self.share, self.target = share, target
+        self.target = target
         self.start: float | None = None  # the knee at the beginning of the run
         self.knee: float | None = None  # the present knee
 
     def at(self, step: int, steps: int, start: float) -> float:
         """The knee before step `step` (the first is 0) of a run of `steps` that begins with the knee `start`."""
-        done = min(math.floor(LEVELS * step / max(self.share * steps, 1) + 1e-9) / LEVELS, 1.0)
+        done = math.floor(LEVELS * self.done(step, steps) + 1e-9) / LEVELS
         return self.target + (start - self.target) * (1 - done) ** 2
 
     def state(self) -> dict[str, Any]:
@@ -114,8 +107,14 @@ class KneeSchedule(TrainerCallback, ExportableState):
         model = kwargs["model"]
         _check_run(args, model)
         if state.global_step:
-            self.start, knee = _saved(state)
-            record_loaded_knee(model, knee)
+            found: Any = (state.stateful_callbacks or {}).get(KneeSchedule.__name__)
+            if not isinstance(found, dict) or found["attributes"]["start"] is None:
+                raise ValueError(
+                    "the checkpoint holds no state of one KneeSchedule: its run was trained without. Start a new run "
+                    "from its weights instead of resuming, or leave the schedule out"
+                )
+            self.start = found["attributes"]["start"]
+            record_loaded_knee(model, found["attributes"]["knee"])
         else:
             self.start = knee_of(model)
             if self.start <= self.target:
@@ -124,15 +123,12 @@ class KneeSchedule(TrainerCallback, ExportableState):
                     "model with a larger one, or leave the schedule out"
                 )
             _check_gains(require_patched(model))
-        self._set(model, state)
+        self.on_step_end(args, state, control, model=model)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._set(kwargs["model"], state)
-
-    def _set(self, model: nn.Module, state: TrainerState) -> None:
         assert self.start is not None
         self.knee = self.at(state.global_step, state.max_steps, self.start)
-        set_knee(model, self.knee)
+        set_knee(kwargs["model"], self.knee)
 
 
 def _check_gains(layers: dict[str, QKNormAttention]) -> None:
@@ -176,17 +172,6 @@ def _check_run(args: TrainingArguments, model: nn.Module) -> None:
         )
 
 
-def _saved(state: TrainerState) -> tuple[float, float]:
-    """The knee at the beginning of a resumed run, and the knee in its checkpoint."""
-    found: Any = (state.stateful_callbacks or {}).get(KneeSchedule.__name__)
-    if not isinstance(found, dict) or found["attributes"]["start"] is None:
-        raise ValueError(
-            "the checkpoint holds no state of one KneeSchedule: its run was trained without. Start a new run from its "
-            "weights instead of resuming, or leave the schedule out"
-        )
-    return found["attributes"]["start"], found["attributes"]["knee"]
-
-
 def _factor(norm: HeadNorm, power: float, knee: float) -> float:
     """The factor on a gain that keeps the length of a vector of mean |x|ᵖ `power` at another knee."""
     own = power + norm.scheme_eps ** (norm.order / 2)
@@ -199,7 +184,7 @@ def _scale_gain(norm: HeadNorm, factor: float) -> None:
     Without it, the errors of many small steps would add up to several units in the last place.
     """
     weight: Any = norm.weight
-    if weight.dtype not in IN_16_BITS:
+    if weight.dtype.itemsize > 2:
         weight.mul_(factor)
         return
     rest: Any = norm._buffers.get("rest")
