@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,6 @@ from hf_qknorm.stats.bounds import logit_bound
 from hf_qknorm.stats.distributed import ONE_PROCESS, Batches, Ranks, full_tensor
 from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, logit_statistics, watched_layers
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Numbers, Prediction
-
-LAYER_FIELDS: Final = ("max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k")
-KNEE_FIELDS: Final = ("beyond_q", "beyond_k")  # NaN without a knee
 
 
 def require_causal(config: Any) -> None:
@@ -118,14 +116,12 @@ def _plain_numbers(watched: Mapping[str, LogitStatistics], ranks: Ranks) -> dict
     """The statistics of the heads of all ranks as plain numbers."""
     found = {}
     for name, statistics in watched.items():
-        fields: dict[str, Any] = {
-            field: ranks.gather_heads(tuple(getattr(statistics, field).tolist()))
-            for field in LAYER_FIELDS + KNEE_FIELDS
-        }
-        for field in KNEE_FIELDS:
-            if all(map(math.isnan, fields[field])):
-                fields[field] = None
-        found[name] = LayerStatistics(**fields)
+        numbers: dict[str, Any] = {}
+        for field in dataclasses.fields(LayerStatistics):
+            values = ranks.gather_heads(tuple(getattr(statistics, field.name).tolist()))
+            without_knee = field.default is None and all(map(math.isnan, values))
+            numbers[field.name] = None if without_knee else values
+        found[name] = LayerStatistics(**numbers)
     return found
 
 

@@ -29,7 +29,7 @@ from hf_qknorm.stats.distributed import world_size
 from hf_qknorm.stats.logit_statistics import PassFilter
 from hf_qknorm.stats.logits import visible_keys
 from hf_qknorm.stats.observers import add_observer, remove_observer, require_patched
-from hf_qknorm.training.head_weights import along_outputs, attention_head_weights, by_projection
+from hf_qknorm.training.head_weights import attention_head_weights, parameter_factors
 
 
 class QKClip(TrainerCallback):
@@ -122,9 +122,8 @@ class QKClip(TrainerCallback):
                 factor = factor.view(-1, group).amin(1).repeat_interleave(group)
             clipped[name] = factor
             factors = {part: factor[:: len(factor) // parts[part].heads] ** e for part, e in exponents.items()}
-            for projection, vector in by_projection(parts, factors):
-                for p in projection.parameters(recurse=False):
-                    p.mul_(along_outputs(vector.to(p.device), projection, p))
+            for p, scale in parameter_factors(parts, factors):
+                p.mul_(scale)
         return clipped
 
     def _gathered(self) -> dict[str, Tensor]:

@@ -71,27 +71,26 @@ def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]
     }
 
 
-def by_projection(parts: dict[str, HeadWeights], factors: dict[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the projections with a factor for each output, `[out]`, from the factors of parts, `[heads]`.
+def parameter_factors(
+    parts: dict[str, HeadWeights], factors: dict[str, Tensor]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield the projections' weights and biases, sharded or not, with a factor for each output, which broadcasts.
 
-    Outputs of other parts have the factor 1. Projections without a factor are left out.
+    `factors` are those of parts, `[heads]`. Other outputs have the factor 1. Projections without a factor are left out.
     """
     vectors: dict[Any, Tensor] = {}
     for name, factor in factors.items():
         part = parts[name]
         vector = vectors.setdefault(part.projection, factor.new_ones(_size(part.projection)))
         vector[part.outputs(vector.device)] = factor[:, None]
-    yield from vectors.items()
-
-
-def along_outputs(vector: Tensor, projection: Any, parameter: Tensor) -> Tensor:
-    """A vector over the outputs `[out]` that broadcasts with the projection's weight or bias, sharded or not."""
-    if parameter.dim() == 2:
-        vector = vector.unsqueeze(_inputs(projection))
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        return DTensor.from_local(vector, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return vector
+    for projection, vector in vectors.items():
+        for p in projection.parameters(recurse=False):
+            along = vector.to(p.device)
+            along = along.unsqueeze(_inputs(projection)) if p.dim() == 2 else along
+            if isinstance(p, DTensor):
+                mesh = p.device_mesh
+                along = DTensor.from_local(along, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            yield p, along
 
 
 def _inputs(projection: nn.Module) -> int:

@@ -66,7 +66,7 @@ class LogitMonitor(TrainerCallback):
         self._trainer: Trainer | None = None
         self._sampler: LogitSampler | None = None
         self._opened = False
-        self._warned: set[tuple[str, int, str]] = set()
+        self._warned: dict[tuple[str, str], set[int]] = {}  # heads outside the limits, by layer and limit
 
     def attach(self, trainer: Trainer) -> LogitMonitor:
         """Add the monitor to a Trainer and its loggers; returns the monitor.
@@ -111,16 +111,14 @@ class LogitMonitor(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         sampler = self._stop()
-        if sampler is None:
-            return
-        self._finish(sampler, state.global_step)
-        if self.last is None or self.last.step != state.global_step:
+        sample = None if sampler is None else self._finish(sampler, state.global_step)
+        if sample is None:
             return
         if self._trainer is None:
-            state.log_history.append({**self.last.scalars(), "epoch": state.epoch, "step": state.global_step})
+            state.log_history.append({**sample.scalars(), "epoch": state.epoch, "step": state.global_step})
             return
         due = control.should_log  # `log` clears it, and the Trainer's own numbers may be due
-        self._trainer.log(self.last.scalars())
+        self._trainer.log(sample.scalars())
         control.should_log = due
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -138,37 +136,37 @@ class LogitMonitor(TrainerCallback):
             continue_log(self.path, step, resumed=resumed)
         self._opened = True
 
-    def _finish(self, sampler: LogitSampler, step: int) -> None:
+    def _finish(self, sampler: LogitSampler, step: int) -> LogitSample | None:
         sample = sampler.sample(step)
         if sample is None:
             logger.warning(f"LogitMonitor saw no forward pass in training mode in step {step}: nothing is recorded")
-            return
+            return None
         self.last = sample
         if is_first_rank():
             if self.path is not None:
                 append(self.path, sample)
             for name, layer in sample.layers.items():
                 self._warn(step, name, layer)
+        return sample
 
     def _warn(self, step: int, name: str, layer: LayerSample) -> None:
         """Warn of the layer's heads that are outside the limits and were not at the last sample."""
         limit = 2 * layer.cap if self.limit is None else self.limit
         least = self.collapsed * layer.even
         pairs = list(zip(layer.max_logit, layer.entropy, strict=True))
-        logit_cause = f"|logit| over {limit:g}"
-        entropy_cause = f"entropy under {least:.2g} nats, {self.collapsed:.0%} of uniform attention's"
-        causes = {
-            logit_cause: [not largest <= limit for largest, _ in pairs],  # NaN is over the limit
-            entropy_cause: [entropy < least and largest > layer.cap / 2 for largest, entropy in pairs],
-        }
-        for (cause, outside), kind in zip(causes.items(), ("logit", "entropy"), strict=True):
-            now = {(name, head, kind) for head, is_outside in enumerate(outside) if is_outside}
-            before = {key for key in self._warned if key[0] == name and key[2] == kind}
-            new = sorted(head for _, head, _ in now - before)
+        too_large = [not largest <= limit for largest, _ in pairs]  # NaN is over the limit
+        too_sharp = [entropy < least and largest > layer.cap / 2 for largest, entropy in pairs]
+        sharp_cause = f"entropy under {least:.2g} nats, {self.collapsed:.0%} of uniform attention's"
+        for kind, cause, outside in (
+            ("logit", f"|logit| over {limit:g}", too_large),
+            ("entropy", sharp_cause, too_sharp),
+        ):
+            now = {head for head, is_outside in enumerate(outside) if is_outside}
+            new = sorted(now - self._warned.get((name, kind), set()))
+            self._warned[name, kind] = now
             if new:
                 largest = max((pairs[head][0] for head in new), key=nan_as_inf)
                 entropy = max((pairs[head][1] for head in new), key=lambda value: nan_as_inf(-value))
                 numbers = f"|logit| up to {largest:.4g}, entropy down to {entropy:.3g}"
                 heads = f"head{'s' if len(new) > 1 else ''} {', '.join(map(str, new))}"
                 logger.warning(f"step {step}: {name}, {heads}: {cause} ({numbers})")
-            self._warned = self._warned - before | now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from matplotlib.ticker import MaxNLocator
 from hf_qknorm.stats import plotting
 from hf_qknorm.training.logit_log import LogitSample
 
+Samples = Sequence[LogitSample]
+
 WORST = 6  # heads with a curve
 CURVES = ("#c8553d", "#2a7f9e", "#4d4d4d", "#d99a2b", "#7a5195", "#5b8c5a")
 DRAWN = 400  # columns: of a longer log, a column shows the worst of several samples
 
 
-def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:
+def draw_log(samples: Samples, path: str | Path) -> None:
     """Draw the samples from `read_log` as a PNG at `path`.
 
     The maps show the worst head of each layer: dark cells are at risk. Colours depend on the cap and on the entropy of
@@ -58,27 +61,18 @@ def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:
 
 
 def _rows(
-    columns: Sequence[Sequence[LogitSample]], layers: Sequence[str], field: str, worst: Callable[..., float]
+    columns: Sequence[Samples], layers: Sequence[str], field: str, worst: Callable[..., float]
 ) -> list[list[float]]:
     """A row per layer with the worst number in each column; NaN where there is none."""
 
-    def cell(column: Sequence[LogitSample], name: str) -> float:
-        found = [sample.layers[name] for sample in column if name in sample.layers]
-        return worst(
-            plotting.known(value for layer in found for value in plotting.drawable(getattr(layer, field))),
-            default=math.nan,
-        )
+    def cell(column: Samples, name: str) -> float:
+        found = [plotting.drawable(getattr(sample.layers[name], field)) for sample in column if name in sample.layers]
+        return worst(plotting.known(chain(*found)), default=math.nan)
 
     return [[cell(column, name) for column in columns] for name in layers]
 
 
-def _curves(
-    axes: Any,
-    samples: Sequence[LogitSample],
-    layers: Sequence[str],
-    field: str,
-    rank: Callable[[Sequence[float]], float],
-) -> None:
+def _curves(axes: Any, samples: Samples, layers: Sequence[str], field: str, rank: Callable[..., float]) -> None:
     """Draw the curves of the heads that rank first in any sample."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for sample in samples:

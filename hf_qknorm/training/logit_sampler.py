@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,9 +14,11 @@ from transformers import PreTrainedModel
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.stats.distributed import world_size
 from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, watched_layers
-from hf_qknorm.training.grad_norms import GradientNorms, gradient_norms
+from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights
 from hf_qknorm.training.logit_log import LayerSample, LogitSample
 
+GradientNorms = tuple[Tensor | None, Tensor | None]  # of the weights of queries and of keys
+QUERIES, KEYS = ("q", "uq", "qr"), ("k", "uk")  # parts that belong to a head; of a latent, those behind it
 MEANS = ("entropy", "over_cap", "rms_q", "rms_k", "rms_v")
 
 
@@ -81,3 +84,36 @@ def _is_compiled(model: nn.Module) -> bool:
         module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # in place, or in a wrapper
         for module in model.modules()
     )
+
+
+@torch.no_grad()
+def gradient_norms(model: Any) -> dict[str, GradientNorms]:
+    """By layer of a patched model, the norms of the present gradients of the weights of queries and of keys.
+
+    One number per head, `[H]` and `[Hk]`, without biases. Where heads are not separate, as with adapters, one number
+    `[1]` for all that is trained in the projection. None without a gradient.
+    """
+    try:
+        layers = attention_head_weights(model)
+    except ValueError:  # not all projections hold a plain weight
+        return {name: _of_projections(layer) for name, layer in patched_layers(model).items()}
+    return {
+        name: (_by_head([parts[n] for n in QUERIES if n in parts]), _by_head([parts[n] for n in KEYS if n in parts]))
+        for name, parts in layers.items()
+    }
+
+
+def _by_head(parts: Sequence[HeadWeights]) -> Tensor | None:
+    norms = [part.norms(part.weight.grad) for part in parts if part.weight.grad is not None]
+    return torch.stack(norms).square().sum(0).sqrt() if len(norms) == len(parts) else None
+
+
+def _of_projections(layer: Any) -> GradientNorms:
+    q, *others = (_of_projection(layer.get_submodule(name)) for name in layer.family.style.weights[:2])
+    return q, others[0] if others else q
+
+
+def _of_projection(projection: nn.Module) -> Tensor | None:
+    grads = [p.grad for p in projection.parameters() if p.grad is not None]
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    return torch.linalg.vector_norm(torch.stack(norms))[None] if norms else None

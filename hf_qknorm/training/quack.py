@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_qknorm.files.untrusted import check_positive
-from hf_qknorm.training.head_weights import along_outputs, attention_head_weights, by_projection
+from hf_qknorm.training.head_weights import attention_head_weights, parameter_factors
 
 PREFIX = "quack_"  # of the initial norms in a parameter's state
 PartNorms = dict[str, Tensor]  # part name → `[heads]`
@@ -67,20 +67,13 @@ class QuacK(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the wrapped optimiser's step, scale it by head, and return its result."""
-        with torch.no_grad():
-            scales = list(self._scales())
-            own = {id(p) for group in self.param_groups for p in group["params"]}
-            moved = {  # by identity: layers may share weights
-                id(p): (p, p.detach().clone(), vector, projection)
-                for projection, vector in scales
-                for p in projection.parameters(recurse=False)
-                if id(p) in own
-            }
+        own = self._own()
+        with torch.no_grad():  # by identity: layers may share weights
+            moved = {id(p): (p, p.detach().clone(), scale) for p, scale in self._scales() if id(p) in own}
         loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         with torch.no_grad():
-            for p, old, vector, projection in moved.values():
-                rest = (p.to(vector.dtype) - old) * along_outputs(vector - 1, projection, p)
-                p.copy_(p + rest)  # exactly p where the scale is 1
+            for p, old, scale in moved.values():
+                p.copy_(p + (p.to(scale.dtype) - old) * (scale - 1))  # exactly p where the scale is 1
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -110,15 +103,13 @@ class QuacK(Optimizer):
             index: {key: value for key, value in entry.items() if not str(key).startswith(PREFIX)}
             for index, entry in entries.items()
         }
-        self.optimizer.load_state_dict(
-            {**state_dict, "state": {index: entry for index, entry in plain.items() if entry}}
-        )
+        self.optimizer.load_state_dict({**state_dict, "state": {i: entry for i, entry in plain.items() if entry}})
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self).copy()
 
-    def _scales(self) -> Iterator[tuple[Any, Tensor]]:
-        """Yield each projection with the factors of its outputs' steps, `[out]`."""
+    def _scales(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the weights and biases of projections with the factors of their steps, which broadcast."""
         if not self.first:
             self._require_own()
         for layer, parts in self.layers.items():
@@ -127,7 +118,7 @@ class QuacK(Optimizer):
                 if (layer, name) not in self.first:
                     self.first[layer, name] = _checked(norm, layer, name)
             now, first = (learning_rates(x) for x in (norms, {name: self.first[layer, name] for name in parts}))
-            yield from by_projection(parts, {name: self.tau * (now[name] / first[name]) for name in parts})
+            yield from parameter_factors(parts, {name: self.tau * (now[name] / first[name]) for name in parts})
 
     def _numbered(self, state_dict: dict[str, Any]) -> Iterator[tuple[Any, str, str]]:
         """Yield, for the weight of each part that the optimiser has, its index in `state_dict`, layer and name."""
@@ -138,8 +129,12 @@ class QuacK(Optimizer):
                 if id(part.weight) in numbers:
                     yield numbers[id(part.weight)], layer, name
 
+    def _own(self) -> set[int]:
+        """The identities of the optimiser's parameters."""
+        return {id(p) for group in self.param_groups for p in group["params"]}
+
     def _require_own(self) -> None:
-        own = {id(p) for group in self.param_groups for p in group["params"]}
+        own = self._own()
         if not any(id(part.weight) in own for parts in self.layers.values() for part in parts.values()):
             raise ValueError(
                 f"the {type(self.optimizer).__name__} has none of the weights of queries and keys of this model: pass "

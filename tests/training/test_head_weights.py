@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, patch_model
-from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights, by_projection
+from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights, parameter_factors
 
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 STYLES = [*{FAMILIES[model_type].style: model_type for model_type in reversed(causal_families())}.values()]
@@ -61,9 +61,11 @@ def test_norms_and_factors_by_hand():
     rows = projection.weight.detach().float()
     expected = torch.stack([rows[1:3].norm(), rows[4:6].norm()])
     torch.testing.assert_close(part.norms(), expected)
-    ((found, vector),) = by_projection({"q": part}, {"q": torch.tensor([2.0, 3.0])})
-    assert found is projection
-    assert vector.tolist() == [1, 2, 2, 1, 3, 3]
+    (weight, rows), (bias, outputs) = parameter_factors({"q": part}, {"q": torch.tensor([2.0, 3.0])})
+    assert weight is projection.weight
+    assert bias is projection.bias
+    assert rows.tolist() == [[1], [2], [2], [1], [3], [3]]
+    assert outputs.tolist() == [1, 2, 2, 1, 3, 3]
 
 
 def test_patching_does_not_change_the_parts():
