@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import TYPE_PREFIX
-from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.attention import head_norms, require_patched
 from hf_qknorm.model.norms import HeadNorm
 
 TABLES = "peft.utils.constants"  # PEFT's tables of default targets, by model type
@@ -36,9 +36,7 @@ def peft_modules_to_save(model: nn.Module) -> list[str]:
     >>> from peft import LoraConfig, get_peft_model
     >>> model = get_peft_model(model, LoraConfig(modules_to_save=qk.peft_modules_to_save(model)))
     """
-    layers = patched_layers(model)
-    if not layers:
-        raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
+    layers = require_patched(model)
     trained = {
         f"{path}.{name}": name
         for path, layer in layers.items()

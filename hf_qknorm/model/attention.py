@@ -117,6 +117,16 @@ def patched_layers(model: nn.Module) -> dict[str, QKNormAttention]:
     return {name: m for name, m in model.named_modules() if isinstance(m, QKNormAttention)}
 
 
+def require_patched(model: Any) -> dict[str, QKNormAttention]:
+    """The patched attention modules in `model`, by name. Raises ValueError for a model without any."""
+    if layers := patched_layers(model):
+        return layers
+    raise ValueError(
+        f"{type(model).__name__} is not patched: call patch_model(model, scheme) first. "
+        'The scheme "none" changes nothing'
+    )
+
+
 def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
     """Patch every attention module of `model` in place, with fresh norms, except for those that are patched already.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +12,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.model.attention import NORM_NAMES, QKNormAttention, head_norms
+from hf_qknorm.model.attention import NORM_NAMES, QKNormAttention, head_norms, require_patched
 from hf_qknorm.model.knees import beyond_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.logits import measure, visible_keys
-from hf_qknorm.stats.observers import add_observer, remove_observer, require_patched
 
 CAP = 50.0  # the default for shares of large logits: the cap of Rybakov et al. 2024 and of Gemma 2
+
+
+def _computed(compute: Callable[[LogitStatistics], Tensor]) -> Tensor:
+    """A read-only attribute, which has the type of its values to type checkers."""
+    return property(compute)  # type: ignore[return-value]
 
 
 @dataclass
@@ -51,41 +55,15 @@ class LogitStatistics:
     lengths: dict[str, Tensor] = field(default_factory=dict)
     evens: list[Tensor] = field(default_factory=list)
 
-    @property
-    def entropy(self) -> Tensor:
-        return torch.stack(self.entropies).mean(0)
-
-    @property
-    def even(self) -> Tensor:
-        return torch.stack(self.evens).mean()
-
-    @property
-    def over_half(self) -> Tensor:
-        return self.counts[1] / self.counts[0]
-
-    @property
-    def over_cap(self) -> Tensor:
-        return self.counts[2] / self.counts[0]
-
-    @property
-    def rms_q(self) -> Tensor:
-        return self._mean("q_norm", 1, self.max_logit).sqrt()
-
-    @property
-    def rms_k(self) -> Tensor:
-        return self._mean("k_norm", 1, self.rms_v).sqrt()
-
-    @property
-    def rms_v(self) -> Tensor:
-        return self._mean("v_norm", 1, self.max_logit).sqrt()
-
-    @property
-    def beyond_q(self) -> Tensor:
-        return self._mean("q_norm", 2, self.max_logit)
-
-    @property
-    def beyond_k(self) -> Tensor:
-        return self._mean("k_norm", 2, self.rms_v)
+    entropy = _computed(lambda self: torch.stack(self.entropies).mean(0))
+    even = _computed(lambda self: torch.stack(self.evens).mean())
+    over_half = _computed(lambda self: self.counts[1] / self.counts[0])
+    over_cap = _computed(lambda self: self.counts[2] / self.counts[0])
+    rms_q = _computed(lambda self: self._mean("q_norm", 1, self.max_logit).sqrt())
+    rms_v = _computed(lambda self: self._mean("v_norm", 1, self.max_logit).sqrt())
+    rms_k = _computed(lambda self: self._mean("k_norm", 1, self.rms_v).sqrt())
+    beyond_q = _computed(lambda self: self._mean("q_norm", 2, self.max_logit))
+    beyond_k = _computed(lambda self: self._mean("k_norm", 2, self.rms_v))
 
     def _mean(self, norm: str, row: int, like: Tensor) -> Tensor:
         if norm not in self.lengths:  # a model with its own norms, and projections of another layout
@@ -121,15 +99,11 @@ def watched_layers(
     collected: dict[str, LogitStatistics] = {}
     with ExitStack() as stack:
         layers = require_patched(model)
-        for handle in passes.hook(model):
-            stack.callback(handle.remove)
+        watchers = {name: _Watcher(name, collected, passes, cap, rows) for name in layers}
         for name, layer in layers.items():
-            watcher = _Watcher(name, collected, passes, cap, rows)
-            stack.callback(remove_observer, layer, watcher)
-            add_observer(layer, watcher)
             hook = _hook_projections if layer.has_own_norms else _hook_norms
-            hook(layer, watcher, stack)
-        stack.callback(passes.end)
+            hook(layer, watchers[name], stack)
+        passes.observe(model, watchers, stack)
         yield collected
 
 
@@ -146,11 +120,17 @@ class PassFilter:
         self.watching = selects is None
         self.depth = 0  # of nested models
 
-    def hook(self, model: nn.Module) -> list[Any]:
-        """Hook all transformers models in `model`; returns the handles."""
-        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-        handles: list[Any] = [module.register_forward_pre_hook(self.enter, with_kwargs=True) for module in models]
-        return handles + [module.register_forward_hook(self.leave, always_call=True) for module in models]
+    def observe(self, model: nn.Module, observers: Mapping[str, Any], stack: ExitStack) -> None:
+        """Add the observers to the layers of these names until `stack` is closed, and hook all transformers models."""
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                stack.callback(module.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(self.leave, always_call=True).remove)
+        for name, observer in observers.items():
+            layer: Any = model.get_submodule(name)
+            layer.observers += (observer,)
+            stack.callback(_remove_observer, layer, observer)
+        stack.callback(setattr, self, "watching", False)  # even if another observer still calls these
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.depth += 1
@@ -168,16 +148,18 @@ class PassFilter:
         if self.depth == 0 and self.selects is not None:
             self.watching = False
 
-    def end(self) -> None:
-        """Stop watching, even if another observer still calls this one."""
-        self.watching = False
-
     def real(self, rows: int | None, length: int, device: torch.device) -> Tensor | None:
         """Which of the last `length` tokens of the first `rows` sequences are not padding, `[B, T]`; None for all."""
         if self.mask is None:
             return None
         real = self.mask[:rows, -length:].to(device).bool()
         return None if bool(real.all()) else real
+
+
+def _remove_observer(layer: QKNormAttention, observer: Any) -> None:
+    layer.observers = tuple(other for other in layer.observers if other is not observer)
+    if not layer.observers:
+        del layer.observers
 
 
 class _Watcher:

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import TrainerCallback, TrainerState
 
-from hf_qknorm.model.attention import QKNormAttention, end_blend, head_norms, norm_copies, start_blend
-from hf_qknorm.stats.observers import require_patched
+from hf_qknorm.model.attention import QKNormAttention, end_blend, norm_copies, require_patched, start_blend
 
 CAP_LEVELS = 4
 Shape = Literal["linear", "cosine"]
@@ -58,12 +57,6 @@ def set_cap(model: nn.Module, blend: float) -> None:
     outside 0 to 1.
     """
     _set_cap(_layers_in_blend(model, blend, norms=False), blend)
-
-
-def blend_of(model: nn.Module) -> float:
-    """The blend of a patched model; 1 for the whole scheme."""
-    norms = [norm for layer in require_patched(model).values() for norm in head_norms(layer).values()]
-    return next((float(norm.blend) for norm in norms if norm.blend is not None), 1.0)
 
 
 class Schedule(TrainerCallback):

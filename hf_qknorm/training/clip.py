@@ -12,6 +12,7 @@ as in Megatron-LM. Not in the paper: where the scheme norms one side alone, the 
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,13 +23,12 @@ from transformers import TrainerCallback
 
 from hf_qknorm.backends.masks import Structure
 from hf_qknorm.files.untrusted import check_positive
-from hf_qknorm.model.attention import QKNormAttention
+from hf_qknorm.model.attention import QKNormAttention, require_patched
 from hf_qknorm.ops.tiled_blocks import Problem
 from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.stats.distributed import world_size
 from hf_qknorm.stats.logit_statistics import PassFilter
 from hf_qknorm.stats.logits import visible_keys
-from hf_qknorm.stats.observers import add_observer, remove_observer, require_patched
 from hf_qknorm.training.head_weights import attention_head_weights, parameter_factors
 
 
@@ -66,25 +66,19 @@ class QKClip(TrainerCallback):
         self.heads = {name: max(part.heads for part in self.parts[name].values()) for name in self.layers}
         self.largest: dict[str, Tensor] = {}  # by layer, `[H]`, since the last step
         self.passes = PassFilter(lambda model: torch.is_grad_enabled())
-        self.watchers = {name: partial(self._observe, name) for name in self.layers}
+        self.observers = {name: partial(self._observe, name) for name in self.layers}
         self.model = model
-        self.hooks: list[Any] = []
+        self.hooks = ExitStack()
         self.watch()
 
     def watch(self) -> None:
         """Observe the logits from now on, as after construction, beside other observers."""
-        if not self.hooks:
-            self.hooks = self.passes.hook(self.model)
-        for name, layer in self.layers.items():
-            add_observer(layer, self.watchers[name])
+        self.remove()
+        self.passes.observe(self.model, self.observers, self.hooks)
 
     def remove(self) -> None:
         """Stop observing, and remove all hooks from the model."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
-        for name, layer in self.layers.items():
-            remove_observer(layer, self.watchers[name])
+        self.hooks.close()
 
     @torch.no_grad()
     def _observe(
@@ -111,7 +105,7 @@ class QKClip(TrainerCallback):
         Raises RuntimeError if a layer is no longer observed.
         """
         for name, layer in self.layers.items():
-            if self.watchers[name] not in layer.observers:
+            if self.observers[name] not in layer.observers:
                 raise RuntimeError(f"{name} is not watched: another observer replaced QKClip's, or remove() was called")
         clipped = {}
         for name, largest in self._gathered().items():

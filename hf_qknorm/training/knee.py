@@ -16,10 +16,9 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from hf_qknorm.model.attention import QKNormAttention, head_norms, norm_copies
+from hf_qknorm.model.attention import QKNormAttention, head_norms, norm_copies, require_patched
 from hf_qknorm.model.knees import apply_knee, powers_of, record_loaded_knee
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.stats.observers import require_patched
 from hf_qknorm.training.blend import Schedule
 
 LEVELS: Final = 32  # steps of a schedule: a change must be large beside the training between two of them

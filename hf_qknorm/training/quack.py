@@ -62,7 +62,7 @@ class QuacK(Optimizer):
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
         self.layers = attention_head_weights(model)
         self.first: dict[tuple[str, str], Tensor] = {}  # initial norms by layer and part
-        self._require_own()
+        self._own()  # raises without these weights
         super().__setstate__({})  # sets up hooks and profiling; parameters belong to the wrapped optimiser
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -110,13 +110,17 @@ class QuacK(Optimizer):
 
     def _scales(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield the weights and biases of projections with the factors of their steps, which broadcast."""
-        if not self.first:
-            self._require_own()
         for layer, parts in self.layers.items():
             norms = {name: part.norms() for name, part in parts.items()}
             for name, norm in norms.items():
-                if (layer, name) not in self.first:
-                    self.first[layer, name] = _checked(norm, layer, name)
+                if (layer, name) in self.first:
+                    continue
+                if len(zero := (norm == 0).nonzero()):
+                    raise ValueError(
+                        f"{layer}: the weights {name!r} of head {int(zero[0])} are all zero, and QuacK's learning "
+                        "rates are relative to their norm before the first step: initialise or load them first"
+                    )
+                self.first[layer, name] = norm
             now, first = (learning_rates(x) for x in (norms, {name: self.first[layer, name] for name in parts}))
             yield from parameter_factors(parts, {name: self.tau * (now[name] / first[name]) for name in parts})
 
@@ -130,16 +134,14 @@ class QuacK(Optimizer):
                     yield numbers[id(part.weight)], layer, name
 
     def _own(self) -> set[int]:
-        """The identities of the optimiser's parameters."""
-        return {id(p) for group in self.param_groups for p in group["params"]}
-
-    def _require_own(self) -> None:
-        own = self._own()
+        """The identities of the optimiser's parameters. Raises ValueError without a weight of queries and keys."""
+        own = {id(p) for group in self.param_groups for p in group["params"]}
         if not any(id(part.weight) in own for parts in self.layers.values() for part in parts.values()):
             raise ValueError(
                 f"the {type(self.optimizer).__name__} has none of the weights of queries and keys of this model: pass "
                 "it model.parameters(), and shard the model, if at all, by FSDP2 (fully_shard)"
             )
+        return own
 
 
 def learning_rates(norms: PartNorms) -> PartNorms:
@@ -165,13 +167,3 @@ def _latent_rates(norms: PartNorms) -> PartNorms:
         "dq": torch.minimum(1 / (plain * dkv), 1 / (rotated * kr)),
     }
     return {name: factors[name] for name in norms}
-
-
-def _checked(norm: Tensor, layer: str, name: str) -> Tensor:
-    zero = (norm == 0).nonzero()
-    if len(zero):
-        raise ValueError(
-            f"{layer}: the weights {name!r} of head {int(zero[0])} are all zero, and QuacK's learning rates are "
-            "relative to their norm before the first step: initialise or load them first"
-        )
-    return norm

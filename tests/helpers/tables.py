@@ -112,6 +112,11 @@ def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     return type(model), str(model), model.config.to_dict(), type(model.config), list(model.state_dict()), flags
 
 
+def blend_of(model: nn.Module) -> float:
+    """The blend of a patched model's norms; 1 for the whole scheme."""
+    return next((float(value) for name, value in model.named_buffers() if name.endswith(".blend")), 1.0)
+
+
 def step(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tensor]:
     """Loss, logits and every gradient of one training step, its dropout seeded."""
     model.train()

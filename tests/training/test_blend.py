@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import PAIRS, fingerprint, make_batch, randomise, sharp_model
+from tables import PAIRS, blend_of, fingerprint, make_batch, randomise, sharp_model
 from tiny import tiny_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainer
 
 from hf_qknorm import SCHEMES, BlendSchedule, CapSchedule, Scheme, patch_model, set_blend, set_cap, unpatch_model
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.training.blend import blend_of
 
 BLENDED = [(model_type, name) for model_type, name in PAIRS if SCHEMES[name].pre_norm]
 SCALED = Scheme(q="l2", k="rms", v="rms", gain="none", scale=2.0, softcap=30.0)
