@@ -39,7 +39,8 @@ class LogitSampler:
         with ExitStack() as stack:  # removes all hooks if the model is refused
             first = PassFilter(lambda model: model.training == training and not self.found)
             self.found = stack.enter_context(watched_layers(model, first, rows=rows))
-            if compiled or _is_compiled(model):
+            modules = list(model.modules())  # compiled in place, or in a wrapper
+            if compiled or any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self.close = stack.pop_all().close
 
@@ -77,13 +78,6 @@ def _packed(entry: LogitStatistics | None, heads: int, heads_kv: int) -> tuple[T
     means = [getattr(entry, name).float() for name in MEANS]
     numbers = torch.stack([entry.even.new_tensor(1.0), entry.even.new_tensor(entry.cap), entry.even])
     return entry.max_logit.float(), torch.cat([numbers.float(), *means])
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # in place, or in a wrapper
-        for module in model.modules()
-    )
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ PartNorms = dict[str, Tensor]  # part name → `[heads]`
 
 
 def _delegated(name: str) -> Any:
-    """An attribute of the wrapped optimiser."""
+    """An attribute or method of the wrapped optimiser."""
     return property(lambda self: getattr(self.optimizer, name), lambda self, new: setattr(self.optimizer, name, new))
 
 
@@ -57,6 +57,8 @@ class QuacK(Optimizer):
     param_groups = _delegated("param_groups")
     state = _delegated("state")
     defaults = _delegated("defaults")
+    zero_grad = _delegated("zero_grad")
+    add_param_group = _delegated("add_param_group")
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, tau: float = 1.0) -> None:
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
@@ -75,12 +77,6 @@ class QuacK(Optimizer):
             for p, old, scale in moved.values():
                 p.copy_(p + (p.to(scale.dtype) - old) * (scale - 1))  # exactly p where the scale is 1
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimiser's state, with the initial norms in the state of their parameters."""
