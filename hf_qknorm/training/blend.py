@@ -73,6 +73,8 @@ class Schedule(TrainerCallback):
 
 
 class _BlendSchedule(Schedule):
+    """Sets a blend, before the first step and after each."""
+
     set: Callable[[nn.Module, float], None]
 
     def __init__(self, share: float = 0.5, shape: Shape = "linear") -> None:

@@ -149,9 +149,8 @@ def largest_logits(q: Tensor, seen: Structure, scale: float, threshold: float) -
     −∞ where ‖q‖·‖k‖ shows that it is at most `threshold`: only the logits of the other heads are computed, in blocks.
     """
     k, group = seen.key, q.shape[1] // seen.key.shape[1]
-    longest_q, longest_k = (
-        torch.linalg.vector_norm(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).amax((0, 2)) for x in (q, k)
-    )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=wide).amax((0, 2)) for x in (q, k))
     bound = (scale * longest_q).view(-1, group).amax(1) * longest_k
     largest = bound.new_full((k.shape[1], group), -math.inf)
     heads = (~(bound <= threshold)).nonzero().flatten()
