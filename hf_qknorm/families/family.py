@@ -54,17 +54,12 @@ class Family:
         """Whether any model of this family attends through a sliding window."""
         return self.slides is not nowhere
 
-    def unsupported_by(self, config: Any) -> str | None:
-        """Return the reason why a model with this config takes no scheme at all, or None."""
-        if getattr(config, "add_cross_attention", False):
-            return "is not supported with add_cross_attention=True: its layers attend to an encoder too"
-        reason = self.unsupported(config) if self.unsupported else None
-        return reason and f"is not supported with {reason}"
-
     def refusal(self, config: Any, scheme: Scheme) -> str | None:
         """Return the reason why a model with this config can't have `scheme`, or None."""
-        if reason := self.unsupported_by(config):
-            return reason
+        if getattr(config, "add_cross_attention", False):
+            return "is not supported with add_cross_attention=True: its layers attend to an encoder too"
+        if self.unsupported is not None and (reason := self.unsupported(config)):
+            return f"is not supported with {reason}"
         if scheme.norms and self.has_norms(config):
             return (
                 f"already normalises its queries and keys, and norms are not stacked: got the scheme {scheme}. "
