@@ -15,9 +15,8 @@ from typing import Any, Final
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_qknorm.families import encoder, fused, gated, latent, learned, normed, partial, scaled, separate, shared
-from hf_qknorm.families.family import Family
+from hf_qknorm.families.family import Family, by_kind, by_layer, everywhere
 from hf_qknorm.families.refused import REFUSED
-from hf_qknorm.families.windows import by_kind, by_layer, everywhere
 from hf_qknorm.scheme import Scheme
 
 __all__ = ["FAMILIES", "REFUSED", "Family", "check_scheme", "family_of", "known_families"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -26,9 +27,8 @@ def length(module: Any) -> int:
     return (height // tall) * (width // wide)
 
 
-def _sides(size: Any) -> tuple[int, int]:
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width
+def _sides(size: Any) -> Any:
+    return (size, size) if isinstance(size, int) else size
 
 
 BERT = Style(
@@ -39,11 +39,4 @@ BERT = Style(
     heads=lambda module: (module.num_attention_heads, module.num_attention_heads, module.attention_head_size),
 )
 VIT = Style(project, output, QKV, length=length)
-CLIP = Style(
-    project,
-    output_out_proj,
-    QKV,
-    dropout=lambda module: module.dropout,
-    scale=lambda module: module.scale,
-    length=length,
-)
+CLIP = replace(VIT, output=output_out_proj, dropout=lambda module: module.dropout, scale=lambda module: module.scale)

@@ -89,8 +89,7 @@ def is_causal(model: PreTrainedModel) -> bool:
 def _state_restored(model: PreTrainedModel) -> Iterator[None]:
     """Run in eval mode without PyTorch's hooks; restore modes, hooks, attributes, buffers and random states after."""
     modules = list(model.modules())
-    attributes = [dict(vars(module)) for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
+    attributes = [{**vars(module), "_buffers": module._buffers.copy()} for module in modules]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     cards = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices=cards):
@@ -100,10 +99,8 @@ def _state_restored(model: PreTrainedModel) -> Iterator[None]:
                 module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
             yield
         finally:
-            for module, own, tensors in zip(modules, attributes, buffers, strict=True):
+            for module, own in zip(modules, attributes, strict=True):
                 vars(module).clear()
                 vars(module).update(own)
-                module._buffers.clear()
-                module._buffers.update(tensors)
             for buffer, value in values:
                 buffer.copy_(value)

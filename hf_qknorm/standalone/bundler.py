@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ class Module:
         self.name, self.lines = name, lines
         self.definitions: dict[str, Definition] = {}
         self.imports: dict[str, Import] = {}
-        for statement in _statements(ast.parse("\n".join(self.lines))):
+        parsed = ast.parse("\n".join(lines)).body
+        for statement in chain(*(x.orelse if isinstance(x, ast.If) else [x] for x in parsed)):  # not `if TYPE_CHECKING`
             if isinstance(statement, ast.Import):
                 self.imports |= {alias.asname or alias.name: (alias.name, None) for alias in statement.names}
             elif isinstance(statement, ast.ImportFrom) and (source := statement.module) not in (None, "__future__"):
@@ -193,12 +195,6 @@ def _file(module: str) -> Path:
 
 def _is_module(name: str) -> bool:
     return _file(name).is_file()
-
-
-def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield a module's statements; for `if TYPE_CHECKING` those of its `else`."""
-    for statement in tree.body:
-        yield from statement.orelse if isinstance(statement, ast.If) else [statement]
 
 
 def _limited(module: Module, table: str, keys: tuple[str, ...]) -> list[str]:
