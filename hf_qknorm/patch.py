@@ -166,11 +166,8 @@ def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig
 def _base_config(config: Any) -> PretrainedConfig:
     base: Any = copy.deepcopy(config)
     base.__class__ = type(config).__mro__[2]  # the derived class, the mixin, the family's own class
-    if config.qk_norm_base is None:
-        del base.attn_logit_softcapping
-    else:
-        base.attn_logit_softcapping = config.qk_norm_base["attn_logit_softcapping"]
-    del base.qk_norm, base.qk_norm_base, base.qk_norm_blend
+    del base.qk_norm, base.qk_norm_base, base.qk_norm_blend, base.attn_logit_softcapping
+    vars(base).update(config.qk_norm_base or {})  # a family's own cap
     for name in ("model_type", "auto_map"):
         vars(base).pop(name, None)
     if base.architectures is not None:

@@ -64,14 +64,10 @@ def project_hrm(module: Any, hidden_states: Tensor) -> Projected:
     return *separate.project(module, hidden_states), module.gate_proj(hidden_states)
 
 
-def slot_hrm(module: Any, cycle_offset: int = 0, **arguments: Any) -> int:
-    """HRM: the layers run in cycles, and each cycle has its own layers in the cache."""
-    return module.layer_idx + cycle_offset
-
-
 QWEN3_NEXT = Style(project_qwen3_next, output_gated, QKV)
 AFMOE = Style(project_afmoe, output_gated, QKV, rotates=lambda module: module.is_local_attention)
 LFM3 = Style(project_with_input, output_lfm3, QKV)
 BEAM = Style(project_with_input, output_beam, QKV, rotate=rotate_beam)
-HRM = Style(project_hrm, output_gated, QKV, slot=slot_hrm)
+# HRM's layers run in cycles, and each cycle has its own layers in the cache.
+HRM = Style(project_hrm, output_gated, QKV, slot=lambda module, cycle_offset=0, **_: module.layer_idx + cycle_offset)
 LAGUNA = Style(project_with_input, output_laguna, QKV)
