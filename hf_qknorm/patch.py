@@ -138,7 +138,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _remove_scheme(model: PreTrainedModel) -> PreTrainedModel:
-    base_backend = getattr(model, "qk_norm_base_backend", None)
+    base_backend = vars(model).pop("qk_norm_base_backend", None)
     unplan_norms(model)
     uninstall(model)
     for module in model.modules():
@@ -146,8 +146,6 @@ def _remove_scheme(model: PreTrainedModel) -> PreTrainedModel:
             set_model_class(module, module.base_class)
     _set_config(model, _base_config(model.config))
     model.set_attn_implementation(base_backend or model.get_correct_attn_implementation(None))
-    if base_backend is not None:
-        del model.qk_norm_base_backend
     return model
 
 
@@ -168,11 +166,8 @@ def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig
 def _base_config(config: Any) -> PretrainedConfig:
     base: Any = copy.deepcopy(config)
     base.__class__ = type(config).__mro__[2]  # the derived class, the mixin, the family's own class
-    if config.qk_norm_base is None:
-        del base.attn_logit_softcapping
-    else:
-        base.attn_logit_softcapping = config.qk_norm_base["attn_logit_softcapping"]
-    del base.qk_norm, base.qk_norm_base, base.qk_norm_blend
+    del base.qk_norm, base.qk_norm_base, base.qk_norm_blend, base.attn_logit_softcapping
+    vars(base).update(config.qk_norm_base or {})  # a family's own cap
     for name in ("model_type", "auto_map"):
         vars(base).pop(name, None)
     if base.architectures is not None:
@@ -189,8 +184,7 @@ def _set_config(model: PreTrainedModel, config: PretrainedConfig) -> None:
 
 def _require_bare(model: Any) -> None:
     """Refuse wrapped, altered and patched models. The messages say in which order to take the steps."""
-    package = type(model).__module__.partition(".")[0]
-    if package == "peft":
+    if type(model).__module__.partition(".")[0] == "peft":
         raise ValueError("this is a PEFT model: patch its base model first, then wrap it with get_peft_model")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ValueError("this model is compiled: patch it first, then compile it")
@@ -253,6 +247,5 @@ def _log(model: PreTrainedModel, scheme: Scheme) -> None:
             note += f", and its knee of {scheme.knee:g} assumes inputs of mean square 1 at each norm"
         note += ": it predicts worse than before. calibrate(model, texts) restores it"
     level = logging.WARNING if pretrained else logging.INFO
-    backend = model.config._attn_implementation
     text = "patched %d attention layers (%s), %s, attention by %s%s"
-    logger.log(level, text, len(layers), scheme, parameters, backend, note)
+    logger.log(level, text, len(layers), scheme, parameters, model.config._attn_implementation, note)

@@ -7,8 +7,8 @@ q=l2, k=l2, gain=scalar, scale=1.0
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -106,16 +106,11 @@ class Scheme:
 
     def has_bias(self, norm: str) -> bool:
         """Whether a `norm` of this scheme has a bias; by default LayerNorm has one."""
-        if self.bias is not None:
-            return self.bias
-        return NORMS[norm].biased and self.gain in CHANNEL_GAINS
+        return NORMS[norm].biased and self.gain in CHANNEL_GAINS if self.bias is None else self.bias
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scheme as JSON-ready data. Without a knee it has the fields of version 0.1."""
-        data = dataclasses.asdict(self)
-        if not self.knee:
-            del data["knee"]
-        return data
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "knee" or self.knee}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Scheme:
@@ -169,21 +164,13 @@ class Scheme:
 
     def __str__(self) -> str:
         """Return the fields that differ from their defaults: `q=rms, k=rms, softcap=50.0`."""
-        changed = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        ]
+        default = vars(Scheme())
+        changed = [f"{name}={value}" for name, value in vars(self).items() if value != default[name]]
         return ", ".join(changed) or "nothing changed"
 
 
 def _is_finite(value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of floats
-        return False
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _listed(values: tuple[str, ...]) -> str:

@@ -14,23 +14,9 @@ from typing import Any, Final
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from hf_qknorm.families import (
-    encoder,
-    fused,
-    gated,
-    gpt2,
-    latent,
-    learned,
-    normed,
-    partial,
-    scaled,
-    separate,
-    shared,
-    vision,
-)
-from hf_qknorm.families.family import Family
+from hf_qknorm.families import encoder, fused, gated, latent, learned, normed, partial, scaled, separate, shared
+from hf_qknorm.families.family import Family, by_kind, by_layer, everywhere
 from hf_qknorm.families.refused import REFUSED
-from hf_qknorm.families.windows import by_kind, by_layer, everywhere
 from hf_qknorm.scheme import Scheme
 
 __all__ = ["FAMILIES", "REFUSED", "Family", "check_scheme", "family_of", "known_families"]
@@ -49,8 +35,8 @@ FAMILIES: Final[dict[str, Family]] = {
     "biogpt": Family("BioGptAttention", learned.BIOGPT, "layer", "self_attn_layer_norm"),
     "bitnet": Family("BitNetAttention", separate.BITNET),
     "camembert": Family("CamembertSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
-    "clip_text_model": Family("CLIPAttention", vision.CLIP, "layer", "layer_norm1"),
-    "clip_vision_model": Family("CLIPAttention", vision.CLIP, "layer", "layer_norm1", causal=False),
+    "clip_text_model": Family("CLIPAttention", encoder.CLIP, "layer", "layer_norm1"),
+    "clip_vision_model": Family("CLIPAttention", encoder.CLIP, "layer", "layer_norm1", causal=False),
     "cohere": Family("CohereAttention", normed.COHERE, "layer", "", "pairs", own_norms="use_qk_norm"),
     "cohere2": Family("Cohere2Attention", separate.COHERE2, "layer", "", "pairs", slides=by_layer),
     "cohere2_moe": Family("Cohere2MoeAttention", separate.COHERE2_MOE, "layer", "", "pairs", slides=by_layer),
@@ -60,7 +46,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "dbrx": Family("DbrxAttention", fused.DBRX, "layer", ""),
     "deepseek_v2": Family("DeepseekV2Attention", latent.DEEPSEEK_V2, latent=True, rope=None),
     "deepseek_v3": Family("DeepseekV3Attention", latent.DEEPSEEK_V3, latent=True, rope=None),
-    "deit": Family("DeiTAttention", vision.VIT, "layer", "layernorm_before", causal=False),
+    "deit": Family("DeiTAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
     "dots1": Family("Dots1Attention", normed.QWEN3, own_norms=True, slides=by_layer),
     "electra": Family("ElectraSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "ernie": Family("ErnieSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
@@ -83,7 +69,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "glm4": Family("Glm4Attention", separate.LLAMA, rope="pairs_by_halves"),
     "glm4_moe": Family("Glm4MoeAttention", normed.COHERE, own_norms="use_qk_norm"),
     "glm4_moe_lite": Family("Glm4MoeLiteAttention", latent.DEEPSEEK_V3, latent=True, rope=None),
-    "gpt2": Family("GPT2Attention", gpt2.GPT2, "layer", "ln_1"),
+    "gpt2": Family("GPT2Attention", learned.GPT2, "layer", "ln_1"),
     "gpt_bigcode": Family("GPTBigCodeAttention", learned.BIGCODE, "layer", "ln_1"),
     "gpt_neox": Family("GPTNeoXAttention", fused.NEOX, "layer"),
     "gpt_oss": Family("GptOssAttention", separate.LLAMA, rope="once", slides=by_layer),
@@ -99,7 +85,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "hunyuan_v1_moe": Family("HunYuanMoEV1Attention", normed.HUNYUAN, rope=None, own_norms=True),
     "hy_v3": Family("HYV3Attention", normed.GEMMA3, own_norms=True),
     "hyperclovax": Family("HyperCLOVAXAttention", separate.LLAMA),
-    "ijepa": Family("IJepaAttention", vision.VIT, "layer", "layernorm_before", causal=False),
+    "ijepa": Family("IJepaAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
     "internlm3": Family("LlamaAttention", separate.LLAMA),
     "iquestcoder": Family("LlamaAttention", separate.LLAMA),
     "jais2": Family("Jais2Attention", separate.LLAMA, "layer"),
@@ -155,15 +141,15 @@ FAMILIES: Final[dict[str, Family]] = {
     "roberta-prelayernorm": Family("RobertaPreLayerNormSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "roc_bert": Family("RoCBertSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "seed_oss": Family("SeedOssAttention", separate.STARCODER2),
-    "siglip_text_model": Family("SiglipAttention", vision.CLIP, "layer", "layer_norm1", causal=False),
-    "siglip_vision_model": Family("SiglipAttention", vision.CLIP, "layer", "layer_norm1", causal=False),
+    "siglip_text_model": Family("SiglipAttention", encoder.CLIP, "layer", "layer_norm1", causal=False),
+    "siglip_vision_model": Family("SiglipAttention", encoder.CLIP, "layer", "layer_norm1", causal=False),
     "smollm3": Family("SmolLM3Attention", separate.SMOLLM3, slides=by_layer),
     "solar_open": Family("SolarOpenAttention", separate.LLAMA),
     "stablelm": Family("StableLmAttention", partial.STABLELM, "layer", "", own_norms="qk_layernorm"),
     "starcoder2": Family("Starcoder2Attention", separate.STARCODER2, "layer", slides=everywhere),
     "vaultgemma": Family("VaultGemmaAttention", separate.LLAMA, gain_plus_one=True, own_cap=True, slides=by_layer),
-    "vit": Family("ViTAttention", vision.VIT, "layer", "layernorm_before", causal=False),
-    "vit_msn": Family("ViTMSNAttention", vision.VIT, "layer", "layernorm_before", causal=False),
+    "vit": Family("ViTAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
+    "vit_msn": Family("ViTMSNAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
     "xlm-roberta": Family("XLMRobertaSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "xlm-roberta-xl": Family("XLMRobertaXLSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "xmod": Family("XmodSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
@@ -186,15 +172,11 @@ def family_of(config: Any) -> Family:
             f"model_type {config.model_type!r} is not supported{why}. Supported model types: "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    family = FAMILIES[config.model_type]
-    reason = family.unsupported_by(config)
-    if reason:
-        raise ValueError(f"{config.model_type} {reason}")
-    return family
+    check_scheme(config.model_type, config, Scheme())
+    return FAMILIES[config.model_type]
 
 
 def check_scheme(model_type: str, config: Any, scheme: Scheme) -> None:
     """Raise ValueError if `scheme` can't be put on a model of this type with this config."""
-    reason = FAMILIES[model_type].refusal(config, scheme)
-    if reason:
+    if reason := FAMILIES[model_type].refusal(config, scheme):
         raise ValueError(f"{model_type} {reason}")

@@ -10,15 +10,13 @@ from transformers.models.auto import modeling_auto
 PREFIX: Final = "QKNorm"  # of the classes of patched models
 TYPE_PREFIX: Final = "qknorm_"  # of their model types
 
-# Auto classes of models that wrap a model of a family: a tower of theirs is patched.
-COMPOSITE: Final = ("AutoModelForDecision",)
-
-# For each Auto class, transformers' own table from a model type to the names of its classes.
+# For each Auto class, transformers' own table from a model type to the names of its classes. AutoModelForDecision is
+# left out: its models wrap a model of a family, and a tower of theirs is patched.
 AUTO_CLASSES: Final[dict[str, dict[str, Any]]] = {
     name: auto._model_mapping._model_mapping
     for name, auto in vars(modeling_auto).items()
     if name.startswith("Auto") and hasattr(auto, "_model_mapping") and hasattr(transformers, name)
-    if name not in COMPOSITE
+    if name != "AutoModelForDecision"
 }
 
 

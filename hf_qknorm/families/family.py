@@ -7,8 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_qknorm.families.style import Style
-from hf_qknorm.families.windows import nowhere
 from hf_qknorm.scheme import Scheme
+
+
+# Which layers attend through the window `config.sliding_window`: those for which transformers builds the mask with it.
+def nowhere(module: Any) -> bool:
+    """Most models: no layer, whatever the config holds."""
+    return False
+
+
+def everywhere(module: Any) -> bool:
+    """Mistral: every layer, if the config has a window."""
+    return True
+
+
+def by_layer(module: Any) -> bool:
+    """Gemma 2: the layers that were built with a window."""
+    return getattr(module, "sliding_window", None) is not None
+
+
+def by_kind(module: Any) -> bool:
+    """EXAONE 4: the layers marked as sliding. The other layers hold the window and do not use it."""
+    return bool(module.is_sliding)
 
 
 @dataclass(frozen=True)
@@ -23,7 +43,7 @@ class Family:
     `own_norms`: the model norms its queries and keys. `own_cap`: it caps its logits, by `attn_logit_softcapping`.
     `latent`: it caches a latent, and projects keys and values from it. `causal`: no token attends to later tokens.
     For `own_norms` and `causal` a string names the switch in the model's config.
-    `slides` tells whether a layer attends through the config's sliding window (`hf_qknorm.families.windows`).
+    `slides` tells whether a layer attends through the config's sliding window.
     `unsupported` returns the reason why a model with a given config can't be patched, or None. Cross-attention is
     refused for every family.
     """
@@ -54,17 +74,12 @@ class Family:
         """Whether any model of this family attends through a sliding window."""
         return self.slides is not nowhere
 
-    def unsupported_by(self, config: Any) -> str | None:
-        """Return the reason why a model with this config takes no scheme at all, or None."""
-        if getattr(config, "add_cross_attention", False):
-            return "is not supported with add_cross_attention=True: its layers attend to an encoder too"
-        reason = self.unsupported(config) if self.unsupported else None
-        return reason and f"is not supported with {reason}"
-
     def refusal(self, config: Any, scheme: Scheme) -> str | None:
         """Return the reason why a model with this config can't have `scheme`, or None."""
-        if reason := self.unsupported_by(config):
-            return reason
+        if getattr(config, "add_cross_attention", False):
+            return "is not supported with add_cross_attention=True: its layers attend to an encoder too"
+        if self.unsupported is not None and (reason := self.unsupported(config)):
+            return f"is not supported with {reason}"
         if scheme.norms and self.has_norms(config):
             return (
                 f"already normalises its queries and keys, and norms are not stacked: got the scheme {scheme}. "

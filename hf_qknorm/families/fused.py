@@ -11,11 +11,9 @@ from hf_qknorm.families.style import Projected, Style, split_heads
 
 
 def project_phi3(module: Any, hidden_states: Tensor) -> Projected:
-    qkv = module.qkv_proj(hidden_states)
-    queries = module.config.num_attention_heads * module.head_dim
-    keys = queries + module.num_key_value_heads * module.head_dim
-    q, k, v = qkv[..., :queries], qkv[..., queries:keys], qkv[..., keys:]
-    return split_heads(module, q), split_heads(module, k), split_heads(module, v)
+    keys = module.num_key_value_heads * module.head_dim
+    sizes = [module.config.num_attention_heads * module.head_dim, keys, keys]
+    return tuple(split_heads(module, x) for x in module.qkv_proj(hidden_states).split(sizes, dim=-1))
 
 
 def project_neox(module: Any, hidden_states: Tensor) -> Projected:
@@ -28,8 +26,7 @@ def project_dbrx(module: Any, hidden_states: Tensor) -> Projected:
     bound = module.clip_qkv
     qkv = module.Wqkv(hidden_states).clamp(min=-bound if bound is not None else None, max=bound)
     keys = module.num_key_value_heads * module.head_dim
-    q, k, v = qkv.split([module.hidden_size, keys, keys], dim=2)
-    return split_heads(module, q), split_heads(module, k), split_heads(module, v)
+    return tuple(split_heads(module, x) for x in qkv.split([module.hidden_size, keys, keys], dim=2))
 
 
 def output_dense(module: Any, attended: Tensor) -> Tensor:

@@ -25,9 +25,7 @@ def output_gated(module: Any, attended: Tensor, gate: Tensor) -> Tensor:
 
 
 def project_afmoe(module: Any, hidden_states: Tensor) -> Projected:
-    q, k, v = separate.project(module, hidden_states)
-    gate = module.gate_proj(hidden_states)
-    return module.q_norm(q), module.k_norm(k), v, gate
+    return *normed.project(module, hidden_states), module.gate_proj(hidden_states)
 
 
 def project_with_input(module: Any, hidden_states: Tensor) -> Projected:
@@ -38,10 +36,8 @@ def project_with_input(module: Any, hidden_states: Tensor) -> Projected:
 def output_laguna(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:
     gate = nn.functional.softplus(module.g_proj(hidden_states).float()).to(attended.dtype)
     if module.gate_per_head:
-        attended = (split_heads(module, attended) * gate.unsqueeze(-1)).view(attended.shape)
-    else:
-        attended = attended * gate
-    return module.o_proj(attended)
+        return module.o_proj((split_heads(module, attended) * gate.unsqueeze(-1)).view(attended.shape))
+    return module.o_proj(attended * gate)
 
 
 def output_lfm3(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:
@@ -57,33 +53,21 @@ def output_beam(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:
     return module.o_proj((split_heads(module, attended) * torch.sigmoid(gate)).view(attended.shape))
 
 
-def rotate_beam(
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Any,
-    cache: Any,
-    attention_scaling: Any = None,
-    **arguments: Any,
-) -> Rotated:
+def rotate_beam(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
     """Beam: queries may be scaled by their position."""
-    q, k, v = rotate(module, q, k, v, positions, cache)
-    return (q if attention_scaling is None else (q.float() * attention_scaling).to(q.dtype)), k, v
+    q, k, v = rotate(module, q, k, v, positions)
+    scale = arguments.get("attention_scaling")
+    return (q if scale is None else (q.float() * scale).to(q.dtype)), k, v
 
 
 def project_hrm(module: Any, hidden_states: Tensor) -> Projected:
     return *separate.project(module, hidden_states), module.gate_proj(hidden_states)
 
 
-def slot_hrm(module: Any, cycle_offset: int = 0, **arguments: Any) -> int:
-    """HRM: the layers run in cycles, and each cycle has its own layers in the cache."""
-    return module.layer_idx + cycle_offset
-
-
 QWEN3_NEXT = Style(project_qwen3_next, output_gated, QKV)
 AFMOE = Style(project_afmoe, output_gated, QKV, rotates=lambda module: module.is_local_attention)
 LFM3 = Style(project_with_input, output_lfm3, QKV)
 BEAM = Style(project_with_input, output_beam, QKV, rotate=rotate_beam)
-HRM = Style(project_hrm, output_gated, QKV, slot=slot_hrm)
+# HRM's layers run in cycles, and each cycle has its own layers in the cache.
+HRM = Style(project_hrm, output_gated, QKV, slot=lambda module, cycle_offset=0, **_: module.layer_idx + cycle_offset)
 LAGUNA = Style(project_with_input, output_laguna, QKV)

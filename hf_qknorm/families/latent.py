@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,38 +28,26 @@ def _with_latent(module: Any, q: Tensor, hidden_states: Tensor) -> Projected:
     return q.view(*q.shape[:-1], -1, module.qk_head_dim), latent.unsqueeze(2), k_rotated.unsqueeze(2)
 
 
-def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Rotated:
-    return _rotate_part(module.modelling.apply_rotary_pos_emb, module, q, k, v, positions)
-
-
-def rotate_pairs(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Rotated:
-    return _rotate_part(module.modelling.apply_rotary_pos_emb_interleave, module, q, k, v, positions)
-
-
-def rotate_configured(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any
+def rotate(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, rope: str = "apply_rotary_pos_emb", **arguments: Any
 ) -> Rotated:
-    """DeepSeek V3: in pairs of neighbours or in halves, by the config's `rope_interleave`."""
-    by_config = rotate_pairs if module.config.rope_interleave else rotate
-    return by_config(module, q, k, v, positions, cache)
-
-
-def rotate_complex(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any
-) -> Rotated:
-    """DeepSeek V2: the position embeddings are complex numbers."""
-    return _rotate_part(module.modelling.apply_rotary_emb, module, q, k, v, (positions.to(q.device),))
-
-
-def _rotate_part(rope: Any, module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> Rotated:
+    """Apply the modelling file's function `rope` to the key that rotates, and to the last channels of each query."""
     q_plain, q_rotated = torch.split(q, [module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
-    q_rotated, v = rope(q_rotated, v, *positions)
+    q_rotated, v = getattr(module.modelling, rope)(q_rotated, v, *positions)
     return torch.cat((q_plain, q_rotated), dim=-1), k, v
 
 
-def no_rope(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Rotated:
-    """Kimi: no RoPE."""
-    return q, k, v
+rotate_pairs = partial(rotate, rope="apply_rotary_pos_emb_interleave")
+
+
+def rotate_configured(module: Any, *heads_and_positions: Any, **arguments: Any) -> Rotated:
+    """DeepSeek V3: in pairs of neighbours or in halves, by the config's `rope_interleave`."""
+    return (rotate_pairs if module.config.rope_interleave else rotate)(module, *heads_and_positions)
+
+
+def rotate_complex(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
+    """DeepSeek V2: the position embeddings are complex numbers."""
+    return rotate(module, q, k, v, (positions.to(q.device),), rope="apply_rotary_emb")
 
 
 def project_longcat(module: Any, hidden_states: Tensor) -> Projected:
@@ -86,6 +75,6 @@ WEIGHTS = ("kv_a_proj_with_mqa", "kv_b_proj")
 MINICPM3 = Style(project, output, WEIGHTS, rotate=rotate, expand=expand)
 DEEPSEEK_V3 = Style(project, output, WEIGHTS, rotate=rotate_configured, expand=expand)
 DEEPSEEK_V2 = Style(project, output, WEIGHTS, rotate=rotate_complex, expand=expand)
-KIMI_LINEAR = Style(project, output, WEIGHTS, rotate=no_rope, expand=expand)
+KIMI_LINEAR = Style(project, output, WEIGHTS, rotates=lambda module: False, expand=expand)
 LONGCAT = Style(project_longcat, output, WEIGHTS, rotate=rotate_pairs, expand=expand)
 BAILING = Style(project_bailing, output_bailing, WEIGHTS, rotate=rotate_pairs, expand=expand)

@@ -1,14 +1,30 @@
-"""Models with learned positions in their input and none in attention: OPT, BioGPT, GPT-BigCode."""
+"""Models with learned positions in their input and none in attention: GPT-2, GPT-BigCode, OPT, BioGPT."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from hf_qknorm.families import gpt2
 from hf_qknorm.families.separate import output_out_proj, project
 from hf_qknorm.families.style import QKV, Projected, Style, split_heads
+
+
+def project_gpt2(module: Any, hidden_states: Tensor) -> Projected:
+    """GPT-2: `c_attn`, a transposed Linear, for q, k and v."""
+    return tuple(split_heads(module, x) for x in module.c_attn(hidden_states).split(module.split_size, dim=2))
+
+
+def output(module: Any, attended: Tensor) -> Tensor:
+    return module.resid_dropout(module.c_proj(attended))
+
+
+def eager_gpt2(module: Any) -> Callable[..., Any]:
+    """Return the model's function; with `reorder_and_upcast_attn` its method, which applies scale and dropout too."""
+    if not module.reorder_and_upcast_attn:
+        return module.modelling.eager_attention_forward
+    return lambda module, q, k, v, mask, **options: module._upcast_and_reordered_attn(q, k, v, mask)
 
 
 def project_bigcode(module: Any, hidden_states: Tensor) -> Projected:
@@ -25,11 +41,12 @@ def heads_bigcode(module: Any) -> tuple[int, int, int]:
     return module.num_heads, 1 if module.multi_query else module.num_heads, module.head_dim
 
 
+GPT2 = Style(project_gpt2, output, ("c_attn",), dropout=lambda module: module.attn_dropout.p, eager=eager_gpt2)
 OPT = Style(project, output_out_proj, QKV, dropout=lambda module: module.dropout, prescaled=True)
 BIOGPT = Style(project, output_out_proj, QKV, dropout=lambda module: module.dropout)
 BIGCODE = Style(
     project_bigcode,
-    gpt2.output,
+    output,
     ("c_attn",),
     dropout=lambda module: module.attn_dropout,
     heads=heads_bigcode,

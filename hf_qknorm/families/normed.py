@@ -31,11 +31,8 @@ def project_if_configured(module: Any, hidden_states: Tensor) -> Projected:
 
 def project_wide(module: Any, hidden_states: Tensor) -> Projected:
     """OLMo 2: all heads together."""
-    return (
-        split_heads(module, module.q_norm(module.q_proj(hidden_states))),
-        split_heads(module, module.k_norm(module.k_proj(hidden_states))),
-        split_heads(module, module.v_proj(hidden_states)),
-    )
+    q, k = module.q_norm(module.q_proj(hidden_states)), module.k_norm(module.k_proj(hidden_states))
+    return tuple(split_heads(module, x) for x in (q, k, module.v_proj(hidden_states)))
 
 
 def project_olmoe(module: Any, hidden_states: Tensor) -> Projected:
@@ -49,16 +46,14 @@ def project_lfm2(module: Any, hidden_states: Tensor) -> Projected:
     return module.q_layernorm(q), module.k_layernorm(k), v
 
 
-def norm_rotated(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Rotated:
+def norm_rotated(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
     """NanoChat: norms after RoPE."""
-    q, k, v = rotate(module, q, k, v, positions, cache)
+    q, k, v = rotate(module, q, k, v, positions)
     return module.q_norm(q), module.k_norm(k), v
 
 
-def norm_rotated_hunyuan(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any
-) -> Rotated:
-    q, k, v = rotate(module, q, k, v, positions, cache)
+def norm_rotated_hunyuan(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
+    q, k, v = rotate(module, q, k, v, positions)
     return module.query_layernorm(q), module.key_layernorm(k), v
 
 

@@ -12,7 +12,7 @@ from hf_qknorm.families.fused import output_dense
 from hf_qknorm.families.style import QKV, Projected, Rotated, Style
 
 
-def rotate_part(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Rotated:
+def rotate_part(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
     width = module.rotary_ndims
     q_rotated, k_rotated = module.modelling.apply_rotary_pos_emb(q[..., :width], k[..., :width], *positions)
     return torch.cat((q_rotated, q[..., width:]), dim=-1), torch.cat((k_rotated, k[..., width:]), dim=-1), v

@@ -14,7 +14,7 @@ from hf_qknorm.families.style import QKV, Rotated, Style, rotate
 
 
 def rotate_llama4(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any
+    module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, *, cache: Any, **arguments: Any
 ) -> Rotated:
     """Llama 4: layers with RoPE may norm after it; layers without may scale queries far into the text."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -38,14 +38,11 @@ def query_scale_llama4(module: Any) -> float:
     return max(1.0, math.log1p(spans) * module.attn_scale + 1.0)
 
 
-def rotate_ministral3(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, position_ids: Any = None, **arguments: Any
-) -> Rotated:
-    q, k, v = rotate(module, q, k, v, positions, cache)
+def rotate_ministral3(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
+    q, k, v = rotate(module, q, k, v, positions)
     rope = module.config.rope_parameters
-    scales = module.modelling.get_llama_4_attn_scale(
-        position_ids, rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    )
+    settings = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    scales = module.modelling.get_llama_4_attn_scale(arguments.get("position_ids"), *settings)
     return q * scales.to(q.dtype), k, v
 
 
@@ -56,17 +53,14 @@ def query_scale_ministral3(module: Any) -> float:
     return max(1.0, 1.0 + rope["llama_4_scaling_beta"] * math.log1p(spans))
 
 
-def rotate_recurrent_gemma(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, position_ids: Any = None, **arguments: Any
-) -> Rotated:
-    return rotate(module, q, k, v, module.rotary_emb(v, position_ids), cache)
+def rotate_recurrent_gemma(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
+    return rotate(module, q, k, v, module.rotary_emb(v, arguments.get("position_ids")))
 
 
 def unsupported_zamba2(config: Any) -> str | None:
     """Return the reason why a model with this config can't be patched, or None."""
-    if config.use_shared_attention_adapter:
-        return "use_shared_attention_adapter=True: each layer adds projections of its own to a shared attention"
-    return None
+    reason = "use_shared_attention_adapter=True: each layer adds projections of its own to a shared attention"
+    return reason if config.use_shared_attention_adapter else None
 
 
 LLAMA4 = Style(project, output, QKV, rotate=rotate_llama4, query_scale=query_scale_llama4)

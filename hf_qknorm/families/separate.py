@@ -10,11 +10,7 @@ from hf_qknorm.families.style import QKV, Projected, Style, split_heads
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
-    return (
-        split_heads(module, module.q_proj(hidden_states)),
-        split_heads(module, module.k_proj(hidden_states)),
-        split_heads(module, module.v_proj(hidden_states)),
-    )
+    return tuple(split_heads(module, getattr(module, name)(hidden_states)) for name in QKV)
 
 
 def output(module: Any, attended: Tensor) -> Tensor:

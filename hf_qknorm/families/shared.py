@@ -20,7 +20,7 @@ def project(module: Any, hidden_states: Tensor) -> Projected:
     return q, module.k_norm(k), module.v_norm(v)
 
 
-def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Rotated:
+def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
     """Apply RoPE to queries and keys separately, on the memory layout `[B, T, H, D]`."""
     rope = module.modelling.apply_rotary_pos_emb
     q = rope(q.transpose(1, 2), *positions, unsqueeze_dim=2).transpose(1, 2)

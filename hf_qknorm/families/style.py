@@ -21,7 +21,7 @@ def split_heads(module: Any, x: Tensor) -> Tensor:
     return x.view(*x.shape[:-1], -1, module.head_dim)
 
 
-def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, **arguments: Any) -> Rotated:
+def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
     """Apply RoPE by the modelling file's own function, if the model has position embeddings."""
     if positions is not None:
         q, k = module.modelling.apply_rotary_pos_emb(q, k, *positions)
@@ -50,7 +50,7 @@ class Style:
 
     Positions:
     `rotate` applies RoPE to `[B, H or Hk, T, D]`, and the model's own operations between RoPE and the cache. It takes
-    the position embeddings, the cache, and the other arguments of the forward.
+    the position embeddings, and the other arguments of the forward, `cache` among them.
     `rotates` tells whether the layer uses position embeddings.
     `query_scale` is the largest factor by which `rotate` multiplies a query for its position.
     `length` is the length of the model's longest sequence.

@@ -65,11 +65,8 @@ def _style_files() -> dict[int, str]:
 
 def _features(family: Family) -> str:
     switch = f" ({family.own_norms})" if isinstance(family.own_norms, str) else ""
-    features = {
-        f"norms on q and k{switch}": family.own_norms,
-        "a cap": family.own_cap,
-        "a latent cache": family.latent,
-    }
+    norms = f"norms on q and k{switch}"
+    features = {norms: family.own_norms, "a cap": family.own_cap, "a latent cache": family.latent}
     return ", ".join(name for name, present in features.items() if present) or "-"
 
 

@@ -35,9 +35,5 @@ def register() -> None:
             MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.add(derived_type)
         for names in AUTO_CLASSES.values():
             if model_type in names:
-                names[derived_type] = derived_names(names[model_type])
-
-
-def derived_names(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """Return the derived name of a model class, or of several, of which transformers selects by `architectures`."""
-    return f"{PREFIX}{names}" if isinstance(names, str) else tuple(f"{PREFIX}{name}" for name in names)
+                own = names[model_type]  # of several classes, transformers selects by `architectures`
+                names[derived_type] = f"{PREFIX}{own}" if isinstance(own, str) else tuple(f"{PREFIX}{x}" for x in own)

@@ -81,19 +81,15 @@ def is_causal(model: PreTrainedModel) -> bool:
     with _state_restored(model):
         first, second = (model.base_model(input_ids=x, use_cache=False)[0][:, :-1].float() for x in (tokens, changed))
     tolerance = 1e-5 if model.dtype in (torch.float32, torch.float64) else 1e-2  # experts may round differently
-    finite = first.isfinite()  # NaN in both outputs does not contradict causality
-    if not torch.equal(finite, second.isfinite()):
-        return False
-    first, second = first.where(finite, 0.0), second.where(finite, 0.0)
-    return bool((first - second).abs().max() <= tolerance * first.abs().max())
+    largest = float(first.where(first.isfinite(), 0.0).abs().max())
+    return first.allclose(second, rtol=0.0, atol=tolerance * largest, equal_nan=True)  # NaN in both is no contradiction
 
 
 @contextmanager
 def _state_restored(model: PreTrainedModel) -> Iterator[None]:
     """Run in eval mode without PyTorch's hooks; restore modes, hooks, attributes, buffers and random states after."""
     modules = list(model.modules())
-    attributes = [dict(vars(module)) for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
+    attributes = [{**vars(module), "_buffers": module._buffers.copy()} for module in modules]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     cards = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices=cards):
@@ -103,10 +99,8 @@ def _state_restored(model: PreTrainedModel) -> Iterator[None]:
                 module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
             yield
         finally:
-            for module, own, tensors in zip(modules, attributes, buffers, strict=True):
+            for module, own in zip(modules, attributes, strict=True):
                 vars(module).clear()
                 vars(module).update(own)
-                module._buffers.clear()
-                module._buffers.update(tensors)
             for buffer, value in values:
                 buffer.copy_(value)

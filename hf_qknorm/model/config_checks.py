@@ -45,31 +45,33 @@ def check_settings(config: Any) -> None:
 
     Checks sizes, the names of activations and RoPE types, and the settings in `OPTIONAL`.
     """
+    for name, value, is_valid, expected in _checks(config):
+        if not is_valid:
+            raise ValueError(f"{config_file(config)}: {name} is {shorten(value)}, expected {expected}")
+
+
+def _checks(config: Any) -> Iterator[tuple[str, Any, bool, str]]:
+    """Yield name and value of each setting, whether a model can be built with it, and the values that are possible."""
     for name in SIZES:
-        value = _setting(config, name)
-        most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
-        if isinstance(value, int) and not 1 <= value <= most:
-            raise _impossible(config, name, value, f"a whole number from 1 to {most}")
+        value, most = _setting(config, name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        yield name, value, not isinstance(value, int) or 1 <= value <= most, f"a whole number from 1 to {most}"
     queries, keys = (_setting(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(queries, int) and isinstance(keys, int) and queries % keys:
-        raise _impossible(config, "num_key_value_heads", keys, f"a divisor of num_attention_heads={queries}")
+    divides = not (isinstance(queries, int) and isinstance(keys, int)) or queries % keys == 0
+    yield "num_key_value_heads", keys, divides, f"a divisor of num_attention_heads={queries}"
     for experts in EXPERTS:
         number, used = (_setting(config, name) for name in (experts, "num_experts_per_tok"))
-        if isinstance(number, int) and isinstance(used, int) and used > number:
-            raise _impossible(config, "num_experts_per_tok", used, f"at most {experts}={number}")
-    for name, (is_valid, expected) in OPTIONAL.items():
+        enough = not (isinstance(number, int) and isinstance(used, int)) or used <= number
+        yield "num_experts_per_tok", used, enough, f"at most {experts}={number}"
+    for name, (test, expected) in OPTIONAL.items():
         value = getattr(config, name, None)
-        if value is not None and not is_valid(value):
-            raise _impossible(config, name, value, expected)
+        yield name, value, value is None or test(value), expected
     for name in ACTIVATIONS:
         value = _setting(config, name)
-        if isinstance(value, str) and value not in ACT2FN:
-            raise _impossible(config, name, value, f"one of {', '.join(sorted(ACT2FN))}")
+        yield name, value, not isinstance(value, str) or value in ACT2FN, f"one of {', '.join(sorted(ACT2FN))}"
     kinds = ("default", *sorted(ROPE_INIT_FUNCTIONS))
     for name, rope in _ropes(config):
         value = rope.get("rope_type", "default")
-        if value not in kinds:
-            raise _impossible(config, f"{name}.rope_type", value, f"one of {', '.join(kinds)}")
+        yield f"{name}.rope_type", value, value in kinds, f"one of {', '.join(kinds)}"
 
 
 # The errors beside ValueError that transformers raises for settings that it does not check.
@@ -126,7 +128,3 @@ def _ropes(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(found, dict):
         kinds = {f"{name}.{kind}": value for kind, value in found.items() if isinstance(value, dict)}
         yield from (kinds or {name: found}).items()
-
-
-def _impossible(config: Any, name: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{config_file(config)}: {name} is {shorten(value)}, expected {expected}")

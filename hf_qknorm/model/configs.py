@@ -21,6 +21,8 @@ else:
     _Config = object
 
 OWN_SETTINGS: Final = ("qk_norm", "qk_norm_base", "qk_norm_blend", "attn_logit_softcapping")
+BASE_FIELDS: Final = {"attn_logit_softcapping": "a cap"}
+BLEND_FIELDS: Final = {"norms": "true or false", "softcap": "a cap"}
 
 
 class QKNormConfig(_Config):
@@ -47,8 +49,8 @@ class QKNormConfig(_Config):
         super().__post_init__(**{key: value for key, value in kwargs.items() if not is_notice(key, value)})
         check_settings(self)
         self.validate()  # the base class's own validators, which a derived dataclass does not inherit
-        _check_base(self.qk_norm_base)
-        _check_blend(self.qk_norm_blend)
+        _check_cap("qk_norm_base", self.qk_norm_base, BASE_FIELDS)
+        _check_cap("qk_norm_blend", self.qk_norm_blend, BLEND_FIELDS)
         self.architectures = derived_architectures(self)
         if stored_type == self.model_type:
             _check_stored_base(self)
@@ -73,7 +75,7 @@ class QKNormConfig(_Config):
         check_scheme(self.base_model_type, self, scheme)
         if has_own_cap(type(self)) and self.qk_norm_base is None:
             self.qk_norm_base = {"attn_logit_softcapping": self.attn_logit_softcapping}
-            _check_base(self.qk_norm_base)
+            _check_cap("qk_norm_base", self.qk_norm_base, BASE_FIELDS)
             stated_cap = None
         cap = scheme.softcap
         if cap is None and self.qk_norm_base is not None:
@@ -93,9 +95,7 @@ class QKNormConfig(_Config):
         config_dict = dict(config_dict)
         if given.get("qk_norm") is not None:
             given["qk_norm"] = Scheme.of(given["qk_norm"]).to_dict()
-            if (
-                config_dict.get("model_type") == cls.model_type
-            ):  # in an unpatched model's config it is the model's own cap
+            if config_dict.get("model_type") == cls.model_type:  # an unpatched model's config has the model's own cap
                 config_dict.pop("attn_logit_softcapping", None)
         file = str(Path(kwargs.get("name_or_path", "")) / "config.json")
         with config_errors(file, config_dict.get("model_type"), config_dict.get("architectures")):
@@ -186,18 +186,11 @@ def _check_stored_base(config: Any) -> None:
         )
 
 
-def _check_base(base: Any) -> None:
-    if base is None:
+def _check_cap(name: str, value: Any, fields: dict[str, str]) -> None:
+    """Raise ValueError unless a setting is None, or has these fields, of which the last is a cap or None."""
+    if value is None:
         return
-    if not isinstance(base, dict) or set(base) != {"attn_logit_softcapping"}:
-        raise ValueError(f'qk_norm_base is {shorten(base)}, expected None or {{"attn_logit_softcapping": a cap}}')
-    Scheme(softcap=base["attn_logit_softcapping"])  # raises ValueError for an invalid cap
-
-
-def _check_blend(blend: Any) -> None:
-    if blend is None:
-        return
-    if not isinstance(blend, dict) or set(blend) != {"norms", "softcap"} or not isinstance(blend["norms"], bool):
-        expected = 'None or {"norms": true or false, "softcap": a cap}'
-        raise ValueError(f"qk_norm_blend is {shorten(blend)}, expected {expected}")
-    Scheme(softcap=blend["softcap"])  # raises ValueError for an invalid cap
+    if not isinstance(value, dict) or value.keys() != fields.keys() or not isinstance(value.get("norms", True), bool):
+        expected = ", ".join(f'"{field}": {kind}' for field, kind in fields.items())
+        raise ValueError(f"{name} is {shorten(value)}, expected None or {{{expected}}}")
+    Scheme(softcap=value[[*fields][-1]])  # raises ValueError for an invalid cap

@@ -6,22 +6,18 @@ loading therefore need nothing but transformers' own methods.
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, initialization
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_qknorm.backends import functions
-from hf_qknorm.families import FAMILIES, Family, check_scheme, known_families
+from hf_qknorm.families import FAMILIES, check_scheme, known_families
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.model.attention import install, patched_layers
 from hf_qknorm.model.config_checks import config_errors, config_file
@@ -128,8 +124,9 @@ class QKNormModel(_Model):
 def use_derived_classes(model: PreTrainedModel) -> None:
     """Change `model` and the models of a family inside it, such as its base model, to derived classes, in place."""
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and not isinstance(module, QKNormModel) and _family_of(type(module)):
-            base: Any = type(module)
+        base: Any = type(module)
+        in_family = getattr(getattr(base, "config_class", None), "model_type", None) in FAMILIES
+        if in_family and isinstance(module, PreTrainedModel) and not isinstance(module, QKNormModel):
             set_model_class(module, derived_model(base))
 
 
@@ -137,11 +134,6 @@ def set_model_class(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
     """Set a model's class, and register its recordable outputs (`output_hidden_states`) for that class."""
     model.__class__ = cls
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), model._can_record_outputs)
-
-
-def _family_of(cls: type[PreTrainedModel]) -> Family | None:
-    config_class = cls.config_class
-    return FAMILIES.get(config_class.model_type) if config_class is not None else None
 
 
 @cache
@@ -166,11 +158,8 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
     """Return the derived class of a model class: `QKNormLlamaForCausalLM` for `LlamaForCausalLM`."""
     model_type = base.config_class.model_type
     config_class = derived_config(model_type)
-    derived = type(
-        f"{PREFIX}{base.__name__}",
-        (QKNormModel, base),
-        {"base_class": base, "config_class": config_class, "__module__": __name__},
-    )
+    namespace = {"base_class": base, "config_class": config_class, "__module__": __name__}
+    derived = type(f"{PREFIX}{base.__name__}", (QKNormModel, base), namespace)
     # Checkpoints hold Mixtral's experts apart, and GPT-NeoX's head under another name: convert them as the base does.
     for own, name in ((model_type, config_class.model_type), (base.__name__, derived.__name__)):
         conversion = get_checkpoint_conversion_mapping(own)
@@ -181,13 +170,8 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
 
 def __getattr__(name: str) -> Any:
     """Return the derived class `name`, as for pickles and Auto classes. Raises AttributeError if there is none."""
-    base_name = name.removeprefix(PREFIX)
-    types = known_families() if base_name != name else []
-    for model_type in types:
-        if CONFIG_MAPPING_NAMES[model_type] == base_name:
-            return derived_config(model_type)
-    for model_type in types:
-        package = importlib.import_module(f"transformers.models.{model_type_to_module_name(model_type)}")
-        if base_name in dir(package):
-            return derived_model(getattr(package, base_name))
+    base: Any = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    model_type = getattr(getattr(base, "config_class", base), "model_type", None)
+    if model_type in known_families():
+        return derived_config(model_type) if issubclass(base, PretrainedConfig) else derived_model(base)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -82,7 +82,8 @@ def fold_pre_norms(model: nn.Module) -> None:
             if part.bias is not None and shift is not None:
                 part.bias.copy_(fold_bias(part.weight, part.bias, shift, transposed=transposed))
             part.weight.copy_(fold_weight(part.weight, norm.weight, layer.family, transposed=transposed))
-        layer.removed_norm = (FoldedNorm(_eps(norm), centred=NORMS[layer.family.norm].centred),)
+        eps = float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+        layer.removed_norm = (FoldedNorm(eps, centred=NORMS[layer.family.norm].centred),)
 
 
 def is_exact(model: nn.Module) -> bool:
@@ -102,7 +103,3 @@ def set_spread(layer: QKNormAttention, spread: float) -> None:
 
 def _projections(layer: QKNormAttention) -> list[Any]:
     return [layer.get_submodule(part) for part in layer.family.style.weights]
-
-
-def _eps(norm: Any) -> float:
-    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -39,22 +40,23 @@ def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, file
     A knee's ε is invalid if it is not finite or below the scheme's. The check comes before loading, which casts the
     weights: rounded gains would change the result.
     """
-    norms = {
-        name: norm.scheme_eps for layer in patched_layers(model).values() for name, norm in head_norms(layer).items()
-    }
+    layers = patched_layers(model).values()
+    norms = {name: norm.scheme_eps for layer in layers for name, norm in head_norms(layer).items()}
     if not norms:
         return
     for where, name, tensor in _tensors(state_dict, files or []):
         *_, norm, parameter = ["", *name.split(".")]
         if norm not in norms or parameter not in PARAMETERS:
             continue
-        dtype = _dtype_name(tensor)
+        sliced = hasattr(tensor, "get_dtype")
+        dtype = tensor.get_dtype() if sliced else DTYPES_OF_TORCH.get(tensor.dtype, str(tensor.dtype))
         if dtype not in DTYPES:
             raise ValueError(
                 f"{where}: {name!r} has dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}: norms are never "
                 "quantised. Restore the weights"
             )
-        if parameter == "eps" and not _shape(tensor) and (problem := eps_problem(tensor[...], norms[norm])):
+        shape = tensor.get_shape() if sliced else list(tensor.shape)
+        if parameter == "eps" and not shape and (problem := eps_problem(tensor[...], norms[norm])):
             raise ValueError(f"{where}: {name!r} {problem}")
 
 
@@ -70,15 +72,6 @@ def _tensors(state_dict: dict[str, Any] | None, files: list[str]) -> Iterator[tu
                 yield from ((file, name, weights.get_slice(name)) for name in names)
         else:
             yield from ((file, name, value) for name, value in load_state_dict(file, map_location="cpu").items())
-
-
-def _dtype_name(tensor: Any) -> str:
-    """Return a tensor's dtype as safetensors writes it."""
-    return tensor.get_dtype() if hasattr(tensor, "get_dtype") else DTYPES_OF_TORCH.get(tensor.dtype, str(tensor.dtype))
-
-
-def _shape(tensor: Any) -> list[int]:
-    return list(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
 
 
 def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, Any]], *, others: bool = False) -> None:
@@ -114,23 +107,14 @@ def check_loaded(model: PreTrainedModel, missing: Iterable[str], unexpected: Ite
     def ours(keys: Iterable[str]) -> list[str]:
         return sorted(key for key in keys if key in own or f"{prefix}{key}" in own or key.removeprefix(prefix) in own)
 
-    problems = {
-        "missing from the weights": ours(missing),
-        "in the weights but not in the scheme": ours(unexpected),
-    }
-    for what, keys in problems.items():
-        if keys:
-            raise _disagreement(model, what, keys)
+    for what, keys in (("missing from the weights", missing), ("in the weights but not in the scheme", unexpected)):
+        if found := ours(keys):
+            raise _disagreement(model, what, found)
 
 
 def _norm_parameters(model: PreTrainedModel) -> set[str]:
     """Return the possible names of norm parameters, for any scheme."""
-    return {
-        f"{layer}.{norm}.{parameter}"
-        for layer in patched_layers(model)
-        for norm in NORM_NAMES.values()
-        for parameter in PARAMETERS
-    }
+    return {".".join(parts) for parts in product(patched_layers(model), NORM_NAMES.values(), PARAMETERS)}
 
 
 def _disagreement(model: PreTrainedModel, what: str, keys: list[str]) -> ValueError:

@@ -46,8 +46,7 @@ class HeadNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.norm, self.p, self.initial_gain = norm, scheme.p, initial_gain
-        self.scheme_eps = scheme.eps  # eps without a knee
-        self.eps = self.scheme_eps
+        self.eps = self.scheme_eps = scheme.eps  # without a knee they are equal
         self.knee = 0.0
         self.bypass, self.rescale = False, 1.0
         shape = {"shared": (head_dim,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)

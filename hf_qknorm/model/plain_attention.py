@@ -73,7 +73,7 @@ class PlainAttention(nn.Module):
         q, k = self._normed("q_norm", q), self._normed("k_norm", k)
         if style.prescaled:
             q, options = q * self.logit_scale, options | {"scaling": 1.0}
-        q, k, v = style.rotate(self, q, k, v, positions, cache, **options)
+        q, k, v = style.rotate(self, q, k, v, positions, cache=cache, **options)
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, fp32 gains or cos and sin promote them
         if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
             k, v = cache.update(k, v, style.slot(self, **options))

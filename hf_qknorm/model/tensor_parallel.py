@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -27,9 +28,8 @@ def unplan_norms(model: nn.Module) -> None:
         module._tp_plan = {key: style for key, style in module._tp_plan.items() if key not in entries}
 
 
-def _entries(model: nn.Module) -> list[tuple[Any, dict[str, str]]]:
-    """Return the models that have a plan with the entries for their norms; wildcards replace layer numbers."""
-    found = []
+def _entries(model: nn.Module) -> Iterator[tuple[Any, dict[str, str]]]:
+    """Yield the models that have a plan with the entries for their norms; wildcards replace layer numbers."""
     for module in model.modules():
         plan: dict[str, str] = (getattr(module, "_tp_plan", None) or {}) if isinstance(module, PreTrainedModel) else {}
         entries: dict[str, str] = {}
@@ -43,5 +43,4 @@ def _entries(model: nn.Module) -> list[tuple[Any, dict[str, str]]]:
                     key = f"{path}.{name}.{kind}" if by_head else f"{path}.{name}"
                     entries[key] = "colwise" if by_head else "replicated_with_grad_allreduce"
         if plan:
-            found.append((module, entries))
-    return found
+            yield module, entries

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,21 @@ LINE_LENGTH = 120
 Name = tuple[str, str]  # a module, and a name defined at its top level
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 Import = tuple[str, str | None]  # a module, and the name imported from it; None: the module itself
-Edit = tuple[int, int, int, str]  # line, first and last byte, and the replacement
 
 
 class Module:
     """A parsed module of the package: its definitions and imports, by name."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lines = _file(name).read_text(encoding="utf-8").splitlines()
+    def __init__(self, name: str, lines: list[str]) -> None:
+        self.name, self.lines = name, lines
         self.definitions: dict[str, Definition] = {}
         self.imports: dict[str, Import] = {}
-        for statement in _statements(ast.parse("\n".join(self.lines))):
+        parsed = ast.parse("\n".join(lines)).body
+        for statement in chain(*(x.orelse if isinstance(x, ast.If) else [x] for x in parsed)):  # not `if TYPE_CHECKING`
             if isinstance(statement, ast.Import):
                 self.imports |= {alias.asname or alias.name: (alias.name, None) for alias in statement.names}
-            elif isinstance(statement, ast.ImportFrom) and statement.module not in (None, "__future__"):
-                source = str(statement.module)
-                self.imports |= {alias.asname or alias.name: (source, alias.name) for alias in statement.names}
+            elif isinstance(statement, ast.ImportFrom) and (source := statement.module) not in (None, "__future__"):
+                self.imports |= {alias.asname or alias.name: (str(source), alias.name) for alias in statement.names}
             elif isinstance(statement, ast.FunctionDef | ast.ClassDef):
                 self.definitions[statement.name] = statement
             elif isinstance(statement, ast.Assign | ast.AnnAssign):
@@ -76,17 +75,12 @@ class Bundle:
     def text(self) -> str:
         """Return the imports, and the definitions, each after those that it needs when it runs."""
         text = self._import_lines()
-        written: set[int] = set()  # one statement may define several names
         after_assignment = False  # no blank lines between assignments
         for module in self._ordered_modules():
             heading = f"# From {_file(module).relative_to(ROOT.parent).as_posix()}\n"
-            names = [name for name in self._names if name[0] == module]
-            for name in sorted(names, key=lambda name: self._definition(name).lineno):
-                definition = self._definition(name)
-                if id(definition) in written:
-                    continue
-                written.add(id(definition))
-                is_assignment = isinstance(definition, ast.Assign | ast.AnnAssign)
+            by_line = {self._definition(name).lineno: name for name in self._names if name[0] == module}
+            for _, name in sorted(by_line.items()):  # one statement may define several names
+                is_assignment = isinstance(self._definition(name), ast.Assign | ast.AnnAssign)
                 adjacent = after_assignment and is_assignment and not heading
                 text += ("\n" if adjacent else "\n\n\n") + heading + self._source(name)
                 heading, after_assignment = "", is_assignment
@@ -99,7 +93,10 @@ class Bundle:
 
     def _module(self, name: str) -> Module:
         if name not in self._modules:
-            self._modules[name] = Module(name)
+            module = Module(name, _file(name).read_text(encoding="utf-8").splitlines())
+            for table, keys in self.entries.items():
+                module = Module(name, _limited(module, table[1], keys)) if table[0] == name else module
+            self._modules[name] = module
         return self._modules[name]
 
     def _definition(self, name: Name) -> Definition:
@@ -115,16 +112,11 @@ class Bundle:
         source, attribute = module.imports[name[1]]
         return self._resolve((source, str(attribute)))
 
-    def _references(self, name: Name) -> Iterator[tuple[Edit, Name]]:
-        """Yield each reference to the package within a definition, with the position of the reference as an edit."""
-        module = self._module(name[0])
-        for node in _kept_nodes(self._definition(name), self.entries.get(name)):
-            for reference in _free_names(node):
-                target = self._target(module, reference)
-                if target is not None:
-                    expression, referenced = target
-                    end: Any = expression.end_col_offset
-                    yield (expression.lineno, expression.col_offset, end, ast.unparse(expression)), referenced
+    def _references(self, name: Name) -> Iterator[tuple[ast.expr, Name]]:
+        """Yield each expression within a definition that refers to the package, and the definition that it means."""
+        for reference in _free_names(self._definition(name)):
+            if target := self._target(self._module(name[0]), reference):
+                yield target
 
     def _target(self, module: Module, reference: ast.Name | ast.Attribute) -> tuple[ast.expr, Name] | None:
         """Return the expression that refers to a definition of the package, and that definition.
@@ -154,17 +146,17 @@ class Bundle:
 
     def _source(self, name: Name) -> str:
         """Return a definition's text and the comment above it, with references under their names in the bundle."""
-        references = ((edit, self.bundled_name(target)) for edit, target in self._references(name))
-        edits = [(line, first, last, new) for (line, first, last, old), new in references if new != old]
-        lines, definition, keys = self._module(name[0]).lines, self._definition(name), self.entries.get(name)
-        if keys is not None:
-            head, *parts = (_edited_source(lines, part, edits) for part in _kept_nodes(definition, keys))
-            entries = "".join(f"    {key}: {value},\n" for key, value in zip(parts[::2], parts[1::2], strict=True))
-            return f"{name[1]}: {head} = {{\n{entries}}}"
-        text = _edited_source(lines, definition, edits)
+        lines, definition = self._module(name[0]).lines, self._definition(name)
+        first = comment = min(x.lineno for x in (definition, *getattr(definition, "decorator_list", []))) - 1
+        source = [line.encode() for line in lines[first : definition.end_lineno]]  # positions count bytes
+        source[-1] = source[-1][: definition.end_col_offset]
+        references = {(node.lineno, node.col_offset): (node, target) for node, target in self._references(name)}
+        for (line, column), (node, target) in sorted(references.items(), reverse=True):
+            row = source[line - 1 - first]
+            source[line - 1 - first] = row[:column] + self.bundled_name(target).encode() + row[node.end_col_offset :]
+        text = textwrap.dedent(b"\n".join(source).decode())
         word = {ast.ClassDef: "class ", ast.FunctionDef: "def "}.get(type(definition), "")
         text = text.replace(f"{word}{name[1]}", f"{word}{self.bundled_name(name)}", 1)
-        first = comment = _first_line(definition) - 1
         while comment and lines[comment - 1].startswith("#"):
             comment -= 1
         return "\n".join([*lines[comment:first], text])
@@ -190,7 +182,7 @@ class Bundle:
         for local, (source, name) in sorted(self._imports.items()):
             if name is not None:
                 named.setdefault(source, []).append(name if name == local else f"{name} as {local}")
-        lines = [*plain, *(_import_line(source, sorted(named[source], key=_import_rank)) for source in sorted(named))]
+        lines = [*plain, *(_import_line(source, sorted(named[source])) for source in sorted(named))]
         standard = [line for line in lines if line.split()[1].partition(".")[0] in sys.stdlib_module_names]
         others = [line for line in lines if line not in standard]
         return "\n".join(["from __future__ import annotations", "", *standard, "", *others])
@@ -205,28 +197,17 @@ def _is_module(name: str) -> bool:
     return _file(name).is_file()
 
 
-def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield a module's statements; for `if TYPE_CHECKING` those of its `else`."""
-    for statement in tree.body:
-        yield from statement.orelse if isinstance(statement, ast.If) else [statement]
-
-
-def _first_line(definition: Any) -> int:
-    """Return the number of a definition's first line, decorators included."""
-    return min([definition.lineno, *(decorator.lineno for decorator in getattr(definition, "decorator_list", []))])
-
-
-def _kept_nodes(definition: Definition, keys: tuple[str, ...] | None) -> list[ast.AST]:
-    """Return the definition itself, or the annotation, keys and values that are kept of a literal dict."""
-    if keys is None:
-        return [definition]
-    if not isinstance(definition, ast.AnnAssign) or not isinstance(definition.value, ast.Dict):
-        raise ValueError(f"line {definition.lineno}: expected an annotated literal dict with the keys {keys}")
-    items = zip(definition.value.keys, definition.value.values, strict=True)
-    table = {name.value: [name, value] for name, value in items if isinstance(name, ast.Constant)}
-    if missing := [key for key in keys if key not in table]:
-        raise ValueError(f"line {definition.lineno}: the table has no key {missing[0]!r}")
-    return [definition.annotation, *(part for key in keys for part in table[key])]
+def _limited(module: Module, table: str, keys: tuple[str, ...]) -> list[str]:
+    """Return a module's lines without the other entries of a literal dict."""
+    items: Any = getattr(module.definitions[table], "value", None)
+    if not isinstance(items, ast.Dict):
+        raise ValueError(f"{module.name}: {table} is no literal dict, expected one with the keys {keys}")
+    pairs: Any = zip(items.keys, items.values, strict=True)
+    entries = {ast.literal_eval(key): range(key.lineno, value.end_lineno + 1) for key, value in pairs}
+    if missing := [key for key in keys if key not in entries]:
+        raise ValueError(f"{module.name}: the table {table} has no key {missing[0]!r}")
+    removed = {line for key, lines in entries.items() if key not in keys for line in lines}
+    return [line for number, line in enumerate(module.lines, 1) if number not in removed]
 
 
 def _free_names(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[ast.Name | ast.Attribute]:
@@ -245,27 +226,6 @@ def _free_names(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[
         yield node
     for child in ast.iter_child_nodes(node):
         yield from _free_names(child, bound)
-
-
-def _edited_source(lines: list[str], node: Any, edits: list[Edit]) -> str:
-    """Return the text of a node, with the edits that fall within it."""
-    start = _first_line(node)
-    source = [line.encode() for line in lines[start - 1 : node.end_lineno]]  # positions count bytes
-    source[-1] = source[-1][: node.end_col_offset]
-    whole = isinstance(node, ast.stmt)
-    for line, first, last, text in sorted(edits, reverse=True):
-        inside = start <= line <= node.end_lineno and (whole or first >= node.col_offset)
-        if inside and (line < node.end_lineno or last <= node.end_col_offset):
-            row = source[line - start]
-            source[line - start] = row[:first] + text.encode() + row[last:]
-    if not whole:
-        source[0] = source[0][node.col_offset :]
-    return textwrap.dedent(b"\n".join(source).decode())
-
-
-def _import_rank(name: str) -> tuple[int, str]:
-    """The sort key of a name in an import: constants, then classes, then functions and modules."""
-    return 0 if name.isupper() else 1 if name[0].isupper() else 2, name.lower()
 
 
 def _import_line(source: str, names: list[str]) -> str:

@@ -21,14 +21,7 @@ from hf_qknorm.backends.functions import eager_attention
 
 DERIVED: Final = "hf_qknorm.model.derived"
 OWN_BACKENDS: Final = ("hf_qknorm", "hf_qknorm_eager")  # checkpoints ask for the first; both are eager here
-CAP_BACKENDS: Final = (
-    *OWN_BACKENDS,
-    "eager",
-    "flex_attention",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-)
+CAP_BACKENDS: Final = (*OWN_BACKENDS, "eager", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4)))
 
 
 def installed_package(config: str) -> ModuleType | None:

@@ -11,7 +11,7 @@ from tiny import tiny_config
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, patch_model
-from hf_qknorm.families.windows import nowhere
+from hf_qknorm.families.family import nowhere
 
 BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")
 LENGTH = 12
