@@ -12,7 +12,7 @@ from typing import Any
 from hf_qknorm.convert.advice import Advice, scheme_name
 from hf_qknorm.convert.measurements import KneeTrials, Risk
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.stats.records import FORMAT, LayerStatistics, Prediction, predictions_table
+from hf_qknorm.stats.records import FORMAT, LayerStatistics, Prediction, predictions_table, to_json
 from hf_qknorm.stats.report import save_json
 from hf_qknorm.stats.tables import READING, ROWS, aligned, bound_cell, mean, over_names, pair_of_means, rest
 
@@ -74,7 +74,7 @@ class Inspection:
         )
         named = {"unpatched": self.base, "as it is": self.patched}
         named |= {scheme_name(scheme) + ", fresh gains" * bool(scheme.norms): p for scheme, p in self.trials.items()}
-        predicted = predictions_table({name: p for name, p in named.items() if p is not None})
+        predicted = predictions_table(named)
         layers = _table([self._layer_row(risk) for risk in self.risks[:ROWS]]) + rest(len(self.risks))
         parts = (title, predicted, self._knee_table(), layers, READING, self._advice_text())
         return "\n\n".join(part for part in parts if part)
@@ -128,18 +128,8 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("scheme", "base", "patched", "knees", "advice"):
-            data[name] = None if data[name] is None else data[name].to_dict()
-        return {
-            "format": FORMAT,
-            **data,
-            "trials": [{"scheme": scheme.to_dict(), **p.to_dict()} for scheme, p in self.trials.items()],
-            "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
-            "even": dict(self.even),
-            "bounds": dict(self.bounds),
-            "risks": [risk.to_dict() for risk in self.risks],
-        }
+        trials = [{"scheme": scheme, **p.to_dict()} for scheme, p in self.trials.items()]
+        return to_json({"format": FORMAT, **vars(self), "trials": trials})
 
     def save(self, path: str | Path) -> None:
         """Write the fields as a JSON file, whole or not at all."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.stats.records import LayerStatistics, Prediction
+from hf_qknorm.stats.records import LayerStatistics, Prediction, to_json
 
 COLLAPSED = 0.1  # of the entropy of even attention: a head below it attends to hardly more than one token
 LEVELS = ("calm", "raised", "large", "runaway")  # largest |logit| up to half the cap, the cap, twice the cap, above
@@ -51,8 +51,7 @@ class KneeTrials:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data, with the chosen knee as a number."""
-        chosen = None if self.chosen is None else self.chosen.knee
-        return {**dataclasses.asdict(self), "scheme": self.scheme.to_dict(), "chosen": chosen}
+        return to_json({**vars(self), "chosen": self.chosen and self.chosen.knee})
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,6 @@ class Risk:
     entropy: float
     entropy_head: int
     collapsed: tuple[int, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-ready data."""
-        return {**dataclasses.asdict(self), "collapsed": list(self.collapsed)}
 
 
 def rank_layers(measured: Measurements) -> tuple[Risk, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.files.untrusted import check_keys, check_number
+from hf_qknorm.files.untrusted import check_count, check_keys, check_number
 from hf_qknorm.stats.tables import aligned
 
 FORMAT = 1  # of reports and logs
@@ -67,13 +67,12 @@ class LayerStatistics:
 
     def to_dict(self) -> dict[str, list[float]]:
         """The numbers by name, without those that are None."""
-        return {name: list(values) for name, values in vars(self).items() if values is not None}
+        return to_json({name: values for name, values in vars(self).items() if values is not None})
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "statistics") -> LayerStatistics:
         """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
-        check_fields(data, cls, where)
-        return cls(**{name: head_numbers(values, f"{where}.{name}") for name, values in data.items()})
+        return cls(**read_fields(data, cls, where))
 
 
 @dataclass(frozen=True)
@@ -86,33 +85,58 @@ class LayerReport:
 
     before: LayerStatistics
     after: LayerStatistics
-    gain_q: Numbers | None = None
-    gain_k: Numbers | None = None
+    gain_q: Numbers | None
+    gain_k: Numbers | None
     bound: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers by name, without a bound that is None."""
-        gains = {"gain_q": self.gain_q, "gain_k": self.gain_k}
-        lists = {name: None if gain is None else list(gain) for name, gain in gains.items()}
-        bound = {} if self.bound is None else {"bound": self.bound}
-        return {"before": self.before.to_dict(), "after": self.after.to_dict(), **lists, **bound}
+        return to_json({name: value for name, value in vars(self).items() if name != "bound" or value is not None})
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "layer") -> LayerReport:
         """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
-        check_keys(data, ("before", "after", "gain_q", "gain_k"), where, optional=("bound",))
-        before, after = (LayerStatistics.from_dict(data[key], f"{where}.{key}") for key in ("before", "after"))
-        q, k = (None if data[k] is None else head_numbers(data[k], f"{where}.{k}") for k in ("gain_q", "gain_k"))
-        bound = None if data.get("bound") is None else check_number(data["bound"], f"{where}.bound")
-        return cls(before, after, q, k, bound)
+        return cls(**read_fields(data, cls, where))
 
 
-def predictions_table(predictions: Mapping[str, Prediction]) -> str:
-    """A table with a line per prediction; empty without any."""
+def predictions_table(predictions: Mapping[str, Prediction | None]) -> str:
+    """A table with a line per prediction that is not None; empty without any."""
     rows = [["", "loss", "perplexity", "KL", "same top token"]]
     for name, p in predictions.items():
-        rows.append([name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"])
-    return aligned(rows) if predictions else ""
+        if p is not None:
+            rows.append([name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"])
+    return aligned(rows) if len(rows) > 1 else ""
+
+
+def to_json(value: Any) -> Any:
+    """The value as JSON-ready data: dataclasses by their own `to_dict` or else by their fields, tuples as lists."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+        items = value if isinstance(value, Mapping) else vars(value)
+        return {key: to_json(item) for key, item in items.items()}
+    return value
+
+
+def read_fields(
+    data: Any, data_class: Any, where: str, *, versioned: bool = False, **readers: Callable[[Any, str], Any]
+) -> dict[str, Any]:
+    """The fields of `data_class` in `data`, each by its reader in `readers`, or else by that of its type in `READERS`.
+
+    Fields of type `… | None` may be null. Raises ValueError as `check_fields`, `check_format` and the readers do.
+    """
+    check_fields(data, data_class, where, beside=("format",) * versioned)
+    if versioned:
+        check_format(data, where)
+    fields = {}
+    for field in dataclasses.fields(data_class):
+        kind, _, nullable = field.type.partition(" | ")
+        if field.name in data:
+            value, read = data[field.name], readers.get(field.name) or READERS[kind]
+            fields[field.name] = None if nullable and value is None else read(value, f"{where}.{field.name}")
+    return fields
 
 
 def check_fields(data: Any, data_class: Any, where: str, *, beside: tuple[str, ...] = ()) -> None:
@@ -120,11 +144,9 @@ def check_fields(data: Any, data_class: Any, where: str, *, beside: tuple[str, .
 
     Fields with a default may be missing.
     """
-    required, optional = [*beside], list[str]()
-    for field in dataclasses.fields(data_class):
-        has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
-        (optional if has_default else required).append(field.name)
-    check_keys(data, required, where, optional)
+    fields, missing = dataclasses.fields(data_class), dataclasses.MISSING
+    optional = [field.name for field in fields if (field.default, field.default_factory) != (missing, missing)]
+    check_keys(data, [*beside, *(field.name for field in fields if field.name not in optional)], where, optional)
 
 
 def check_format(data: Mapping[str, Any], where: str) -> None:
@@ -154,3 +176,13 @@ def head_numbers(value: Any, where: str) -> Numbers:
     if not isinstance(value, list | tuple) or not 0 < len(value) <= HEADS:
         raise ValueError(f"{where} is {shorten(value)}, expected a list of numbers, one per head")
     return tuple(check_number(item, f"{where}[{i}]") for i, item in enumerate(value))
+
+
+READERS: Final[dict[str, Callable[[Any, str], Any]]] = {
+    "int": check_count,
+    "float": check_number,
+    "str": check_name,
+    "Numbers": head_numbers,
+    "Prediction": Prediction.from_dict,
+    "LayerStatistics": LayerStatistics.from_dict,
+}
