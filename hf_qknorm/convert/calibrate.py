@@ -98,7 +98,7 @@ def calibrate(
     tried: dict[float, Prediction] = {}
 
     def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
-        return ClosedFormGains.from_text(bare, text, mean_powers(bare, held_out[:1], ranks), knees, ranks)
+        return ClosedFormGains(bare, text, mean_powers(bare, held_out[:1], ranks), knees, ranks)
 
     with _undone_on_error(bare):
         _reset_norms(bare, batches)
@@ -113,7 +113,8 @@ def calibrate(
         if method.startswith("fit"):
             fit_gains(bare, fitted, held_out, steps=steps, projections=method == "fit_qk")
         compared = evaluate(bare, held_out, cap, ranks)
-        _check_rise(compared.base, compared.own, max_loss_increase)
+        if max_loss_increase is not None and compared.base and compared.own:
+            _check_rise(compared.base.loss, compared.own.loss, max_loss_increase)
         layers = layer_reports(bare, compared.before, compared.after)
     broadcast_attention(model, ranks)
     tokens, held_out_tokens = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, held_out))
@@ -188,13 +189,10 @@ def _reset_norms(model: Any, batches: Batches) -> None:
         rescale_folded_weights(model, batches[:START_BATCHES])
 
 
-def _check_rise(base: Prediction | None, calibrated: Prediction | None, limit: float | None) -> None:
-    if limit is None or base is None or calibrated is None:
-        return
-    rise = calibrated.loss - base.loss
-    if not rise <= limit:
+def _check_rise(base: float, calibrated: float, limit: float) -> None:
+    if not calibrated - base <= limit:
         raise ValueError(
-            f"the loss rises by {rise:.4f} nats ({base.loss:.4f} to {calibrated.loss:.4f}), more than "
+            f"the loss rises by {calibrated - base:.4f} nats ({base:.4f} to {calibrated:.4f}), more than "
             f'max_loss_increase={limit:g}. A larger knee, or knee="auto", keeps more'
         )
 

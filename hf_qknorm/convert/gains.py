@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,38 +23,33 @@ NormKey = tuple[str, str]  # a layer's name, and the name of a norm in it
 
 
 class ClosedFormGains:
-    """The sums of every norm of a patched model over a text, and the gains that follow from them for any knee."""
+    """The sums of every norm of a patched model over a text, and the gains that follow from them for any knee.
 
-    def __init__(self, model: Any, sums: Mapping[NormKey, NormSums], ranks: Ranks) -> None:
-        self.model, self.sums, self.ranks = model, sums, ranks
-        self.powers = {key: found.power.value for key, found in sums.items()}
+    The text takes one pass through the unpatched model. Ranks with different data divide its `batches`. `expected` is
+    the mean |x|ᵖ of each norm on a sample (`mean_powers`). Where the text's is more than four times larger or smaller,
+    there is a second pass.
+    """
 
-    @classmethod
-    def from_text(
-        cls,
+    def __init__(
+        self,
         model: Any,
         batches: Batches,
         expected: Mapping[NormKey, float],
         knees: Sequence[float],
         ranks: Ranks = ONE_PROCESS,
-    ) -> ClosedFormGains:
-        """Sum over `batches` in one pass through the unpatched model. Ranks with different data divide the batches.
-
-        `expected` is the mean |x|ᵖ of each norm on a sample (`mean_powers`). Where the text's is more than four times
-        larger or smaller, there is a second pass.
-        """
+    ) -> None:
+        self.model, self.ranks, self.powers = model, ranks, expected
         for _ in range(2):
-            sums = {key: NormSums(norm, knees, expected[key]) for key, norm in named_norms(model).items()}
-            with _observed_inputs(model, {found.norm: found.add for found in sums.values()}) as run:
+            self.sums = {key: NormSums(norm, knees, self.powers[key]) for key, norm in named_norms(model).items()}
+            with _observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
                 for batch, counts in tqdm(ranks.own_batches(batches), desc="moments", unit="batch", leave=False):
                     run(batch, counts)
-            for found in sums.values():
+            for found in self.sums.values():
                 found.power.total = ranks.sum_over_data(ranks.sum_over_heads(found.power.total))
                 found.sums = [ranks.sum_over_data(x) for x in found.sums]
-            if all(found.covers(knee) for found in sums.values() for knee in knees):
+            self.powers = {key: found.power.value for key, found in self.sums.items()}
+            if all(found.covers(knee) for found in self.sums.values() for knee in knees):
                 break
-            expected = {key: found.power.value for key, found in sums.items()}
-        return cls(model, sums, ranks)
 
     def apply(self, knee: float, *, gains: bool = True) -> None:
         """Set this knee, and the gains and biases that fit it; with `gains=False` the knee alone."""
@@ -83,9 +78,9 @@ class ClosedFormGains:
                 copy_into(norm.bias, bias * factor)
 
 
-def mean_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> dict[NormKey, float]:
+def mean_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> Mapping[NormKey, float]:
     """The mean |x|ᵖ of the inputs of each norm of a patched model, computed by the unpatched model."""
-    return ClosedFormGains.from_text(model, batches, dict.fromkeys(named_norms(model), 0.0), (), ranks).powers
+    return ClosedFormGains(model, batches, dict.fromkeys(named_norms(model), 0.0), (), ranks).powers
 
 
 def named_norms(model: nn.Module) -> dict[NormKey, HeadNorm]:
@@ -96,14 +91,13 @@ def named_norms(model: nn.Module) -> dict[NormKey, HeadNorm]:
 
 def rescale_folded_weights(model: Any, batches: Batches) -> None:
     """Rescale the projections behind folded norms, so that their biases are right for the text's mean σ."""
-    layers = patched_layers(model).values()
-    sigmas = {layer: Mean() for layer in layers}
+    sigmas = {layer: Mean() for layer in patched_layers(model).values()}
 
-    def add(norm: Any, sigma: Mean, x: Tensor) -> None:
-        sigma.add(norm.sigma(x).double())
+    def observer(layer: QKNormAttention) -> Callable[[Tensor], None]:
+        norm: Any = layer.removed_norm[0]
+        return lambda x: sigmas[layer].add(norm.sigma(x).double())
 
-    observers = {layer.removed_norm[0]: partial(add, layer.removed_norm[0], sigmas[layer]) for layer in layers}
-    with _observed_inputs(model, observers) as run:
+    with _observed_inputs(model, {layer.removed_norm[0]: observer(layer) for layer in sigmas}) as run:
         for batch in batches:
             run(batch, True)
     for layer, sigma in sigmas.items():
@@ -132,9 +126,7 @@ def _observed_inputs(
         with as_unpatched(model):
             model(**{key: value.to(input_device(model)) for key, value in batch.items()}, use_cache=False)
 
-    hooks = [module.register_forward_pre_hook(partial(observe, observer)) for module, observer in observers.items()]
-    try:
+    with ExitStack() as hooks:
+        for module, observer in observers.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(observe, observer)))
         yield run
-    finally:
-        for hook in hooks:
-            hook.remove()

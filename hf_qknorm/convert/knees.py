@@ -91,7 +91,7 @@ def sweep_knees(
     language-modelling head.
     """
     with restored_norms(model):
-        gains = ClosedFormGains.from_text(model, fitted, mean_powers(model, held_out), knees)
+        gains = ClosedFormGains(model, fitted, mean_powers(model, held_out), knees)
         swept = {}
         for knee in knees:
             gains.apply(knee)

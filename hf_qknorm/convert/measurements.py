@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import compress, count
 from typing import Any
 
 from hf_qknorm.scheme import SCHEMES, Scheme
@@ -98,12 +99,9 @@ def rank_layers(measured: Measurements) -> tuple[Risk, ...]:
         logits, entropies = layer.max_logit, layer.entropy
         largest, sharpest = max(logits), min(entropies)
         # low entropy with small logits is normal: heads that attend to the previous token have it from the start
-        collapsed = tuple(
-            i
-            for i, (entropy, logit) in enumerate(zip(entropies, logits, strict=True))
-            if entropy < COLLAPSED * measured.even[name] and logit > measured.cap / 2
-        )
+        least = COLLAPSED * measured.even[name]
+        collapsed = [e < least and logit > measured.cap / 2 for e, logit in zip(entropies, logits, strict=True)]
         level = LEVELS[sum(largest > factor * measured.cap for factor in (0.5, 1, 2))]
         heads = logits.index(largest), entropies.index(sharpest)
-        risks.append(Risk(name, level, largest, heads[0], sharpest, heads[1], collapsed))
+        risks.append(Risk(name, level, largest, heads[0], sharpest, heads[1], tuple(compress(count(), collapsed))))
     return tuple(sorted(risks, key=lambda risk: -risk.max_logit))

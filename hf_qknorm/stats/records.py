@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import check_count, check_keys, check_number
@@ -49,8 +49,22 @@ class Prediction:
         return cls(numbers["loss"], numbers["kl"], numbers["agreement"])
 
 
+class Record:
+    """The JSON form of a dataclass: its fields by name, without those that are None by default."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-ready data."""
+        defaults = vars(type(self))  # of the fields that have one
+        return to_json({name: x for name, x in vars(self).items() if x is not None or name not in defaults})
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "record") -> Self:
+        """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
+        return cls(**read_fields(data, cls, where))
+
+
 @dataclass(frozen=True)
-class LayerStatistics:
+class LayerStatistics(Record):
     """A layer's `LogitStatistics` as plain numbers, one per head; `rms_k` and `beyond_k` have one per key head.
 
     `beyond_q` and `beyond_k` are the shares of queries and keys beyond the knee of their norm; None without a knee.
@@ -65,18 +79,9 @@ class LayerStatistics:
     beyond_q: Numbers | None = None
     beyond_k: Numbers | None = None
 
-    def to_dict(self) -> dict[str, list[float]]:
-        """The numbers by name, without those that are None."""
-        return to_json({name: values for name, values in vars(self).items() if values is not None})
-
-    @classmethod
-    def from_dict(cls, data: Any, where: str = "statistics") -> LayerStatistics:
-        """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
-        return cls(**read_fields(data, cls, where))
-
 
 @dataclass(frozen=True)
-class LayerReport:
+class LayerReport(Record):
     """A layer's statistics unpatched (`before`) and patched (`after`), and the rms of each head's gain.
 
     A gain is None where the norm has none. `bound` is the largest |logit|, before any cap, that any input can give the
@@ -88,15 +93,6 @@ class LayerReport:
     gain_q: Numbers | None
     gain_k: Numbers | None
     bound: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers by name, without a bound that is None."""
-        return to_json({name: value for name, value in vars(self).items() if name != "bound" or value is not None})
-
-    @classmethod
-    def from_dict(cls, data: Any, where: str = "layer") -> LayerReport:
-        """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
-        return cls(**read_fields(data, cls, where))
 
 
 def predictions_table(predictions: Mapping[str, Prediction | None]) -> str:

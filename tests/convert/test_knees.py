@@ -83,9 +83,9 @@ def test_a_text_with_another_power_than_expected_takes_a_second_pass():
     right = mean_powers(model, data)
     passes = []
     model.register_forward_pre_hook(lambda *_: passes.append(None))
-    once = ClosedFormGains.from_text(model, data, right, (4.0,))
+    once = ClosedFormGains(model, data, right, (4.0,))
     assert len(passes) == 3
-    twice = ClosedFormGains.from_text(model, data, {key: 100 * size for key, size in right.items()}, (4.0,))
+    twice = ClosedFormGains(model, data, {key: 100 * size for key, size in right.items()}, (4.0,))
     assert len(passes) == 9
     assert twice.powers == once.powers == pytest.approx(right)
     for key, found in once.sums.items():
@@ -246,7 +246,7 @@ def test_impossible_knees_are_refused_by_name(options, error):
 
 
 def test_schemes_and_models_without_a_knee_are_refused():
-    with pytest.raises(ValueError, match="norms with a knee keep part of the scale that the norm before"):
+    with pytest.raises(ValueError, match="a norm with a knee keeps part of the scale"):
         calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches(2), knee=4)
     with pytest.raises(ValueError, match='predicts no tokens, which knee="auto" compares'):
         calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), batches(2))
