@@ -121,43 +121,31 @@ def read_fields(
 ) -> dict[str, Any]:
     """The fields of `data_class` in `data`, each by its reader in `readers`, or else by that of its type in `READERS`.
 
-    Fields of type `… | None` may be null. Raises ValueError as `check_fields`, `check_format` and the readers do.
-    """
-    check_fields(data, data_class, where, beside=("format",) * versioned)
-    if versioned:
-        check_format(data, where)
-    fields = {}
-    for field in dataclasses.fields(data_class):
-        kind, _, nullable = field.type.partition(" | ")
-        if field.name in data:
-            value, read = data[field.name], readers.get(field.name) or READERS[kind]
-            fields[field.name] = None if nullable and value is None else read(value, f"{where}.{field.name}")
-    return fields
-
-
-def check_fields(data: Any, data_class: Any, where: str, *, beside: tuple[str, ...] = ()) -> None:
-    """Raise ValueError unless `data` is a mapping of the fields of `data_class`, and of the names in `beside`.
-
-    Fields with a default may be missing.
+    Fields with a default may be missing, and those of type `… | None` null. With `versioned`, `data` also has a
+    "format". Raises ValueError for other keys, another version's format, and values that the readers refuse.
     """
     fields, missing = dataclasses.fields(data_class), dataclasses.MISSING
     optional = [field.name for field in fields if (field.default, field.default_factory) != (missing, missing)]
-    check_keys(data, [*beside, *(field.name for field in fields if field.name not in optional)], where, optional)
-
-
-def check_format(data: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for the format of another version."""
-    if data["format"] != FORMAT:
+    required = [*["format"] * versioned, *(field.name for field in fields if field.name not in optional)]
+    check_keys(data, required, where, optional)
+    if versioned and data["format"] != FORMAT:
         raise ValueError(f"{where}.format is {shorten(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it")
+    values = {}
+    for field in fields:
+        kind, _, nullable = field.type.partition(" | ")
+        if field.name in data:
+            value, read = data[field.name], readers.get(field.name) or READERS[kind]
+            values[field.name] = None if nullable and value is None else read(value, f"{where}.{field.name}")
+    return values
 
 
-def check_layers(layers: Any, where: str) -> Mapping[str, Any]:
-    """`layers`, a mapping from layers' names. Raises ValueError for anything else."""
+def read_layers(layers: Any, where: str, record: type[Record]) -> dict[str, Any]:
+    """The record of each layer, by name. Raises ValueError for anything but a mapping from layers' names."""
     if not isinstance(layers, Mapping) or len(layers) > LAYERS:
         raise ValueError(f"{where} is {shorten(layers)}, expected a mapping from at most {LAYERS:,} layers' names")
     for name in layers:
         check_name(name, f"a name in {where}", "a module's path")
-    return layers
+    return {name: record.from_dict(layer, f"{where}.{name}") for name, layer in layers.items()}
 
 
 def check_name(value: Any, where: str, what: str = "a name") -> str:

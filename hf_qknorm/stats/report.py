@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ class Calibration:
     def from_dict(cls, data: Any) -> Calibration:
         """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
         readers: dict[str, Any] = dict.fromkeys(("base_model", "dataset"), check_optional_repo_id)
-        readers |= {"cap": check_positive, "layers": _layers, "knees": _knees}
+        readers |= {"cap": check_positive, "layers": partial(records.read_layers, record=LayerReport), "knees": _knees}
         readers["scheme"] = lambda value, _: Scheme.from_dict(value)
         return cls(**records.read_fields(data, cls, "report", versioned=True, **readers))
 
@@ -156,13 +157,6 @@ class Calibration:
 def save_json(data: Mapping[str, Any], path: Path) -> None:
     """Write `data` as indented JSON; a failed run leaves the old file."""
     replace_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-
-
-def _layers(value: Any, where: str) -> dict[str, LayerReport]:
-    return {
-        name: LayerReport.from_dict(layer, f"{where}.{name}")
-        for name, layer in records.check_layers(value, where).items()
-    }
 
 
 def _knees(value: Any, where: str) -> dict[float, Prediction]:
