@@ -27,7 +27,10 @@ def heat_map(inspection: Inspection, path: str | Path) -> None:
     entropies = [layer.entropy for layer in inspection.layers.values()]
     layers, heads, cap = len(logits), len(logits[0]), inspection.cap
     width, height = min(max(8.5 + 0.12 * heads, 9.5), 15.0), min(max(2.2 + 0.32 * layers, 3.4), 11.0)
-    figure = plotting.new_figure(width, height, _title(inspection))
+    state = "" if inspection.scheme is None else f" ({inspection.scheme})"
+    advice = "nothing need be added" if inspection.keeps else f"advice: {inspection.advice.name}"
+    title = f"{Path(inspection.model).name}{state}: attention over {inspection.tokens:,} tokens; {advice}"
+    figure = plotting.new_figure(width, height, title)
     left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=(1, 1, 0.42))
     plotting.draw_logits(figure, left, logits, cap, "largest |logit|, before any cap")
     numbers = {name: i for i, name in enumerate(inspection.layers)}
@@ -56,8 +59,8 @@ def knee_curve(inspection: Inspection, path: str | Path) -> None:
     knees = inspection.knees
     if knees is None:
         raise ValueError(f"the inspection of {inspection.model} has no knees: it takes an unpatched causal model")
-    points = [(trial, trial.bound) for trial in knees.trials if trial.bound is not None]
-    points = [(trial, bound) for trial, bound in points if math.isfinite(bound) and math.isfinite(trial.rise)]
+    bounded = [(trial, trial.bound) for trial in knees.trials if trial.bound is not None]
+    points = [(trial, bound) for trial, bound in bounded if math.isfinite(bound) and math.isfinite(trial.rise)]
     bounds = [bound for _, bound in points]
     name, colour = Path(inspection.model).name, plotting.COLOURS["calibrated"]
     figure = plotting.new_figure(8, 4.8, f"{name}: loss and bound on the logits by knee ({scheme_name(knees.scheme)})")
@@ -98,12 +101,6 @@ def _finish_knees(axes: Any, inspection: Inspection, knees: KneeTrials, bounds: 
     plotting.write_beside(axes, label, (inspection.largest, 0), (-3, 6), rotation=90, **small)
     label = "bound on |logit| for any input, worst layer, before any cap"
     plotting.finish_axes(axes, label, "rise in loss over the unpatched model (nats)")
-
-
-def _title(inspection: Inspection) -> str:
-    state = "" if inspection.scheme is None else f" ({inspection.scheme})"
-    advice = "nothing need be added" if inspection.keeps else f"advice: {inspection.advice.name}"
-    return f"{Path(inspection.model).name}{state}: attention over {inspection.tokens:,} tokens; {advice}"
 
 
 def _worst_heads(axes: Any, logits: plotting.Rows, cap: float) -> None:

@@ -54,9 +54,12 @@ def search_knee(
             tried[knee] = gains.ranks.broadcast(predictions(gains.model, held_out)[1])
         return cost(base, tried[knee])
 
+    def place_of(limit: float) -> int:
+        return bisect_left(KNEES, True, key=lambda knee: cost_at(knee) <= limit)
+
     limit = tolerance(base, fresh) if max_cost is None else max_cost
-    chosen = _smallest_knee(cost_at, limit)
-    if chosen is None:
+    place = place_of(limit)
+    if place == len(KNEES):
         largest = KNEES[-1]
         least, seen = cost_at(largest), tried[largest]
         if max_cost is not None:
@@ -65,21 +68,14 @@ def search_knee(
                 f"{seen.kl:.4f}), more than max_loss_increase={max_cost:g}. A higher or no cap costs less, as does a "
                 "norm on queries alone (q_norm); or raise max_loss_increase"
             )
-        chosen = _smallest_knee(cost_at, least + limit)
+        place = place_of(least + limit)
         logger.warning(
             "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f). Another part of the scheme, such "
             "as its cap, costs that much. The knee is set to %g, which costs hardly more",
-            limit, largest, least, seen.loss, base.loss, chosen,
+            limit, largest, least, seen.loss, base.loss, KNEES[place],
         )  # fmt: skip
-    assert chosen is not None
-    gains.apply(chosen)
+    gains.apply(KNEES[place])
     return dict(sorted(tried.items()))
-
-
-def _smallest_knee(cost_at: Callable[[float], float], limit: float) -> float | None:
-    """The smallest of `KNEES` with a cost up to `limit`, by bisection; None if the largest costs more."""
-    place = bisect_left(KNEES, True, key=lambda knee: cost_at(knee) <= limit)
-    return KNEES[place] if place < len(KNEES) else None
 
 
 def sweep_knees(

@@ -12,9 +12,8 @@ from tiny import tiny_model
 
 from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.convert import knees
-from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms
+from hf_qknorm.convert.gains import ClosedFormGains, NormSums, mean_powers, named_norms
 from hf_qknorm.convert.knees import KNEES, search_knee, sweep_knees, tolerance
-from hf_qknorm.convert.norm_sums import NormSums
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
