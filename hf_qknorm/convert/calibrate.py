@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from hf_qknorm.convert.fit import check_movable, fit_gains
 from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms, rescale_folded_weights
-from hf_qknorm.convert.knees import KNEES, restored_norms, search_knee
+from hf_qknorm.convert.knees import KNEES, restored_attention, search_knee
 from hf_qknorm.convert.text import batches_for, check_batches
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_name
-from hf_qknorm.model.attention import patched_layers, require_base
+from hf_qknorm.model.attention import require_base
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.knees import apply_knee
@@ -100,7 +98,7 @@ def calibrate(
     def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
         return ClosedFormGains(bare, text, mean_powers(bare, held_out[:1], ranks), knees, ranks)
 
-    with _undone_on_error(bare):
+    with restored_attention(bare, only_on_error=True):
         _reset_norms(bare, batches)
         base, fresh = predictions(bare, held_out)
         if isinstance(knee, str):
@@ -157,25 +155,6 @@ def resolve_method(
     else:
         replace(scheme, knee=1.0 if knee == "auto" else knee)  # raises for a scheme that can't have one
     return method or "moments", knee
-
-
-@contextmanager
-def _undone_on_error(model: Any) -> Iterator[None]:
-    """Restore norms and projections after an exception. The model is in eval mode for the duration."""
-    training = model.training
-    model.eval()
-    try:
-        with restored_norms(model, only_on_error=True):
-            yield
-    except BaseException:
-        for layer in patched_layers(model).values():
-            for weight, before in layer.base_weights:
-                weight.data.copy_(before)
-        raise
-    finally:
-        model.train(training)
-        for layer in patched_layers(model).values():
-            vars(layer).pop("base_weights", None)
 
 
 def _reset_norms(model: Any, batches: Batches) -> None:

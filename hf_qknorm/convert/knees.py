@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.stats.distributed import Batches, reshard
 from hf_qknorm.stats.measure import predictions
@@ -86,7 +87,7 @@ def sweep_knees(
     One pass over `fitted` serves all knees. The model is left as it was. Raises ValueError for a model without a
     language-modelling head.
     """
-    with restored_norms(model):
+    with restored_attention(model):
         gains = ClosedFormGains(model, fitted, mean_powers(model, held_out), knees)
         swept = {}
         for knee in knees:
@@ -99,9 +100,14 @@ def sweep_knees(
 
 
 @contextmanager
-def restored_norms(model: Any, *, only_on_error: bool = False) -> Iterator[None]:
-    """Restore a patched model's gains, biases and knee on exit, or with `only_on_error` after an exception only."""
+def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[None]:
+    """Restore a patched model's norms and projections on exit, or with `only_on_error` after an exception only.
+
+    The model is in eval mode for the duration.
+    """
     reshard(model)
+    training, layers = model.training, patched_layers(model).values()
+    model.eval()
     scheme, norms = model.config.scheme, named_norms(model)
     powers = {key: norm.power if norm.knee else 1.0 for key, norm in norms.items()}
     values = [(p, p.detach().clone()) for norm in norms.values() for p in norm.parameters()]
@@ -113,6 +119,10 @@ def restored_norms(model: Any, *, only_on_error: bool = False) -> Iterator[None]
         if restore:
             reshard(model)
             apply_knee(model, scheme.knee, powers)
+            values += [pair for layer in layers for pair in layer.base_weights]
             with torch.no_grad():
                 for parameter, value in values:
                     parameter.copy_(value)
+        model.train(training)
+        for layer in layers:
+            vars(layer).pop("base_weights", None)

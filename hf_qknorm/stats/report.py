@@ -14,7 +14,7 @@ from typing import Any
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
-from hf_qknorm.files.untrusted import check_number, check_positive, read_json
+from hf_qknorm.files.untrusted import check_keys, check_number, check_positive, read_json
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats import records, tables
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
@@ -164,8 +164,7 @@ def _knees(value: Any, where: str) -> dict[float, Prediction]:
         raise ValueError(f"{where} is {shorten(value)}, expected a list of at most {KNEES} predictions by knee")
     found = {}
     for i, item in enumerate(value):
-        if not isinstance(item, Mapping) or "knee" not in item:
-            raise ValueError(f"{where}[{i}] is {shorten(item)}, expected a mapping with a knee and its predictions")
+        check_keys(item, ("knee", "loss", "perplexity", "kl", "agreement"), f"{where}[{i}]")
         knee = check_number(item["knee"], f"{where}[{i}].knee")
         if not (math.isfinite(knee) and knee >= 0):
             raise ValueError(f"{where}[{i}].knee is {knee}, expected a finite number ≥ 0")
