@@ -111,22 +111,26 @@ def calibrate(
         if method.startswith("fit"):
             fit_gains(bare, fitted, held_out, steps=steps, projections=method == "fit_qk")
         compared = evaluate(bare, held_out, cap, ranks)
-        if max_loss_increase is not None and compared.base and compared.own:
-            _check_rise(compared.base.loss, compared.own.loss, max_loss_increase)
+        before, after = compared.base, compared.own
+        if max_loss_increase is not None and before and after and not after.loss - before.loss <= max_loss_increase:
+            raise ValueError(
+                f"the loss rises by {after.loss - before.loss:.4f} nats ({before.loss:.4f} to {after.loss:.4f}), more "
+                f'than max_loss_increase={max_loss_increase:g}. A larger knee, or knee="auto", keeps more'
+            )
         layers = layer_reports(bare, compared.before, compared.after)
     broadcast_attention(model, ranks)
-    tokens, held_out_tokens = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, held_out))
+    tokens, judged = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, held_out))
     from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
     report = Calibration(
         method=method,
         tokens=tokens,
         scheme=bare.config.scheme,
         cap=cap,
-        base=compared.base,
+        base=before,
         ones=fresh,
-        chosen=compared.own,
+        chosen=after,
         layers=layers,
-        judged=held_out_tokens,
+        judged=judged,
         base_model=hub_name(bare.name_or_path) if from_hub else None,
         dataset=hub_name(data) if isinstance(data, str) else None,
         knees=tried,
@@ -166,14 +170,6 @@ def _reset_norms(model: Any, batches: Batches) -> None:
         norm.reset_parameters()
     if not model.config.scheme.pre_norm and not is_exact(model):
         rescale_folded_weights(model, batches[:START_BATCHES])
-
-
-def _check_rise(base: float, calibrated: float, limit: float) -> None:
-    if not calibrated - base <= limit:
-        raise ValueError(
-            f"the loss rises by {calibrated - base:.4f} nats ({base:.4f} to {calibrated:.4f}), more than "
-            f'max_loss_increase={limit:g}. A larger knee, or knee="auto", keeps more'
-        )
 
 
 def _scheme_of(model: Any) -> Scheme:

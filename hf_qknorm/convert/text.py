@@ -134,11 +134,9 @@ def batches_for(
     """`as_batches` with the model's default length and, for `tokenizer=None`, the tokenizer of its checkpoint."""
 
     def load() -> Any:
-        if tokenizer is not None:
-            return tokenizer
-        if not model.name_or_path:
+        if tokenizer is None and not model.name_or_path:
             raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
-        return load_tokenizer(model.name_or_path)
+        return load_tokenizer(model.name_or_path) if tokenizer is None else tokenizer
 
     length = length or default_length(model.config)
     return list(as_batches(data, load, batch=batch, length=length, max_tokens=max_tokens))
