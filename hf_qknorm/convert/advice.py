@@ -14,8 +14,6 @@ from hf_qknorm.stats.records import Prediction
 HARMLESS_LOSS = 0.1  # of the largest logit: a cap that takes less is harmless where its KL was not measured
 HARMLESS_KL = 0.01  # nats: a cap whose measured KL is lower is harmless
 
-Reasons = list[str]
-
 
 @dataclass(frozen=True)
 class Advice:
@@ -57,51 +55,57 @@ def knee_scheme(measured: Measurements) -> Scheme:
     """The scheme that knees are tried with: norms on queries and keys, and a harmless cap unless the model has one."""
     if measured.own_cap is not None:
         return SCHEMES["qk_norm"]
-    found = _harmless_cap(measured)
-    cap = found[0] if found else wide_cap(measured.largest, measured.cap)
+    cap, _ = _harmless_cap(measured) or (wide_cap(measured.largest, measured.cap), "")
     return dataclasses.replace(SCHEMES["qk_norm_cap"], softcap=cap)
 
 
 def advise(measured: Measurements) -> Advice:
     """The scheme for this model, with the reasons."""
-    risks = rank_layers(measured)
-    worst = risks[0]
-    reasons = [f"the largest |logit| is {worst.max_logit:.1f} ({worst.layer}, head {worst.max_head})"]
+    risks, largest, own, knees = rank_layers(measured), measured.largest, measured.own_cap, measured.knees
+    reasons = [f"the largest |logit| is {largest:.1f} ({risks[0].layer}, head {risks[0].max_head})"]
     if collapsed := sum(len(risk.collapsed) for risk in risks):
         reasons.append(
             f"heads that attend to hardly more than one token (entropy under {COLLAPSED:.0%} of even attention's) with "
             f"|logit| over {measured.cap / 2:g}: {collapsed}. Training diverges there first"
         )
-    knees = measured.knees
-    if measured.own_cap is not None:
-        scheme, more = _advise_capped(measured, measured.own_cap)
+    if own is not None:
+        loss = f"its cap of {own:g} bends the largest logit by {cap_loss(largest, own):.0%}"
+        if largest <= 2 * own:
+            reasons.append(f"{loss}, and bounds larger ones too: nothing need be added")
+            return Advice(measured.scheme, tuple(reasons))
+        passed = f"passes {1 - math.tanh(largest / own) ** 2:.1%} of the gradient"
+        reasons.append(f"{loss}: tanh is flat there and {passed}, too little to pull the logit back")
+    if own is not None and measured.normed:
+        wide = wide_cap(largest, own)
+        scheme = _with_cap(measured, wide)
+        more = [f"a cap of {wide:g} bends it by {cap_loss(largest, wide):.0%} and still bounds it"]
     elif knees and knees.chosen:
         scheme, more = knees.scheme, _knee_reasons(measured, knees, knees.chosen)
     elif measured.normed:
         scheme, more = _advise_normed(measured)
+    elif own is None and (found := _harmless_cap(measured)):
+        scheme = _with_cap(measured, found[0])
+        more = [
+            found[1],
+            "a cap needs no calibration, and bounds the logits of later training",
+            *_costly_knee_reasons(measured),
+            "for several times the usual learning rate, use qk_norm_cap and calibrate()",
+            _fresh_gain_reason(measured),
+        ]
     else:
-        scheme, more = _advise_plain(measured)
+        scheme = dataclasses.replace(measured.scheme, q=measured.scheme.q or "auto", k=measured.scheme.k or "auto")
+        more = [
+            *(_harmful_cap_reasons(measured) if own is None else ()),
+            "norms on queries and keys bound the logits by √head_dim times their gains",
+            _fresh_gain_reason(measured),
+            "calibrate() removes most of that cost, with a knee nearly all of it: vectors below the knee keep their "
+            "length",
+            "a cap beside the norms (qk_norm_cap) is for the largest learning rates: it costs a little perplexity",
+        ]
     return Advice(scheme, (*reasons, *more))
 
 
-def _advise_capped(measured: Measurements, own: float) -> tuple[Scheme, Reasons]:
-    """The advice for a model with a cap."""
-    largest, knees = measured.largest, measured.knees
-    loss = f"its cap of {own:g} bends the largest logit by {cap_loss(largest, own):.0%}"
-    if largest <= 2 * own:
-        return measured.scheme, [f"{loss}, and bounds larger ones too: nothing need be added"]
-    gradient = 1 - math.tanh(largest / own) ** 2
-    flat = f"{loss}: tanh is flat there and passes {gradient:.1%} of the gradient, too little to pull the logit back"
-    if measured.normed:
-        wide = wide_cap(largest, own)
-        scheme = dataclasses.replace(measured.scheme, softcap=wide)
-        return scheme, [flat, f"a cap of {wide:g} bends it by {cap_loss(largest, wide):.0%} and still bounds it"]
-    if knees and knees.chosen:
-        return knees.scheme, [flat, *_knee_reasons(measured, knees, knees.chosen)]
-    return _with_norms(measured.scheme), [flat, *_norm_reasons(measured)]
-
-
-def _advise_normed(measured: Measurements) -> tuple[Scheme, Reasons]:
+def _advise_normed(measured: Measurements) -> tuple[Scheme, list[str]]:
     """The advice for a model with norms on queries and keys, and no cap."""
     largest, cap = measured.largest, measured.cap
     if largest <= cap / 2:
@@ -109,54 +113,32 @@ def _advise_normed(measured: Measurements) -> tuple[Scheme, Reasons]:
             f"norms on queries and keys bound the logits; a cap of {cap:g} would bend the largest logit by "
             f"{cap_loss(largest, cap):.1%}: nothing need be added"
         ]
-    chosen, reasons = _harmless_cap(measured) or (wide_cap(largest, cap), [])
-    return dataclasses.replace(measured.scheme, softcap=chosen), [
+    chosen, *reasons = _harmless_cap(measured) or (wide_cap(largest, cap),)
+    return _with_cap(measured, chosen), [
         "norms on queries and keys bound the logits only in proportion to their gains, and these have grown",
         *reasons,
         "a cap is all that can be added to norms",
     ]
 
 
-def _advise_plain(measured: Measurements) -> tuple[Scheme, Reasons]:
-    """The advice for a model without cap or norms of its own, where no knee costs little enough."""
-    cap, largest = measured.cap, measured.largest
-    if found := _harmless_cap(measured):
-        return dataclasses.replace(measured.scheme, softcap=found[0]), [
-            *found[1],
-            "a cap needs no calibration, and bounds the logits of later training",
-            *_costly_knee_reasons(measured),
-            "for several times the usual learning rate, use qk_norm_cap and calibrate()",
-            *_fresh_gain_reasons(measured),
-        ]
-    narrow = f"a cap of {cap:g} would bend the largest logit by {cap_loss(largest, cap):.0%}"
-    if trial := measured.trials.get(dataclasses.replace(measured.scheme, softcap=cap)):
-        narrow += f" (measured: {_cost_text(trial)})"
-    wide = f"one wide enough to leave it alone ({wide_cap(largest, cap):g}) would let the logits grow further"
-    reasons = [f"{narrow}, and {wide}", *_costly_knee_reasons(measured), *_norm_reasons(measured)]
-    return _with_norms(measured.scheme), reasons
-
-
-def _harmless_cap(measured: Measurements) -> tuple[float, Reasons] | None:
+def _harmless_cap(measured: Measurements) -> tuple[float, str] | None:
     """The tighter of two caps that hardly changes the predictions, with the reason; None if both change them."""
     largest, cap = measured.largest, measured.cap
-    wide = wide_cap(largest, cap)
-    for chosen in dict.fromkeys((cap, wide if largest <= 2 * cap else cap)):
-        loss = cap_loss(largest, chosen)
-        trial = measured.trials.get(dataclasses.replace(measured.scheme, softcap=chosen))
+    for chosen in dict.fromkeys((cap, wide_cap(largest, cap) if largest <= 2 * cap else cap)):
+        loss, trial = cap_loss(largest, chosen), measured.trials.get(_with_cap(measured, chosen))
+        bends = f"a cap of {chosen:g} bends the largest logit by"
         if trial is not None and trial.kl <= HARMLESS_KL:
-            return chosen, [
-                f"a cap of {chosen:g} bends the largest logit by {loss:.0%}; measured, it costs {_cost_text(trial)}"
-            ]
+            return chosen, f"{bends} {loss:.0%}; measured, it costs {_cost_text(trial)}"
         if trial is None and loss <= HARMLESS_LOSS:
-            return chosen, [f"a cap of {chosen:g} bends the largest logit by no more than {loss:.0%}"]
+            return chosen, f"{bends} no more than {loss:.0%}"
     return None
 
 
-def _with_norms(scheme: Scheme) -> Scheme:
-    return dataclasses.replace(scheme, q=scheme.q or "auto", k=scheme.k or "auto")
+def _with_cap(measured: Measurements, cap: float) -> Scheme:
+    return dataclasses.replace(measured.scheme, softcap=cap)
 
 
-def _knee_reasons(measured: Measurements, knees: KneeTrials, chosen: KneeTrial) -> Reasons:
+def _knee_reasons(measured: Measurements, knees: KneeTrials, chosen: KneeTrial) -> list[str]:
     """Cost and bound of the knee that `calibrate` would choose, of smaller ones, and the cap without calibration."""
     bound = "" if chosen.bound is None else f", and no input can give a |logit| over {chosen.bound:.0f}"
     reasons = [
@@ -164,18 +146,29 @@ def _knee_reasons(measured: Measurements, knees: KneeTrials, chosen: KneeTrial) 
         f"nats, with a KL of {chosen.kl:.3f} (allowed: {knees.limit:.3f}; fresh gains and no knee: "
         f"{knees.jump:.3f}){bound}"
     ]
-    tighter = [trial for trial in knees.trials if trial.knee < chosen.knee and trial.bound is not None]
-    if tighter:
+    if tighter := [trial for trial in knees.trials if trial.knee < chosen.knee and trial.bound is not None]:
         costs = ", ".join(f"{trial.knee:g}: +{trial.rise:.3f}, at most {trial.bound:.0f}" for trial in tighter[-2:])
         reasons.append(
             f"a smaller knee bounds the logits tighter and costs more ({costs}); KneeSchedule lowers it in training"
         )
     if found := _harmless_cap(measured):
-        reasons.append(f"without calibration: {found[1][0]} (Scheme(softcap={found[0]:g}))")
+        reasons.append(f"without calibration: {found[1]} (Scheme(softcap={found[0]:g}))")
     return reasons
 
 
-def _costly_knee_reasons(measured: Measurements) -> Reasons:
+def _harmful_cap_reasons(measured: Measurements) -> list[str]:
+    """Why a cap alone does not suit the model, nor a knee if knees were tried."""
+    cap, largest = measured.cap, measured.largest
+    trial = measured.trials.get(_with_cap(measured, cap))
+    cost = f" (measured: {_cost_text(trial)})" if trial else ""
+    return [
+        f"a cap of {cap:g} would bend the largest logit by {cap_loss(largest, cap):.0%}{cost}, and one wide enough to "
+        f"leave it alone ({wide_cap(largest, cap):g}) would let the logits grow further",
+        *_costly_knee_reasons(measured),
+    ]
+
+
+def _costly_knee_reasons(measured: Measurements) -> list[str]:
     """The cost of the best knee, if knees were tried and all cost too much."""
     if not measured.knees or measured.knees.chosen:
         return []
@@ -186,23 +179,14 @@ def _costly_knee_reasons(measured: Measurements) -> Reasons:
     ]
 
 
-def _norm_reasons(measured: Measurements) -> Reasons:
-    return [
-        "norms on queries and keys bound the logits by √head_dim times their gains",
-        *_fresh_gain_reasons(measured),
-        "calibrate() removes most of that cost, with a knee nearly all of it: vectors below the knee keep their length",
-        "a cap beside the norms (qk_norm_cap) is for the largest learning rates: it costs a little perplexity",
-    ]
-
-
-def _fresh_gain_reasons(measured: Measurements) -> Reasons:
+def _fresh_gain_reason(measured: Measurements) -> str:
     """The cost of norms with fresh gains, as far as it was measured."""
     queries, both = (measured.trials.get(SCHEMES[name]) for name in ("q_norm", "qk_norm"))
     if queries is None or both is None:
-        return ["the norm of the keys costs the most, because a key's length sets its weight; q_norm costs less"]
+        return "the norm of the keys costs the most, because a key's length sets its weight; q_norm costs less"
     worse = ": the keys' norm is the damaging half" if both.kl > 2 * queries.kl else ""
     costs = f"norms on queries alone cost {_cost_text(queries)}, on keys too {_cost_text(both)}"
-    return [f"measured with fresh gains, {costs}{worse}"]
+    return f"measured with fresh gains, {costs}{worse}"
 
 
 def _cost_text(trial: Prediction) -> str:

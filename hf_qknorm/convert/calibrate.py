@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from hf_qknorm.convert.fit import check_movable, fit_gains
 from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms, rescale_folded_weights
-from hf_qknorm.convert.knees import KNEES, restored_norms, search_knee
+from hf_qknorm.convert.knees import KNEES, restored_attention, search_knee
 from hf_qknorm.convert.text import batches_for, check_batches
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_name
-from hf_qknorm.model.attention import patched_layers, require_base
+from hf_qknorm.model.attention import require_base
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.knees import apply_knee
@@ -98,9 +96,9 @@ def calibrate(
     tried: dict[float, Prediction] = {}
 
     def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
-        return ClosedFormGains.from_text(bare, text, mean_powers(bare, held_out[:1], ranks), knees, ranks)
+        return ClosedFormGains(bare, text, mean_powers(bare, held_out[:1], ranks), knees, ranks)
 
-    with _undone_on_error(bare):
+    with restored_attention(bare, only_on_error=True):
         _reset_norms(bare, batches)
         base, fresh = predictions(bare, held_out)
         if isinstance(knee, str):
@@ -113,21 +111,26 @@ def calibrate(
         if method.startswith("fit"):
             fit_gains(bare, fitted, held_out, steps=steps, projections=method == "fit_qk")
         compared = evaluate(bare, held_out, cap, ranks)
-        _check_rise(compared.base, compared.own, max_loss_increase)
+        before, after = compared.base, compared.own
+        if max_loss_increase is not None and before and after and not after.loss - before.loss <= max_loss_increase:
+            raise ValueError(
+                f"the loss rises by {after.loss - before.loss:.4f} nats ({before.loss:.4f} to {after.loss:.4f}), more "
+                f'than max_loss_increase={max_loss_increase:g}. A larger knee, or knee="auto", keeps more'
+            )
         layers = layer_reports(bare, compared.before, compared.after)
     broadcast_attention(model, ranks)
-    tokens, held_out_tokens = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, held_out))
+    tokens, judged = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, held_out))
     from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
     report = Calibration(
         method=method,
         tokens=tokens,
         scheme=bare.config.scheme,
         cap=cap,
-        base=compared.base,
+        base=before,
         ones=fresh,
-        chosen=compared.own,
+        chosen=after,
         layers=layers,
-        judged=held_out_tokens,
+        judged=judged,
         base_model=hub_name(bare.name_or_path) if from_hub else None,
         dataset=hub_name(data) if isinstance(data, str) else None,
         knees=tried,
@@ -158,25 +161,6 @@ def resolve_method(
     return method or "moments", knee
 
 
-@contextmanager
-def _undone_on_error(model: Any) -> Iterator[None]:
-    """Restore norms and projections after an exception. The model is in eval mode for the duration."""
-    training = model.training
-    model.eval()
-    try:
-        with restored_norms(model, only_on_error=True):
-            yield
-    except BaseException:
-        for layer in patched_layers(model).values():
-            for weight, before in layer.base_weights:
-                weight.data.copy_(before)
-        raise
-    finally:
-        model.train(training)
-        for layer in patched_layers(model).values():
-            vars(layer).pop("base_weights", None)
-
-
 def _reset_norms(model: Any, batches: Batches) -> None:
     """Reset the norms to plain ones with fresh gains, and folded projections to the σ of the text."""
     reshard(model)
@@ -186,17 +170,6 @@ def _reset_norms(model: Any, batches: Batches) -> None:
         norm.reset_parameters()
     if not model.config.scheme.pre_norm and not is_exact(model):
         rescale_folded_weights(model, batches[:START_BATCHES])
-
-
-def _check_rise(base: Prediction | None, calibrated: Prediction | None, limit: float | None) -> None:
-    if limit is None or base is None or calibrated is None:
-        return
-    rise = calibrated.loss - base.loss
-    if not rise <= limit:
-        raise ValueError(
-            f"the loss rises by {rise:.4f} nats ({base.loss:.4f} to {calibrated.loss:.4f}), more than "
-            f'max_loss_increase={limit:g}. A larger knee, or knee="auto", keeps more'
-        )
 
 
 def _scheme_of(model: Any) -> Scheme:

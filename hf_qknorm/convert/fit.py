@@ -29,11 +29,11 @@ PROJECTION_RATE = 0.25  # divided by the projection's width, because Adam's step
 
 @dataclass(frozen=True)
 class _Trained:
-    """A parameter that a fit trains, its learning rate, and the entries that may change (all where `mask` is None)."""
+    """A parameter that a fit trains, its learning rate, and a mask of the entries that may change."""
 
     parameter: nn.Parameter
     rate: float
-    mask: Tensor | None = None
+    mask: Tensor | float = 1.0
 
 
 def fit_gains(
@@ -56,7 +56,9 @@ def fit_gains(
             trained += weights
     if not trained:  # a scheme with a cap alone, or with norms without gains
         return
-    with _master_weights(model, trained) as masters:
+    dtypes = [torch.promote_types(t.parameter.dtype, torch.float32) for t in trained]
+    masters = [t.parameter.detach().to(dtype, copy=True) for t, dtype in zip(trained, dtypes, strict=True)]
+    with _gradients_of(model, [t.parameter for t in trained]):
         groups = [{"params": [w], "lr": t.rate, "rate": t.rate} for t, w in zip(trained, masters, strict=True)]
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
         best, kept, stale = divergence(model, held_out), [w.clone() for w in masters], 0
@@ -121,31 +123,25 @@ def _query_key_weights(layer: QKNormAttention) -> list[_Trained]:
     """The weights and biases that queries and keys depend on, with masks: one weight may lead to values too."""
     parameters = [p for part in _projections(layer) for p in part.parameters()]
     probe = torch.ones(1, 1, layer.config.hidden_size, device=parameters[0].device, dtype=parameters[0].dtype)
-    flags = [p.requires_grad for p in parameters]
-    with torch.enable_grad():
-        for p in parameters:
-            p.requires_grad_(True)
+    with torch.enable_grad(), _gradients_of(layer, parameters):
         q, k, *_ = layer.family.style.project(layer, probe)
         grads = torch.autograd.grad(q.sum() + k.sum(), parameters, allow_unused=True)
-    for p, flag in zip(parameters, flags, strict=True):
-        p.requires_grad_(flag)
     rate = PROJECTION_RATE / layer.config.hidden_size
     return [_Trained(p, rate, g != 0) for p, g in zip(parameters, grads, strict=True) if g is not None and g.any()]
 
 
 @contextmanager
-def _master_weights(model: nn.Module, trained: list[_Trained]) -> Iterator[list[Tensor]]:
-    """Yield copies of the trained parameters in fp32 at least. Meanwhile only those parameters take gradients."""
-    flags = [(p, p.requires_grad) for p in model.parameters()]
+def _gradients_of(module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Let only `parameters` of a module take gradients for the duration."""
+    flags = [(p, p.requires_grad) for p in module.parameters()]
     try:
-        model.requires_grad_(False)
-        for t in trained:
-            t.parameter.requires_grad_(True)
-        dtypes = [torch.promote_types(t.parameter.dtype, torch.float32) for t in trained]
-        yield [t.parameter.detach().to(dtype, copy=True) for t, dtype in zip(trained, dtypes, strict=True)]
+        module.requires_grad_(False)
+        for p in parameters:
+            p.requires_grad_(True)
+        yield
     finally:
-        for t in trained:
-            t.parameter.grad = None
+        for p in parameters:
+            p.grad = None
         for p, flag in flags:
             p.requires_grad_(flag)
 
@@ -156,7 +152,7 @@ def _step(optimizer: torch.optim.Optimizer, trained: list[_Trained], masters: li
     for t, w in zip(trained, masters, strict=True):
         grad = t.parameter.grad
         assert grad is not None
-        w.grad = (grad if t.mask is None else grad * t.mask).to(w.dtype)
+        w.grad = (grad * t.mask).to(w.dtype)
         t.parameter.grad = None
     optimizer.step()
     for t, w in zip(trained, masters, strict=True):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,50 +12,128 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_qknorm.convert.norm_sums import Mean, NormSums
 from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.fold import set_spread
-from hf_qknorm.model.knees import apply_knee
+from hf_qknorm.model.knees import apply_knee, centred_and_size
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.stats.distributed import ONE_PROCESS, Batches, Ranks, copy_into, reshard
+
+LOG_STEP = math.log(2) / 2  # between the logarithms of neighbouring points of the grid
+MARGIN = 4.0  # the text's mean |x|ᵖ may differ by this factor from the expected one
 
 NormKey = tuple[str, str]  # a layer's name, and the name of a norm in it
 
 
+class Mean:
+    """The mean of numbers that arrive in parts, summed in fp64."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(2, dtype=torch.float64)  # their sum, their count
+
+    def add(self, values: Tensor) -> None:
+        """Add the numbers in `values`, of any shape."""
+        self.total += torch.stack([values.sum().cpu().double(), torch.tensor(float(values.numel()))])
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 without numbers."""
+        return float(self.total[0] / self.total[1].clamp_min(1))
+
+
+class NormSums:
+    """Sums over tokens of n², n·x, n, x and 1, per head and channel, of a norm's inputs x and outputs n, in fp64.
+
+    n = y·(mean |y|ᵖ + e)^(−1/p)·c with y = x, or x − mean x if centred. e = ε^(p/2) is knee·P plus the scheme's own,
+    where P, the mean of mean |y|ᵖ over the text (`power`), is known only at the end of the text. The sums are
+    therefore of n·e^(1/p)/c at a geometric grid of e around the `expected` P, and are interpolated in log e, with an
+    error of 1e-4 of a gain. The first point of the grid is knee 0, which is exact.
+    """
+
+    def __init__(self, norm: HeadNorm, knees: Sequence[float], expected: float) -> None:
+        self.norm, self.power = norm, Mean()
+        self.floor = norm.scheme_eps ** (norm.order / 2)
+        self.grid = torch.tensor([self.floor], dtype=torch.float64)
+        wanted = [knee * max(expected, self.floor) for knee in knees if knee > 0]
+        if wanted:
+            first, last = math.log(min(wanted) / MARGIN) - LOG_STEP, math.log(max(wanted) * MARGIN) + 2 * LOG_STEP
+            self.grid = torch.cat([self.grid, torch.arange(first, last, LOG_STEP, dtype=torch.float64).exp()])
+        self.sums = [torch.zeros((), dtype=torch.float64)] * 5
+
+    def add(self, x: Tensor) -> None:
+        """Add the vectors x `[N, H, D]`."""
+        x = x.float() if x.device.type == "mps" else x.double()
+        y, size = centred_and_size(self.norm, x)
+        self.power.add(size)
+        e = self.grid.to(x)[:, None, None]
+        scale = (e / (size + e)) ** (1 / self.norm.order)  # [J, N, H]
+        new = (
+            torch.einsum("jnh,nhd->jhd", scale * scale, y * y),
+            torch.einsum("jnh,nhd->jhd", scale, y * x),
+            torch.einsum("jnh,nhd->jhd", scale, y),
+            x.sum(0),
+            torch.ones_like(x).sum(0),
+        )
+        self.sums = [old + part.cpu().double() for old, part in zip(self.sums, new, strict=True)]
+
+    def covers(self, knee: float) -> bool:
+        """Whether the grid reaches the e of this knee on both sides, as interpolation needs."""
+        e = self.floor + knee * self.power.value
+        return knee == 0 or self.power.value == 0 or float(self.grid[2]) <= e <= float(self.grid[-2])
+
+    def at(self, knee: float) -> list[Tensor]:
+        """The five sums `[H, D]` at this knee."""
+        e = self.floor + knee * self.power.value
+        weights = _cubic_weights(self.grid[1:], e) if knee else torch.ones(1, dtype=torch.float64)
+        points = slice(1, None) if knee else slice(0, 1)
+        nn, nx, n = (torch.einsum("j,jhd->hd", weights, x[points]) for x in self.sums[:3])
+        p, width = self.norm.order, self.sums[3].shape[-1]
+        factor = e ** (-1 / p) * (width ** (-1 / p) if NORMS[self.norm.norm].summed else 1.0)
+        return [nn * factor**2, nx * factor, n * factor, *self.sums[3:]]
+
+    def solve(self, knee: float, shape: Sequence[int], bias: bool, ranks: Ranks) -> tuple[Tensor, Tensor]:
+        """The least-squares gain and bias of x ≈ gain·n + bias, for a gain of shape `[H, D]`, `[D]` or `[1]`."""
+        sums = self.at(knee)
+        if len(shape) == 1:
+            axes = (0,) if shape[0] == sums[0].shape[1] else (0, 1)
+            sums = [ranks.sum_over_heads(x.sum(axes, keepdim=True)) for x in sums]
+        nn, nx, n, x, count = sums
+        if bias:
+            nn, nx = nn - n * n / count, nx - n * x / count
+        gain = torch.where(nn > 0, nx / nn.clamp_min(torch.finfo(nn.dtype).tiny), 1.0)
+        offset = (x - gain * n) / count if bias else torch.zeros_like(gain)
+        return gain.reshape(*shape), offset.reshape(*shape)
+
+
 class ClosedFormGains:
-    """The sums of every norm of a patched model over a text, and the gains that follow from them for any knee."""
+    """The sums of every norm of a patched model over a text, and the gains that follow from them for any knee.
 
-    def __init__(self, model: Any, sums: Mapping[NormKey, NormSums], ranks: Ranks) -> None:
-        self.model, self.sums, self.ranks = model, sums, ranks
-        self.powers = {key: found.power.value for key, found in sums.items()}
+    The text takes one pass through the unpatched model. Ranks with different data divide its `batches`. `expected` is
+    the mean |x|ᵖ of each norm on a sample (`mean_powers`). Where the text's is more than four times larger or smaller,
+    there is a second pass.
+    """
 
-    @classmethod
-    def from_text(
-        cls,
+    def __init__(
+        self,
         model: Any,
         batches: Batches,
         expected: Mapping[NormKey, float],
         knees: Sequence[float],
         ranks: Ranks = ONE_PROCESS,
-    ) -> ClosedFormGains:
-        """Sum over `batches` in one pass through the unpatched model. Ranks with different data divide the batches.
-
-        `expected` is the mean |x|ᵖ of each norm on a sample (`mean_powers`). Where the text's is more than four times
-        larger or smaller, there is a second pass.
-        """
+    ) -> None:
+        self.model, self.ranks, self.powers = model, ranks, expected
         for _ in range(2):
-            sums = {key: NormSums(norm, knees, expected[key]) for key, norm in named_norms(model).items()}
-            with _observed_inputs(model, {found.norm: found.add for found in sums.values()}) as run:
+            self.sums = {key: NormSums(norm, knees, self.powers[key]) for key, norm in named_norms(model).items()}
+            with _observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
                 for batch, counts in tqdm(ranks.own_batches(batches), desc="moments", unit="batch", leave=False):
                     run(batch, counts)
-            for found in sums.values():
+            for found in self.sums.values():
                 found.power.total = ranks.sum_over_data(ranks.sum_over_heads(found.power.total))
                 found.sums = [ranks.sum_over_data(x) for x in found.sums]
-            if all(found.covers(knee) for found in sums.values() for knee in knees):
+            self.powers = {key: found.power.value for key, found in self.sums.items()}
+            if all(found.covers(knee) for found in self.sums.values() for knee in knees):
                 break
-            expected = {key: found.power.value for key, found in sums.items()}
-        return cls(model, sums, ranks)
 
     def apply(self, knee: float, *, gains: bool = True) -> None:
         """Set this knee, and the gains and biases that fit it; with `gains=False` the knee alone."""
@@ -67,14 +146,13 @@ class ClosedFormGains:
     def _set_gains(self, name: str, layer: QKNormAttention, knee: float) -> None:
         """Write a layer's gains; q's includes the change of the logits' scale, and the gain of keys without one."""
         norms = head_norms(layer)
+        scaled = "q_norm" if "q_norm" in norms else "k_norm"
         for norm_name, norm in norms.items():
             if norm.weight is None:
                 continue
             shape = self.ranks.local_part(norm.weight).shape
             gain, bias = self.sums[name, norm_name].solve(knee, shape, norm.bias is not None, self.ranks)
-            factor = 1.0
-            if norm_name == "q_norm" or (norm_name == "k_norm" and "q_norm" not in norms):
-                factor = layer.own_scale / layer.logit_scale
+            factor = layer.own_scale / layer.logit_scale if norm_name == scaled else 1.0
             if norm_name == "q_norm" and "k_norm" in norms and norms["k_norm"].weight is None:
                 keys, _ = self.sums[name, "k_norm"].solve(knee, (1,), False, self.ranks)
                 factor *= float(keys)
@@ -83,9 +161,9 @@ class ClosedFormGains:
                 copy_into(norm.bias, bias * factor)
 
 
-def mean_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> dict[NormKey, float]:
+def mean_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> Mapping[NormKey, float]:
     """The mean |x|ᵖ of the inputs of each norm of a patched model, computed by the unpatched model."""
-    return ClosedFormGains.from_text(model, batches, dict.fromkeys(named_norms(model), 0.0), (), ranks).powers
+    return ClosedFormGains(model, batches, dict.fromkeys(named_norms(model), 0.0), (), ranks).powers
 
 
 def named_norms(model: nn.Module) -> dict[NormKey, HeadNorm]:
@@ -96,14 +174,13 @@ def named_norms(model: nn.Module) -> dict[NormKey, HeadNorm]:
 
 def rescale_folded_weights(model: Any, batches: Batches) -> None:
     """Rescale the projections behind folded norms, so that their biases are right for the text's mean σ."""
-    layers = patched_layers(model).values()
-    sigmas = {layer: Mean() for layer in layers}
+    sigmas = {layer: Mean() for layer in patched_layers(model).values()}
 
-    def add(norm: Any, sigma: Mean, x: Tensor) -> None:
-        sigma.add(norm.sigma(x).double())
+    def observer(layer: QKNormAttention) -> Callable[[Tensor], None]:
+        norm: Any = layer.removed_norm[0]
+        return lambda x: sigmas[layer].add(norm.sigma(x).double())
 
-    observers = {layer.removed_norm[0]: partial(add, layer.removed_norm[0], sigmas[layer]) for layer in layers}
-    with _observed_inputs(model, observers) as run:
+    with _observed_inputs(model, {layer.removed_norm[0]: observer(layer) for layer in sigmas}) as run:
         for batch in batches:
             run(batch, True)
     for layer, sigma in sigmas.items():
@@ -132,9 +209,17 @@ def _observed_inputs(
         with as_unpatched(model):
             model(**{key: value.to(input_device(model)) for key, value in batch.items()}, use_cache=False)
 
-    hooks = [module.register_forward_pre_hook(partial(observe, observer)) for module, observer in observers.items()]
-    try:
+    with ExitStack() as hooks:
+        for module, observer in observers.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(observe, observer)))
         yield run
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+
+def _cubic_weights(grid: Tensor, e: float) -> Tensor:
+    """Weights `[J]` of the values on a geometric grid: the cubic in log e through the four points nearest to e."""
+    place = (math.log(e) - math.log(float(grid[0]))) / LOG_STEP
+    first = min(max(int(place) - 1, 0), len(grid) - 4)
+    weights = torch.zeros(len(grid), dtype=torch.float64)
+    for i in range(first, first + 4):
+        weights[i] = math.prod((place - j) / (i - j) for j in range(first, first + 4) if j != i)
+    return weights

@@ -16,22 +16,15 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_qknorm.checkpoint.source import open_source
+from hf_qknorm.convert import text
 from hf_qknorm.convert.advice import advise, knee_scheme, wide_cap
 from hf_qknorm.convert.inspection import Inspection
 from hf_qknorm.convert.knees import sweep_knees, tolerance
 from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
 from hf_qknorm.convert.memory import SEQUENCES, memory_left, place_weights
 from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
-from hf_qknorm.convert.text import (
-    CHARACTERS,
-    batches_for,
-    check_batches,
-    check_text,
-    default_length,
-    load_text,
-    tokenize,
-)
 from hf_qknorm.families import family_of
+from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
@@ -66,10 +59,11 @@ def inspect_model(
     >>> found.base.kl, found.scheme is None, found.tokens <= 1024
     (0.0, True, True)
     """
-    _check_cap(cap)
+    if cap is not None:
+        check_positive(cap, "cap")
     require_causal(model.config)
-    batches = batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
-    check_batches(batches, model.config)
+    batches = text.batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
+    text.check_batches(batches, model.config)
     scheme = model.config.scheme if isinstance(model, QKNormModel) else None
     logger = logging.getLogger("hf_qknorm")
     training, level = model.training, logger.level
@@ -116,17 +110,18 @@ def inspect_checkpoint(
     tokenizer, and ValueError for pickled or broken weights, a model that is not supported or no causal language model,
     an impossible cap, and too little text.
     """
-    _check_cap(cap)
-    check_text(texts)
+    if cap is not None:
+        check_positive(cap, "cap")
+    text.check_text(texts)
     with open_source(checkpoint) as source:
         if not isinstance(source.config, QKNormConfig):
             family_of(source.config)
         require_causal(source.config)
         tokenizer = load_tokenizer(source.folder)
-        ids = tokenize(tokenizer, load_text(texts, limit=CHARACTERS * tokens))[:tokens]
-        check_batches([{"input_ids": ids[None]}], source.config)
+        ids = text.tokenize(tokenizer, text.load_text(texts, limit=text.CHARACTERS * tokens))[:tokens]
+        text.check_batches([{"input_ids": ids[None]}], source.config)
         scratch = Path(tempfile.gettempdir(), source.folder.name)
-        with place_weights(source, default_length(source.config), memory_left(None), scratch) as placement:
+        with place_weights(source, text.default_length(source.config), memory_left(None), scratch) as placement:
             model = load_causal(source, "auto", **placement.options)
             return inspect_model(
                 model, [{"input_ids": ids}], max_tokens=tokens, cap=cap, batch_size=placement.sequences or SEQUENCES
@@ -156,12 +151,9 @@ def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
 
 def _scheme_trials(model: PreTrainedModel, batches: Batches, measured: Measurements) -> dict[Scheme, Prediction]:
     """The predictions of an unpatched model with each scheme that may suit it, with fresh gains."""
-    schemes = []
-    if measured.own_cap is None:
-        caps = (measured.cap, wide_cap(measured.largest, measured.cap))
-        schemes += [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
-    if not measured.normed:
-        schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]]
+    caps = (measured.cap, wide_cap(measured.largest, measured.cap)) if measured.own_cap is None else ()
+    schemes = [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
+    schemes += [] if measured.normed else [SCHEMES["q_norm"], SCHEMES["qk_norm"]]
     trials = {}
     for scheme in schemes:
         with _patched(model, scheme):
@@ -198,8 +190,3 @@ def _patched(model: PreTrainedModel, scheme: Scheme) -> Iterator[None]:
         yield
     finally:
         unpatch_model(model)
-
-
-def _check_cap(cap: float | None) -> None:
-    if cap is not None and not (math.isfinite(cap) and cap > 0):
-        raise ValueError(f"cap={cap!r} is not possible: expected a finite number > 0")

@@ -12,13 +12,11 @@ from typing import Any
 from hf_qknorm.convert.advice import Advice, scheme_name
 from hf_qknorm.convert.measurements import KneeTrials, Risk
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.stats.records import FORMAT, LayerStatistics, Prediction, predictions_table
+from hf_qknorm.stats.records import FORMAT, LayerStatistics, Prediction, predictions_table, to_json
 from hf_qknorm.stats.report import save_json
 from hf_qknorm.stats.tables import READING, ROWS, aligned, bound_cell, mean, over_names, pair_of_means, rest
 
 WIDTH = 100  # of the advice, in characters
-
-Cells = list[tuple[str, str]]  # a row of a table: the title of each column, and the cell
 
 
 @dataclass(frozen=True)
@@ -74,50 +72,37 @@ class Inspection:
         )
         named = {"unpatched": self.base, "as it is": self.patched}
         named |= {scheme_name(scheme) + ", fresh gains" * bool(scheme.norms): p for scheme, p in self.trials.items()}
-        predicted = predictions_table({name: p for name, p in named.items() if p is not None})
-        layers = _table([self._layer_row(risk) for risk in self.risks[:ROWS]]) + rest(len(self.risks))
-        parts = (title, predicted, self._knee_table(), layers, READING, self._advice_text())
+        predicted = predictions_table(named)
+        parts = (title, predicted, self._knee_table(), self._layer_table(), READING, self._advice_text())
         return "\n\n".join(part for part in parts if part)
 
-    def _layer_row(self, risk: Risk) -> Cells:
-        layer = self.layers[risk.layer]
-        over_half, over_cap = over_names(self.cap)
-        row = [
-            ("layer", risk.layer),
-            ("", risk.level),
-            ("max |logit|", f"{risk.max_logit:.1f}"),
-            ("head", str(risk.max_head)),
-            ("entropy", f"{risk.entropy:.2f}"),
-            ("head", str(risk.entropy_head)),
-            (over_half, f"{mean(layer.over_half):.2%}"),
-            (over_cap, f"{mean(layer.over_cap):.2%}"),
-            ("rms q", f"{mean(layer.rms_q):.3g}"),
-            ("rms k", f"{mean(layer.rms_k):.3g}"),
-        ]
-        if self.bounds:
-            row.append(("bound", bound_cell(self.bounds.get(risk.layer))))
-        if self.scheme is not None and self.scheme.knee:
-            row.append(("beyond q, k", pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")))
-        return row
+    def _layer_table(self) -> str:
+        bounded, kneed = bool(self.bounds), self.scheme is not None and bool(self.scheme.knee)
+        optional = ["bound"] * bounded + ["beyond q, k"] * kneed
+        over = over_names(self.cap)
+        rows = [["layer", "", "max |logit|", "head", "entropy", "head", *over, "rms q", "rms k", *optional]]
+        for risk in self.risks[:ROWS]:
+            layer = self.layers[risk.layer]
+            row = [risk.layer, risk.level, f"{risk.max_logit:.1f}", str(risk.max_head)]
+            row += [f"{risk.entropy:.2f}", str(risk.entropy_head)]
+            row += [f"{mean(shares):.2%}" for shares in (layer.over_half, layer.over_cap)]
+            row += [f"{mean(lengths):.3g}" for lengths in (layer.rms_q, layer.rms_k)]
+            row += [bound_cell(self.bounds.get(risk.layer))] * bounded
+            rows.append(row + [pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * kneed)
+        return aligned(rows) + rest(len(self.risks))
 
     def _knee_table(self) -> str:
         knees = self.knees
         if knees is None:
             return ""
-        rows = [
-            [
-                ("knee", f"{trial.knee:g}"),
-                ("loss rises by", f"{trial.rise:+.3f}"),
-                ("KL", f"{trial.kl:.3f}"),
-                ("bound on |logit|", bound_cell(trial.bound)),
-                ("", f"← the smallest that costs at most {knees.limit:.3f}" * (trial is knees.chosen)),
-            ]
-            for trial in knees.trials
-        ]
+        rows = [["knee", "loss rises by", "KL", "bound on |logit|", ""]]
+        for trial in knees.trials:
+            note = f"← the smallest that costs at most {knees.limit:.3f}" * (trial is knees.chosen)
+            rows.append([f"{trial.knee:g}", f"{trial.rise:+.3f}", f"{trial.kl:.3f}", bound_cell(trial.bound), note])
         return (
             f"{scheme_name(knees.scheme)}, calibrated in one pass over half of the text and judged on the other, by "
             f"knee\n(largest |logit| seen unpatched: {self.largest:.1f}; fresh gains and no knee: "
-            f"{knees.jump:+.3f}):\n\n{_table(rows)}"
+            f"{knees.jump:+.3f}):\n\n{aligned(rows)}"
         )
 
     def _advice_text(self) -> str:
@@ -128,24 +113,9 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("scheme", "base", "patched", "knees", "advice"):
-            data[name] = None if data[name] is None else data[name].to_dict()
-        return {
-            "format": FORMAT,
-            **data,
-            "trials": [{"scheme": scheme.to_dict(), **p.to_dict()} for scheme, p in self.trials.items()],
-            "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
-            "even": dict(self.even),
-            "bounds": dict(self.bounds),
-            "risks": [risk.to_dict() for risk in self.risks],
-        }
+        trials = [{"scheme": scheme, **p.to_dict()} for scheme, p in self.trials.items()]
+        return to_json({"format": FORMAT, **vars(self), "trials": trials})
 
     def save(self, path: str | Path) -> None:
         """Write the fields as a JSON file, whole or not at all."""
         save_json(self.to_dict(), Path(path))
-
-
-def _table(rows: list[Cells]) -> str:
-    """A table of rows with the same columns."""
-    return aligned([[title for title, _ in rows[0]], *([cell for _, cell in row] for row in rows)])

@@ -27,7 +27,10 @@ def heat_map(inspection: Inspection, path: str | Path) -> None:
     entropies = [layer.entropy for layer in inspection.layers.values()]
     layers, heads, cap = len(logits), len(logits[0]), inspection.cap
     width, height = min(max(8.5 + 0.12 * heads, 9.5), 15.0), min(max(2.2 + 0.32 * layers, 3.4), 11.0)
-    figure = plotting.new_figure(width, height, _title(inspection))
+    state = "" if inspection.scheme is None else f" ({inspection.scheme})"
+    advice = "nothing need be added" if inspection.keeps else f"advice: {inspection.advice.name}"
+    title = f"{Path(inspection.model).name}{state}: attention over {inspection.tokens:,} tokens; {advice}"
+    figure = plotting.new_figure(width, height, title)
     left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=(1, 1, 0.42))
     plotting.draw_logits(figure, left, logits, cap, "largest |logit|, before any cap")
     numbers = {name: i for i, name in enumerate(inspection.layers)}
@@ -36,12 +39,8 @@ def heat_map(inspection: Inspection, path: str | Path) -> None:
     uniform = max(max(inspection.even.values()), 0.1)
     plotting.draw_entropies(figure, middle, entropies, uniform, f"attention entropy (nats){note}")
     boxes = [Rectangle((head - 0.46, layer - 0.46), 0.92, 0.92) for layer, head in collapsed]
-    outline: dict[str, Any] = {
-        "facecolor": "none",
-        "edgecolor": plotting.OUTLINE,
-        "linewidth": 1.8 if layers <= plotting.LETTERED else 0.7,
-    }
-    middle.add_collection(PatchCollection(boxes, **outline))
+    line = 1.8 if layers <= plotting.LETTERED else 0.7
+    middle.add_collection(PatchCollection(boxes, facecolor="none", edgecolor=plotting.OUTLINE, linewidth=line))
     _worst_heads(right, logits, cap)
     _bounds(right, [inspection.bounds.get(name) for name in inspection.layers])
     for axes in (left, middle):
@@ -60,8 +59,8 @@ def knee_curve(inspection: Inspection, path: str | Path) -> None:
     knees = inspection.knees
     if knees is None:
         raise ValueError(f"the inspection of {inspection.model} has no knees: it takes an unpatched causal model")
-    points = [(trial, trial.bound) for trial in knees.trials if trial.bound is not None]
-    points = [(trial, bound) for trial, bound in points if math.isfinite(bound) and math.isfinite(trial.rise)]
+    bounded = [(trial, trial.bound) for trial in knees.trials if trial.bound is not None]
+    points = [(trial, bound) for trial, bound in bounded if math.isfinite(bound) and math.isfinite(trial.rise)]
     bounds = [bound for _, bound in points]
     name, colour = Path(inspection.model).name, plotting.COLOURS["calibrated"]
     figure = plotting.new_figure(8, 4.8, f"{name}: loss and bound on the logits by knee ({scheme_name(knees.scheme)})")
@@ -95,33 +94,20 @@ def _finish_knees(axes: Any, inspection: Inspection, knees: KneeTrials, bounds: 
     marks = [0.0, *(t for i in range(-4, 3) for t in (10.0**i, 3 * 10.0**i) if knees.limit < t < top)]
     axes.set_yticks([*marks, knees.limit], labels=[*(f"{mark:g}" for mark in marks), f"{knees.limit:.2g}"])
     axes.minorticks_off()
+    small: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": 8}
     label = "rise that calibrate() allows"
-    plotting.write_beside(
-        axes, label, (high, knees.limit), (-2, 1), ha="right", va="bottom", fontsize=8, color=plotting.OUTLINE
-    )
-    label = f"largest |logit| seen unpatched: {inspection.largest:.0f}"
-    style = {"xycoords": ("data", "axes fraction"), "rotation": 90, "ha": "right", "va": "bottom", "fontsize": 8}
-    plotting.write_beside(axes, label, (inspection.largest, 0), (-3, 6), **style)
-    plotting.finish_axes(
-        axes,
-        "bound on |logit| for any input, worst layer, before any cap",
-        "rise in loss over the unpatched model (nats)",
-    )
-
-
-def _title(inspection: Inspection) -> str:
-    state = "" if inspection.scheme is None else f" ({inspection.scheme})"
-    advice = "nothing need be added" if inspection.keeps else f"advice: {inspection.advice.name}"
-    return f"{Path(inspection.model).name}{state}: attention over {inspection.tokens:,} tokens; {advice}"
+    plotting.write_beside(axes, label, (high, knees.limit), (-2, 1), color=plotting.OUTLINE, **small)
+    label, small["xycoords"] = f"largest |logit| seen unpatched: {inspection.largest:.0f}", ("data", "axes fraction")
+    plotting.write_beside(axes, label, (inspection.largest, 0), (-3, 6), rotation=90, **small)
+    label = "bound on |logit| for any input, worst layer, before any cap"
+    plotting.finish_axes(axes, label, "rise in loss over the unpatched model (nats)")
 
 
 def _worst_heads(axes: Any, logits: plotting.Rows, cap: float) -> None:
     """Draw each layer's worst head and its median head, with lines at the cap and half of it."""
     worst, median = [max(row) for row in logits], [sorted(row)[len(row) // 2] for row in logits]
     axes.barh(range(len(logits)), worst, height=0.75, color=colormaps[plotting.HOT](plotting.logit_scale(cap)(worst)))
-    axes.plot(
-        median, range(len(logits)), color=plotting.INK, linestyle="", marker="|", markersize=5, markeredgewidth=1.4
-    )
+    axes.plot(median, range(len(logits)), "|", color=plotting.INK, markersize=5, markeredgewidth=1.4)
     end = max(1.1 * max(worst), 1.1 * cap)
     for limit, style in ((cap / 2, ":"), (cap, "--")):
         axes.axvline(limit, color=plotting.GRID, linewidth=1, linestyle=style)

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.stats.distributed import Batches, reshard
 from hf_qknorm.stats.measure import predictions
@@ -54,9 +55,12 @@ def search_knee(
             tried[knee] = gains.ranks.broadcast(predictions(gains.model, held_out)[1])
         return cost(base, tried[knee])
 
+    def place_of(limit: float) -> int:
+        return bisect_left(KNEES, True, key=lambda knee: cost_at(knee) <= limit)
+
     limit = tolerance(base, fresh) if max_cost is None else max_cost
-    chosen = _smallest_knee(cost_at, limit)
-    if chosen is None:
+    place = place_of(limit)
+    if place == len(KNEES):
         largest = KNEES[-1]
         least, seen = cost_at(largest), tried[largest]
         if max_cost is not None:
@@ -65,21 +69,14 @@ def search_knee(
                 f"{seen.kl:.4f}), more than max_loss_increase={max_cost:g}. A higher or no cap costs less, as does a "
                 "norm on queries alone (q_norm); or raise max_loss_increase"
             )
-        chosen = _smallest_knee(cost_at, least + limit)
+        place = place_of(least + limit)
         logger.warning(
             "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f). Another part of the scheme, such "
             "as its cap, costs that much. The knee is set to %g, which costs hardly more",
-            limit, largest, least, seen.loss, base.loss, chosen,
+            limit, largest, least, seen.loss, base.loss, KNEES[place],
         )  # fmt: skip
-    assert chosen is not None
-    gains.apply(chosen)
+    gains.apply(KNEES[place])
     return dict(sorted(tried.items()))
-
-
-def _smallest_knee(cost_at: Callable[[float], float], limit: float) -> float | None:
-    """The smallest of `KNEES` with a cost up to `limit`, by bisection; None if the largest costs more."""
-    place = bisect_left(KNEES, True, key=lambda knee: cost_at(knee) <= limit)
-    return KNEES[place] if place < len(KNEES) else None
 
 
 def sweep_knees(
@@ -90,8 +87,8 @@ def sweep_knees(
     One pass over `fitted` serves all knees. The model is left as it was. Raises ValueError for a model without a
     language-modelling head.
     """
-    with restored_norms(model):
-        gains = ClosedFormGains.from_text(model, fitted, mean_powers(model, held_out), knees)
+    with restored_attention(model):
+        gains = ClosedFormGains(model, fitted, mean_powers(model, held_out), knees)
         swept = {}
         for knee in knees:
             gains.apply(knee)
@@ -103,9 +100,14 @@ def sweep_knees(
 
 
 @contextmanager
-def restored_norms(model: Any, *, only_on_error: bool = False) -> Iterator[None]:
-    """Restore a patched model's gains, biases and knee on exit, or with `only_on_error` after an exception only."""
+def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[None]:
+    """Restore a patched model's norms and projections on exit, or with `only_on_error` after an exception only.
+
+    The model is in eval mode for the duration.
+    """
     reshard(model)
+    training, layers = model.training, patched_layers(model).values()
+    model.eval()
     scheme, norms = model.config.scheme, named_norms(model)
     powers = {key: norm.power if norm.knee else 1.0 for key, norm in norms.items()}
     values = [(p, p.detach().clone()) for norm in norms.values() for p in norm.parameters()]
@@ -117,6 +119,10 @@ def restored_norms(model: Any, *, only_on_error: bool = False) -> Iterator[None]
         if restore:
             reshard(model)
             apply_knee(model, scheme.knee, powers)
+            values += [pair for layer in layers for pair in layer.base_weights]
             with torch.no_grad():
                 for parameter, value in values:
                     parameter.copy_(value)
+        model.train(training)
+        for layer in layers:
+            vars(layer).pop("base_weights", None)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import compress, count
 from typing import Any
 
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.stats.records import LayerStatistics, Prediction
+from hf_qknorm.stats.records import LayerStatistics, Prediction, to_json
 
 COLLAPSED = 0.1  # of the entropy of even attention: a head below it attends to hardly more than one token
 LEVELS = ("calm", "raised", "large", "runaway")  # largest |logit| up to half the cap, the cap, twice the cap, above
@@ -51,8 +52,7 @@ class KneeTrials:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data, with the chosen knee as a number."""
-        chosen = None if self.chosen is None else self.chosen.knee
-        return {**dataclasses.asdict(self), "scheme": self.scheme.to_dict(), "chosen": chosen}
+        return to_json({**vars(self), "chosen": self.chosen and self.chosen.knee})
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,6 @@ class Risk:
     entropy_head: int
     collapsed: tuple[int, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-ready data."""
-        return {**dataclasses.asdict(self), "collapsed": list(self.collapsed)}
-
 
 def rank_layers(measured: Measurements) -> tuple[Risk, ...]:
     """The risk of each layer, highest first, by the largest |logit|: training diverges at large logits."""
@@ -103,12 +99,9 @@ def rank_layers(measured: Measurements) -> tuple[Risk, ...]:
         logits, entropies = layer.max_logit, layer.entropy
         largest, sharpest = max(logits), min(entropies)
         # low entropy with small logits is normal: heads that attend to the previous token have it from the start
-        collapsed = tuple(
-            i
-            for i, (entropy, logit) in enumerate(zip(entropies, logits, strict=True))
-            if entropy < COLLAPSED * measured.even[name] and logit > measured.cap / 2
-        )
+        least = COLLAPSED * measured.even[name]
+        collapsed = [e < least and logit > measured.cap / 2 for e, logit in zip(entropies, logits, strict=True)]
         level = LEVELS[sum(largest > factor * measured.cap for factor in (0.5, 1, 2))]
         heads = logits.index(largest), entropies.index(sharpest)
-        risks.append(Risk(name, level, largest, heads[0], sharpest, heads[1], collapsed))
+        risks.append(Risk(name, level, largest, heads[0], sharpest, heads[1], tuple(compress(count(), collapsed))))
     return tuple(sorted(risks, key=lambda risk: -risk.max_logit))

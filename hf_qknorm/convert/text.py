@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,16 +35,19 @@ def load_text(source: str | None = None, limit: int = 4_000_000) -> str:
     Raises FileNotFoundError for a path that does not exist, ValueError for a source without text.
     """
     paths = _paths(source)
-    return _file_text(source, paths, limit) if paths is not None else _dataset_text(str(source), limit)
+    parts = _dataset_texts(str(source)) if paths is None else map(partial(_read, limit=limit), paths)
+    text = "\n".join(_up_to(limit, parts))[:limit]
+    if paths is not None and not text.strip():
+        raise ValueError(f"{source}: no text in it (looked for files ending in {', '.join(TEXT_SUFFIXES)})")
+    return text
 
 
 def check_text(source: str | None) -> None:
     """Raise what `load_text` raises for a source that does not exist or has no text; reads little of it."""
-    paths = _paths(source)
-    if paths is not None:
-        _file_text(source, paths, limit=1000)
-    else:
+    if _paths(source) is None:
         _datasets(str(source))
+    else:
+        load_text(source, limit=1000)
 
 
 def _paths(source: str | None) -> list[Path] | None:
@@ -59,13 +62,6 @@ def _paths(source: str | None) -> list[Path] | None:
     if is_path(source) or path.suffix in TEXT_SUFFIXES or os.path.lexists(path):
         raise FileNotFoundError(f"no such file or folder: {source}")
     return None
-
-
-def _file_text(source: str | None, paths: list[Path], limit: int) -> str:
-    text = "\n".join(_up_to(limit, map(partial(_read, limit=limit), paths)))[:limit]
-    if not text.strip():
-        raise ValueError(f"{source}: no text in it (looked for files ending in {', '.join(TEXT_SUFFIXES)})")
-    return text
 
 
 def _read(path: Path, limit: int) -> str:
@@ -89,10 +85,10 @@ def _datasets(name: str) -> Any:
     return datasets
 
 
-def _dataset_text(name: str, limit: int) -> str:
+def _dataset_texts(name: str) -> Iterator[str]:
     rows = _datasets(name).load_dataset(name, split="train", streaming=True)
     try:
-        return "\n".join(_up_to(limit, map(_row_text, rows)))[:limit]
+        yield from map(_row_text, rows)
     except ValueError as error:
         raise ValueError(f"the dataset {name!r}: {error}") from None
 
@@ -138,11 +134,9 @@ def batches_for(
     """`as_batches` with the model's default length and, for `tokenizer=None`, the tokenizer of its checkpoint."""
 
     def load() -> Any:
-        if tokenizer is not None:
-            return tokenizer
-        if not model.name_or_path:
+        if tokenizer is None and not model.name_or_path:
             raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
-        return load_tokenizer(model.name_or_path)
+        return load_tokenizer(model.name_or_path) if tokenizer is None else tokenizer
 
     length = length or default_length(model.config)
     return list(as_batches(data, load, batch=batch, length=length, max_tokens=max_tokens))
@@ -225,16 +219,14 @@ def _batch_inputs(item: Any) -> dict[str, Tensor]:
 
 def _joined_ids(items: Iterable[Any], load_tokenizer: Callable[[], Any], max_tokens: int) -> Tensor:
     """The token ids of strings or rows, concatenated, `[N]`."""
-    tokenizer = None
+    tokenizer = cache(load_tokenizer)  # loaded for the first text, and once
 
     def ids_of(item: Any) -> Tensor:
-        nonlocal tokenizer
         ids = item.get("input_ids") if isinstance(item, Mapping) else item if isinstance(item, Tensor) else None
         if ids is not None:
             return torch.as_tensor(ids, dtype=torch.long).flatten()
         text = item if isinstance(item, str) else _row_text(item)
-        tokenizer = tokenizer or load_tokenizer()
-        return tokenize(tokenizer, text)
+        return tokenize(tokenizer(), text)
 
     return torch.cat(list(_up_to(max_tokens, map(ids_of, items))))[:max_tokens]
 

@@ -64,8 +64,7 @@ def rotary_scale(layer: QKNormAttention) -> float:
 
 def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:
     """The largest length of a norm's output, `[H]` or `[1]` in fp64: one number per head with its own gain."""
-    gain, bias = (_rows(parameter, head_dim) for parameter in (norm.weight, norm.bias))
-    gain = torch.ones(1, head_dim, dtype=torch.float64) if gain is None else gain.abs()
+    gain = _rows(torch.ones(1) if norm.weight is None else norm.weight, head_dim).abs()
     longest = gain.amax(-1)
     if norm.order > 2:
         order = 2 * norm.order / (norm.order - 2)
@@ -73,12 +72,10 @@ def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:
         longest = longest * (gain / unit).pow(order).sum(-1).pow(1 / order)
     if not NORMS[norm.norm].summed:
         longest = longest * head_dim ** (1 / norm.order)
-    return longest if bias is None else longest + bias.norm(dim=-1)
+    return longest if norm.bias is None else longest + _rows(norm.bias, head_dim).norm(dim=-1)
 
 
-def _rows(parameter: Any, head_dim: int) -> Tensor | None:
-    """A gain or bias of all ranks as rows, `[H, D]` or `[1, D]` in fp64; None without one."""
-    if parameter is None:
-        return None
+def _rows(parameter: Tensor, head_dim: int) -> Tensor:
+    """A gain or bias of all ranks as rows, `[H, D]` or `[1, D]` in fp64."""
     values = full_tensor(parameter.detach()).double().cpu()
     return values.reshape(-1, values.shape[-1]).expand(-1, head_dim)

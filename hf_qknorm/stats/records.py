@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Self
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.files.untrusted import check_keys, check_number
+from hf_qknorm.files.untrusted import check_count, check_keys, check_number
 from hf_qknorm.stats.tables import aligned
 
 FORMAT = 1  # of reports and logs
@@ -49,8 +49,22 @@ class Prediction:
         return cls(numbers["loss"], numbers["kl"], numbers["agreement"])
 
 
+class Record:
+    """The JSON form of a dataclass: its fields by name, without those that are None by default."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-ready data."""
+        defaults = vars(type(self))  # of the fields that have one
+        return to_json({name: x for name, x in vars(self).items() if x is not None or name not in defaults})
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "record") -> Self:
+        """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
+        return cls(**read_fields(data, cls, where))
+
+
 @dataclass(frozen=True)
-class LayerStatistics:
+class LayerStatistics(Record):
     """A layer's `LogitStatistics` as plain numbers, one per head; `rms_k` and `beyond_k` have one per key head.
 
     `beyond_q` and `beyond_k` are the shares of queries and keys beyond the knee of their norm; None without a knee.
@@ -65,19 +79,9 @@ class LayerStatistics:
     beyond_q: Numbers | None = None
     beyond_k: Numbers | None = None
 
-    def to_dict(self) -> dict[str, list[float]]:
-        """The numbers by name, without those that are None."""
-        return {name: list(values) for name, values in vars(self).items() if values is not None}
-
-    @classmethod
-    def from_dict(cls, data: Any, where: str = "statistics") -> LayerStatistics:
-        """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
-        check_fields(data, cls, where)
-        return cls(**{name: head_numbers(values, f"{where}.{name}") for name, values in data.items()})
-
 
 @dataclass(frozen=True)
-class LayerReport:
+class LayerReport(Record):
     """A layer's statistics unpatched (`before`) and patched (`after`), and the rms of each head's gain.
 
     A gain is None where the norm has none. `bound` is the largest |logit|, before any cap, that any input can give the
@@ -86,60 +90,62 @@ class LayerReport:
 
     before: LayerStatistics
     after: LayerStatistics
-    gain_q: Numbers | None = None
-    gain_k: Numbers | None = None
+    gain_q: Numbers | None
+    gain_k: Numbers | None
     bound: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers by name, without a bound that is None."""
-        gains = {"gain_q": self.gain_q, "gain_k": self.gain_k}
-        lists = {name: None if gain is None else list(gain) for name, gain in gains.items()}
-        bound = {} if self.bound is None else {"bound": self.bound}
-        return {"before": self.before.to_dict(), "after": self.after.to_dict(), **lists, **bound}
 
-    @classmethod
-    def from_dict(cls, data: Any, where: str = "layer") -> LayerReport:
-        """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
-        check_keys(data, ("before", "after", "gain_q", "gain_k"), where, optional=("bound",))
-        before, after = (LayerStatistics.from_dict(data[key], f"{where}.{key}") for key in ("before", "after"))
-        q, k = (None if data[k] is None else head_numbers(data[k], f"{where}.{k}") for k in ("gain_q", "gain_k"))
-        bound = None if data.get("bound") is None else check_number(data["bound"], f"{where}.bound")
-        return cls(before, after, q, k, bound)
-
-
-def predictions_table(predictions: Mapping[str, Prediction]) -> str:
-    """A table with a line per prediction; empty without any."""
+def predictions_table(predictions: Mapping[str, Prediction | None]) -> str:
+    """A table with a line per prediction that is not None; empty without any."""
     rows = [["", "loss", "perplexity", "KL", "same top token"]]
     for name, p in predictions.items():
-        rows.append([name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"])
-    return aligned(rows) if predictions else ""
+        if p is not None:
+            rows.append([name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"])
+    return aligned(rows) if len(rows) > 1 else ""
 
 
-def check_fields(data: Any, data_class: Any, where: str, *, beside: tuple[str, ...] = ()) -> None:
-    """Raise ValueError unless `data` is a mapping of the fields of `data_class`, and of the names in `beside`.
+def to_json(value: Any) -> Any:
+    """The value as JSON-ready data: dataclasses by their own `to_dict` or else by their fields, tuples as lists."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+        items = value if isinstance(value, Mapping) else vars(value)
+        return {key: to_json(item) for key, item in items.items()}
+    return value
 
-    Fields with a default may be missing.
+
+def read_fields(
+    data: Any, data_class: Any, where: str, *, versioned: bool = False, **readers: Callable[[Any, str], Any]
+) -> dict[str, Any]:
+    """The fields of `data_class` in `data`, each by its reader in `readers`, or else by that of its type in `READERS`.
+
+    Fields with a default may be missing, and those of type `… | None` null. With `versioned`, `data` also has a
+    "format". Raises ValueError for other keys, another version's format, and values that the readers refuse.
     """
-    required, optional = [*beside], list[str]()
-    for field in dataclasses.fields(data_class):
-        has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
-        (optional if has_default else required).append(field.name)
+    fields, missing = dataclasses.fields(data_class), dataclasses.MISSING
+    optional = [field.name for field in fields if (field.default, field.default_factory) != (missing, missing)]
+    required = [*["format"] * versioned, *(field.name for field in fields if field.name not in optional)]
     check_keys(data, required, where, optional)
-
-
-def check_format(data: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for the format of another version."""
-    if data["format"] != FORMAT:
+    if versioned and data["format"] != FORMAT:
         raise ValueError(f"{where}.format is {shorten(data['format'])}, expected {FORMAT}: another hf_qknorm wrote it")
+    values = {}
+    for field in fields:
+        kind, _, nullable = field.type.partition(" | ")
+        if field.name in data:
+            value, read = data[field.name], readers.get(field.name) or READERS[kind]
+            values[field.name] = None if nullable and value is None else read(value, f"{where}.{field.name}")
+    return values
 
 
-def check_layers(layers: Any, where: str) -> Mapping[str, Any]:
-    """`layers`, a mapping from layers' names. Raises ValueError for anything else."""
+def read_layers(layers: Any, where: str, record: type[Record]) -> dict[str, Any]:
+    """The record of each layer, by name. Raises ValueError for anything but a mapping from layers' names."""
     if not isinstance(layers, Mapping) or len(layers) > LAYERS:
         raise ValueError(f"{where} is {shorten(layers)}, expected a mapping from at most {LAYERS:,} layers' names")
     for name in layers:
         check_name(name, f"a name in {where}", "a module's path")
-    return layers
+    return {name: record.from_dict(layer, f"{where}.{name}") for name, layer in layers.items()}
 
 
 def check_name(value: Any, where: str, what: str = "a name") -> str:
@@ -154,3 +160,13 @@ def head_numbers(value: Any, where: str) -> Numbers:
     if not isinstance(value, list | tuple) or not 0 < len(value) <= HEADS:
         raise ValueError(f"{where} is {shorten(value)}, expected a list of numbers, one per head")
     return tuple(check_number(item, f"{where}[{i}]") for i, item in enumerate(value))
+
+
+READERS: Final[dict[str, Callable[[Any, str], Any]]] = {
+    "int": check_count,
+    "float": check_number,
+    "str": check_name,
+    "Numbers": head_numbers,
+    "Prediction": Prediction.from_dict,
+    "LayerStatistics": LayerStatistics.from_dict,
+}

@@ -7,26 +7,17 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
-from hf_qknorm.files.untrusted import check_count, check_number, check_positive, read_json
+from hf_qknorm.files.untrusted import check_keys, check_number, check_positive, read_json
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.stats import tables
-from hf_qknorm.stats.records import (
-    FORMAT,
-    LayerReport,
-    LayerStatistics,
-    Prediction,
-    check_fields,
-    check_format,
-    check_layers,
-    check_name,
-    predictions_table,
-)
+from hf_qknorm.stats import records, tables
+from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
 
 KNEES = 1_000  # limit on the knees in a report
 
@@ -129,7 +120,7 @@ class Calibration:
         reading = "; ".join(["Before → after", tables.BOUND, *([tables.BEYOND] if beyond else [])])
         parts = (
             f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
-            predictions_table({name: p for name, p in predictions.items() if p is not None}),
+            records.predictions_table(predictions),
             f"loss, KL by knee: {knees}" if knees else "",
             tables.aligned(rows) + tables.rest(len(layers)),
             f"{reading};\n{tables.READING}.",
@@ -138,43 +129,17 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data, for `Calibration.from_dict`."""
-        predictions = {"base": self.base, "ones": self.ones, "chosen": self.chosen}
-        return {
-            "format": FORMAT,
-            "method": self.method,
-            "tokens": self.tokens,
-            "scheme": self.scheme.to_dict(),
-            "cap": self.cap,
-            "judged": self.judged,
-            "base_model": self.base_model,
-            "dataset": self.dataset,
-            **{name: None if p is None else p.to_dict() for name, p in predictions.items()},
-            "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
-            **({"knees": [{"knee": knee, **p.to_dict()} for knee, p in self.knees.items()]} if self.knees else {}),
-        }
+        knees = [{"knee": knee, **p.to_dict()} for knee, p in self.knees.items()]
+        data = {"format": records.FORMAT, **vars(self), "knees": knees}
+        return records.to_json({key: value for key, value in data.items() if key != "knees" or knees})
 
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
         """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
-        check_fields(data, cls, "report", beside=("format",))
-        check_format(data, "report")
-        predictions = {
-            key: None if data[key] is None else Prediction.from_dict(data[key], f"report.{key}")
-            for key in ("base", "ones", "chosen")
-        }
-        layers = check_layers(data["layers"], "report.layers")
-        return cls(
-            method=check_name(data["method"], "report.method"),
-            tokens=check_count(data["tokens"], "report.tokens"),
-            scheme=Scheme.from_dict(data["scheme"]),
-            cap=check_positive(data["cap"], "report.cap"),
-            **predictions,
-            layers={name: LayerReport.from_dict(x, f"report.layers.{name}") for name, x in layers.items()},
-            judged=None if data.get("judged") is None else check_count(data["judged"], "report.judged"),
-            base_model=check_optional_repo_id(data.get("base_model"), "report.base_model"),
-            dataset=check_optional_repo_id(data.get("dataset"), "report.dataset"),
-            knees=_knees(data.get("knees", [])),
-        )
+        readers: dict[str, Any] = dict.fromkeys(("base_model", "dataset"), check_optional_repo_id)
+        readers |= {"cap": check_positive, "layers": partial(records.read_layers, record=LayerReport), "knees": _knees}
+        readers["scheme"] = lambda value, _: Scheme.from_dict(value)
+        return cls(**records.read_fields(data, cls, "report", versioned=True, **readers))
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -194,18 +159,16 @@ def save_json(data: Mapping[str, Any], path: Path) -> None:
     replace_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
-def _knees(value: Any) -> dict[float, Prediction]:
+def _knees(value: Any, where: str) -> dict[float, Prediction]:
     if not isinstance(value, list | tuple) or len(value) > KNEES:
-        raise ValueError(f"report.knees is {shorten(value)}, expected a list of at most {KNEES} predictions by knee")
+        raise ValueError(f"{where} is {shorten(value)}, expected a list of at most {KNEES} predictions by knee")
     found = {}
     for i, item in enumerate(value):
-        where = f"report.knees[{i}]"
-        if not isinstance(item, Mapping) or "knee" not in item:
-            raise ValueError(f"{where} is {shorten(item)}, expected a mapping with a knee and its predictions")
-        knee = check_number(item["knee"], f"{where}.knee")
+        check_keys(item, ("knee", "loss", "perplexity", "kl", "agreement"), f"{where}[{i}]")
+        knee = check_number(item["knee"], f"{where}[{i}].knee")
         if not (math.isfinite(knee) and knee >= 0):
-            raise ValueError(f"{where}.knee is {knee}, expected a finite number ≥ 0")
-        found[knee] = Prediction.from_dict({key: x for key, x in item.items() if key != "knee"}, where)
+            raise ValueError(f"{where}[{i}].knee is {knee}, expected a finite number ≥ 0")
+        found[knee] = Prediction.from_dict({key: x for key, x in item.items() if key != "knee"}, f"{where}[{i}]")
     return found
 
 

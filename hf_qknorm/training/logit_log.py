@@ -7,14 +7,14 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hf_qknorm.files.atomic_io import replace_text
-from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.paths import user_path
-from hf_qknorm.files.untrusted import check_count, check_keys, check_number, is_shallow
-from hf_qknorm.stats.records import FORMAT, Numbers, check_fields, check_format, check_layers, head_numbers
+from hf_qknorm.files.untrusted import is_shallow
+from hf_qknorm.stats.records import FORMAT, Numbers, Record, read_fields, read_layers
 from hf_qknorm.stats.tables import mean
 
 DIGITS = 5  # significant digits of the numbers in the file
@@ -24,7 +24,7 @@ NUMBERS = 50_000_000  # in all samples: a float takes more bytes in memory than 
 
 
 @dataclass(frozen=True)
-class LayerSample:
+class LayerSample(Record):
     """A layer's attention at a step, one number per head; the fields are those of `LogitStatistics`.
 
     `grad_q` and `grad_k` are norms of gradients: one number per head, or one for the projection, or None without a
@@ -43,24 +43,17 @@ class LayerSample:
     grad_k: Numbers | None
 
     @classmethod
-    def from_dict(cls, data: Any, where: str) -> LayerSample:
+    def from_dict(cls, data: Any, where: str = "layer") -> LayerSample:
         """The layer in a line of the file. Raises ValueError, naming the key, for anything else."""
-        check_fields(data, cls, where)
-        values = {name: check_number(data[name], f"{where}.{name}") for name in ("cap", "even")}
-        if not 1e-6 <= values["cap"] <= 1e6 or not 0 <= values["even"] <= 100:
+        layer = super().from_dict(data, where)
+        if not 1e-6 <= layer.cap <= 1e6 or not 0 <= layer.even <= 100:
             raise ValueError(
-                f"{where} has cap {values['cap']:g}, expected 1e-6 to 1e6, and even {values['even']:g}, expected 0 to "
-                "100 nats"
+                f"{where} has cap {layer.cap:g}, expected 1e-6 to 1e6, and even {layer.even:g}, expected 0 to 100 nats"
             )
-        rows = {
-            name: None if name.startswith("grad") and value is None else head_numbers(value, f"{where}.{name}")
-            for name, value in data.items()
-            if name not in values
-        }
-        lengths = {len(rows[name] or ()) for name in ("max_logit", "entropy", "over_cap")}
+        lengths = {len(values) for values in (layer.max_logit, layer.entropy, layer.over_cap)}
         if len(lengths) > 1:
             raise ValueError(f"{where} has max_logit, entropy and over_cap of different lengths: {sorted(lengths)}")
-        return cls(**values, **rows)  # type: ignore[arg-type]
+        return layer
 
 
 @dataclass(frozen=True)
@@ -110,13 +103,12 @@ class LogitSample:
             raise ValueError(f"no JSON ({error})") from None
         if not is_shallow(data):
             raise ValueError("nested too deeply")
-        check_keys(data, ("format", "step", "layers"), "sample")
-        check_format(data, "sample")
-        layers = check_layers(data["layers"], "sample.layers")
-        if not layers:
-            raise ValueError(f"sample.layers is {shorten(layers)}, expected at least one layer")
-        found = {name: LayerSample.from_dict(layer, f"sample.layers.{name}") for name, layer in layers.items()}
-        return cls(check_count(data["step"], "sample.step"), found)
+        sample = cls(
+            **read_fields(data, cls, "sample", versioned=True, layers=partial(read_layers, record=LayerSample))
+        )
+        if not sample.layers:
+            raise ValueError("sample.layers is {}, expected at least one layer")
+        return sample
 
 
 def read_log(path: str | Path) -> list[LogitSample]:

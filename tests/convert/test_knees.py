@@ -12,9 +12,8 @@ from tiny import tiny_model
 
 from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.convert import knees
-from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms
+from hf_qknorm.convert.gains import ClosedFormGains, NormSums, mean_powers, named_norms
 from hf_qknorm.convert.knees import KNEES, search_knee, sweep_knees, tolerance
-from hf_qknorm.convert.norm_sums import NormSums
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
@@ -83,9 +82,9 @@ def test_a_text_with_another_power_than_expected_takes_a_second_pass():
     right = mean_powers(model, data)
     passes = []
     model.register_forward_pre_hook(lambda *_: passes.append(None))
-    once = ClosedFormGains.from_text(model, data, right, (4.0,))
+    once = ClosedFormGains(model, data, right, (4.0,))
     assert len(passes) == 3
-    twice = ClosedFormGains.from_text(model, data, {key: 100 * size for key, size in right.items()}, (4.0,))
+    twice = ClosedFormGains(model, data, {key: 100 * size for key, size in right.items()}, (4.0,))
     assert len(passes) == 9
     assert twice.powers == once.powers == pytest.approx(right)
     for key, found in once.sums.items():

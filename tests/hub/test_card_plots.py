@@ -32,7 +32,7 @@ def test_a_drawing_that_fails_leaves_the_card(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [0.0, 3.0, 1e300, math.inf, math.nan])
 def test_any_numbers_can_be_drawn(tmp_path, layers, value):
     side = LayerStatistics((value, 1.0), (value, 2.0), *(((0.0, 0.0),) * 4))
-    found = {f"layers.{i}": LayerReport(side, side, bound=value) for i in range(layers)}
+    found = {f"layers.{i}": LayerReport(side, side, None, None, value) for i in range(layers)}
     predictions = Prediction(2.0), Prediction(value), Prediction(min(value, 3.0))
     report = Calibration("fit", 10, SCHEMES["qk_norm"].resolve("rms"), 50.0, *predictions, found)
     assert draw_report(report, tmp_path) == [LOSS_PLOT, LOGITS_PLOT]

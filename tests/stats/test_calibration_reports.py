@@ -40,7 +40,7 @@ def test_json_round_trip(family, tmp_path):
 def test_reports_name_hub_repositories_and_no_local_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("a line of text " * 100)
-    monkeypatch.setattr("hf_qknorm.convert.text._dataset_text", lambda name, limit: "some text " * 100)
+    monkeypatch.setattr("hf_qknorm.convert.text._dataset_texts", lambda name: iter(["some text " * 100]))
     model = patch_model(tiny_model("llama", vocab_size=300), "qk_norm")
     tokenizer = byte_tokenizer()
 
