@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -103,12 +103,6 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self.stored
 
-    def tensors(
-        self, new: Mapping[str, NewTensor], removed: Collection[str] = ()
-    ) -> dict[str, StoredTensor | NewTensor]:
-        """Return the tensors that `rewrite` writes, by name."""
-        return {name: stored for name, stored in self.stored.items() if name not in removed} | dict(new)
-
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor. Raises ValueError for a quantised one, whose dtype torch can't compute with."""
         stored = self.stored[name]
@@ -130,12 +124,11 @@ class Weights:
     def nbytes(self) -> int:
         return sum(stored.nbytes for stored in self.stored.values())
 
-    def rewrite(self, folder: Path, new: Mapping[str, NewTensor], removed: Collection[str] = ()) -> None:
-        """Write the weights into `folder`, in the same files, without `removed` and with `new` added or replaced.
+    def rewrite(self, folder: Path, tensors: Tensors) -> None:
+        """Write `tensors`, stored here or new, into `folder`, in the same files.
 
         At most one new tensor is in memory at a time. Raises OSError, naming the file, if it can't be written.
         """
-        tensors = self.tensors(new, removed)
         size = sum(tensor.nbytes for tensor in tensors.values())
         with tqdm(total=size, desc="weights", unit="B", unit_scale=True, leave=False) as bar:
             for file in self.files:

@@ -72,7 +72,7 @@ def plan_conversion(
     """
     destination = user_path(dst, "dst")
     check_new(destination, overwrite=overwrite)
-    options = Options.of(scheme, calibration, method=method, knee=knee)
+    options = Options(Scheme.of(scheme), method, knee).checked(calibration)
     with _open_convertible(src, options, allow_pickle) as (source, options):
         check_folder(destination, overwrite=overwrite, sources=[source.folder, calibration])
         return make_plan(source, destination, options)
@@ -112,9 +112,7 @@ def convert_checkpoint(
     >>> report.scheme.q
     'rms'
     """
-    options = Options.of(
-        scheme, calibration, method=method, knee=knee, max_loss_increase=max_loss_increase, max_memory=max_memory
-    )
+    options = Options(Scheme.of(scheme), method, knee, max_loss_increase, max_memory).checked(calibration)
     if isinstance(calibration, str | Path):
         check_text(str(calibration))
     destination = user_path(dst, "dst")
@@ -128,13 +126,13 @@ def convert_checkpoint(
         if calibration is not None:
             report, values = _calibrate(source, options, calibration, destination)
             options = replace(options, scheme=report.scheme)
-        new, removed = new_tensors(source, options)
-        new |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
+        new, tensors = new_tensors(source, options)
+        tensors |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
         with new_folder(destination, check) as folder:
             _write_settings(folder, source, options.scheme, standalone=standalone)
             if report is not None:
                 report.save(folder / REPORT)
-            source.weights.rewrite(folder, new, removed)
+            source.weights.rewrite(folder, tensors)
             Weights(folder)  # check the written files
             source.check_unchanged()
         return report
