@@ -174,20 +174,17 @@ class Weights:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: {INDEX} names it. Download the checkpoint again")
         try:
-            with safe_open(path, framework="pt") as opened:  # the library checks the header against the file's length
-                self.metadata[file] = opened.metadata() or {}
+            with safe_open(path, framework="pt"), path.open("rb") as raw:  # the library checks header and file length
+                length = int.from_bytes(raw.read(8), "little")
+                header = json.loads(raw.read(length))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is truncated or corrupted ({shorten(str(error))}): download it again") from error
-        with path.open("rb") as raw:
-            length = int.from_bytes(raw.read(8), "little")
-            header = json.loads(raw.read(length))
-        start = 8 + length
-        header.pop("__metadata__", None)
+        self.metadata[file] = header.pop("__metadata__", None) or {}
         for name, entry in header.items():
-            begin, end = entry["data_offsets"]
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
             if name in self.stored:
                 raise ValueError(f"{path}: {name} is in {self.stored[name].file} too: the checkpoint mixes two saves")
-            self.stored[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
+            self.stored[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), begin, end)
 
     def _check_index(self, weight_map: Mapping[str, str]) -> None:
         for name, file in weight_map.items():
@@ -233,8 +230,7 @@ def _bytes(name: str, new: NewTensor) -> memoryview:
             f"{name} would hold NaN or infinity in {dtype}: nothing was written. Look for NaN in the weights; a "
             "checkpoint in float32 has room for larger numbers"
         )
-    data: memoryview = tensor.contiguous().flatten().view(torch.uint8).numpy().data
-    return data
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _copy(source: BinaryIO, out: BinaryIO, begin: int, end: int, bar: Any) -> None:
