@@ -18,11 +18,11 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hf_qknorm.checkpoint.complete import NORM, check_complete
 from hf_qknorm.checkpoint.config import model_class_of, read_config
-from hf_qknorm.checkpoint.copied_files import WEIGHT_SUFFIXES, copied_files
+from hf_qknorm.checkpoint.copied_files import WEIGHT_SUFFIXES, copied_files, file_names
 from hf_qknorm.checkpoint.safetensors_files import Weights
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_token, is_path
-from hf_qknorm.files.names import CONFIG, FOLDERS, INDEX, REPORT, SINGLE
+from hf_qknorm.files.names import CONFIG, INDEX, REPORT, SINGLE
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.model.norms import eps_problem
 
@@ -100,7 +100,7 @@ def open_source(name: str | Path, *, allow_pickle: bool = False) -> Iterator[Sou
     pickled weights, or an adapter; OSError if the download fails.
     """
     folder = _folder(str(name), allow_pickle)
-    before = {name: _fingerprint(folder / name) for name in _names(folder)}
+    before = {str(name): _fingerprint(folder / name) for name in file_names(folder)}
     if (folder / ADAPTER).is_file():  # transformers would load the base model that it names
         raise ValueError(f"{folder} holds an adapter: merge it into its base model, then convert that")
     config = read_config(folder)
@@ -160,8 +160,7 @@ def _check_preferred(folder: Path, config: Any) -> None:
             f'{folder / CONFIG}: "transformers_weights" is {shorten(named)}, which is not read here: remove it, and '
             f"name the weights {SINGLE}, or their index {INDEX}"
         )
-    sharded = sorted(path.name for path in folder.iterdir() if DISTRIBUTED.fullmatch(path.name))
-    if sharded:
+    if sharded := sorted(path.name for path in folder.iterdir() if DISTRIBUTED.fullmatch(path.name)):
         raise ValueError(
             f"{folder / sharded[0]} is of a distributed checkpoint, which transformers reads before all others: load "
             "it, and save it with save_pretrained to a new folder"
@@ -179,12 +178,6 @@ def _unread(folder: Path, weights: Weights) -> tuple[str, ...]:
             folder, SINGLE, ", ".join(unread),
         )  # fmt: skip
     return tuple(unread)
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the files of a folder that may be read, relative to it."""
-    places = [folder, *(folder / name for name in FOLDERS if (folder / name).is_dir())]
-    return [str(path.relative_to(folder)) for place in places for path in place.iterdir() if not path.is_dir()]
 
 
 def _folder(name: str, allow_pickle: bool) -> Path:
