@@ -126,10 +126,10 @@ def inspect_checkpoint(
         ids = tokenize(tokenizer, load_text(texts, limit=CHARACTERS * tokens))[:tokens]
         check_batches([{"input_ids": ids[None]}], source.config)
         scratch = Path(tempfile.gettempdir(), source.folder.name)
-        with place_weights(source, default_length(source.config), memory_left(None), scratch) as placement:
-            model = load_causal(source, "auto", **placement.options)
+        with place_weights(source, default_length(source.config), memory_left(None), scratch) as (placement, sequences):
+            model = load_causal(source, "auto", **placement)
             return inspect_model(
-                model, [{"input_ids": ids}], max_tokens=tokens, cap=cap, batch_size=placement.sequences or SEQUENCES
+                model, [{"input_ids": ids}], max_tokens=tokens, cap=cap, batch_size=sequences or SEQUENCES
             )
 
 

@@ -10,7 +10,6 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,14 +38,6 @@ UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]I?B)?", re.IGNORECASE)
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _UNLIMITED: Final = 2**60  # cgroups of version 1 write a number near 2⁶³ instead of "max"
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Options of `from_pretrained` that place the weights, and the most sequences of a forward pass if few fit."""
-
-    options: dict[str, Any]
-    sequences: int | None = None
 
 
 def parse_size(size: int | str, name: str = "max_memory") -> int:
@@ -123,16 +114,17 @@ def _left_in_cgroup(folder: Path, limit: str, usage: str, cached: str) -> int | 
 
 
 @contextmanager
-def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iterator[Placement]:
-    """Yield the placement of a checkpoint's weights for forward passes of `length` tokens in `left` bytes of memory.
+def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iterator[tuple[dict[str, Any], int | None]]:
+    """Place a checkpoint's weights for forward passes of `length` tokens in `left` bytes of memory.
 
-    Weights go to the GPUs first, then into memory; the rest stays on the disk. If transformers converts weights when it
-    loads them (as most experts), it writes those that stay on the disk into a temporary folder beside `scratch`.
+    Yields options of `from_pretrained`, and the most sequences of a forward pass if few fit. Weights go to the GPUs
+    first, then into memory; the rest stays on the disk. If transformers converts weights when it loads them (as most
+    experts), it writes those that stay on the disk into a temporary folder beside `scratch`.
 
     Raises ValueError if the largest tensor and one sequence do not fit, OSError if the disk is too small.
     """
     if getattr(source.config, "quantization_config", None) is not None:  # the quantiser decides on the size in memory
-        yield Placement({"device_map": "auto"} if torch.cuda.is_available() else {})
+        yield {"device_map": "auto"} if torch.cuda.is_available() else {}, None
         return
     size, most = source.weights.nbytes, int(USABLE * left)
     devices = get_max_memory() if torch.cuda.is_available() else {}
@@ -143,19 +135,20 @@ def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iter
     host = max(most - working_memory(source, sequences, length), 0)
     options: dict[str, Any] = {"device_map": "auto", "max_memory": {**gpus, "cpu": host}}
     if in_memory is not None:
-        yield Placement(options if gpus else {}, sequences if sequences < SEQUENCES else None)
+        yield options if gpus else {}, sequences if sequences < SEQUENCES else None
         return
     _check_mappable(source.weights)
     with scratch_folder(scratch) as folder:
-        if _converts_weights(source):
+        with torch.device("meta"):
+            conversions = get_model_conversion_mapping(source.model_class(copy.deepcopy(source.config)))
+        if any(isinstance(each, WeightConverter) for each in conversions):  # stored tensors are joined or split
             check_space(folder, size, f"{source.name}, in the form that transformers computes with,")
-        yield Placement({**options, "offload_folder": str(folder)}, sequences)
+        yield {**options, "offload_folder": str(folder)}, sequences
 
 
 def _sequences(source: Source, length: int, most: int) -> int:
     """Return the sequences of a forward pass that reads weights from the disk: those that a third of `most` holds."""
-    largest = max(tensor.nbytes for tensor in source.weights.stored.values())
-    least = largest + working_memory(source, 1, length)
+    least = max(tensor.nbytes for tensor in source.weights.stored.values()) + working_memory(source, 1, length)
     if least > most:
         raise ValueError(
             f"{source.name}: {format_bytes(most)} of memory are left, too little for this checkpoint: its largest "
@@ -197,10 +190,3 @@ def _check_mappable(weights: Weights) -> None:
             f"of address space, and the limits of this process leave {format_bytes(min(limits))}, which count maps as "
             "memory (ulimit -v, ulimit -d). Lift them, and give max_memory (--max-memory) instead"
         )
-
-
-def _converts_weights(source: Source) -> bool:
-    """Return whether transformers joins or splits some of the stored tensors when it loads the model."""
-    with torch.device("meta"):
-        model = source.model_class(copy.deepcopy(source.config))
-    return any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model))

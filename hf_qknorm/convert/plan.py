@@ -38,10 +38,7 @@ class Options:
     max_memory: int | str | None = None
 
     def checked(self, calibration: Any) -> Options:
-        """Check the options, and fill in the defaults of a calibration.
-
-        Raises ValueError for an impossible value, and for an option that needs a calibration without one.
-        """
+        """Return the options with the defaults of a calibration, if there is one. Raises ValueError for wrong ones."""
         if calibration is None:
             for name in ("method", "knee", "max_loss_increase", "max_memory"):
                 if getattr(self, name) is not None:
@@ -117,10 +114,7 @@ class Plan:
 
 
 def make_plan(source: Source, dst: Path, options: Options) -> Plan:
-    """Return the plan of a conversion.
-
-    Raises ValueError, naming file and tensor, unless the converted model would find all of its tensors.
-    """
+    """Return the plan of a conversion. Raises ValueError, naming file and tensor, if the model would lack a tensor."""
     weights, scheme = source.weights, options.scheme
     new, tensors = new_tensors(source, options)
     most = replace(options, scheme=replace(scheme, knee=1.0)) if options.knee == "auto" else options
@@ -128,9 +122,7 @@ def make_plan(source: Source, dst: Path, options: Options) -> Plan:
     model_class = derived_model(source.model_class)
     unused = check_complete(model_class, converted_config(source, scheme), tensors, weights.folder)
     added = tuple(name for name in new if name not in weights)
-    taken = {CONFIG, *weights.files, *map(str, source.files)}
-    if weights.index is not None:
-        taken.add(INDEX)
+    taken = {CONFIG, *weights.files, *map(str, source.files), *([INDEX] if weights.index is not None else [])}
     copied = sum((source.folder / file).stat().st_size for file in source.files)
     return Plan(
         source=source.name,
@@ -207,10 +199,7 @@ def _folded(weights: Weights, key: str, pre_norm: str, layer: QKNormAttention, t
 
 
 def stored_name(weights: Weights, base_prefix: str, name: str, layer: QKNormAttention) -> str:
-    """Return the name of a layer in the weights, which may have the prefix of the base model or not.
-
-    Raises ValueError if the layer's projections are stored under other names.
-    """
+    """Return a layer's name in the weights, with or without the base model's prefix. Raises ValueError for others."""
     start = f"{base_prefix}."
     for candidate in (name, name.removeprefix(start), start + name):
         if all(f"{candidate}.{part}.weight" in weights for part in layer.family.style.weights):
