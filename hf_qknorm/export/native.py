@@ -78,7 +78,7 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
                 plan = TensorPlan(source.weights)
                 for transform in target.transforms:
                     transform(plan, source.config)
-                config: Any = _target_config(source.config, target)
+                config = _target_config(source.config, target)
             model_class = getattr(transformers, config.architectures[0])
             unread = check_complete(model_class, config, plan.planned, source.weights.folder)
             if lost := [name for name in unread if name not in ignored]:
@@ -106,7 +106,7 @@ def _check_config(folder: Path, config: Any) -> None:
         raise ValueError(f"{folder} is quantised: export the checkpoint in full precision, then quantise the result")
 
 
-def _target_config(config: Any, target: Target) -> PretrainedConfig:
+def _target_config(config: Any, target: Target) -> Any:
     """Return the target's config: the settings that it shares with the source's, and its own."""
     settings = json.loads(config.to_json_string(use_diff=False))
     for key in ("qk_norm", "qk_norm_base", "qk_norm_blend", "auto_map", "model_type", "architectures", *NOTICES):
@@ -126,8 +126,7 @@ def _target_config(config: Any, target: Target) -> PretrainedConfig:
         architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[target.model_type]]
         known = target_class().to_dict()
         settings = {key: value for key, value in settings.items() if key in known}
-    result: PretrainedConfig = target_class(**(settings | target.settings(config)), architectures=architectures)
-    return result
+    return target_class(**(settings | target.settings(config)), architectures=architectures)
 
 
 def _json(config: PretrainedConfig) -> str:

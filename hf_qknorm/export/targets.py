@@ -32,7 +32,7 @@ class Target:
     """A model type of transformers, the norms of its queries and keys, and whether it caps the logits.
 
     `settings` returns the settings that differ from the source config's; `transforms` change the tensor plan, in order;
-    `obstacle` returns what of a config would be lost, or None; `bias` is whether the norms have biases.
+    `obstacle` returns what of a config would be lost, or None.
     """
 
     model_type: str
@@ -41,7 +41,6 @@ class Target:
     settings: Callable[[Any], Settings]
     transforms: tuple[Callable[[TensorPlan, Any], None], ...]
     obstacle: Callable[[Any], str | None] = lambda config: None
-    bias: bool = False
 
 
 def _window(config: Any) -> int | None:
@@ -124,9 +123,7 @@ _NORMS = (transforms.align_eps, transforms.share_gains)
 _LLAMA = (transforms.split_fused, transforms.fill_output_bias)
 QWEN3 = Target("qwen3", RMS, False, _qwen3_settings, (*_LLAMA, *_NORMS), _llama_obstacle)
 QWEN3_MOE = Target("qwen3_moe", RMS, False, _qwen3_moe_settings, (transforms.rename_experts, *_NORMS), _llama_obstacle)
-PHI = Target(
-    "phi", ("layer",), False, _phi_settings, (phi.rename_to_phi, *_NORMS, phi.rename_norms), _neox_obstacle, bias=True
-)
+PHI = Target("phi", ("layer",), False, _phi_settings, (phi.rename_to_phi, *_NORMS, phi.rename_norms), _neox_obstacle)
 VAULTGEMMA = Target(
     "vaultgemma", (), True, _vaultgemma_settings,
     (*_LLAMA, transforms.scale_queries, transforms.centre_gains, transforms.shrink_embedding), _llama_obstacle,
@@ -185,6 +182,6 @@ def _lost(target: Target, scheme: Scheme) -> str | None:
         return f"its norms are of order 2, not p={scheme.p:g}: convert with henry or qk_norm"
     if scheme.gain == "per_head" and scheme.norms:
         return 'its gains are shared by the heads of a layer, gains per head would be lost: convert with gain="shared"'
-    if not target.bias and any(scheme.has_bias(norm) for norm in scheme.norms):
+    if target.norms == RMS and any(scheme.has_bias(norm) for norm in scheme.norms):
         return "the biases of the norms on q and k would be lost there: convert with bias=False"
     return None
