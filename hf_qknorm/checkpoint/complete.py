@@ -11,8 +11,7 @@ import logging
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -178,11 +177,20 @@ class _Comparison:
 
 
 def _load(model_class: Any, config: PretrainedConfig, tensors: Tensors) -> dict[str, Any]:
+    """Load the model on the meta device, without transformers' report and progress bar; return its loading info."""
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     load: Any = PreTrainedModel.from_pretrained.__func__  # a patched class's own has less precise errors
     options = {"device_map": "meta", "dtype": torch.float32, "ignore_mismatched_sizes": True}
-    with _quiet(), skip_load_checks():
-        _, info = load(model_class, None, config=config, state_dict=shapes, output_loading_info=True, **options)
+    bars, disabled = transformers_logging.is_progress_bar_enabled(), REPORTER.disabled
+    REPORTER.disabled = True
+    transformers_logging.disable_progress_bar()
+    try:
+        with skip_load_checks():
+            _, info = load(model_class, None, config=config, state_dict=shapes, output_loading_info=True, **options)
+    finally:
+        REPORTER.disabled = disabled
+        if bars:
+            transformers_logging.enable_progress_bar()
     return dict(info)
 
 
@@ -196,17 +204,3 @@ def _match_names(model: Any, tensors: Tensors) -> tuple[dict[str, str], set[str]
         key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
         found[name] = (name, None) if key not in expected and name in expected else (key, pattern)
     return {name: key for name, (key, _) in found.items()}, {name for name, (_, pattern) in found.items() if pattern}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress transformers' report of a loading and its progress bar."""
-    bars, disabled = transformers_logging.is_progress_bar_enabled(), REPORTER.disabled
-    REPORTER.disabled = True
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        REPORTER.disabled = disabled
-        if bars:
-            transformers_logging.enable_progress_bar()

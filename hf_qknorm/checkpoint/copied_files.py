@@ -56,10 +56,8 @@ def file_names(folder: Path) -> list[Path]:
 
 
 def _is_copied(file: Path) -> bool:
-    if file.parent.name in FOLDERS:
-        return True
-    excluded = file.name.startswith(".") or file.suffix in WEIGHT_SUFFIXES or file.name in _NOT_COPIED
-    return not excluded and not _WEIGHT_INDEX.fullmatch(file.name)
+    is_weights = file.suffix in WEIGHT_SUFFIXES or _WEIGHT_INDEX.fullmatch(file.name)
+    return file.parent.name in FOLDERS or not (is_weights or file.name.startswith(".") or file.name in _NOT_COPIED)
 
 
 def copy_file(folder: Path, name: Path, target: Path) -> None:

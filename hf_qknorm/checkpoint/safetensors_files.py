@@ -145,12 +145,11 @@ class Weights:
             (folder / INDEX).write_text(text, encoding="utf-8")
 
     def _write(self, path: Path, file: str, plan: Tensors, bar: Any) -> None:
-        def order(item: tuple[str, StoredTensor | NewTensor]) -> tuple[int, int, str]:
-            name, tensor = item
-            itemsize = tensor.nbytes // max(torch.Size(tensor.shape).numel(), 1)
-            return -itemsize, getattr(tensor, "begin", 0), name
+        def order(name: str) -> tuple[int, int, str]:
+            itemsize = plan[name].nbytes // max(torch.Size(plan[name].shape).numel(), 1)
+            return -itemsize, getattr(plan[name], "begin", 0), name
 
-        plan = dict(sorted(plan.items(), key=order))  # widest dtypes first, as the library does, for alignment
+        plan = {name: plan[name] for name in sorted(plan, key=order)}  # widest dtypes first, as in the library: aligned
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **self.metadata[file]}}
         place = 0
         for name, tensor in plan.items():

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,8 +26,6 @@ from hf_qknorm.files.names import CONFIG, INDEX, REPORT, SINGLE
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.model.norms import eps_problem
 
-Fingerprint = tuple[int, int, int, int] | None  # device, inode, size, time of the last change in ns; None: no such file
-
 logger = logging.getLogger(__name__)
 HTTPError: Any = HfHubHTTPError.__bases__[0]  # of the httpx version that the Hub's client uses
 ADAPTER = "adapter_config.json"
@@ -39,9 +37,8 @@ DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # tr
 class Source:
     """An open checkpoint.
 
-    `name` is the folder or Hub name that was asked for, `files` are the files that are copied (relative to `folder`),
-    `unread` the safetensors files of the folder that transformers does not read, `fingerprints` those of all files that
-    are read.
+    `name` is the given folder or Hub name, `files` are those to copy (relative to `folder`), `unread` are safetensors
+    files of the folder that transformers does not read, and `fingerprints` are those of all files that are read.
     """
 
     name: str
@@ -50,7 +47,7 @@ class Source:
     weights: Weights
     files: tuple[Path, ...]
     unread: tuple[str, ...]
-    fingerprints: Mapping[str, Fingerprint]
+    fingerprints: Mapping[str, tuple[int, ...]]
 
     @property
     def model_class(self) -> Any:
@@ -84,12 +81,12 @@ class Source:
                 )
 
 
-def _fingerprint(path: Path) -> Fingerprint:
-    try:
-        found = os.stat(path)  # of a link: of its target
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _fingerprint(path: Path) -> tuple[int, ...]:
+    """Return a file's device, inode, size, and time of the last change in ns; of a link, its target's; () without."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return ()
 
 
 @contextmanager
@@ -108,8 +105,8 @@ def open_source(name: str | Path, *, allow_pickle: bool = False) -> Iterator[Sou
     with _open_weights(folder, config, allow_pickle) as weights:
         read = {CONFIG, ADAPTER, REPORT, SINGLE, INDEX, *weights.files, *map(str, files)}
         read |= {name for name in before if name.startswith(PICKLED[0].removesuffix(".bin"))} if allow_pickle else set()
-        unread = _unread(folder, weights)
-        source = Source(str(name), folder, config, weights, files, unread, {name: before.get(name) for name in read})
+        fingerprints = {file: before.get(file, ()) for file in read}
+        source = Source(str(name), folder, config, weights, files, _unread(folder, weights), fingerprints)
         try:
             yield source
         except Exception:
