@@ -59,7 +59,7 @@ def memory_left(max_memory: int | str | None) -> int:
     Machine, cgroups (version 1 and 2) and the process's own limits count. Raises ValueError for a `max_memory` that is
     no size, or that the process uses already.
     """
-    left = _free()
+    left = int(min([psutil.virtual_memory().available, *_cgroup_limits(), *_process_limits()]))
     if max_memory is None:
         return left
     most, held = parse_size(max_memory), psutil.Process().memory_info().rss
@@ -68,10 +68,6 @@ def memory_left(max_memory: int | str | None) -> int:
             f"max_memory={max_memory!r} is less than the {format_bytes(held)} that this process holds already"
         )
     return min(most - held, left)
-
-
-def _free() -> int:
-    return int(min([psutil.virtual_memory().available, *_cgroup_limits(), *_process_limits()]))
 
 
 def _process_limits() -> list[int]:
@@ -155,8 +151,7 @@ def _sequences(source: Source, length: int, most: int) -> int:
             f"tensor and one sequence of {length} tokens take {format_bytes(least)}. Raise max_memory, or use a larger "
             "machine"
         )
-    many = (n for n in _down_from(MOST_SEQUENCES) if 3 * working_memory(source, n, length) <= most)
-    return next(many, 1)
+    return next((n for n in _down_from(MOST_SEQUENCES) if 3 * working_memory(source, n, length) <= most), 1)
 
 
 def _down_from(most: int) -> list[int]:

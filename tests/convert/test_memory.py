@@ -187,7 +187,10 @@ def test_invalid_sizes(text):
 
 
 def test_the_rest_of_a_limit(monkeypatch):
-    monkeypatch.setattr(memory, "_free", lambda: 10**12)
+    machine = memory.psutil.virtual_memory()._replace(available=10**12)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(memory, "_cgroup_limits", list)
+    monkeypatch.setattr(memory, "_process_limits", list)
     assert 0 < memory_left("64GB") < 64 * 10**9
     assert memory_left(None) == memory_left("100TB") == 10**12
     with pytest.raises(ValueError, match=r"max_memory='1MB' is less than the .* that this process holds already"):
