@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def check_complete(
         comparison.check_missing()
     comparison.check_norms()
     if not comparison.quantised:
-        comparison.check_shapes()
+        comparison.check_shapes(comparison.wrong_shape, f" ({comparison.class_name})")
         comparison.check_twice()
     comparison.check_dtypes()
     return comparison.ignored
@@ -56,9 +56,7 @@ def check_complete(
 class _Comparison:
     """Stored tensors compared with those of a model: `read_as` maps each stored name to the model's own."""
 
-    def __init__(
-        self, model_class: type[PreTrainedModel], config: PretrainedConfig, tensors: Tensors, folder: Path
-    ) -> None:
+    def __init__(self, model_class: Any, config: PretrainedConfig, tensors: Tensors, folder: Path) -> None:
         self.tensors, self.folder, self.config = tensors, folder, config
         single = all(tensor.file == SINGLE for tensor in tensors.values())
         self.config_file, self.weights_file = folder / CONFIG, folder / (SINGLE if single else INDEX)
@@ -67,21 +65,9 @@ class _Comparison:
         plain = copy.deepcopy(config)
         if self.quantised:
             del plain.quantization_config
-        model = self._build(model_class, plain)
-        self.expected = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
-        self.modules = {name for name, _ in model.named_modules()}
-        self.read_as, self.joined = _match_names(model, tensors)
-        info = self._loading_info(model_class, plain)
-        self.missing = [name for name in self.expected if name in info["missing_keys"]]
-        found = {name: tuple(shape) for name, shape, _ in info["mismatched_keys"]}
-        self.wrong_shape = {name: found[name] for name in self.expected if name in found}
-        unexpected = info["unexpected_keys"]
-        self.ignored = tuple(name for name, key in self.read_as.items() if key in unexpected)
-
-    def _build(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> nn.Module:
         try:
             with torch.device("meta"):
-                return model_class(copy.deepcopy(config))  # the constructor writes to it
+                model: nn.Module = model_class(copy.deepcopy(plain))  # the constructor writes to it
         except Exception as error:  # a config's fields can be wrong in any way
             if isinstance(error, ValueError) and CONFIG in str(error):
                 raise
@@ -89,6 +75,14 @@ class _Comparison:
                 f"{self.config_file}: no {self.class_name} can be built from it "
                 f"({type(error).__name__}: {shorten(str(error))})"
             ) from error
+        self.expected = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
+        self.modules = {name for name, _ in model.named_modules()}
+        self.read_as, self.joined = _match_names(model, tensors)
+        info = self._loading_info(model_class, plain)
+        self.missing = [name for name in self.expected if name in info["missing_keys"]]
+        found = {name: tuple(shape) for name, shape, _ in info["mismatched_keys"]}
+        self.wrong_shape = {name: found[name] for name in self.expected if name in found}
+        self.ignored = tuple(name for name, key in self.read_as.items() if key in info["unexpected_keys"])
 
     def _loading_info(self, model_class: Any, config: PretrainedConfig) -> dict[str, Any]:
         """Return transformers' loading info: the names that are missing, unexpected, or of another shape."""
@@ -96,16 +90,15 @@ class _Comparison:
             return _load(model_class, config, self.tensors)
         except RuntimeError as error:
             keys = sorted({self.read_as[name] for name in self.joined})
-            while len(keys) > 1:  # bisect, as transformers does not name the tensors that it can't join
-                half = keys[: len(keys) // 2]
-                keys = half if self._fails(model_class, config, half) else keys[len(half) :]
-            names = [name for name, key in self.read_as.items() if key in keys] or [*self.tensors]
-            shapes = Counter(tuple(self.tensors[name].shape) for name in names)
-            odd = min(names, key=lambda name: shapes[tuple(self.tensors[name].shape)])
+            # transformers does not name the tensors that it can't join: find the first with which loading fails
+            at = bisect_left(range(len(keys) - 1), True, key=lambda i: self._fails(model_class, config, keys[: i + 1]))
+            names = [name for name, key in self.read_as.items() if key in keys[at : at + 1]] or [*self.tensors]
+            shapes = Counter(self.tensors[name].shape for name in names)
+            odd = min(names, key=lambda name: shapes[self.tensors[name].shape])
             listed = ", ".join(f"{count} of {list(shape)}" for shape, count in shapes.most_common(4))
             raise ValueError(
                 f"{self.folder / self.tensors[odd].file}: {odd} does not fit with the others that are joined as "
-                f"{', '.join(keys)}, of which some are missing, or have another shape: there are {listed}. Is the "
+                f"{self.read_as[odd]}, of which some are missing, or have another shape: there are {listed}. Is the "
                 "download complete?"
             ) from error
 
@@ -128,13 +121,7 @@ class _Comparison:
     def check_norms(self) -> None:
         scheme = getattr(self.config, "scheme", None)
         setting = f" (qk_norm = {scheme})" if scheme is not None else ""
-        for key in filter(NORM.search, (*self.missing, *self.wrong_shape)):
-            file, name = self._stored(key)
-            problem = f"has shape {list(self.wrong_shape[key])}" if key in self.wrong_shape else "is not there"
-            raise ValueError(
-                f"{file}: {name} {problem}, expected {list(self.expected[key][0])}, as {self.config_file} asks "
-                f"for{setting}. Restore the config.json or the weights that belong together"
-            )
+        self.check_shapes(filter(NORM.search, (*self.missing, *self.wrong_shape)), setting)
         for name in self.ignored:
             key = self.read_as[name]
             if NORM.search(key) and key.rsplit(".", 2)[0] in self.modules:
@@ -148,26 +135,25 @@ class _Comparison:
         missing = [name for name in self.missing if not NORM.search(name)]
         if not missing:
             return
-        first = missing[0]
-        layer = re.match(r".*?\.\d+\.", first)
-        layers = ""
+        layer, layers = re.match(r".*?\.\d+\.", missing[0]), ""
         if layer and not any(name.startswith(layer.group()) for name in self.read_as.values()):
             layers = f"num_hidden_layers={getattr(self.config, 'num_hidden_layers', None)}, "
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"{self.weights_file}: no entry for {first} {list(self.expected[first][0])}{more}, which "
+            f"{self.weights_file}: no entry for {missing[0]} {list(self.expected[missing[0]][0])}{more}, which "
             f"{self.config_file} asks for ({layers}{self.class_name}). transformers would fill in random values. Is "
             "the download complete? If it is, correct the config, or name the class of the weights under "
             '"architectures"'
         )
 
-    def check_shapes(self) -> None:
-        for key, shape in self.wrong_shape.items():
+    def check_shapes(self, keys: Iterable[str], reason: str) -> None:
+        """Raise ValueError for the first of `keys`, which are missing or of another shape than `reason` asks for."""
+        for key in keys:
             file, name = self._stored(key)
+            problem = f"has shape {list(self.wrong_shape[key])}" if key in self.wrong_shape else "is not there"
             raise ValueError(
-                f"{file}: {name} has shape {list(shape)}, expected {list(self.expected[key][0])}, as "
-                f"{self.config_file} asks for ({self.class_name}). Restore the config.json or the weights that belong "
-                "together"
+                f"{file}: {name} {problem}, expected {list(self.expected[key][0])}, as {self.config_file} asks "
+                f"for{reason}. Restore the config.json or the weights that belong together"
             )
 
     def check_twice(self) -> None:
@@ -191,40 +177,30 @@ class _Comparison:
 
 
 def _load(model_class: Any, config: PretrainedConfig, tensors: Tensors) -> dict[str, Any]:
+    """Load the model on the meta device, without transformers' report and progress bar; return its loading info."""
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     load: Any = PreTrainedModel.from_pretrained.__func__  # a patched class's own has less precise errors
     options = {"device_map": "meta", "dtype": torch.float32, "ignore_mismatched_sizes": True}
-    with _quiet(), skip_load_checks():
-        _, info = load(model_class, None, config=config, state_dict=shapes, output_loading_info=True, **options)
+    bars, disabled = transformers_logging.is_progress_bar_enabled(), REPORTER.disabled
+    REPORTER.disabled = True
+    transformers_logging.disable_progress_bar()
+    try:
+        with skip_load_checks():
+            _, info = load(model_class, None, config=config, state_dict=shapes, output_loading_info=True, **options)
+    finally:
+        REPORTER.disabled = disabled
+        if bars:
+            transformers_logging.enable_progress_bar()
     return dict(info)
 
 
 def _match_names(model: Any, tensors: Tensors) -> tuple[dict[str, str], set[str]]:
     """Return the model's name of each stored tensor, and the stored names that it joins or splits."""
-    conversions = get_model_conversion_mapping(model)
+    conversions, expected = get_model_conversion_mapping(model), model.state_dict()
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    expected, prefix = model.state_dict(), model.base_model_prefix
-    read_as, joined = {}, set()
+    found = {}
     for name in sorted(tensors, key=dot_natural_key):  # some renamings depend on earlier ones
-        key, pattern = rename_source_key(name, renamings, converters, prefix, expected)
-        if key not in expected and name in expected:
-            key, pattern = name, None
-        read_as[name] = key
-        if pattern is not None:
-            joined.add(name)
-    return read_as, joined
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress transformers' report of a loading and its progress bar."""
-    bars, disabled = transformers_logging.is_progress_bar_enabled(), REPORTER.disabled
-    REPORTER.disabled = True
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        REPORTER.disabled = disabled
-        if bars:
-            transformers_logging.enable_progress_bar()
+        key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+        found[name] = (name, None) if key not in expected and name in expected else (key, pattern)
+    return {name: key for name, (key, _) in found.items()}, {name for name, (_, pattern) in found.items() if pattern}

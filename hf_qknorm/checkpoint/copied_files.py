@@ -30,32 +30,38 @@ def copied_files(folder: Path) -> tuple[Path, ...]:
     Raises ValueError, naming the file, for JSON or a tokenizer that can't be read, and for a link out of the folder:
     its target may be private, and would be copied.
     """
-    files: list[Path] = []
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.name in FOLDERS:
-            files += [item.relative_to(folder) for item in sorted(path.iterdir()) if item.is_file()]
-        elif path.is_file() and not (
-            path.name.startswith(".")
-            or path.suffix in WEIGHT_SUFFIXES
-            or path.name in _NOT_COPIED
-            or _WEIGHT_INDEX.fullmatch(path.name)
-        ):
-            files.append(Path(path.name))
+    files = tuple(file for file in file_names(folder) if (folder / file).is_file() and _is_copied(file))
     for file in files:
         _check_inside(folder, file)
         if file.suffix == ".json":
             data = read_json(folder / file, _JSON_BYTES)
             if file.name in _MAPPINGS and not isinstance(data, dict):
                 raise ValueError(f"{folder / file} is {shorten(data)}, expected a mapping: download it again")
-    _check_tokenizer(folder, [name for name in TOKENIZER_FILES if Path(name) in files])
-    return tuple(files)
+    tokenizer = [name for name in TOKENIZER_FILES if Path(name) in files]
+    try:
+        if tokenizer:
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each tokenizer library has its own
+        raise ValueError(
+            f"{folder / tokenizer[0]}: the tokenizer can't be read ({type(error).__name__}: {error}). Download "
+            f"{', '.join(tokenizer)} again, or move them away to convert without a tokenizer"
+        ) from error
+    return files
+
+
+def file_names(folder: Path) -> list[Path]:
+    """Return the files of a folder and of a checkpoint's folders in it, relative to it."""
+    places = [folder, *(folder / name for name in FOLDERS if (folder / name).is_dir())]
+    return sorted(path.relative_to(folder) for place in places for path in place.iterdir() if not path.is_dir())
+
+
+def _is_copied(file: Path) -> bool:
+    is_weights = file.suffix in WEIGHT_SUFFIXES or _WEIGHT_INDEX.fullmatch(file.name)
+    return file.parent.name in FOLDERS or not (is_weights or file.name.startswith(".") or file.name in _NOT_COPIED)
 
 
 def copy_file(folder: Path, name: Path, target: Path) -> None:
-    """Copy the file `name` of `folder` into the folder `target`; of a link, its target's content.
-
-    Raises OSError, naming the new file, if it can't be written.
-    """
+    """Copy the file `name` of `folder`, or the target of a link, into `target`. Raises OSError, naming the new file."""
     (target / name).parent.mkdir(exist_ok=True)
     try:
         shutil.copyfile(folder / name, target / name)
@@ -70,15 +76,3 @@ def _check_inside(folder: Path, file: Path) -> None:
         roots.append(roots[0].parent.parent / "blobs")
     if not any(real.is_relative_to(root) for root in roots):
         raise ValueError(f"{folder / file} is a link to {real}, outside the folder: put the file itself there")
-
-
-def _check_tokenizer(folder: Path, files: list[str]) -> None:
-    if not files:
-        return
-    try:
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # each tokenizer library has its own
-        raise ValueError(
-            f"{folder / files[0]}: the tokenizer can't be read ({type(error).__name__}: {error}). Download "
-            f"{', '.join(files)} again, or move them away to convert without a tokenizer"
-        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import os
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,7 @@ def check_folder(
         raise FileExistsError(
             f"{path} holds no {marker[0]} with {marker[1]!r}, so it may not be overwritten: move it away"
         )
-    others = [name for name in unknown(path) if not any(_is_copy(path / name, source / name) for source in here)]
-    if others:
+    if others := [name for name in unknown(path) if not any(_is_copy(path / name, source / name) for source in here)]:
         more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
         raise FileExistsError(
             f"{path} contains other files, which overwriting would delete: {', '.join(others[:SHOWN])}"
@@ -91,10 +91,8 @@ def check_files(folder: Path, names: Iterable[str], *, sources: Iterable[Any], m
 
 def check_apart(path: Path, source: Path) -> None:
     """Raise FileExistsError if an existing source, or the target of a link in it, is `path` or lies in it."""
-    linked = [source]
-    if source.is_dir():
-        linked += [item for place in ("*", *(f"{name}/*" for name in FOLDERS)) for item in source.glob(place)]
-    for item in linked:
+    places = ("*", *(f"{name}/*" for name in FOLDERS))
+    for item in (source, *chain.from_iterable(map(source.glob, places))):  # of a file, no more than the file
         if (item is source or item.is_symlink()) and _holds(path, item):
             problem = "is the source, or contains it" if item is source else f"contains the target of the link {item}"
             raise FileExistsError(f"{path} {problem} ({source}): give another destination")

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -103,12 +103,6 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self.stored
 
-    def tensors(
-        self, new: Mapping[str, NewTensor], removed: Collection[str] = ()
-    ) -> dict[str, StoredTensor | NewTensor]:
-        """Return the tensors that `rewrite` writes, by name."""
-        return {name: stored for name, stored in self.stored.items() if name not in removed} | dict(new)
-
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor. Raises ValueError for a quantised one, whose dtype torch can't compute with."""
         stored = self.stored[name]
@@ -130,12 +124,11 @@ class Weights:
     def nbytes(self) -> int:
         return sum(stored.nbytes for stored in self.stored.values())
 
-    def rewrite(self, folder: Path, new: Mapping[str, NewTensor], removed: Collection[str] = ()) -> None:
-        """Write the weights into `folder`, in the same files, without `removed` and with `new` added or replaced.
+    def rewrite(self, folder: Path, tensors: Tensors) -> None:
+        """Write `tensors`, stored here or new, into `folder`, in the same files.
 
         At most one new tensor is in memory at a time. Raises OSError, naming the file, if it can't be written.
         """
-        tensors = self.tensors(new, removed)
         size = sum(tensor.nbytes for tensor in tensors.values())
         with tqdm(total=size, desc="weights", unit="B", unit_scale=True, leave=False) as bar:
             for file in self.files:
@@ -152,12 +145,11 @@ class Weights:
             (folder / INDEX).write_text(text, encoding="utf-8")
 
     def _write(self, path: Path, file: str, plan: Tensors, bar: Any) -> None:
-        def order(item: tuple[str, StoredTensor | NewTensor]) -> tuple[int, int, str]:
-            name, tensor = item
-            itemsize = tensor.nbytes // max(torch.Size(tensor.shape).numel(), 1)
-            return -itemsize, getattr(tensor, "begin", 0), name
+        def order(name: str) -> tuple[int, int, str]:
+            itemsize = plan[name].nbytes // max(torch.Size(plan[name].shape).numel(), 1)
+            return -itemsize, getattr(plan[name], "begin", 0), name
 
-        plan = dict(sorted(plan.items(), key=order))  # widest dtypes first, as the library does, for alignment
+        plan = {name: plan[name] for name in sorted(plan, key=order)}  # widest dtypes first, as in the library: aligned
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **self.metadata[file]}}
         place = 0
         for name, tensor in plan.items():
@@ -181,20 +173,17 @@ class Weights:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: {INDEX} names it. Download the checkpoint again")
         try:
-            with safe_open(path, framework="pt") as opened:  # the library checks the header against the file's length
-                self.metadata[file] = opened.metadata() or {}
+            with safe_open(path, framework="pt"), path.open("rb") as raw:  # the library checks header and file length
+                length = int.from_bytes(raw.read(8), "little")
+                header = json.loads(raw.read(length))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is truncated or corrupted ({shorten(str(error))}): download it again") from error
-        with path.open("rb") as raw:
-            length = int.from_bytes(raw.read(8), "little")
-            header = json.loads(raw.read(length))
-        start = 8 + length
-        header.pop("__metadata__", None)
+        self.metadata[file] = header.pop("__metadata__", None) or {}
         for name, entry in header.items():
-            begin, end = entry["data_offsets"]
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
             if name in self.stored:
                 raise ValueError(f"{path}: {name} is in {self.stored[name].file} too: the checkpoint mixes two saves")
-            self.stored[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
+            self.stored[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), begin, end)
 
     def _check_index(self, weight_map: Mapping[str, str]) -> None:
         for name, file in weight_map.items():
@@ -240,8 +229,7 @@ def _bytes(name: str, new: NewTensor) -> memoryview:
             f"{name} would hold NaN or infinity in {dtype}: nothing was written. Look for NaN in the weights; a "
             "checkpoint in float32 has room for larger numbers"
         )
-    data: memoryview = tensor.contiguous().flatten().view(torch.uint8).numpy().data
-    return data
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _copy(source: BinaryIO, out: BinaryIO, begin: int, end: int, bar: Any) -> None:

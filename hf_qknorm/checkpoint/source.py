@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,15 +18,13 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hf_qknorm.checkpoint.complete import NORM, check_complete
 from hf_qknorm.checkpoint.config import model_class_of, read_config
-from hf_qknorm.checkpoint.copied_files import WEIGHT_SUFFIXES, copied_files
+from hf_qknorm.checkpoint.copied_files import WEIGHT_SUFFIXES, copied_files, file_names
 from hf_qknorm.checkpoint.safetensors_files import Weights
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_token, is_path
-from hf_qknorm.files.names import CONFIG, FOLDERS, INDEX, REPORT, SINGLE
+from hf_qknorm.files.names import CONFIG, INDEX, REPORT, SINGLE
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.model.norms import eps_problem
-
-Fingerprint = tuple[int, int, int, int] | None  # device, inode, size, time of the last change in ns; None: no such file
 
 logger = logging.getLogger(__name__)
 HTTPError: Any = HfHubHTTPError.__bases__[0]  # of the httpx version that the Hub's client uses
@@ -39,9 +37,8 @@ DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # tr
 class Source:
     """An open checkpoint.
 
-    `name` is the folder or Hub name that was asked for, `files` are the files that are copied (relative to `folder`),
-    `unread` the safetensors files of the folder that transformers does not read, `fingerprints` those of all files that
-    are read.
+    `name` is the given folder or Hub name, `files` are those to copy (relative to `folder`), `unread` are safetensors
+    files of the folder that transformers does not read, and `fingerprints` are those of all files that are read.
     """
 
     name: str
@@ -50,7 +47,7 @@ class Source:
     weights: Weights
     files: tuple[Path, ...]
     unread: tuple[str, ...]
-    fingerprints: Mapping[str, Fingerprint]
+    fingerprints: Mapping[str, tuple[int, ...]]
 
     @property
     def model_class(self) -> Any:
@@ -84,12 +81,12 @@ class Source:
                 )
 
 
-def _fingerprint(path: Path) -> Fingerprint:
-    try:
-        found = os.stat(path)  # of a link: of its target
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _fingerprint(path: Path) -> tuple[int, ...]:
+    """Return a file's device, inode, size, and time of the last change in ns; of a link, its target's; () without."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return ()
 
 
 @contextmanager
@@ -100,7 +97,7 @@ def open_source(name: str | Path, *, allow_pickle: bool = False) -> Iterator[Sou
     pickled weights, or an adapter; OSError if the download fails.
     """
     folder = _folder(str(name), allow_pickle)
-    before = {name: _fingerprint(folder / name) for name in _names(folder)}
+    before = {str(name): _fingerprint(folder / name) for name in file_names(folder)}
     if (folder / ADAPTER).is_file():  # transformers would load the base model that it names
         raise ValueError(f"{folder} holds an adapter: merge it into its base model, then convert that")
     config = read_config(folder)
@@ -108,8 +105,8 @@ def open_source(name: str | Path, *, allow_pickle: bool = False) -> Iterator[Sou
     with _open_weights(folder, config, allow_pickle) as weights:
         read = {CONFIG, ADAPTER, REPORT, SINGLE, INDEX, *weights.files, *map(str, files)}
         read |= {name for name in before if name.startswith(PICKLED[0].removesuffix(".bin"))} if allow_pickle else set()
-        unread = _unread(folder, weights)
-        source = Source(str(name), folder, config, weights, files, unread, {name: before.get(name) for name in read})
+        fingerprints = {file: before.get(file, ()) for file in read}
+        source = Source(str(name), folder, config, weights, files, _unread(folder, weights), fingerprints)
         try:
             yield source
         except Exception:
@@ -160,8 +157,7 @@ def _check_preferred(folder: Path, config: Any) -> None:
             f'{folder / CONFIG}: "transformers_weights" is {shorten(named)}, which is not read here: remove it, and '
             f"name the weights {SINGLE}, or their index {INDEX}"
         )
-    sharded = sorted(path.name for path in folder.iterdir() if DISTRIBUTED.fullmatch(path.name))
-    if sharded:
+    if sharded := sorted(path.name for path in folder.iterdir() if DISTRIBUTED.fullmatch(path.name)):
         raise ValueError(
             f"{folder / sharded[0]} is of a distributed checkpoint, which transformers reads before all others: load "
             "it, and save it with save_pretrained to a new folder"
@@ -179,12 +175,6 @@ def _unread(folder: Path, weights: Weights) -> tuple[str, ...]:
             folder, SINGLE, ", ".join(unread),
         )  # fmt: skip
     return tuple(unread)
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the files of a folder that may be read, relative to it."""
-    places = [folder, *(folder / name for name in FOLDERS if (folder / name).is_dir())]
-    return [str(path.relative_to(folder)) for place in places for path in place.iterdir() if not path.is_dir()]
 
 
 def _folder(name: str, allow_pickle: bool) -> Path:

@@ -72,7 +72,7 @@ def plan_conversion(
     """
     destination = user_path(dst, "dst")
     check_new(destination, overwrite=overwrite)
-    options = Options.of(scheme, calibration, method=method, knee=knee)
+    options = Options(Scheme.of(scheme), method, knee).checked(calibration)
     with _open_convertible(src, options, allow_pickle) as (source, options):
         check_folder(destination, overwrite=overwrite, sources=[source.folder, calibration])
         return make_plan(source, destination, options)
@@ -112,9 +112,7 @@ def convert_checkpoint(
     >>> report.scheme.q
     'rms'
     """
-    options = Options.of(
-        scheme, calibration, method=method, knee=knee, max_loss_increase=max_loss_increase, max_memory=max_memory
-    )
+    options = Options(Scheme.of(scheme), method, knee, max_loss_increase, max_memory).checked(calibration)
     if isinstance(calibration, str | Path):
         check_text(str(calibration))
     destination = user_path(dst, "dst")
@@ -128,13 +126,19 @@ def convert_checkpoint(
         if calibration is not None:
             report, values = _calibrate(source, options, calibration, destination)
             options = replace(options, scheme=report.scheme)
-        new, removed = new_tensors(source, options)
-        new |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
+        new, tensors = new_tensors(source, options)
+        tensors |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
         with new_folder(destination, check) as folder:
-            _write_settings(folder, source, options.scheme, standalone=standalone)
+            for file in source.files:
+                copy_file(source.folder, file, folder)
+            config = converted_config(source, options.scheme)
+            if standalone:
+                set_auto_map(config)
+            config.save_pretrained(folder)
+            check_readable(folder, source.folder)
             if report is not None:
                 report.save(folder / REPORT)
-            source.weights.rewrite(folder, new, removed)
+            source.weights.rewrite(folder, tensors)
             Weights(folder)  # check the written files
             source.check_unchanged()
         return report
@@ -165,17 +169,6 @@ def _open_convertible(src: str | Path, options: Options, allow_pickle: bool) -> 
         yield source, options
 
 
-def _write_settings(folder: Path, source: Source, scheme: Scheme, *, standalone: bool) -> None:
-    """Write all files but report and weights. Raises ValueError if transformers could not read them."""
-    for file in source.files:
-        copy_file(source.folder, file, folder)
-    config = converted_config(source, scheme)
-    if standalone:
-        set_auto_map(config)
-    config.save_pretrained(folder)
-    check_readable(folder, source.folder)
-
-
 def _calibrate(
     source: Source, options: Options, calibration: Any, destination: Path
 ) -> tuple[Calibration, dict[str, Tensor]]:
@@ -184,16 +177,11 @@ def _calibrate(
     batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=MAX_TOKENS))
     check_batches(batches, source.config)  # before the weights are read
     longest = max(batch["input_ids"].shape[1] for batch in batches)
-    with place_weights(source, longest, memory_left(options.max_memory), destination) as placement:
-        if placement.sequences is not None:
-            batches = regrouped(batches, placement.sequences)
-        model = source.model_class.from_pretrained(
-            source.weights.folder,
-            config=copy.deepcopy(source.config),
-            dtype="auto",
-            use_safetensors=True,
-            **placement.options,
-        )
+    with place_weights(source, longest, memory_left(options.max_memory), destination) as (placement, sequences):
+        if sequences is not None:
+            batches = regrouped(batches, sequences)
+        loading = {"config": copy.deepcopy(source.config), "dtype": "auto", "use_safetensors": True, **placement}
+        model = source.model_class.from_pretrained(source.weights.folder, **loading)
         model.name_or_path = ""  # without a name, patch_model does not warn that the model needs a calibration
         patch_model(model, options.scheme)
         model.name_or_path = str(source.folder)  # for the tokenizer

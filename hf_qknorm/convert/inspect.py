@@ -121,10 +121,11 @@ def inspect_checkpoint(
         ids = text.tokenize(tokenizer, text.load_text(texts, limit=text.CHARACTERS * tokens))[:tokens]
         text.check_batches([{"input_ids": ids[None]}], source.config)
         scratch = Path(tempfile.gettempdir(), source.folder.name)
-        with place_weights(source, text.default_length(source.config), memory_left(None), scratch) as placement:
-            model = load_causal(source, "auto", **placement.options)
+        memory = memory_left(None)
+        with place_weights(source, text.default_length(source.config), memory, scratch) as (placement, sequences):
+            model = load_causal(source, "auto", **placement)
             return inspect_model(
-                model, [{"input_ids": ids}], max_tokens=tokens, cap=cap, batch_size=placement.sequences or SEQUENCES
+                model, [{"input_ids": ids}], max_tokens=tokens, cap=cap, batch_size=sequences or SEQUENCES
             )
 
 

@@ -10,7 +10,6 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,14 +40,6 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 _UNLIMITED: Final = 2**60  # cgroups of version 1 write a number near 2⁶³ instead of "max"
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Options of `from_pretrained` that place the weights, and the most sequences of a forward pass if few fit."""
-
-    options: dict[str, Any]
-    sequences: int | None = None
-
-
 def parse_size(size: int | str, name: str = "max_memory") -> int:
     """Return a size in bytes, from a number or a text such as "8GB" (10⁹ bytes each) or "8GiB" (2³⁰ each).
 
@@ -68,7 +59,7 @@ def memory_left(max_memory: int | str | None) -> int:
     Machine, cgroups (version 1 and 2) and the process's own limits count. Raises ValueError for a `max_memory` that is
     no size, or that the process uses already.
     """
-    left = _free()
+    left = int(min([psutil.virtual_memory().available, *_cgroup_limits(), *_process_limits()]))
     if max_memory is None:
         return left
     most, held = parse_size(max_memory), psutil.Process().memory_info().rss
@@ -77,10 +68,6 @@ def memory_left(max_memory: int | str | None) -> int:
             f"max_memory={max_memory!r} is less than the {format_bytes(held)} that this process holds already"
         )
     return min(most - held, left)
-
-
-def _free() -> int:
-    return int(min([psutil.virtual_memory().available, *_cgroup_limits(), *_process_limits()]))
 
 
 def _process_limits() -> list[int]:
@@ -123,16 +110,17 @@ def _left_in_cgroup(folder: Path, limit: str, usage: str, cached: str) -> int | 
 
 
 @contextmanager
-def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iterator[Placement]:
-    """Yield the placement of a checkpoint's weights for forward passes of `length` tokens in `left` bytes of memory.
+def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iterator[tuple[dict[str, Any], int | None]]:
+    """Place a checkpoint's weights for forward passes of `length` tokens in `left` bytes of memory.
 
-    Weights go to the GPUs first, then into memory; the rest stays on the disk. If transformers converts weights when it
-    loads them (as most experts), it writes those that stay on the disk into a temporary folder beside `scratch`.
+    Yields options of `from_pretrained`, and the most sequences of a forward pass if few fit. Weights go to the GPUs
+    first, then into memory; the rest stays on the disk. If transformers converts weights when it loads them (as most
+    experts), it writes those that stay on the disk into a temporary folder beside `scratch`.
 
     Raises ValueError if the largest tensor and one sequence do not fit, OSError if the disk is too small.
     """
     if getattr(source.config, "quantization_config", None) is not None:  # the quantiser decides on the size in memory
-        yield Placement({"device_map": "auto"} if torch.cuda.is_available() else {})
+        yield {"device_map": "auto"} if torch.cuda.is_available() else {}, None
         return
     size, most = source.weights.nbytes, int(USABLE * left)
     devices = get_max_memory() if torch.cuda.is_available() else {}
@@ -143,27 +131,27 @@ def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iter
     host = max(most - working_memory(source, sequences, length), 0)
     options: dict[str, Any] = {"device_map": "auto", "max_memory": {**gpus, "cpu": host}}
     if in_memory is not None:
-        yield Placement(options if gpus else {}, sequences if sequences < SEQUENCES else None)
+        yield options if gpus else {}, sequences if sequences < SEQUENCES else None
         return
     _check_mappable(source.weights)
     with scratch_folder(scratch) as folder:
-        if _converts_weights(source):
+        with torch.device("meta"):
+            conversions = get_model_conversion_mapping(source.model_class(copy.deepcopy(source.config)))
+        if any(isinstance(each, WeightConverter) for each in conversions):  # stored tensors are joined or split
             check_space(folder, size, f"{source.name}, in the form that transformers computes with,")
-        yield Placement({**options, "offload_folder": str(folder)}, sequences)
+        yield {**options, "offload_folder": str(folder)}, sequences
 
 
 def _sequences(source: Source, length: int, most: int) -> int:
     """Return the sequences of a forward pass that reads weights from the disk: those that a third of `most` holds."""
-    largest = max(tensor.nbytes for tensor in source.weights.stored.values())
-    least = largest + working_memory(source, 1, length)
+    least = max(tensor.nbytes for tensor in source.weights.stored.values()) + working_memory(source, 1, length)
     if least > most:
         raise ValueError(
             f"{source.name}: {format_bytes(most)} of memory are left, too little for this checkpoint: its largest "
             f"tensor and one sequence of {length} tokens take {format_bytes(least)}. Raise max_memory, or use a larger "
             "machine"
         )
-    many = (n for n in _down_from(MOST_SEQUENCES) if 3 * working_memory(source, n, length) <= most)
-    return next(many, 1)
+    return next((n for n in _down_from(MOST_SEQUENCES) if 3 * working_memory(source, n, length) <= most), 1)
 
 
 def _down_from(most: int) -> list[int]:
@@ -197,10 +185,3 @@ def _check_mappable(weights: Weights) -> None:
             f"of address space, and the limits of this process leave {format_bytes(min(limits))}, which count maps as "
             "memory (ulimit -v, ulimit -d). Lift them, and give max_memory (--max-memory) instead"
         )
-
-
-def _converts_weights(source: Source) -> bool:
-    """Return whether transformers joins or splits some of the stored tensors when it loads the model."""
-    with torch.device("meta"):
-        model = source.model_class(copy.deepcopy(source.config))
-    return any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.checkpoint.complete import check_complete
-from hf_qknorm.checkpoint.safetensors_files import NewTensor, Weights
+from hf_qknorm.checkpoint.safetensors_files import NewTensor, StoredTensor, Weights
 from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.convert.calibrate import Knee, resolve_method
 from hf_qknorm.convert.memory import parse_size
@@ -36,43 +37,23 @@ class Options:
     max_loss_increase: float | None = None
     max_memory: int | str | None = None
 
-    @classmethod
-    def of(
-        cls,
-        scheme: Scheme | str | Mapping[str, Any],
-        calibration: Any,
-        *,
-        method: str | None,
-        knee: Knee | None,
-        max_loss_increase: float | None = None,
-        max_memory: int | str | None = None,
-    ) -> Options:
-        """Check these arguments of `convert_checkpoint`, and fill in their defaults.
-
-        Raises ValueError for an impossible value, and for an argument that needs a calibration without one.
-        """
-        scheme = Scheme.of(scheme)
+    def checked(self, calibration: Any) -> Options:
+        """Return the options with the defaults of a calibration, if there is one. Raises ValueError for wrong ones."""
         if calibration is None:
-            given = {"method": method, "knee": knee, "max_loss_increase": max_loss_increase, "max_memory": max_memory}
-            for name, value in given.items():
-                if value is not None:
+            for name in ("method", "knee", "max_loss_increase", "max_memory"):
+                if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for a calibration, on text: pass calibration= as well")
-            if scheme.knee:
+            if self.scheme.knee:
                 raise ValueError(
-                    f"knee={scheme.knee:g} sets each norm's ε in proportion to its input for a text: pass "
+                    f"knee={self.scheme.knee:g} sets each norm's ε in proportion to its input for a text: pass "
                     "calibration= (--calibrate TEXT) as well"
                 )
-            return cls(scheme)
-        if max_memory is not None:
-            parse_size(max_memory)
-        method, knee = resolve_method(scheme, method, knee, max_loss_increase)
-        scheme = replace(scheme, knee=0.0 if isinstance(knee, str) else knee)
-        return cls(scheme, method, knee, max_loss_increase, max_memory)
-
-    @property
-    def finds_knee(self) -> bool:
-        """Whether the calibration finds the knee."""
-        return self.knee == "auto"
+            return self
+        if self.max_memory is not None:
+            parse_size(self.max_memory)
+        method, knee = resolve_method(self.scheme, self.method, self.knee, self.max_loss_increase)
+        scheme = replace(self.scheme, knee=0.0 if isinstance(knee, str) else knee)
+        return replace(self, scheme=scheme, method=method, knee=knee)
 
     @property
     def changes_projections(self) -> bool:
@@ -133,21 +114,15 @@ class Plan:
 
 
 def make_plan(source: Source, dst: Path, options: Options) -> Plan:
-    """Return the plan of a conversion.
-
-    Raises ValueError, naming file and tensor, unless the converted model would find all of its tensors.
-    """
+    """Return the plan of a conversion. Raises ValueError, naming file and tensor, if the model would lack a tensor."""
     weights, scheme = source.weights, options.scheme
-    new, removed = new_tensors(source, options)
-    most = replace(options, scheme=replace(scheme, knee=1.0)) if options.finds_knee else options
-    with_knee, _ = new_tensors(source, most)
-    tensors = weights.tensors(new, removed)
+    new, tensors = new_tensors(source, options)
+    most = replace(options, scheme=replace(scheme, knee=1.0)) if options.knee == "auto" else options
+    with_knee, largest = new_tensors(source, most)
     model_class = derived_model(source.model_class)
     unused = check_complete(model_class, converted_config(source, scheme), tensors, weights.folder)
     added = tuple(name for name in new if name not in weights)
-    taken = {CONFIG, *weights.files, *map(str, source.files)}
-    if weights.index is not None:
-        taken.add(INDEX)
+    taken = {CONFIG, *weights.files, *map(str, source.files), *([INDEX] if weights.index is not None else [])}
     copied = sum((source.folder / file).stat().st_size for file in source.files)
     return Plan(
         source=source.name,
@@ -158,10 +133,10 @@ def make_plan(source: Source, dst: Path, options: Options) -> Plan:
         added=added,
         added_parameters=sum(torch.Size(new[name].shape).numel() for name in added),
         changed=tuple(name for name in new if name in weights),
-        removed=tuple(sorted(removed)),
+        removed=tuple(sorted(name for name in weights.stored if name not in tensors)),
         files=tuple(map(str, source.files)),
         left=tuple(sorted(p.name for p in source.folder.iterdir() if p.is_file() and p.name not in taken)),
-        size=sum(tensor.nbytes for tensor in weights.tensors(with_knee, removed).values()) + copied,
+        size=sum(tensor.nbytes for tensor in largest.values()) + copied,
         unread=source.unread,
         unused=unused,
         knees=tuple(name for name in with_knee if name not in new),
@@ -185,36 +160,33 @@ def _stored_layers(source: Source, scheme: Scheme) -> Iterator[tuple[str, str, Q
         yield prefix, f"{prefix.rpartition('.')[0]}.{layer.family.pre_norm}", layer
 
 
-def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor], set[str]]:
-    """Return the tensors that a conversion adds or changes, and the names of those that it removes.
-
-    Their values are those without calibration: it changes gains and knees, and perhaps projections.
-    """
+def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor], dict[str, StoredTensor | NewTensor]]:
+    """Return the tensors that a conversion adds or changes, with their values before a calibration, and all tensors."""
     scheme, weights = options.scheme, source.weights
     new: dict[str, NewTensor] = {}
-    removed: set[str] = set()
+    kept: dict[str, StoredTensor | NewTensor] = {**weights.stored}
     if not scheme.norms and scheme.pre_norm and not options.changes_projections:
-        return new, removed  # a cap has no tensors
+        return new, kept  # a cap has no tensors
     for prefix, pre_norm, layer in _stored_layers(source, scheme):
         projections = [f"{prefix}.{part}" for part in layer.family.style.weights]
         file, dtype = weights.stored[f"{projections[0]}.weight"].file, weights.dtype(f"{projections[0]}.weight")
         for norm_name, norm in head_norms(layer).items():
-            for kind, parameter in norm.named_parameters():
-                shape, value = tuple(parameter.shape), norm.initial_gain if kind == "weight" else 0.0
-                new[f"{prefix}.{norm_name}.{kind}"] = NewTensor(file, shape, dtype, partial(torch.full, shape, value))
-            for kind, buffer in norm.named_buffers():
-                make = partial(torch.full, (), norm.scheme_eps)
-                new[f"{prefix}.{norm_name}.{kind}"] = NewTensor(file, (), buffer.dtype, make)
+            values = {"weight": norm.initial_gain, "bias": 0.0, "eps": norm.scheme_eps}
+            for kind, tensor in chain(norm.named_parameters(), norm.named_buffers()):
+                shape, written = tuple(tensor.shape), tensor.dtype if kind == "eps" else dtype
+                make = partial(torch.full, shape, values[kind])
+                new[f"{prefix}.{norm_name}.{kind}"] = NewTensor(file, shape, written, make)
         if options.changes_projections:
             names = (f"{projection}.{kind}" for projection in projections for kind in ("weight", "bias"))
             new |= {key: _as_stored(weights, key) for key in names if key in weights}
         if not scheme.pre_norm:
-            removed |= {key for key in (f"{pre_norm}.weight", f"{pre_norm}.bias") if key in weights}
+            for kind in ("weight", "bias"):
+                kept.pop(f"{pre_norm}.{kind}", None)
             for part, projection in zip(layer.family.style.weights, projections, strict=True):
                 key, transposed = f"{projection}.weight", isinstance(layer.get_submodule(part), Conv1D)
                 folded = partial(_folded, weights, key, pre_norm, layer, transposed)
                 new[key] = replace(_as_stored(weights, key), make=folded)
-    return new, removed
+    return new, kept | new
 
 
 def _as_stored(weights: Weights, key: str) -> NewTensor:
@@ -227,10 +199,7 @@ def _folded(weights: Weights, key: str, pre_norm: str, layer: QKNormAttention, t
 
 
 def stored_name(weights: Weights, base_prefix: str, name: str, layer: QKNormAttention) -> str:
-    """Return the name of a layer in the weights, which may have the prefix of the base model or not.
-
-    Raises ValueError if the layer's projections are stored under other names.
-    """
+    """Return a layer's name in the weights, with or without the base model's prefix. Raises ValueError for others."""
     start = f"{base_prefix}."
     for candidate in (name, name.removeprefix(start), start + name):
         if all(f"{candidate}.{part}.weight" in weights for part in layer.family.style.weights):

@@ -36,15 +36,9 @@ def load_causal(source: Source, dtype: torch.dtype | str, **placement: Any) -> A
         raise ValueError(
             f'{source.weights.folder / INDEX} has no "metadata", without which transformers does not load it'
         )
+    options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True, **placement}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source.weights.folder,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **placement,
-        )
+        model, info = AutoModelForCausalLM.from_pretrained(source.weights.folder, dtype=dtype, **options)
     except (*CAUSED, ValueError) as error:
         if isinstance(error, RuntimeError) or "config.json" in str(error):
             raise  # not enough memory, for example, or the file is named already

@@ -78,8 +78,11 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
                 plan = TensorPlan(source.weights)
                 for transform in target.transforms:
                     transform(plan, source.config)
-                config: Any = _target_config(source.config, target)
-            _check_nothing_lost(plan, config, ignored)
+                config = _target_config(source.config, target)
+            model_class = getattr(transformers, config.architectures[0])
+            unread = check_complete(model_class, config, plan.planned, source.weights.folder)
+            if lost := [name for name in unread if name not in ignored]:
+                raise ValueError(f"{', '.join(lost)} would be lost: a {model_class.__name__} does not read it")
         except ValueError as error:
             subject = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
             raise ValueError(f"{subject} is not exported: {error}") from error
@@ -89,7 +92,7 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
                 if file.name != CARD and file.suffix != ".py":  # the card and the stand-alone code are of the old model
                     copy_file(folder, file, out)
             check_readable(out, folder)
-            plan.write(out)
+            source.weights.rewrite(out, plan.planned)
             source.check_unchanged()
     return NativeExport(folder, destination, target.model_type, config.architectures[0])
 
@@ -103,15 +106,7 @@ def _check_config(folder: Path, config: Any) -> None:
         raise ValueError(f"{folder} is quantised: export the checkpoint in full precision, then quantise the result")
 
 
-def _check_nothing_lost(plan: TensorPlan, config: Any, ignored: tuple[str, ...]) -> None:
-    """Raise ValueError unless the target reads all planned tensors but those that the patched model ignores too."""
-    model_class = getattr(transformers, config.architectures[0])
-    lost = [name for name in check_complete(model_class, config, plan.tensors(), plan.folder) if name not in ignored]
-    if lost:
-        raise ValueError(f"{', '.join(lost)} would be lost: a {model_class.__name__} does not read it")
-
-
-def _target_config(config: Any, target: Target) -> PretrainedConfig:
+def _target_config(config: Any, target: Target) -> Any:
     """Return the target's config: the settings that it shares with the source's, and its own."""
     settings = json.loads(config.to_json_string(use_diff=False))
     for key in ("qk_norm", "qk_norm_base", "qk_norm_blend", "auto_map", "model_type", "architectures", *NOTICES):
@@ -131,8 +126,7 @@ def _target_config(config: Any, target: Target) -> PretrainedConfig:
         architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[target.model_type]]
         known = target_class().to_dict()
         settings = {key: value for key, value in settings.items() if key in known}
-    result: PretrainedConfig = target_class(**(settings | target.settings(config)), architectures=architectures)
-    return result
+    return target_class(**(settings | target.settings(config)), architectures=architectures)
 
 
 def _json(config: PretrainedConfig) -> str:

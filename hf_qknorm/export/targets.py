@@ -32,7 +32,7 @@ class Target:
     """A model type of transformers, the norms of its queries and keys, and whether it caps the logits.
 
     `settings` returns the settings that differ from the source config's; `transforms` change the tensor plan, in order;
-    `obstacle` returns what of a config would be lost, or None; `bias` is whether the norms have biases.
+    `obstacle` returns what of a config would be lost, or None.
     """
 
     model_type: str
@@ -41,7 +41,6 @@ class Target:
     settings: Callable[[Any], Settings]
     transforms: tuple[Callable[[TensorPlan, Any], None], ...]
     obstacle: Callable[[Any], str | None] = lambda config: None
-    bias: bool = False
 
 
 def _window(config: Any) -> int | None:
@@ -124,9 +123,7 @@ _NORMS = (transforms.align_eps, transforms.share_gains)
 _LLAMA = (transforms.split_fused, transforms.fill_output_bias)
 QWEN3 = Target("qwen3", RMS, False, _qwen3_settings, (*_LLAMA, *_NORMS), _llama_obstacle)
 QWEN3_MOE = Target("qwen3_moe", RMS, False, _qwen3_moe_settings, (transforms.rename_experts, *_NORMS), _llama_obstacle)
-PHI = Target(
-    "phi", ("layer",), False, _phi_settings, (phi.rename_to_phi, *_NORMS, phi.rename_norms), _neox_obstacle, bias=True
-)
+PHI = Target("phi", ("layer",), False, _phi_settings, (phi.rename_to_phi, *_NORMS, phi.rename_norms), _neox_obstacle)
 VAULTGEMMA = Target(
     "vaultgemma", (), True, _vaultgemma_settings,
     (*_LLAMA, transforms.scale_queries, transforms.centre_gains, transforms.shrink_embedding), _llama_obstacle,
@@ -148,22 +145,26 @@ def find_target(config: Any) -> Target:
     base, scheme = config.base_model_type, config.scheme
     norms, capped = set(scheme.norms), scheme.softcap is not None
     if not norms and (not capped or FAMILIES[base].own_cap):
-        return _unpatched(base, scheme)
+        if scheme.scale is not None and base not in SEPARATE:
+            raise ValueError(
+                f"scale={scheme.scale:g} would be lost: {base} has no projection of the queries alone to fold it into"
+            )
+        return Target(base, (), FAMILIES[base].own_cap, lambda config: {}, (transforms.scale_queries,))
     for target in TARGETS.get(base, ()):
         if capped == target.cap and bool(norms) == bool(target.norms) and norms <= set(target.norms):
             if lost := target.obstacle(config) or _lost(target, scheme):
                 raise ValueError(f"{target.model_type} would be its counterpart, but {lost}")
             return target
-    raise ValueError(_no_target(config))
-
-
-def _unpatched(base: str, scheme: Scheme) -> Target:
-    """Return the unpatched model as the target of a scheme that its config can express."""
-    if scheme.scale is not None and base not in SEPARATE:
-        raise ValueError(
-            f"scale={scheme.scale:g} would be lost: {base} has no projection of the queries alone to fold it into"
-        )
-    return Target(base, (), FAMILIES[base].own_cap, lambda config: {}, (transforms.scale_queries,))
+    possible = ["any model with the scheme none", "gemma2 with a cap"]
+    for model_type, targets in TARGETS.items():
+        possible += [f"{model_type} with {'a cap' if t.cap else '/'.join(t.norms)}" for t in targets]
+    parts = [f"norms (q={scheme.q}, k={scheme.k})"] if norms else []
+    if config.attn_logit_softcapping is not None:
+        parts.append(f"the cap of {config.attn_logit_softcapping:g}")
+    raise ValueError(
+        f"{' or '.join(parts)} would be lost: no model of transformers is a {base} but for "
+        f"{'both' if len(parts) > 1 else parts[0]}. What can be exported: {', '.join(possible)}; never norms and a cap"
+    )
 
 
 def _lost(target: Target, scheme: Scheme) -> str | None:
@@ -181,21 +182,6 @@ def _lost(target: Target, scheme: Scheme) -> str | None:
         return f"its norms are of order 2, not p={scheme.p:g}: convert with henry or qk_norm"
     if scheme.gain == "per_head" and scheme.norms:
         return 'its gains are shared by the heads of a layer, gains per head would be lost: convert with gain="shared"'
-    if not target.bias and any(scheme.has_bias(norm) for norm in scheme.norms):
+    if target.norms == RMS and any(scheme.has_bias(norm) for norm in scheme.norms):
         return "the biases of the norms on q and k would be lost there: convert with bias=False"
     return None
-
-
-def _no_target(config: Any) -> str:
-    """Return the reason why no target has the norms and the cap of the scheme."""
-    base, scheme, cap = config.base_model_type, config.scheme, config.attn_logit_softcapping
-    possible = ["any model with the scheme none", "gemma2 with a cap"]
-    for model_type, targets in TARGETS.items():
-        possible += [f"{model_type} with {'a cap' if t.cap else '/'.join(t.norms)}" for t in targets]
-    lost = [f"norms (q={scheme.q}, k={scheme.k})"] if scheme.norms else []
-    if cap is not None:
-        lost.append(f"the cap of {cap:g}")
-    return (
-        f"{' or '.join(lost)} would be lost: no model of transformers is a {base} but for "
-        f"{'both' if len(lost) > 1 else lost[0]}. What can be exported: {', '.join(possible)}; never norms and a cap"
-    )

@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hf_qknorm.checkpoint.safetensors_files import NewTensor, Tensors, Weights
+from hf_qknorm.checkpoint.safetensors_files import NewTensor, StoredTensor, Weights
 
 LARGEST = 2.0**32  # factor of a tensor: a larger one could overflow 32 bits
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor to be written, in file and dtype of the stored tensor `like`; without `make` it is that tensor."""
-
-    like: str
-    shape: tuple[int, ...]
-    make: Callable[[], Tensor] | None = None
-
-
 class TensorPlan:
-    """The tensors to be written, by name; at first those of `weights`. Nothing is read before `write`."""
+    """The tensors to be written, by name; at first those of `weights`. Nothing is read before they are written."""
 
     def __init__(self, weights: Weights) -> None:
-        self.weights, self.folder = weights, weights.folder
-        self.planned = {name: PlannedTensor(name, stored.shape) for name, stored in weights.stored.items()}
+        self.weights = weights
+        self.planned: dict[str, StoredTensor | NewTensor] = {**weights.stored}
 
     def __contains__(self, name: str) -> bool:
         return name in self.planned
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which a tensor is written."""
+        planned = self.planned[name]
+        return planned.dtype if isinstance(planned, NewTensor) else self.weights.dtype(name)
+
     def reader(self, name: str) -> Callable[[], Tensor]:
         """Return a function that computes the tensor as it is planned now, unaffected by later changes."""
         planned = self.planned[name]
-        return planned.make or (lambda: self.weights.read(planned.like))
+        return planned.make if isinstance(planned, NewTensor) else partial(self.weights.read, name)
 
     def add(self, name: str, like: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> None:
         """Add a tensor, in the file and dtype of the planned tensor `like`."""
-        self.planned[name] = PlannedTensor(self.planned[like].like, shape, make)
+        self.planned[name] = NewTensor(self.planned[like].file, shape, self.dtype(like), make)
 
     def fill(self, name: str, like: str, shape: tuple[int, ...], value: float) -> None:
         """Add a constant tensor."""
@@ -61,9 +55,8 @@ class TensorPlan:
     def rename(self, old: str, new: str) -> None:
         """Rename a tensor that is there."""
         if old in self and old != new:
-            planned = dataclasses.replace(self.planned[old], make=self.reader(old))
-            del self.planned[old]
-            self.planned[new] = planned
+            self.add(new, old, self.planned[old].shape, self.reader(old))
+            self.drop(old)
 
     def change(self, name: str, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> None:
         """Change a tensor's values, computed in float64 and rounded once on writing, and perhaps its shape."""
@@ -84,26 +77,9 @@ class TensorPlan:
 
     def require_wide(self, name: str, reason: str) -> None:
         """Raise ValueError, with `reason`, if the tensor has fewer than 32 bits: a change would round it visibly."""
-        dtype = self.weights.dtype(self.planned[name].like)
+        dtype = self.dtype(name)
         if dtype.itemsize < 4:
             raise ValueError(
                 f"it would not be exact in {str(dtype).removeprefix('torch.')}: {reason}, which rounds {name} again. "
                 "Save the checkpoint in float32 first (model.float().save_pretrained(...)) and export that"
             )
-
-    def tensors(self) -> Tensors:
-        """Return the planned tensors by name."""
-        return self.weights.tensors(*self._changes())
-
-    def write(self, folder: Path) -> None:
-        """Write the planned tensors into `folder`, in the same shards."""
-        self.weights.rewrite(folder, *self._changes())
-
-    def _changes(self) -> tuple[dict[str, NewTensor], list[str]]:
-        """Return the new tensors, and the names of the removed ones."""
-        new = {
-            name: NewTensor(self.weights.stored[one.like].file, one.shape, self.weights.dtype(one.like), one.make)
-            for name, one in self.planned.items()
-            if one.make is not None
-        }
-        return new, [name for name in self.weights.stored if name not in self]

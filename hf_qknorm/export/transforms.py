@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.ops import norms
@@ -44,16 +44,10 @@ def split_fused(plan: TensorPlan, config: Any) -> None:
 
 def _split(plan: TensorPlan, fused: str, rows: dict[str, int]) -> None:
     read, (_, columns) = plan.reader(f"{fused}.weight"), plan.planned[f"{fused}.weight"].shape
-    begin = 0
-    for name, count in rows.items():
-        new = f"{fused.rpartition('.')[0]}.{name}.weight"
-        plan.add(new, f"{fused}.weight", (count, columns), _rows(read, begin, count))
-        begin += count
+    for index, (name, count) in enumerate(rows.items()):
+        part = partial(lambda i: torch.split(read(), [*rows.values()])[i], index)
+        plan.add(f"{fused.rpartition('.')[0]}.{name}.weight", f"{fused}.weight", (count, columns), part)
     plan.drop(f"{fused}.weight")
-
-
-def _rows(read: Callable[[], Tensor], begin: int, count: int) -> Callable[[], Tensor]:
-    return lambda: read()[begin : begin + count]
 
 
 def rename_experts(plan: TensorPlan, config: Any) -> None:
@@ -89,9 +83,8 @@ def _scale_factor(config: Any) -> float:
 
 def scale_queries(plan: TensorPlan, config: Any) -> None:
     """Fold a scale of the logits into the projection of the queries, in a scheme without norms."""
-    scale = config.scheme.scale
-    if scale is not None:
-        reason = f"scale={scale:g} would be folded into the projection of the queries"
+    if config.scheme.scale is not None:
+        reason = f"scale={config.scheme.scale:g} would be folded into the projection of the queries"
         _scale(plan, config, ("q_proj",), _scale_factor(config), reason)
 
 
@@ -111,13 +104,10 @@ def align_eps(plan: TensorPlan, config: Any) -> None:
 def share_gains(plan: TensorPlan, config: Any) -> None:
     """Expand the gains of q and k to `[D]`, and fold all that scales the logits into those of the queries."""
     width, scheme = head_dim(config), config.scheme
-    factor = _scale_factor(config)
-    for norm in (scheme.q, scheme.k):
-        if norm is not None and norms.NORMS[norm].summed:
-            factor *= width**-0.5  # a normed vector has length 1, with rms √D
+    summed = sum(norms.NORMS[norm].summed for norm in (scheme.q, scheme.k) if norm is not None)
+    factor = _scale_factor(config) * width ** (-0.5 * summed)  # a summed norm gives length 1, the others √D
     for layer in range(config.num_hidden_layers):
-        for norm in ("q_norm", "k_norm"):
-            name = f"{attention(layer)}{norm}.weight"
+        for name in (f"{attention(layer)}{letter}_norm.weight" for letter in "qk"):
             plan.fill_missing(name, f"{attention(layer)}q_proj.weight", (width,), 1.0)
             if plan.planned[name].shape != (width,):
                 plan.change(name, lambda gain: gain.expand(width), (width,))
@@ -127,8 +117,8 @@ def share_gains(plan: TensorPlan, config: Any) -> None:
 
 def centre_gains(plan: TensorPlan, config: Any) -> None:
     """Store the gains of norms as Gemma does, as gain − 1, and rename the norm before the MLP."""
-    names = [f"model.layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in NORMS]
-    for name in [*names, "model.norm.weight"]:
+    names = (f"model.layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in NORMS)
+    for name in (*names, "model.norm.weight"):
         plan.require_wide(name, "the gains of the norms are stored as their difference from 1")
         plan.change(name, lambda gain: gain - 1)
         plan.rename(name, name.replace("post_attention_layernorm", "pre_feedforward_layernorm"))

@@ -146,9 +146,7 @@ def _move(new: Path, path: Path, old: Path) -> None:
 
 def _exchange(a: Path, b: Path) -> bool:
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    if rename is None:
-        return False
-    return bool(rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0)
+    return bool(rename and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0)
 
 
 def _sync(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ def read_json(path: Path, limit: int = JSON_BYTES) -> Any:
     text = read_text(path, limit)
     try:
         data = json.loads(text)
+        if not is_shallow(data):
+            raise RecursionError
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply: expected at most {DEPTH} levels") from None
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}): download it again") from error
-    if not is_shallow(data):
-        raise ValueError(f"{path} is nested too deeply: expected at most {DEPTH} levels")
     return data
 
 
@@ -44,15 +45,9 @@ def is_shallow(data: object) -> bool:
     """Return whether lists and mappings are nested at most `DEPTH` deep: a recursion over them is safe."""
     level = [data]
     for _ in range(DEPTH):
-        level = [
-            item
-            for one in level
-            if isinstance(one, dict | list | tuple)
-            for item in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            return True
-    return False
+        nested = (item for item in level if isinstance(item, dict | list | tuple))
+        level = [*chain.from_iterable(item.values() if isinstance(item, dict) else item for item in nested)]
+    return not level
 
 
 def check_keys(data: Any, names: Sequence[str], where: str, optional: Sequence[str] = ()) -> None:
