@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,6 +64,11 @@ def search_knee(
     if place == len(KNEES):
         largest = KNEES[-1]
         least, seen = cost_at(largest), tried[largest]
+        if not math.isfinite(least):
+            raise ValueError(
+                f"the loss with a knee of {largest:g} is {seen.loss:g} (unpatched {base.loss:g}), expected finite "
+                "numbers: check the model's weights and dtype"
+            )
         if max_cost is not None:
             raise ValueError(
                 f"the knee {largest:g} costs {least:.4f} nats (loss {seen.loss:.4f} over {base.loss:.4f}, KL "

@@ -244,6 +244,16 @@ def test_impossible_knees_are_refused_by_name(options, error):
         calibrate(model, batches(2), **options)
 
 
+def test_a_model_whose_loss_is_not_finite_is_refused():
+    model = patch_model(tiny_model("llama"), "qk_norm")
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"the loss with a knee of 32 is nan \(unpatched nan\), expected finite numbers"
+    ):
+        calibrate(model, batches(2))
+
+
 def test_schemes_and_models_without_a_knee_are_refused():
     with pytest.raises(ValueError, match="a norm with a knee keeps part of the scale"):
         calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches(2), knee=4)
