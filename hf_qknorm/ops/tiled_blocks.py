@@ -57,12 +57,9 @@ class Problem:
         self.most = None if window is None else window - int(causal)
         self.ranges = None if ranges is None else ranges.clamp(0, self.keys)  # differences of int32 must not overflow
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads_kv, self.group, 1, 1)
-        self.q, self.k, self.v = self.grouped(q), self._flat(k), self._flat(v)
+        self.q = self.grouped(q)
+        self.k, self.v = (x.to(self.dtype).flatten(0, 1) for x in (k, v))
         self.blocks = list(self._blocks())
-
-    def _flat(self, x: Tensor) -> Tensor:
-        """`[B, Hk, S, D]` to `[B·Hk, S, D]`, in the dtype of the computation."""
-        return x.to(self.dtype).flatten(0, 1)
 
     def grouped(self, x: Tensor) -> Tensor:
         """`[B, H, T, *]` to `[B·Hk, G, T, *]`, in the dtype of the computation."""
