@@ -153,22 +153,15 @@ def structure(
     elif mask is not None:
         seen = Structure(key, value, mask[..., :keys], None, False, None)
     else:
-        causal = _is_causal(module) if is_causal is None else bool(is_causal)
+        if is_causal is None:  # both say so: sdpa reads the module alone, unlike some models' eager attention
+            is_causal = all(getattr(x, "is_causal", True) for x in (module, getattr(module, "config", None)))
+        causal = bool(is_causal)
         if causal and 1 < queries < keys:  # a static cache's first call: the rest of it is empty
             key, value = key[:, :, :queries], value[:, :, :queries]
         # Causal with one query too: a window looks back only. The window of an unpatched layer is in its masks.
         seen = Structure(key, value, None, None, causal, window if hasattr(module, "scheme") else None)
     seen = seen if boundaries is None else _within_sequences(seen, query, boundaries)
     return seen if tokens is None else _without_gaps(seen, tokens[:, :keys])
-
-
-def _is_causal(module: nn.Module) -> bool:
-    """Whether a mask of None means causal attention: both the module and its config say so.
-
-    transformers' sdpa reads the module alone, and so is causal for models whose eager attention is not.
-    """
-    model_is = getattr(getattr(module, "config", None), "is_causal", True)
-    return bool(getattr(module, "is_causal", True) and model_is)
 
 
 def _without_gaps(seen: Structure, tokens: Tensor) -> Structure:

@@ -152,11 +152,8 @@ class Problem:
 
     def logits(self, block: Block, out: Tensor, spare: Tensor) -> Tensor:
         """The block's capped and masked logits, `[b·Hk, G·n, w]`, in the buffer `out`."""
-        cap = self.options.softcap
-        if cap is None:
-            logits = self.scores(block, self.options.scale, out)
-        else:
-            logits = self.tanh_scores(block, cap, out, spare).mul_(cap)
+        scale, cap = self.options[:2]
+        logits = self.scores(block, scale, out) if cap is None else self.tanh_scores(block, cap, out, spare).mul_(cap)
         self.hide(logits, block)
         return logits
 
@@ -216,7 +213,7 @@ class Problem:
             return None
         generator = torch.Generator(self.device).manual_seed((int(self.seed) + block.number) % (1 << 63))
         b, n, w = block.shape
-        shape = (b * self.heads_kv, self.group * n, w)
+        shape = b * self.heads_kv, self.group * n, w
         drawn = torch.rand(shape, generator=generator, device=self.device, dtype=self.dtype)
         return (drawn >= self.options.dropout).to(self.dtype).div_(1 - self.options.dropout)
 

@@ -73,12 +73,7 @@ def padded(head_dim: int) -> int:
 
 
 def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    device: torch.device,
-    *arguments: Any,
-    asserts: bool = False,
-    **options: Any,
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, asserts: bool = False, **options: Any
 ) -> None:
     """Start `kernel` on `device`, which need not be the current one; `options` are arguments by name, warps and stages.
 
