@@ -120,8 +120,8 @@ class HeadArguments(NamedTuple):
     def of(cls, x: Tensor | None) -> HeadArguments | None:
         if x is None:
             return None
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        return cls(x, *x.stride()[:3])
+        *strides, step = x.stride()
+        return cls(x, *strides) if step == 1 else cls.of(x.contiguous())
 
 
 def partial_sums(norm: Norm, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None]:

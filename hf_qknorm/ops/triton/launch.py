@@ -97,8 +97,9 @@ def dense(x: Tensor) -> Tensor:
     """x `[B, H, T, D]` in rows aligned to 16 bytes, as the copy engine (TMA) reads it: x itself, or a copy."""
     step, (*outer, last) = 16 // x.element_size(), x.stride()
     rows = zip(x.shape, outer, strict=False)
-    aligned = all(size == 1 or (stride > 0 and stride % step == 0) for size, stride in rows)
-    return x if aligned and last == 1 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    unaligned = [stride for size, stride in rows if size > 1 and (stride <= 0 or stride % step)]
+    aligned = last == 1 and x.data_ptr() % 16 == 0 and not unaligned
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
