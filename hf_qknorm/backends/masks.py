@@ -10,7 +10,6 @@ row together, so that ranges suffice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.utils import is_tracing
 
-from hf_qknorm.backends.spans import MaskFunction, Spans, known, read
+from hf_qknorm.backends.spans import MaskFunction, known, read
 from hf_qknorm.families import FAMILIES
 
 CHUNK = 1 << 22  # entries of a mask that are read together
@@ -88,7 +87,9 @@ def structured_mask(
             torch._assert_async(torch.stack(spans.conditions).all(), GAPS)
     else:
         spans = None if use_vmap else known(mask_function, own)
-        spans = _read_in_chunks(rows, q_length, batch_size * kv_length) if spans is None else spans
+        if spans is None:
+            step = max(CHUNK // (batch_size * kv_length), 1)
+            spans = read(rows(first, min(step, q_length - first)) for first in range(0, q_length, step))
         spans = spans if padding is None else spans & read([padding[:, None, None]])
         if spans.conditions and not torch.stack(spans.conditions).all():  # waits for the device, once
             spans = None
@@ -107,12 +108,6 @@ def _layers_pass(window: int | None, config: Any) -> bool:
         return False
     chunked = getattr(config, "attention_chunk_size", None) is not None  # then the size may be that of the chunks
     return not chunked and window == getattr(config, "sliding_window", None)
-
-
-def _read_in_chunks(rows: Callable[[int, int], Tensor], queries: int, row: int) -> Spans:
-    """The spans of a mask with `row` entries for each query."""
-    step = max(CHUNK // row, 1)
-    return read(rows(first, min(step, queries - first)) for first in range(0, queries, step))
 
 
 def is_ranges(mask: Tensor) -> bool:
@@ -158,22 +153,15 @@ def structure(
     elif mask is not None:
         seen = Structure(key, value, mask[..., :keys], None, False, None)
     else:
-        causal = _is_causal(module) if is_causal is None else bool(is_causal)
+        if is_causal is None:  # both say so: sdpa reads the module alone, unlike some models' eager attention
+            is_causal = all(getattr(x, "is_causal", True) for x in (module, getattr(module, "config", None)))
+        causal = bool(is_causal)
         if causal and 1 < queries < keys:  # a static cache's first call: the rest of it is empty
             key, value = key[:, :, :queries], value[:, :, :queries]
         # Causal with one query too: a window looks back only. The window of an unpatched layer is in its masks.
         seen = Structure(key, value, None, None, causal, window if hasattr(module, "scheme") else None)
     seen = seen if boundaries is None else _within_sequences(seen, query, boundaries)
     return seen if tokens is None else _without_gaps(seen, tokens[:, :keys])
-
-
-def _is_causal(module: nn.Module) -> bool:
-    """Whether a mask of None means causal attention: both the module and its config say so.
-
-    transformers' sdpa reads the module alone, and so is causal for models whose eager attention is not.
-    """
-    model_is = getattr(getattr(module, "config", None), "is_causal", True)
-    return bool(getattr(module, "is_causal", True) and model_is)
 
 
 def _without_gaps(seen: Structure, tokens: Tensor) -> Structure:

@@ -103,12 +103,9 @@ class PlainAttention(nn.Module):
     @property
     def softcap(self) -> float | None:
         """The cap on the logits: the scheme's, or else the model's own."""
-        if self.scheme.softcap is not None:
+        if self.scheme.softcap is not None or not self.family.own_cap:  # other families do not apply their own
             return self.scheme.softcap
-        own: float | None = (
-            self.attn_logit_softcapping if self.family.own_cap else None
-        )  # other families do not apply it
-        return own
+        return self.attn_logit_softcapping
 
     @property
     def logit_scale(self) -> float:

@@ -26,12 +26,13 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"expected q [B, H, T, D] and k, v [B, Hk, S, D], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
+    (batch, heads, _, head_dim), (batch_kv, heads_kv, _, head_dim_kv) = q.shape, k.shape
+    if batch != batch_kv or head_dim != head_dim_kv or heads % max(heads_kv, 1):
         raise ValueError(
             f"q {list(q.shape)} and k {list(k.shape)} do not fit: batch and head_dim must be equal, and the query "
             "heads a multiple of the key heads"
         )
-    if 0 in (q.shape[1], k.shape[1], q.shape[3]):
+    if 0 in (heads, heads_kv, head_dim):
         raise ValueError(f"expected at least one head and one column, got q {list(q.shape)} and k {list(k.shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast q and k to v's")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 
@@ -12,6 +13,7 @@ from hf_qknorm.ops.checks import check_call, check_heads
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
+_find_spec = functools.cache(importlib.util.find_spec)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -38,7 +40,7 @@ def _why_not_here(device: str) -> str | None:
     """The reason why kernels can't run on a device. On the CPU they run in Triton's interpreter alone."""
     kind = torch.device(device).type
     interpreted = kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    if importlib.util.find_spec("triton") is None:
+    if _find_spec("triton") is None:
         return "Triton is not installed"
     if interpreted:
         return None
@@ -113,9 +115,12 @@ def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: T
             f"{list(positions.shape)}"
         )
     for name, cache in (("keys", keys), ("values", values)):
-        shared = any(size > 1 and not stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
-        if cache.stride(-1) != 1 or shared:
-            raise ValueError(f"the cache's {name} must lie in dense rows of their own, got strides {cache.stride()}")
+        strides = cache.stride()
+        shared = 0 in strides and any(
+            size > 1 and not stride for size, stride in zip(cache.shape, strides, strict=True)
+        )
+        if strides[-1] != 1 or shared:
+            raise ValueError(f"the cache's {name} must lie in dense rows of their own, got strides {strides}")
     if positions.dtype != torch.int64:
         raise ValueError(f"positions must be int64, got {positions.dtype}")
     _check_tensors(k, floating=False, keys=keys, values=values, positions=positions)
@@ -149,36 +154,36 @@ def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
     stored_eps, eps = norm.eps_parts  # reading a stored one would wait for the GPU
     if eps < 0:
         raise ValueError(f"{name}.eps must not be negative, got {eps}")
-    shapes = ([1], [x.shape[3]], [x.shape[1], x.shape[3]])
-    parts = {"gain": norm.gain, "bias": norm.bias, "blend": norm.blend, "eps": stored_eps}
-    for part, value in parts.items():
+    for part, value in (("gain", norm.gain), ("bias", norm.bias), ("blend", norm.blend), ("eps", stored_eps)):
         if value is None:
             continue
-        if part in ("gain", "bias") and list(value.shape) not in shapes:
-            here = f"{shapes[0]}, {shapes[1]} or {shapes[2]}"
-            raise ValueError(f"{name}.{part} must be [1], [D] or [H, D], here {here}, got {list(value.shape)}")
+        shape, shapes = (*value.shape,), ((1,), x.shape[3:], x.shape[1::2])
+        if part in ("gain", "bias") and shape not in shapes:
+            here = f"[1], {list(x.shape[3:])} or {list(x.shape[1::2])}"
+            raise ValueError(f"{name}.{part} must be [1], [D] or [H, D], here {here}, got {list(shape)}")
         if part in ("blend", "eps") and value.numel() != 1:
-            raise ValueError(f"{name}.{part} must be one number, got {list(value.shape)}")
-    _check_tensors(x, floating=True, **{f"{name}.{part}": value for part, value in parts.items()})
+            raise ValueError(f"{name}.{part} must be one number, got {list(shape)}")
+        _check_tensors(x, floating=True, **{f"{name}.{part}": value})
 
 
 def _check_rotary(rotary: Rotary, q: Tensor) -> None:
     cos, sin, _ = rotary
-    fits = cos.shape == sin.shape and cos.dim() == 3 and len(cos) in (1, len(q)) and cos.shape[1] == q.shape[2]
-    if not fits:
+    batch, _, length, head_dim = q.shape
+    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != length:
         raise ValueError(
-            f"cos and sin must be [B or 1, T, R/2] with B = {len(q)} and T = {q.shape[2]}, got {list(cos.shape)} and "
+            f"cos and sin must be [B or 1, T, R/2] with B = {batch} and T = {length}, got {list(cos.shape)} and "
             f"{list(sin.shape)}"
         )
-    if 2 * cos.shape[-1] > q.shape[3]:
+    if 2 * cos.shape[-1] > head_dim:
         raise ValueError(f"a rotation of {2 * cos.shape[-1]} columns does not fit q {list(q.shape)}")
     _check_tensors(q, floating=True, cos=cos, sin=sin)
 
 
 def _check_tensors(q: Tensor, *, floating: bool, **tensors: Tensor | None) -> None:
     """Raise ValueError for tensors on another device than q, and for integers among floating ones."""
+    device = q.device
     for name, x in tensors.items():
         if x is not None and floating and not x.is_floating_point():
             raise ValueError(f"{name} must be of floating point numbers, got {x.dtype}")
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+        if x is not None and x.device != device:
+            raise ValueError(f"{name} must be on the device of q, {device}, got {x.device}")

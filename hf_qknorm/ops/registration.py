@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -14,13 +15,8 @@ from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 # The fields of an operator: the name of each argument, and its type in the schema.
 HEADS = {"q": "Tensor", "k": "Tensor", "v": "Tensor"}
 NORM = {
-    "kind": "str",
-    "gain": "Tensor?",
-    "bias": "Tensor?",
-    "blend": "Tensor?",
-    "eps": "float",
-    "stored_eps": "Tensor?",
-    "p": "float",
+    **{"kind": "str", "gain": "Tensor?", "bias": "Tensor?", "blend": "Tensor?"},
+    **{"stored_eps": "Tensor?", "eps": "float", "p": "float"},
 }
 NORM_ROPE = {
     **{f"{side}_{name}": kind for side in "qk" for name, kind in NORM.items()},
@@ -28,54 +24,57 @@ NORM_ROPE = {
 }
 VISIBLE = dict.fromkeys(Visible._fields, "Tensor?")
 OPTIONS = {"scale": "float", "softcap": "float?", "causal": "bool", "window": "int?", "dropout": "float"}
+CALL = (*HEADS, *VISIBLE, *OPTIONS)
 
 Values = dict[str, Any]  # the arguments of an operator, by field
 
 
 def flatten_norms(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Values:
     """The values of the fields `NORM_ROPE`."""
-    values: Values = {}
-    for side, norm in (("q", q_norm), ("k", k_norm)):
-        stored_eps, eps = norm.eps_parts
-        parts = (norm.kind, norm.gain, norm.bias, norm.blend, eps, stored_eps, norm.p)
-        values.update(zip((f"{side}_{name}" for name in NORM), parts, strict=True))
-    cos, sin, interleaved = (None, None, False) if rotary is None else rotary
-    return {**values, "cos": cos, "sin": sin, "interleaved": interleaved}
+    q_parts, k_parts = ((*norm[:4], *norm.eps_parts, norm.p) for norm in (q_norm, k_norm))
+    rotary_parts = (None, None, False) if rotary is None else rotary
+    return dict(zip(NORM_ROPE, (*q_parts, *k_parts, *rotary_parts), strict=True))
 
 
 def flatten(heads: Heads, visible: Visible, options: Options) -> Values:
     """The values of the fields of an attention operator."""
-    fields, parts = (*HEADS, *VISIBLE, *OPTIONS), (*heads[:3], *visible, *options)
-    return {**flatten_norms(*heads[3:]), **dict(zip(fields, parts, strict=True))}
+    return flatten_norms(*heads[3:]) | dict(zip(CALL, (*heads[:3], *visible, *options), strict=True))
+
+
+_norm_rope_parts, _call_parts = itemgetter(*NORM_ROPE), itemgetter(*CALL)
 
 
 def norms_of(values: Values) -> tuple[Norm, Norm, Rotary | None]:
     """The norms and the rotation that `flatten_norms` flattened; none for an operator without their fields."""
     if "cos" not in values:
         return Norm(), Norm(), None
-    norms = []
-    for side in "qk":
-        kind, gain, bias, blend, eps, stored_eps, p = (values[f"{side}_{name}"] for name in NORM)
-        norms.append(Norm(kind, gain, bias, blend, eps if stored_eps is None else stored_eps, p))
-    cos, sin, interleaved = (values[name] for name in Rotary._fields)
-    return norms[0], norms[1], None if cos is None else Rotary(cos, sin, interleaved)
+    *parts, cos, sin, interleaved = _norm_rope_parts(values)
+    rotary = None if cos is None else Rotary(cos, sin, interleaved)
+    return _norm(*parts[: len(NORM)]), _norm(*parts[len(NORM) :]), rotary
+
+
+def _norm(kind: str, gain: Any, bias: Any, blend: Any, stored_eps: Tensor | None, eps: float, p: float) -> Norm:
+    return Norm(kind, gain, bias, blend, eps if stored_eps is None else stored_eps, p)
 
 
 def call_of(values: Values) -> tuple[Heads, Visible, Options]:
     """The call that `flatten` flattened."""
-    heads = Heads(values["q"], values["k"], values["v"], *norms_of(values))
-    return heads, Visible(*(values[name] for name in VISIBLE)), Options(*(values[name] for name in OPTIONS))
+    q, k, v, *rest = _call_parts(values)
+    return Heads(q, k, v, *norms_of(values)), Visible(*rest[: len(VISIBLE)]), Options(*rest[len(VISIBLE) :])
 
 
 class Operator:
     """The operator `hf_qknorm::name` of these fields.
 
-    Implementation and fake take the values by field, after `check`, which raises ValueError for values that do not fit.
-    Each None that they return becomes an empty tensor `[0]`: a schema has no optional results.
+    Implementation and fake take the values by field, and the arguments that `checked` makes of them; it raises
+    ValueError for values that do not fit. Each None that they return becomes an empty tensor `[0]`: a schema has no
+    optional results.
     """
 
-    def __init__(self, name: str, fields: dict[str, str], returns: str, check: Callable[[Values], None]) -> None:
-        self.name, self.fields, self.check = f"hf_qknorm::{name}", fields, check
+    def __init__(
+        self, name: str, fields: dict[str, str], returns: str, checked: Callable[[Values], tuple[Any, ...]]
+    ) -> None:
+        self.name, self.fields, self.checked = f"hf_qknorm::{name}", fields, checked
         self.sequence: type = list if returns == "Tensor[]" else tuple
         schema = ", ".join(f"{kind} {field}" for field, kind in fields.items())
         torch.library.define(self.name, f"({schema}) -> {returns}")
@@ -92,19 +91,18 @@ class Operator:
         """The arguments by field."""
         return dict(zip(self.fields, arguments, strict=True))
 
-    def implement(self, function: Callable[[Values], Any]) -> None:
+    def implement(self, function: Callable[..., Any]) -> None:
         """Register the implementation, for every device."""
-        torch.library.impl(self.name, "default")(_disable_dynamo(self._checked(function)))
+        torch.library.impl(self.name, "default")(_disable_dynamo(self._by_field(function)))
 
-    def fake(self, function: Callable[[Values], Any]) -> None:
+    def fake(self, function: Callable[..., Any]) -> None:
         """Register the function that makes results of the right shapes, without their numbers."""
-        torch.library.register_fake(self.name)(self._checked(function))
+        torch.library.register_fake(self.name)(self._by_field(function))
 
-    def _checked(self, function: Callable[[Values], Any]) -> Callable[..., Any]:
+    def _by_field(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             values = self.named(arguments)
-            self.check(values)
-            results = function(values)
+            results = function(values, *self.checked(values))
             if isinstance(results, Tensor):
                 return results
             return self.sequence([values["q"].new_empty(0) if x is None else x for x in results])
@@ -119,7 +117,7 @@ class Operator:
         one is differentiable; else all are.
         """
         own = dict.fromkeys((*upstream, *kept), "Tensor")
-        backward = Operator(f"{self.name.partition('::')[2]}_backward", own | self.fields, "Tensor[]", self.check)
+        backward = Operator(f"{self.name.partition('::')[2]}_backward", own | self.fields, "Tensor[]", self.checked)
         tensors = [field for field, kind in self.fields.items() if kind.startswith("Tensor")]
         others = [field for field in self.fields if field not in tensors]
 
@@ -133,9 +131,9 @@ class Operator:
         def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             values = dict(zip((*tensors, *kept, *others), (*ctx.saved_tensors, *ctx.numbers), strict=True))
             values.update(zip(upstream, grads, strict=False))
-            found = dict(zip(gradients, backward(values), strict=True))
-            given = [field for field, x in found.items() if x.shape == getattr(values[field], "shape", None)]
-            return tuple(found[field] if field in given else None for field in self.fields)
+            pairs = zip(gradients, backward(values), strict=True)
+            found = {field: x for field, x in pairs if x.shape == getattr(values[field], "shape", None)}
+            return tuple([found.get(field) for field in self.fields])
 
         torch.library.register_autograd(self.name, differentiate, setup_context=keep)
         torch.library.register_autograd(backward.name, _refuse_second_derivative)

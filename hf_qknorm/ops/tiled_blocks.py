@@ -57,12 +57,9 @@ class Problem:
         self.most = None if window is None else window - int(causal)
         self.ranges = None if ranges is None else ranges.clamp(0, self.keys)  # differences of int32 must not overflow
         self.sinks = None if sinks is None else sinks.to(self.dtype).view(self.heads_kv, self.group, 1, 1)
-        self.q, self.k, self.v = self.grouped(q), self._flat(k), self._flat(v)
+        self.q = self.grouped(q)
+        self.k, self.v = (x.to(self.dtype).flatten(0, 1) for x in (k, v))
         self.blocks = list(self._blocks())
-
-    def _flat(self, x: Tensor) -> Tensor:
-        """`[B, Hk, S, D]` to `[B·Hk, S, D]`, in the dtype of the computation."""
-        return x.to(self.dtype).flatten(0, 1)
 
     def grouped(self, x: Tensor) -> Tensor:
         """`[B, H, T, *]` to `[B·Hk, G, T, *]`, in the dtype of the computation."""
@@ -155,11 +152,8 @@ class Problem:
 
     def logits(self, block: Block, out: Tensor, spare: Tensor) -> Tensor:
         """The block's capped and masked logits, `[b·Hk, G·n, w]`, in the buffer `out`."""
-        cap = self.options.softcap
-        if cap is None:
-            logits = self.scores(block, self.options.scale, out)
-        else:
-            logits = self.tanh_scores(block, cap, out, spare).mul_(cap)
+        scale, cap = self.options[:2]
+        logits = self.scores(block, scale, out) if cap is None else self.tanh_scores(block, cap, out, spare).mul_(cap)
         self.hide(logits, block)
         return logits
 
@@ -219,7 +213,7 @@ class Problem:
             return None
         generator = torch.Generator(self.device).manual_seed((int(self.seed) + block.number) % (1 << 63))
         b, n, w = block.shape
-        shape = (b * self.heads_kv, self.group * n, w)
+        shape = b * self.heads_kv, self.group * n, w
         drawn = torch.rand(shape, generator=generator, device=self.device, dtype=self.dtype)
         return (drawn >= self.options.dropout).to(self.dtype).div_(1 - self.options.dropout)
 

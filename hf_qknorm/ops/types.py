@@ -69,8 +69,9 @@ class Visible(NamedTuple):
 
     def for_kernels(self, batch: int) -> Visible:
         """The same with ranges for every row of the batch, and without gaps between the numbers."""
-        ranges = None if self.ranges is None else self.ranges.expand(batch, -1, -1).contiguous()
-        return self._replace(ranges=ranges, sinks=None if self.sinks is None else self.sinks.contiguous())
+        ranges, sinks, seed, _ = self
+        ranges = None if ranges is None else ranges.expand(batch, -1, -1).contiguous()
+        return Visible(ranges, None if sinks is None else sinks.contiguous(), seed)
 
 
 class Options(NamedTuple):

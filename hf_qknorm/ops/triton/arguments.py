@@ -101,12 +101,15 @@ class RotaryArguments(NamedTuple):
     def of(cls, rotary: Rotary | None) -> RotaryArguments | None:
         if rotary is None:
             return None
-        strides = [(0 if len(x) == 1 else x.stride(0), x.stride(1), x.stride(2)) for x in (rotary.cos, rotary.sin)]
-        return cls(rotary.cos, *strides[0], rotary.sin, *strides[1])
+        cos, sin, _ = rotary
+        (*cos_strides,), (*sin_strides,) = cos.stride(), sin.stride()
+        if cos.shape[0] == 1:
+            cos_strides[0] = sin_strides[0] = 0
+        return cls._make((cos, *cos_strides, sin, *sin_strides))
 
 
 class HeadArguments(NamedTuple):
-    """Heads `[B, H, T, D]` in dense rows, and their other strides."""
+    """Heads `[B, H, T, D]` in dense rows (a copy of heads whose rows have gaps), and their other strides."""
 
     data: Tensor
     batch: int
@@ -115,7 +118,10 @@ class HeadArguments(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor | None) -> HeadArguments | None:
-        return None if x is None else cls(x, *x.stride()[:3])
+        if x is None:
+            return None
+        *strides, step = x.stride()
+        return cls(x, *strides) if step == 1 else cls.of(x.contiguous())
 
 
 def partial_sums(norm: Norm, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from hf_qknorm.ops.triton.launch import (
     tiles,
 )
 from hf_qknorm.ops.triton.prepared_heads import PreparedHeads
-from hf_qknorm.ops.types import Heads, Norm, Options, Visible, laid_out
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible, laid_out
 
 
 class Result(NamedTuple):
@@ -61,24 +62,24 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     if not heads.raw and not statistics and not options.dropout and attention_decode.suits(heads.q, heads.k):
         return Result(*attention_decode.forward(heads.q, heads.k, heads.v, visible, options), None, None)
     prepared = PreparedHeads.of(heads, options)
-    (b, h, t, _), device = heads.q.shape, heads.q.device
+    b, h, t, _ = heads.q.shape
     out = laid_out(heads.q)
     normaliser = heads.q.new_empty(b, h, t, 2, dtype=torch.float32)
     largest, entropy = (normaliser.new_empty(b, h, t) for _ in range(2)) if statistics else (None, None)
     shape = tiles(heads.q).forward
-    use_gluon = gluon.serves(heads.q, visible, options, statistics)
     sinks, bounded = visible.sinks is not None, prepared.bound is not None
-    for variant in forward_variants(heads.q.dtype, options.softcap, bounded, sinks):
-        if use_gluon:
+    variants = forward_variants(heads.q.dtype, options.softcap, bounded, sinks)
+    if gluon.serves(heads.q, visible, options, statistics):
+        for variant in variants:
             gluon.attend(prepared, out, normaliser, options.causal, variant)
-            continue
-        launch(
+    else:
+        _launch(
             forward_kernel,
-            (-(-t // shape.queries) * b * h,),
-            device,
-            **_arguments(
-                prepared, visible, options, shape, variant, ONLINE=variant.online, SINKS=sinks, STATISTICS=statistics
-            ),
+            -(-t // shape.queries) * b * h,
+            _Call(prepared, visible, options),
+            shape,
+            variants,
+            {"SINKS": sinks, "STATISTICS": statistics},
             OUT=descriptor(out, shape.queries),
             normaliser=normaliser,
             ranges=visible.ranges,
@@ -92,35 +93,50 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     return Result(out, normaliser, largest, entropy)
 
 
-def _arguments(
-    prepared: PreparedHeads, visible: Visible, options: Options, shape: Tile, variant: LoopVariant, **constants: bool
-) -> dict[str, Any]:
-    """The arguments that all attention kernels have; `constants` are further fields of `Constants`."""
+class _Call(NamedTuple):
+    """The inputs of every kernel of a call."""
+
+    prepared: PreparedHeads
+    visible: Visible
+    options: Options
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    call: _Call,
+    shape: Tile,
+    variants: list[LoopVariant],
+    constants: dict[str, Any],
+    **arguments: Any,
+) -> None:
+    """Launch an attention kernel for each variant; `constants` and `arguments` are its own."""
+    prepared, visible, options = call
     (h, t), (hk, s) = prepared.q.shape[1:3], prepared.k.shape[1:3]
-    return {
+    arguments |= shape.launch_options | {
         "Q": descriptor(prepared.q, shape.queries),
         "K": descriptor(prepared.k, shape.keys),
         "V": descriptor(prepared.v, shape.keys),
         "bound": prepared.bound,
         "seeds": visible.seed,
-        "score": ScoreArguments(prepared.unit, prepared.cap, options.dropout, variant.limit),
         "sizes": Sizes(h, hk, t, s, reach(options.window, t, s)),
-        "C": Constants(
-            shape.queries,
-            shape.keys,
-            padded(prepared.q.shape[-1]),
-            CAUSAL=options.causal,
-            WINDOW=options.window is not None,
-            RANGES=visible.ranges is not None,
-            TANH=variant.tanh,
-            WHEN=variant.when,
-            SCALED=prepared.scaled,
-            DROPOUT=options.dropout > 0,
-            PRECISION=precision(prepared.q.dtype),
-            **constants,
-        ),
-        **shape.launch_options,
     }
+    shared = Constants(
+        shape.queries,
+        shape.keys,
+        padded(prepared.q.shape[-1]),
+        CAUSAL=options.causal,
+        WINDOW=options.window is not None,
+        RANGES=visible.ranges is not None,
+        SCALED=prepared.scaled,
+        DROPOUT=options.dropout > 0,
+        PRECISION=precision(prepared.q.dtype),
+        **constants,
+    )
+    for tanh, online, when, limit in variants:
+        arguments["score"] = ScoreArguments(prepared.unit, prepared.cap, options.dropout, limit)
+        arguments["C"] = shared._replace(TANH=tanh, ONLINE=online, WHEN=when)
+        launch(kernel, (programs,), prepared.q.device, **arguments)
 
 
 class Gradients(NamedTuple):
@@ -147,16 +163,17 @@ def backward(
     inner = heads if in_kernel else heads._replace(q_norm=Norm(), k_norm=Norm(), rotary=None)
     dtype = heads.q.dtype if in_kernel else torch.float32
     dq, dk, dv = laid_out(heads.q, dtype), laid_out(heads.k, dtype), laid_out(heads.v)
-    call = _BackwardCall(grad, row_terms, inner, visible, options, prepared)
+    call = _Call(prepared, visible, options)
+    gradient = partial(_gradient, call, grad, row_terms, inner.rotary)
     shape = tiles(heads.q).query_gradient
-    q_gain, q_bias = call.launch(
+    q_gain, q_bias = gradient(
         query_gradient_kernel, shape, shape.queries, inner.q, inner.q_norm, options.scale, visible.ranges, DX=dq
     )
     # prepared queries hold a part of the scale: see ops/README.md
     k_factor = options.scale if not heads.raw else options.softcap or 1 / LOG2E
     ranges = None if visible.ranges is None else _queries_seeing(visible.ranges, heads.k.shape[2])
     shape = tiles(heads.q).key_gradient
-    k_gain, k_bias = call.launch(
+    k_gain, k_bias = gradient(
         key_gradient_kernel, shape, shape.keys, inner.k, inner.k_norm, k_factor, ranges, DX=dk, DV=dv
     )
     dsinks = None
@@ -202,52 +219,49 @@ def _kernels_undo_norm(heads: Heads) -> bool:
     return not heads.raw or (d == padded(d) and d <= 128 and whole)
 
 
-class _BackwardCall(NamedTuple):
-    """The inputs of both gradients' kernels; `heads` have the norms and the rotation that these kernels undo."""
+def _gradient(
+    call: _Call,
+    grad: Tensor,
+    row_terms: Tensor,
+    rotary: Rotary | None,
+    kernel: Any,
+    shape: Tile,
+    rows: int,
+    x: Tensor,
+    norm: Norm,
+    factor: float,
+    ranges: Tensor | None,
+    **outputs: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Write `outputs`, in blocks of `rows` of the raw heads x; returns the gradients of gain and bias.
 
-    grad: Tensor
-    row_terms: Tensor
-    heads: Heads
-    visible: Visible
-    options: Options
-    prepared: PreparedHeads
-
-    def launch(
-        self,
-        kernel: Any,
-        shape: Tile,
-        rows: int,
-        x: Tensor,
-        norm: Norm,
-        factor: float,
-        ranges: Tensor | None,
-        **outputs: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Write `outputs`, in blocks of `rows` of the raw heads x; returns the gradients of gain and bias."""
-        _, _, heads, visible, options, prepared = self
-        (b, count, length, d), dtype = x.shape, heads.q.dtype
-        blocks = -(-length // rows)
-        dgain, dbias = partial_sums(norm, (b, count, blocks, padded(d)), x.device)
-        for variant in backward_variants(dtype, options.softcap, prepared.bound is not None, visible.sinks is not None):
-            launch(
-                kernel,
-                (blocks * b * count,),
-                x.device,
-                **_arguments(prepared, visible, options, shape, variant, EXACT=dtype == torch.float32),
-                **{name: descriptor(output, rows) for name, output in outputs.items()},
-                GRAD=descriptor(self.grad, shape.queries),
-                X=None if norm.kind == "none" else descriptor(dense(x), rows),
-                row_terms=self.row_terms,
-                ranges=ranges,
-                norm=NormArguments.of(norm),
-                dgain=dgain,
-                dbias=dbias,
-                rotary=RotaryArguments.of(heads.rotary),
-                factor=factor,
-                NORM=norm_kind(norm),
-            )
-        gain, bias = (None if part is None else part.sum(2)[..., :d] for part in (dgain, dbias))
-        return sum_to(gain, norm.gain), sum_to(bias, norm.bias)
+    The kernel undoes the norm and the rotation.
+    """
+    b, count, length, d = x.shape
+    blocks = -(-length // rows)
+    dgain, dbias = partial_sums(norm, (b, count, blocks, padded(d)), x.device)
+    bounded, sinks = call.prepared.bound is not None, call.visible.sinks is not None
+    _launch(
+        kernel,
+        blocks * b * count,
+        call,
+        shape,
+        backward_variants(x.dtype, call.options.softcap, bounded, sinks),
+        {"EXACT": x.dtype == torch.float32},
+        **{name: descriptor(output, rows) for name, output in outputs.items()},
+        GRAD=descriptor(grad, shape.queries),
+        X=None if norm.kind == "none" else descriptor(dense(x), rows),
+        row_terms=row_terms,
+        ranges=ranges,
+        norm=NormArguments.of(norm),
+        dgain=dgain,
+        dbias=dbias,
+        rotary=RotaryArguments.of(rotary),
+        factor=factor,
+        NORM=norm_kind(norm),
+    )
+    gain, bias = (None if part is None else part.sum(2)[..., :d] for part in (dgain, dbias))
+    return sum_to(gain, norm.gain), sum_to(bias, norm.bias)
 
 
 def _queries_seeing(ranges: Tensor, keys: int) -> Tensor:

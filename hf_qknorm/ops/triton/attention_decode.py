@@ -120,11 +120,6 @@ def suits(q: Tensor, k: Tensor) -> bool:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
     """Output and normaliser as in `attention.Result`, for heads without norm and RoPE, and without dropout."""
-    return _combine(*_split(q, dense(k), dense(v), visible, options), q, visible.sinks)
-
-
-def _split(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
-    """The sums that `split_kernel` writes for each split."""
     (b, h, t, d), hk, s = q.shape, k.shape[1], k.shape[2]
     shape, columns, parts = tiles(q).decode, padded(d), splits(q, k)
     unit, cap, scaled = units(options.scale, options.softcap)
@@ -136,9 +131,9 @@ def _split(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) 
         split_kernel,
         (parts * b * hk,),
         q.device,
-        q=HeadArguments.of(q if q.stride(-1) == 1 else q.contiguous()),
-        K=descriptor(k, shape.keys),
-        V=descriptor(v, shape.keys),
+        q=HeadArguments.of(q),
+        K=descriptor(dense(k), shape.keys),
+        V=descriptor(dense(v), shape.keys),
         partial=partial,
         totals=totals,
         ranges=visible.ranges,
@@ -164,12 +159,6 @@ def _split(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) 
         ),
         **shape.launch_options,
     )
-    return partial, totals
-
-
-def _combine(partial: Tensor, totals: Tensor, q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and normaliser from the splits' sums."""
-    b, h, t, d = q.shape
     out = laid_out(q)
     normaliser = torch.empty(b, h, t, 2, dtype=torch.float32, device=q.device)
     launch(
@@ -178,16 +167,16 @@ def _combine(partial: Tensor, totals: Tensor, q: Tensor, sinks: Tensor | None) -
         q.device,
         partial=partial,
         totals=totals,
-        sinks=sinks,
+        sinks=visible.sinks,
         out=out,
         normaliser=normaliser,
         heads=h,
         queries=t,
-        splits=len(partial),
+        splits=parts,
         BLOCK=16,
-        PADDED=padded(d),
+        PADDED=columns,
         HEAD_DIM=d,
-        SINKS=sinks is not None,
+        SINKS=visible.sinks is not None,
         num_warps=4,
     )
     return out, normaliser

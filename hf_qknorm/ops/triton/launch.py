@@ -73,12 +73,7 @@ def padded(head_dim: int) -> int:
 
 
 def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    device: torch.device,
-    *arguments: Any,
-    asserts: bool = False,
-    **options: Any,
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, asserts: bool = False, **options: Any
 ) -> None:
     """Start `kernel` on `device`, which need not be the current one; `options` are arguments by name, warps and stages.
 
@@ -100,17 +95,19 @@ def _with_constant_fields(constants: Constants) -> Constants:
 
 def dense(x: Tensor) -> Tensor:
     """x `[B, H, T, D]` in rows aligned to 16 bytes, as the copy engine (TMA) reads it: x itself, or a copy."""
-    aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        aligned &= size == 1 or (stride > 0 and stride * x.element_size() % 16 == 0)
+    step, (*outer, last) = 16 // x.element_size(), x.stride()
+    rows = zip(x.shape, outer, strict=False)
+    unaligned = [stride for size, stride in rows if size > 1 and (stride <= 0 or stride % step)]
+    aligned = last == 1 and x.data_ptr() % 16 == 0 and not unaligned
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows and all (padded) columns of x `[B, H, T, D]`, which is `dense`; zero outside of x."""
-    step = 16 // x.element_size()
-    strides = [stride if size > 1 else step for size, stride in zip(x.shape, x.stride(), strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], [1, 1, rows, padded(x.shape[-1])])
+    step, shape = 16 // x.element_size(), list(x.shape)
+    strides = [stride if size > 1 else step for size, stride in zip(shape, x.stride(), strict=True)]
+    strides[-1] = 1
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, padded(shape[-1])])
 
 
 class LoopVariant(NamedTuple):
@@ -145,7 +142,9 @@ def forward_variants(dtype: torch.dtype, softcap: float | None, bounded: bool, s
 
 def backward_variants(dtype: torch.dtype, softcap: float | None, bounded: bool, sinks: bool) -> list[LoopVariant]:
     """The variants for gradients: with forward's tanh; the log-sum-exp replaces the maximum."""
-    return [LoopVariant("none", False)] if softcap is None else forward_variants(dtype, softcap, bounded, sinks)
+    if softcap is None:
+        return [LoopVariant("none", False)]
+    return [variant._replace(online=False) for variant in forward_variants(dtype, softcap, bounded, sinks)]
 
 
 def units(scale: float, softcap: float | None) -> tuple[float, float, bool]:

@@ -74,12 +74,10 @@ def forward(
     (batch, heads, length, _), device = q.shape, q.device
     heads_kv = 0 if k is None else k.shape[1]
     total = heads + heads_kv * (1 if cache is None else 2)
-    q, k = _dense(q), None if k is None else _dense(k)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    k_out = bound = None
-    if cache is not None:
-        k_out = cache.keys
-    elif k is not None:
+    k_out, values, v, positions = (None, None, None, None) if cache is None else cache
+    bound = None
+    if cache is None and k is not None:
         bound = torch.zeros(batch, heads_kv, 2, device=device)
         k_out = torch.empty(k.shape, dtype=k.dtype, device=device)
     arguments = _arguments(q, q_norm, k_norm, rotary, factor)
@@ -91,9 +89,9 @@ def forward(
         q_out=HeadArguments.of(q_out),
         k=HeadArguments.of(k),
         k_out=HeadArguments.of(k_out),
-        v=None if cache is None else HeadArguments.of(_dense(cache.v)),
-        v_out=None if cache is None else HeadArguments.of(cache.values),
-        positions=None if cache is None else cache.positions,
+        v=HeadArguments.of(v),
+        v_out=HeadArguments.of(values),
+        positions=positions,
         room=0 if cache is None else cache.keys.shape[2],
         bound=None if bound is None else bound.view(torch.int32),
         heads_kv=heads_kv,
@@ -125,13 +123,13 @@ def backward(
         norm_rope_gradient_kernel,
         (programs * (heads + heads_kv),),
         q.device,
-        dq=HeadArguments.of(_dense(dq)),
-        q=HeadArguments.of(_dense(q)),
+        dq=HeadArguments.of(dq),
+        q=HeadArguments.of(q),
         dq_raw=HeadArguments.of(dq_raw),
         q_dgain=q_gain,
         q_dbias=q_bias,
-        dk=None if dk is None else HeadArguments.of(_dense(dk)),
-        k=None if k is None else HeadArguments.of(_dense(k)),
+        dk=HeadArguments.of(dk),
+        k=HeadArguments.of(k),
         dk_raw=HeadArguments.of(dk_raw),
         k_dgain=k_gain,
         k_dbias=k_bias,
@@ -141,11 +139,6 @@ def backward(
     )
     sums = ((q_gain, q_norm.gain), (q_bias, q_norm.bias), (k_gain, k_norm.gain), (k_bias, k_norm.bias))
     return Gradients(dq_raw, dk_raw, *(sum_to(*pair) for pair in sums))
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x, copied only if its rows have gaps."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _arguments(q: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None, factor: float) -> dict[str, Any]:
