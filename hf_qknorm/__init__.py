@@ -23,46 +23,55 @@ From then on, transformers' classes for plain models refuse patched checkpoints.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_qknorm.backends import functions
-from hf_qknorm.convert import (
-    Calibration,
-    Inspection,
-    Plan,
-    calibrate,
-    convert_checkpoint,
-    inspect_model,
-    plan_conversion,
-)
-from hf_qknorm.export import NativeExport, export_native
+from hf_qknorm import registration
 from hf_qknorm.families import FAMILIES
-from hf_qknorm.hub.push import push_to_hub
-from hf_qknorm.model import adapters, auto, unpatched_classes
-from hf_qknorm.model.adapters import peft_modules_to_save
-from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.standalone.generate import add_standalone
-from hf_qknorm.stats.logit_statistics import LogitStatistics, logit_statistics
-from hf_qknorm.training.quack import QuacK
 from hf_qknorm.version import __version__
 
-# Modules with callbacks for the Trainer, which loads PEFT and, with it, bitsandbytes: imported when first used.
-_CALLBACKS = {
-    "blend": ("BlendSchedule", "CapSchedule", "set_blend", "set_cap"),
-    "clip": ("QKClip",),
-    "knee": ("KneeSchedule", "set_knee"),
-    "logit_monitor": ("LogitMonitor",),
+# Names by module, which is imported when one of them is first used: transformers' model code takes a second to load.
+_LATE = {
+    "convert.calibrate": ("calibrate",),
+    "convert.checkpoint": ("convert_checkpoint", "plan_conversion"),
+    "convert.inspect": ("inspect_model",),
+    "convert.inspection": ("Inspection",),
+    "convert.plan": ("Plan",),
+    "export.native": ("NativeExport", "export_native"),
+    "hub.push": ("push_to_hub",),
+    "model.adapters": ("peft_modules_to_save",),
+    "patch": ("patch_model", "unpatch_model"),
+    "standalone.generate": ("add_standalone",),
+    "stats.logit_statistics": ("LogitStatistics", "logit_statistics"),
+    "stats.report": ("Calibration",),
+    "training.blend": ("BlendSchedule", "CapSchedule", "set_blend", "set_cap"),
+    "training.clip": ("QKClip",),
+    "training.knee": ("KneeSchedule", "set_knee"),
+    "training.logit_monitor": ("LogitMonitor",),
+    "training.quack": ("QuacK",),
 }
 if TYPE_CHECKING:
+    from hf_qknorm.convert.calibrate import calibrate
+    from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
+    from hf_qknorm.convert.inspect import inspect_model
+    from hf_qknorm.convert.inspection import Inspection
+    from hf_qknorm.convert.plan import Plan
+    from hf_qknorm.export.native import NativeExport, export_native
+    from hf_qknorm.hub.push import push_to_hub
+    from hf_qknorm.model.adapters import peft_modules_to_save
+    from hf_qknorm.patch import patch_model, unpatch_model
+    from hf_qknorm.standalone.generate import add_standalone
+    from hf_qknorm.stats.logit_statistics import LogitStatistics, logit_statistics
+    from hf_qknorm.stats.report import Calibration
     from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
     from hf_qknorm.training.clip import QKClip
     from hf_qknorm.training.knee import KneeSchedule, set_knee
     from hf_qknorm.training.logit_monitor import LogitMonitor
+    from hf_qknorm.training.quack import QuacK
 else:
 
     def __getattr__(name: str) -> Any:
-        for module, names in _CALLBACKS.items():
+        for module, names in _LATE.items():
             if name in names:
-                return getattr(import_module(f"{__name__}.training.{module}"), name)
+                return getattr(import_module(f"{__name__}.{module}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -103,7 +112,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-functions.register()
-adapters.register()
-auto.register()
-unpatched_classes.register()
+registration.register()

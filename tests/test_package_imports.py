@@ -12,9 +12,13 @@ import pytest
 from children import child
 
 import hf_qknorm
+from hf_qknorm import registration
+from hf_qknorm.backends.functions import REGISTERED
 
-REGISTERED = "from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer\n"
-HEAVY = ("peft", "bitsandbytes", "matplotlib", "datasets", "transformers.trainer", "transformers.trainer_callback")
+HEAVY = (
+    "accelerate", "bitsandbytes", "datasets", "matplotlib", "peft", "torch._dynamo", "transformers.modeling_utils",
+    "transformers.trainer", "triton",
+)  # fmt: skip
 
 
 def test_the_import_prints_nothing_and_loads_no_heavy_module(tmp_path):
@@ -22,29 +26,56 @@ def test_the_import_prints_nothing_and_loads_no_heavy_module(tmp_path):
     assert child(script, home=tmp_path, quiet=True) == "[]\n"
 
 
-def test_the_import_loads_no_package_beyond_those_of_transformers_own_registries(tmp_path):
-    """transformers' own modules for attention functions and Auto classes load accelerate, Triton and dynamo."""
+@pytest.mark.parametrize(
+    "first",
+    [
+        "hf_qknorm",
+        "hf_qknorm, transformers.modeling_utils",
+        "transformers.modeling_utils, hf_qknorm",
+        "hf_qknorm.patch",
+    ],
+)
+def test_attention_functions_and_masks_are_registered_in_any_order(tmp_path, first):
     script = (
-        f"import sys\n{REGISTERED}"
-        "before = {name.partition('.')[0] for name in sys.modules}\n"
-        "import hf_qknorm\n"
-        "loaded = {name.partition('.')[0] for name in sys.modules} - before - sys.stdlib_module_names\n"
-        "print(sorted(name for name in loaded if not name.startswith('__editable__')))\n"
+        f"import {first}\n"
+        "from transformers import AttentionInterface, AttentionMaskInterface\n"
+        "names = ('hf_qknorm', 'hf_qknorm_triton', 'hf_qknorm_tiled', 'hf_qknorm_eager')\n"
+        "print(all(name in AttentionInterface() and name in AttentionMaskInterface() for name in names))\n"
     )
-    assert child(script, home=tmp_path) == "['hf_qknorm']\n"
+    assert child(script, home=tmp_path) == "True\n"
+
+
+def test_an_unpatched_model_uses_a_backend_that_loads_when_it_is_called(tmp_path):
+    script = (
+        "import sys, torch, hf_qknorm\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "config = LlamaConfig(vocab_size=9, hidden_size=16, intermediate_size=16, num_hidden_layers=1,\n"
+        "                     num_attention_heads=2, num_key_value_heads=2)\n"
+        "torch.manual_seed(0)\n"
+        "model, ids = LlamaForCausalLM(config), torch.arange(8)[None]\n"
+        "model.set_attn_implementation('hf_qknorm_eager')\n"
+        "before, late = model(ids).logits, 'hf_qknorm.backends.functions' in sys.modules\n"
+        "model.set_attn_implementation('eager')\n"
+        "print(late, torch.allclose(model(ids).logits, before, atol=1e-6))\n"
+    )
+    assert child(script, home=tmp_path) == "True True\n"
+
+
+def test_the_names_of_the_backends_are_those_of_their_functions():
+    assert tuple(REGISTERED) == registration.ATTENTION_FUNCTIONS
 
 
 def test_names_that_load_when_first_used_are_those_that_type_checkers_see():
     tree = ast.parse(Path(hf_qknorm.__file__).read_text(encoding="utf-8"))
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {node.module: tuple(alias.name for alias in node.names) for node in block.body}
-    assert seen == {f"hf_qknorm.training.{module}": names for module, names in hf_qknorm._CALLBACKS.items()}
+    assert seen == {f"hf_qknorm.{module}": names for module, names in hf_qknorm._LATE.items()}
 
 
 def test_names_that_load_when_first_used_are_the_modules_own(tmp_path):
-    names = [(module, name) for module, names in hf_qknorm._CALLBACKS.items() for name in names]
+    names = [(module, name) for module, names in hf_qknorm._LATE.items() for name in names]
     for module, name in names:
-        assert getattr(hf_qknorm, name) is getattr(import_module(f"hf_qknorm.training.{module}"), name)
+        assert getattr(hf_qknorm, name) is getattr(import_module(f"hf_qknorm.{module}"), name)
     listed = "import hf_qknorm\nprint(set(hf_qknorm.__all__) <= set(dir(hf_qknorm)))\n"
     starred = "from hf_qknorm import *\nprint(QKClip.__module__, set_blend.__module__)\n"
     assert child(listed + starred, home=tmp_path) == "True\nhf_qknorm.training.clip hf_qknorm.training.blend\n"

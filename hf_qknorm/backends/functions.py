@@ -245,7 +245,10 @@ REGISTERED: Final[dict[str, Callable[..., Any]]] = {
 
 
 def register() -> None:
-    """Register each attention function with its mask function: without a mask function, causality is lost."""
+    """Register each attention function with its mask function, in the place of those of `registration`."""
     for name, function in REGISTERED.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, structured_mask)
+
+
+register()

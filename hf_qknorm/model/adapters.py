@@ -1,25 +1,14 @@
-"""PEFT on patched models: the norms that an adapter trains, default target modules, and PEFT's classes.
-
-PEFT takes a second to load, so this module does not import it; it extends PEFT's tables when these are imported.
-"""
+"""PEFT on patched models: the norms that an adapter trains, and PEFT's classes. PEFT itself is not imported here."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from hf_qknorm.families import known_families
-from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.model.attention import head_norms, require_patched
 from hf_qknorm.model.norms import HeadNorm
-
-TABLES = "peft.utils.constants"  # PEFT's tables of default targets, by model type
 
 
 def peft_modules_to_save(model: nn.Module) -> list[str]:
@@ -63,36 +52,3 @@ def is_adapter_layer(module: nn.Module) -> bool:
 def _loaded(module: str, name: str) -> Any:
     """Return a class for `isinstance`: the empty tuple where its module is not loaded, so that no instance exists."""
     return getattr(sys.modules.get(module), name, ())
-
-
-def register() -> None:
-    """Add the derived model types to PEFT's tables, now or when PEFT is imported."""
-    if TABLES in sys.modules:
-        _add_targets(sys.modules[TABLES])
-    sys.meta_path.insert(0, _TablesFinder())
-
-
-def _add_targets(constants: ModuleType) -> None:
-    """Give every derived model type the default targets of its base."""
-    for name, table in vars(constants).items():
-        if name.startswith("TRANSFORMERS_MODELS_TO_"):
-            table.update({f"{TYPE_PREFIX}{known}": table[known] for known in known_families() if known in table})
-
-
-class _TablesFinder(MetaPathFinder):
-    """Finds PEFT's tables as Python does, and adds to them after each import."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == TABLES else None
-        if spec is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _add_targets(module)
-
-            loader.exec_module = exec_module
-        return spec

@@ -6,6 +6,10 @@ No model file is imported. The Auto classes look a class name up in the module t
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 from transformers.models.auto.tokenization_auto import (
@@ -16,11 +20,18 @@ from transformers.models.auto.tokenization_auto import (
 
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX
-from hf_qknorm.model import derived
+
+
+class _LateModule(ModuleType):
+    """Stands for `hf_qknorm.model.derived` until one of its classes is looked up."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("hf_qknorm.model.derived"), name)
 
 
 def register() -> None:
     """Register every family's derived config and models with transformers' Auto classes."""
+    derived = _LateModule("hf_qknorm.model.derived")
     mappings = [*(getattr(transformers, auto)._model_mapping for auto in AUTO_CLASSES), TOKENIZER_MAPPING]
     for model_type in known_families():
         derived_type, config = f"{TYPE_PREFIX}{model_type}", f"{PREFIX}{CONFIG_MAPPING_NAMES[model_type]}"

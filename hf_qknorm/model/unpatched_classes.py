@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.untrusted import read_json
@@ -21,43 +20,30 @@ class UnpatchedClassError(ValueError):
     """Raised when a class of transformers gets a patched checkpoint or its config."""
 
 
-def register() -> None:
-    """Add the checks to the two methods that every config and every model's weights pass through."""
-    config: Any = PretrainedConfig
-    config.__post_init__ = _refusing_settings(config.__post_init__)
-    model: Any = PreTrainedModel
-    model._load_pretrained_model = staticmethod(_refusing_weights(model._load_pretrained_model))
+def check_config(config: PretrainedConfig, settings: dict[str, Any]) -> None:
+    """Raise UnpatchedClassError for a config of transformers' own with the `settings` of a patched checkpoint."""
+    # a bare PretrainedConfig has no model type: no model is built from it
+    if type(config).model_type and not isinstance(config, QKNormConfig):
+        where = str(settings.get("name_or_path") or "config.json")
+        raise _refusal(where, settings["model_type"], type(config).__name__)
 
 
-def _refusing_settings(post_init: Callable[..., None]) -> Callable[..., None]:
-    @wraps(post_init)
-    def checked(self: Any, **kwargs: Any) -> None:
-        stored = kwargs.get("model_type")
-        # a bare PretrainedConfig has no model type: no model is built from it
-        if _is_patched(stored) and type(self).model_type and not isinstance(self, QKNormConfig):
-            raise _refusal(str(kwargs.get("name_or_path") or "config.json"), stored, type(self).__name__)
-        post_init(self, **kwargs)
-
-    return checked
-
-
-def _refusing_weights(load: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(load)
-    @loading()
-    def checked(model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(model, QKNormModel):
-            return load(model, state_dict, checkpoint_files, *args, **kwargs)
-        for file in (checkpoint_files or [])[:1]:
-            stored = _stored_type(Path(file).with_name("config.json"))
-            if _is_patched(stored):
-                raise _refusal(str(Path(file).parent), stored, type(model).__name__)
-        check_stored(model, state_dict, checkpoint_files)  # this check and the two below are for patched towers
-        info, offloaded = load(model, state_dict, checkpoint_files, *args, **kwargs)
-        check_shapes(model, info.mismatched_keys)
-        check_loaded(model, info.missing_keys, info.unexpected_keys)
-        return info, offloaded
-
-    return checked
+@loading()
+def load_checked(
+    load: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Load weights by transformers' `load`, and refuse those of a patched checkpoint for a model that is not."""
+    if isinstance(model, QKNormModel):
+        return load(model, state_dict, checkpoint_files, *args, **kwargs)
+    for file in (checkpoint_files or [])[:1]:
+        stored = _stored_type(Path(file).with_name("config.json"))
+        if _is_patched(stored):
+            raise _refusal(str(Path(file).parent), stored, type(model).__name__)
+    check_stored(model, state_dict, checkpoint_files)  # this check and the two below are for patched towers
+    info, offloaded = load(model, state_dict, checkpoint_files, *args, **kwargs)
+    check_shapes(model, info.mismatched_keys)
+    check_loaded(model, info.missing_keys, info.unexpected_keys)
+    return info, offloaded
 
 
 def _is_patched(model_type: Any) -> TypeGuard[str]:
