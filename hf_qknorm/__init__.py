@@ -76,36 +76,11 @@ else:
 
 
 __all__ = [
-    "FAMILIES",
-    "SCHEMES",
-    "BlendSchedule",
-    "Calibration",
-    "CapSchedule",
-    "Inspection",
-    "KneeSchedule",
-    "LogitMonitor",
-    "LogitStatistics",
-    "NativeExport",
-    "Plan",
-    "QKClip",
-    "QuacK",
-    "Scheme",
-    "__version__",
-    "add_standalone",
-    "calibrate",
-    "convert_checkpoint",
-    "export_native",
-    "inspect_model",
-    "logit_statistics",
-    "patch_model",
-    "peft_modules_to_save",
-    "plan_conversion",
-    "push_to_hub",
-    "set_blend",
-    "set_cap",
-    "set_knee",
-    "unpatch_model",
-]
+    "FAMILIES", "SCHEMES", "BlendSchedule", "Calibration", "CapSchedule", "Inspection", "KneeSchedule", "LogitMonitor",
+    "LogitStatistics", "NativeExport", "Plan", "QKClip", "QuacK", "Scheme", "__version__", "add_standalone",
+    "calibrate", "convert_checkpoint", "export_native", "inspect_model", "logit_statistics", "patch_model",
+    "peft_modules_to_save", "plan_conversion", "push_to_hub", "set_blend", "set_cap", "set_knee", "unpatch_model",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

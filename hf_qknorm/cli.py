@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_qknorm.checkpoint.destinations import check_apart, check_files
-from hf_qknorm.convert import convert_checkpoint, plan_conversion
+from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
 from hf_qknorm.convert.text import check_text
-from hf_qknorm.export import export_native
+from hf_qknorm.export.native import export_native
 from hf_qknorm.families import table
 from hf_qknorm.files.names import CARD
 from hf_qknorm.files.paths import check_writable, user_path

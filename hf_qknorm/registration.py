@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from transformers import PretrainedConfig
 
@@ -28,34 +28,26 @@ def register() -> None:
     """Register attention functions, masks, Auto classes, and the checks of transformers' own and PEFT's classes."""
     auto.register()
     _check_configs()
-    callbacks = {
-        "transformers.modeling_utils": _extend_models,
-        "transformers.masking_utils": _extend_masks,
-        "peft.utils.constants": _extend_peft,
-    }
-    for name, callback in callbacks.items():
+    for name, extend in EXTENDED.items():
         if name in sys.modules:
-            callback(sys.modules[name])
-    sys.meta_path.insert(0, _AfterImport(callbacks))
+            extend(sys.modules[name])
+    sys.meta_path.insert(0, _ExtendingFinder())
 
 
-class _AfterImport(MetaPathFinder):
-    """Finds modules as Python does, and calls a function with each after its import."""
-
-    def __init__(self, callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
-        self.callbacks = callbacks
+class _ExtendingFinder(MetaPathFinder):
+    """Finds the modules in `EXTENDED` as Python does, and extends each after its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname in self.callbacks else None
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in EXTENDED else None
         if spec is not None:
             loader: Any = spec.loader
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self.callbacks[fullname](module)
+                EXTENDED[fullname](module)
 
             loader.exec_module = exec_module
         return spec
@@ -79,7 +71,7 @@ def _check_configs() -> None:
 def _extend_models(modeling_utils: Any) -> None:
     """Register the attention functions, and let the method that loads every model's weights check them."""
     for name in ATTENTION_FUNCTIONS:
-        modeling_utils.AttentionInterface.register(name, _late("hf_qknorm.backends.functions", "REGISTERED", name))
+        modeling_utils.AttentionInterface.register(name, _late(name))
     model = modeling_utils.PreTrainedModel
     load = model._load_pretrained_model
 
@@ -92,19 +84,21 @@ def _extend_models(modeling_utils: Any) -> None:
 
 def _extend_masks(masking_utils: Any) -> None:
     """Register a mask function for each attention function: without one, causality is lost."""
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return _backends().structured_mask(*args, **kwargs)
+
     for name in ATTENTION_FUNCTIONS:
-        masking_utils.AttentionMaskInterface.register(name, _late("hf_qknorm.backends.masks", "structured_mask"))
+        masking_utils.AttentionMaskInterface.register(name, mask)
 
 
-def _late(module: str, attribute: str, key: str | None = None) -> Callable[..., Any]:
-    """A function that loads the package's function, which `functions.register` puts in its place, and calls it."""
+def _late(name: str) -> Callable[..., Any]:
+    """An attention function that loads the package's own, which then takes its place, and calls it."""
+    return lambda *args, **kwargs: _backends().REGISTERED[name](*args, **kwargs)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        import_module("hf_qknorm.backends.functions")
-        found = getattr(import_module(module), attribute)
-        return (found if key is None else found[key])(*args, **kwargs)
 
-    return call
+def _backends() -> Any:
+    return import_module("hf_qknorm.backends.functions")
 
 
 def _extend_peft(constants: ModuleType) -> None:
@@ -112,3 +106,10 @@ def _extend_peft(constants: ModuleType) -> None:
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_"):
             table.update({f"{TYPE_PREFIX}{known}": table[known] for known in known_families() if known in table})
+
+
+EXTENDED: Final[dict[str, Callable[[Any], None]]] = {
+    "transformers.modeling_utils": _extend_models,
+    "transformers.masking_utils": _extend_masks,
+    "peft.utils.constants": _extend_peft,
+}

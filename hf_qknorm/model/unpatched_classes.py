@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -37,17 +37,13 @@ def load_checked(
         return load(model, state_dict, checkpoint_files, *args, **kwargs)
     for file in (checkpoint_files or [])[:1]:
         stored = _stored_type(Path(file).with_name("config.json"))
-        if _is_patched(stored):
+        if isinstance(stored, str) and stored.startswith(TYPE_PREFIX):
             raise _refusal(str(Path(file).parent), stored, type(model).__name__)
     check_stored(model, state_dict, checkpoint_files)  # this check and the two below are for patched towers
     info, offloaded = load(model, state_dict, checkpoint_files, *args, **kwargs)
     check_shapes(model, info.mismatched_keys)
     check_loaded(model, info.missing_keys, info.unexpected_keys)
     return info, offloaded
-
-
-def _is_patched(model_type: Any) -> TypeGuard[str]:
-    return isinstance(model_type, str) and model_type.startswith(TYPE_PREFIX)
 
 
 def _stored_type(path: Path) -> Any:

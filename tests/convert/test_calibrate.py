@@ -7,8 +7,8 @@ import torch
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
-from hf_qknorm import Scheme, patch_model, set_blend
-from hf_qknorm.convert import calibrate, fit
+from hf_qknorm import Scheme, calibrate, patch_model, set_blend
+from hf_qknorm.convert import fit
 from hf_qknorm.convert.fit import fit_gains
 from hf_qknorm.convert.text import default_length
 from hf_qknorm.model.attention import as_unpatched, patched_layers
