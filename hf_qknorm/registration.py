@@ -86,7 +86,9 @@ def _extend_masks(masking_utils: Any) -> None:
     """Register a mask function for each attention function: without one, causality is lost."""
 
     def mask(*args: Any, **kwargs: Any) -> Any:
-        return _backends().structured_mask(*args, **kwargs)
+        from hf_qknorm.backends.functions import structured_mask
+
+        return structured_mask(*args, **kwargs)
 
     for name in ATTENTION_FUNCTIONS:
         masking_utils.AttentionMaskInterface.register(name, mask)
@@ -94,11 +96,13 @@ def _extend_masks(masking_utils: Any) -> None:
 
 def _late(name: str) -> Callable[..., Any]:
     """An attention function that loads the package's own, which then takes its place, and calls it."""
-    return lambda *args, **kwargs: _backends().REGISTERED[name](*args, **kwargs)
 
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        from hf_qknorm.backends.functions import REGISTERED  # torch.compile traces this, and not import_module
 
-def _backends() -> Any:
-    return import_module("hf_qknorm.backends.functions")
+        return REGISTERED[name](*args, **kwargs)
+
+    return attend
 
 
 def _extend_peft(constants: ModuleType) -> None:

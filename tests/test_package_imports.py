@@ -52,7 +52,8 @@ def test_attention_functions_and_masks_are_registered_in_any_order(tmp_path, fir
     assert child(script, home=tmp_path) == "True\n"
 
 
-def test_an_unpatched_model_uses_a_backend_that_loads_when_it_is_called(tmp_path):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_unpatched_model_uses_a_backend_that_loads_when_it_is_called(compiled, tmp_path):
     script = (
         "import sys, torch, hf_qknorm\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
@@ -60,8 +61,9 @@ def test_an_unpatched_model_uses_a_backend_that_loads_when_it_is_called(tmp_path
         "                     num_attention_heads=2, num_key_value_heads=2)\n"
         "torch.manual_seed(0)\n"
         "model, ids = LlamaForCausalLM(config), torch.arange(8)[None]\n"
-        "model.set_attn_implementation('hf_qknorm_eager')\n"
-        "before, late = model(ids).logits, 'hf_qknorm.backends.functions' in sys.modules\n"
+        "model.set_attn_implementation('hf_qknorm_tiled')\n"
+        f"run = torch.compile(model, fullgraph=True, backend='eager') if {compiled} else model\n"
+        "before, late = run(ids).logits, 'hf_qknorm.backends.functions' in sys.modules\n"
         "model.set_attn_implementation('eager')\n"
         "print(late, torch.allclose(model(ids).logits, before, atol=1e-6))\n"
     )
