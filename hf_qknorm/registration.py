@@ -86,7 +86,7 @@ def _extend_masks(masking_utils: Any) -> None:
     """Register a mask function for each attention function: without one, causality is lost."""
 
     def mask(*args: Any, **kwargs: Any) -> Any:
-        from hf_qknorm.backends.functions import structured_mask
+        from hf_qknorm.backends.masks import structured_mask
 
         return structured_mask(*args, **kwargs)
 
