@@ -69,40 +69,34 @@ def _check_configs() -> None:
 
 
 def _extend_models(modeling_utils: Any) -> None:
-    """Register the attention functions, and let the method that loads every model's weights check them."""
+    """Register the attention functions, load them for a model that asks for one, and check the weights of models."""
     for name in ATTENTION_FUNCTIONS:
-        modeling_utils.AttentionInterface.register(name, _late(name))
+        modeling_utils.AttentionInterface.register(name, _late("REGISTERED", name))
     model = modeling_utils.PreTrainedModel
-    load = model._load_pretrained_model
+    choose, load = model.get_correct_attn_implementation, model._load_pretrained_model
+
+    @wraps(choose)
+    def chosen(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
+        if requested_attention in ATTENTION_FUNCTIONS:
+            import_module("hf_qknorm.backends.functions")  # here, since torch.compile can't trace the import
+        return choose(self, requested_attention, *args, **kwargs)
 
     @wraps(load)
     def checked(*args: Any, **kwargs: Any) -> Any:
         return import_module("hf_qknorm.model.unpatched_classes").load_checked(load, *args, **kwargs)
 
-    model._load_pretrained_model = staticmethod(checked)
+    model.get_correct_attn_implementation, model._load_pretrained_model = chosen, staticmethod(checked)
 
 
 def _extend_masks(masking_utils: Any) -> None:
     """Register a mask function for each attention function: without one, causality is lost."""
-
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        from hf_qknorm.backends.masks import structured_mask
-
-        return structured_mask(*args, **kwargs)
-
     for name in ATTENTION_FUNCTIONS:
-        masking_utils.AttentionMaskInterface.register(name, mask)
+        masking_utils.AttentionMaskInterface.register(name, _late("MASKS", name))
 
 
-def _late(name: str) -> Callable[..., Any]:
-    """An attention function that loads the package's own, which then takes its place, and calls it."""
-
-    def attend(*args: Any, **kwargs: Any) -> Any:
-        from hf_qknorm.backends.functions import REGISTERED  # torch.compile traces this, and not import_module
-
-        return REGISTERED[name](*args, **kwargs)
-
-    return attend
+def _late(table: str, name: str) -> Callable[..., Any]:
+    """A function that loads the package's own of this name, which then takes its place, and calls it."""
+    return lambda *args, **kwargs: getattr(import_module("hf_qknorm.backends.functions"), table)[name](*args, **kwargs)
 
 
 def _extend_peft(constants: ModuleType) -> None:

@@ -244,11 +244,14 @@ REGISTERED: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
+MASKS: Final = dict.fromkeys(REGISTERED, structured_mask)  # without a mask function, causality is lost
+
+
 def register() -> None:
     """Register each attention function with its mask function, in the place of those of `registration`."""
     for name, function in REGISTERED.items():
         AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, structured_mask)
+        AttentionMaskInterface.register(name, MASKS[name])
 
 
 register()
