@@ -123,7 +123,7 @@ def is_padded_ranges(mask: Tensor) -> bool:
 class Structure(NamedTuple):
     """Keys and values, and which of them each query sees: by a mask, by ranges `[B, T, 2]`, or by causality and window.
 
-    `order` `[B, S]` is the place of each key in the call, if the keys were moved.
+    `order` `[B, S]` is the original index of each reordered key; None without a new order.
     """
 
     key: Tensor

@@ -28,7 +28,7 @@ def copied_files(folder: Path) -> tuple[Path, ...]:
     """Return the names of the files of a checkpoint that are copied, relative to its folder.
 
     Raises ValueError, naming the file, for JSON or a tokenizer that can't be read, and for a link out of the folder:
-    its target may be private, and would be copied.
+    a copy could publish a private file.
     """
     files = tuple(file for file in file_names(folder) if (folder / file).is_file() and _is_copied(file))
     for file in files:

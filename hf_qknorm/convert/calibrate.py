@@ -61,7 +61,7 @@ def calibrate(
     the model. "ones" resets the gains.
 
     `knee` is a number (0 for plain norms, which export needs) or "auto": the smallest of `convert.knees.KNEES` that
-    costs at most `max_loss_increase` nats a token (by default 1 % of the cost of fresh gains, but at least 0.005) on
+    costs at most `max_loss_increase` nats per token (by default 1 % of the cost of fresh gains, but at least 0.005) on
     batches that the pass leaves out. The cost is the rise in loss, or the KL from the unpatched model if that is
     larger. None means "auto" if no method is given and the scheme has gains, keeps the norm in front of attention, and
     has no knee; otherwise the scheme's knee. With ten batches or more, "auto" takes at most two forward passes a batch.

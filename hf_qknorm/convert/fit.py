@@ -85,7 +85,7 @@ def fit_gains(
 
 @torch.no_grad()
 def divergence(model: Any, batches: Batches) -> float:
-    """Mean KL(unpatched ‖ patched) of the next-token distributions, in nats a token."""
+    """Mean KL(unpatched ‖ patched) of the next-token distributions, in nats per token."""
     return sum(float(_batch_divergence(model, batch)) for batch in batches) / len(batches)
 
 

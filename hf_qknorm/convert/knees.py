@@ -26,7 +26,7 @@ TOLERATED_SHARE, TOLERATED_NATS = 0.01, 0.005  # the default limit: a share of f
 
 
 def cost(base: Prediction, patched: Prediction) -> float:
-    """The cost of a conversion in nats a token: the rise in loss, or the KL from the unpatched model if it is larger.
+    """The cost of a conversion in nats per token: the rise in loss, or the KL from the unpatched model if it is larger.
 
     On text that a model predicts badly, the loss may fall although its predictions drift.
     """

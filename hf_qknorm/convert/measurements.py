@@ -17,7 +17,7 @@ LEVELS = ("calm", "raised", "large", "runaway")  # largest |logit| up to half th
 
 @dataclass(frozen=True)
 class KneeTrial:
-    """A knee tried with closed-form gains: the `rise` in loss and the `kl` from the unpatched model, in nats a token.
+    """A knee tried with closed-form gains: the `rise` in loss and the `kl` from the unpatched model, in nats per token.
 
     `bound` is the largest |logit| of any layer for any input; None without a bound.
     """

@@ -63,7 +63,7 @@ def run_demo(settings: Settings) -> dict[str, Any]:
 
     The folder is written whole or not at all. The folder of an earlier demo is replaced.
 
-    Raises FileExistsError, before any work, for a folder that holds anything else, or the checkpoint or the text.
+    Raises FileExistsError, before any work, if the folder has other files, the checkpoint or the text in it.
     """
     out = user_path(settings.out, "out")
     sources = [settings.checkpoint, settings.data]

@@ -18,7 +18,7 @@ def project(module: Any, hidden_states: Tensor) -> Projected:
 
 
 def project_transposed(module: Any, hidden_states: Tensor) -> Projected:
-    """Apertus, Gemma 3, EXAONE 4: as Qwen 3, on the memory layout `[B, H, T, D]`, in which gradients are summed."""
+    """Apertus, Gemma 3, EXAONE 4: as Qwen 3, in the layout `[B, H, T, D]`, whose sums of gradients match."""
     q, k, v = (x.transpose(1, 2) for x in separate.project(module, hidden_states))
     q, k = module.q_norm(q), module.k_norm(k)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

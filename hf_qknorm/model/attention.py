@@ -224,7 +224,7 @@ def require_base(model: nn.Module) -> None:
 def as_unpatched(model: nn.Module) -> Iterator[None]:
     """A context in which the model computes as before it was patched, with the same weights.
 
-    Norms that the scheme folded away leave rounding behind. Raises ValueError as `require_base` does.
+    Folded norms leave outputs that differ by rounding. Raises ValueError as `require_base` does.
     """
     require_base(model)
     changes: list[tuple[Any, str, Any]] = []

@@ -29,7 +29,7 @@ class Norm(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """The rotation of the first R columns of each head: cos and sin `[B or 1, T, R/2]`, one angle a pair of columns.
+    """The rotation of the first R columns of each head: cos and sin `[B or 1, T, R/2]`, one angle per pair.
 
     A pair is (i, i + R/2), or (2i, 2i + 1) if `interleaved`. Any strides are allowed.
     """

@@ -1,7 +1,7 @@
 """The arithmetic of one row of a head on the device: its norm, the pairs of its rotation, and the norm's gradient.
 
 Tiles are fp32 `[M, P]` with P the power of two that holds head_dim; columns from head_dim on are padding and hold 0.
-All norms have one form, n = (x − shift)·factor with two numbers a row, so that any column can be computed alone. NORM
+All norms have one form, n = (x − shift)·factor with two numbers per row, so that any column can be computed alone. NORM
 is a `norms.NormKind`; without a norm it is None, and the numbers are 0 and 1.
 """
 
