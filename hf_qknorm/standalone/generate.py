@@ -36,6 +36,8 @@ _REPLACED = {
     ("hf_qknorm.backends.functions", "CAP_BACKENDS"): (_RUNTIME, "CAP_BACKENDS"),
     ("hf_qknorm.model.accelerate_hooks", "execution_device"): (_RUNTIME, "execution_device"),
     ("hf_qknorm.model.accelerate_hooks", "set_module_class"): (_RUNTIME, "set_module_class"),
+    ("hf_qknorm.model.record", "load_record"): (_RUNTIME, "load_record"),
+    ("hf_qknorm.model.record", "write_record"): (_RUNTIME, "write_record"),
     ("hf_qknorm.standalone.generate", "set_auto_map"): (_RUNTIME, "set_auto_map"),
     ("hf_qknorm.standalone.generate", "write_standalone_code"): (_RUNTIME, "write_standalone_code"),
 }
