@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from hf_qknorm.backends import functions
 from hf_qknorm.backends.caches import count_written, is_empty, next_positions, static_layer
-from hf_qknorm.backends.masks import is_padded_ranges
+from hf_qknorm.backends.calls import is_padded_ranges
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.model.accelerate_hooks import execution_device, set_module_class
