@@ -135,8 +135,8 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
     for name, module in own_layers(model, family).items():
         base: Any = type(module)
         set_module_class(module, attention_class(base, family))
-        if family.own_cap and module.config.qk_norm_base is not None:  # a loaded config holds the scheme's cap
-            module.attn_logit_softcapping = module.config.qk_norm_base["attn_logit_softcapping"]
+        if family.own_cap and (own := getattr(module.config, "qk_norm_base", None)) is not None:
+            module.attn_logit_softcapping = own["attn_logit_softcapping"]  # a loaded config holds the scheme's
         module.scheme = scheme
         _add_norms(module, scheme)
         if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):
