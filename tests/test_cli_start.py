@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import hf_qknorm
 import hf_qknorm_command
-from hf_qknorm.cli import COMMANDS
+from hf_qknorm.commands import COMMANDS
 
 WITHOUT_TORCH = """
 import sys, hf_qknorm_command
@@ -33,6 +35,15 @@ def test_help_version_and_usage_errors_do_not_import_torch(arguments, status, te
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     assert text in done.stdout + done.stderr
+
+
+def test_the_version_is_that_of_the_code_and_not_of_the_installation(tmp_path):
+    shutil.copytree(Path(hf_qknorm_command.__file__).parent, tmp_path / "hf_qknorm_command")
+    (tmp_path / "hf_qknorm").mkdir()
+    (tmp_path / "hf_qknorm" / "version.py").write_text('__version__ = "99.0"\n')
+    command = [sys.executable, "-c", "import hf_qknorm_command; hf_qknorm_command.main(['--version'])"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "99.0\n", done.stderr
 
 
 def test_every_command_is_listed_in_the_help(capsys):
