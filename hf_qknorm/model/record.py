@@ -40,6 +40,12 @@ def set_record(model: Any, report: Mapping[str, Any]) -> None:
     setattr(model, ATTRIBUTE, {**report, "weights": sample_all(own_tensors(model))})
 
 
+def record_of(model: Any) -> dict[str, Any] | None:
+    """Return the model's record, if it has one."""
+    record: dict[str, Any] | None = vars(model).get(ATTRIBUTE)
+    return record
+
+
 def drop_record(model: Any) -> None:
     """Remove the model's record, if it has one."""
     vars(model).pop(ATTRIBUTE, None)
@@ -51,7 +57,7 @@ def write_record(model: Any, folder: Path, state_dict: Mapping[str, Any] | None,
     `state_dict` has the tensors that are saved; None stands for the model's own, of which a sharded model needs all
     ranks. `writes` is whether this rank writes files.
     """
-    record = vars(model).get(ATTRIBUTE)
+    record = record_of(model)
     if record is None:
         if writes:
             (folder / REPORT).unlink(missing_ok=True)
