@@ -120,7 +120,8 @@ def calibrate(
             )
         layers = layer_reports(bare, compared.before, compared.after)
     broadcast_attention(model, ranks)
-    mark_in_memory(bare)
+    if bare.config.scheme.norms:
+        mark_in_memory(bare)
     tokens, judged = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, held_out))
     from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
     report = Calibration(
