@@ -91,7 +91,7 @@ class QKNormConfig(_Config):
         self.qk_norm = scheme.to_dict()
         self.attn_logit_softcapping = cap
         if not scheme.changes_nothing:
-            vars(self).pop("saves_as_base", None)
+            self.__dict__.pop("saves_as_base", None)
 
     def base(self) -> _Config:
         """Return a copy as the family's own config, without the scheme."""

@@ -144,7 +144,7 @@ def derived_config(model_type: str) -> type[PretrainedConfig]:
     fields: dict[str, Any] = {"qk_norm": Any, "qk_norm_base": Any, "qk_norm_blend": Any}
     if not hasattr(base, "attn_logit_softcapping"):
         fields["attn_logit_softcapping"] = float | None
-    namespace = {
+    namespace: dict[str, Any] = {
         "__annotations__": fields,
         **dict.fromkeys(fields),  # None by default
         "__module__": __name__,

@@ -40,13 +40,13 @@ class InMemoryName(str):
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (str(self),)
 
-    def load(self, cls: type, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def load(self, cls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return a copy of the model, without the hooks on it, and transformers' account of the loading.
 
         Of the `options` of `from_pretrained`, the dtype, the device and the attention backend are used. Raises
         ValueError if the model is no `cls`, or can't be copied.
         """
-        model = self.model()
+        model: Any = self.model()
         if model is None:
             raise self._refusal(cls, "it is no longer in memory")
         if not isinstance(model, cls):
@@ -73,7 +73,7 @@ class InMemoryName(str):
         mark_in_memory(loaded)
         return loaded, info
 
-    def _refusal(self, cls: type, reason: str) -> ValueError:
+    def _refusal(self, cls: Any, reason: str) -> ValueError:
         return ValueError(
             f"{cls.__name__}.from_pretrained got the name of a model that was changed in memory, and can't copy that "
             f"model: {reason}. {str(self)!r} has the model as it was before. Save the changed model and load its "
@@ -113,7 +113,7 @@ def copies_by_name(load: Callable[..., Any]) -> Callable[..., Any]:
     """Let transformers' `from_pretrained` return a copy of the model for the name of one that was changed in memory."""
 
     @wraps(load)
-    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if not isinstance(name, InMemoryName):
             return load(cls, *args, **kwargs)
