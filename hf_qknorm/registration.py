@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.model import auto
+from hf_qknorm.model.in_memory import copies_by_name, stores_no_base
 
 ATTENTION_FUNCTIONS = ("hf_qknorm", "hf_qknorm_triton", "hf_qknorm_tiled", "hf_qknorm_eager")
 
@@ -86,6 +87,7 @@ def _extend_models(modeling_utils: Any) -> None:
         return import_module("hf_qknorm.model.unpatched_classes").load_checked(load, *args, **kwargs)
 
     model.get_correct_attn_implementation, model._load_pretrained_model = chosen, staticmethod(checked)
+    model.from_pretrained = classmethod(copies_by_name(model.from_pretrained.__func__))
 
 
 def _extend_masks(masking_utils: Any) -> None:
@@ -106,8 +108,21 @@ def _extend_peft(constants: ModuleType) -> None:
             table.update({f"{TYPE_PREFIX}{known}": table[known] for known in known_families() if known in table})
 
 
+def _extend_adapters(config: Any) -> None:
+    """Keep the name of the unpatched model out of adapters that are trained on a model patched in memory."""
+    config.PeftConfigMixin.to_dict = stores_no_base(config.PeftConfigMixin.to_dict)
+
+
+def _extend_auto_adapters(auto: Any) -> None:
+    """Let PEFT load an adapter whose config names a derived class: it imports from the packages of a list alone."""
+    allowed = auto.get_default_import_allowlist
+    auto.get_default_import_allowlist = lambda: [*allowed(), "hf_qknorm"]
+
+
 EXTENDED: Final[dict[str, Callable[[Any], None]]] = {
     "transformers.modeling_utils": _extend_models,
     "transformers.masking_utils": _extend_masks,
     "peft.utils.constants": _extend_peft,
+    "peft.config": _extend_adapters,
+    "peft.auto": _extend_auto_adapters,
 }

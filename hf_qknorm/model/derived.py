@@ -7,6 +7,7 @@ loading therefore need nothing but transformers' own methods.
 from __future__ import annotations
 
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
@@ -149,6 +150,7 @@ def derived_config(model_type: str) -> type[PretrainedConfig]:
         "__module__": __name__,
         "model_type": f"{TYPE_PREFIX}{model_type}",
         "base_model_type": model_type,
+        "auto_map": MappingProxyType({}),  # TRL reads it; `set_auto_map` gives a config its own
     }
     return type(f"{PREFIX}{base.__name__}", (QKNormConfig, base), namespace)
 
