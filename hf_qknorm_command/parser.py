@@ -37,12 +37,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Print the version of the code that runs, and exit. The metadata of an editable install may be older."""
+    """Print the version of the code, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        module = runpy.run_path(str(Path(__file__).parents[1] / "hf_qknorm" / "version.py"))
-        sys.stdout.write(f"{module['__version__']}\n")
+        sys.stdout.write(f"{code_version()}\n")
         parser.exit()
+
+
+def code_version() -> str:
+    """The version of the code that runs; the metadata of an editable install may be older."""
+    version: str = runpy.run_path(str(Path(__file__).parents[1] / "hf_qknorm" / "version.py"))["__version__"]
+    return version
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,6 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
         add_command(commands)
     commands.add_parser("schemes", help="list the presets")
     commands.add_parser("families", help="list the model types that can be patched")
+    about = "check this machine: versions, devices, which attention runs and whether its numbers are right"
+    doctor = commands.add_parser("doctor", help=about, description=f"{about}; 1 is the exit status after a problem.")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
 
 

@@ -50,4 +50,4 @@ def test_every_command_is_listed_in_the_help(capsys):
     with pytest.raises(SystemExit):
         hf_qknorm_command.main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"\n    {name} " in text for name in COMMANDS)
+    assert all(f"\n    {name} " in text for name in (*COMMANDS, "doctor"))
