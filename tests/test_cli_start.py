@@ -25,7 +25,7 @@ finally:
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
-        (["--help"], 0, "usage: hf-qknorm [-h] [--version] COMMAND"),
+        (["--help"], 0, "usage: hf-qknorm [-h] [--version] [--print-completion SHELL] COMMAND"),
         (["--version"], 0, f"{hf_qknorm.__version__}\n"),
         (["convert", "--help"], 0, "--calibrate TEXT"),
         (["inspect"], 2, "the following arguments are required: CKPT"),
