@@ -117,9 +117,7 @@ def start(options: BaseOptions, arguments: Arguments) -> tuple[Any, PreTrainedTo
         return model, tokenizer, Text(options, tokenizer)
     tokenizer, model = byte_tokenizer(), small_llama()
     text = Text(options, tokenizer)
-    print_once(
-        arguments, f"training a small Llama first, for {options.base_steps} steps (--checkpoint names another model)"
-    )
+    print_once(arguments, f"training a small Llama first, for {options.base_steps} steps (or give --checkpoint)")
     batches = text.batches(options.base_steps, arguments.per_device_train_batch_size, arguments.seed)
     train(model, batches, rate=2e-3, warmup=20, decay=True, desc="training a small Llama")
     return model, tokenizer, text
