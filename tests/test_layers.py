@@ -28,7 +28,7 @@ MODULES = modules()
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The modules of the package that a module imports, wherever in it, for type checkers alone too."""
+    """The modules of the package that a module imports: anywhere in it, for type checkers alone, and by name."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: a relative import"
@@ -42,6 +42,10 @@ def imports(path: Path) -> Iterator[str]:
                 assert not alias.name.startswith("hf_qknorm."), f"{path}: import {alias.name}"
                 if alias.name == "hf_qknorm":
                     yield ""
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and str(name.value).startswith("hf_qknorm."):
+                yield str(name.value).removeprefix("hf_qknorm.")
 
 
 def circle(edges: dict[str, set[str]]) -> list[str] | None:
@@ -56,6 +60,10 @@ def circle(edges: dict[str, set[str]]) -> list[str] | None:
 def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) is not None
     assert circle({"a": {"b", "c"}, "b": {"c"}}) is None
+
+
+def test_imports_by_name_are_found():
+    assert "backends.functions" in set(imports(MODULES["registration"]))
 
 
 def test_modules_do_not_import_each_other_in_a_circle():

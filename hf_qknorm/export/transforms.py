@@ -12,7 +12,7 @@ from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.ops import norms
 
 KINDS = ("weight", "bias")
-NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer, before attention and MLP
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer, before attention and MLP
 
 
 def head_dim(config: Any) -> int:
@@ -117,7 +117,7 @@ def share_gains(plan: TensorPlan, config: Any) -> None:
 
 def centre_gains(plan: TensorPlan, config: Any) -> None:
     """Store the gains of norms as Gemma does, as gain − 1, and rename the norm before the MLP."""
-    names = (f"model.layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in NORMS)
+    names = (f"model.layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in LAYER_NORMS)
     for name in (*names, "model.norm.weight"):
         plan.require_wide(name, "the gains of the norms are stored as their difference from 1")
         plan.change(name, lambda gain: gain - 1)

@@ -159,6 +159,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options)
         ),
         **shape.launch_options,
     )
+    return _combine(partial, totals, visible.sinks, q)
+
+
+def _combine(partial: Tensor, totals: Tensor, sinks: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and normaliser from the splits' sums, for queries q."""
+    b, h, t, d = q.shape
     out = laid_out(q)
     normaliser = torch.empty(b, h, t, 2, dtype=torch.float32, device=q.device)
     launch(
@@ -167,16 +173,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options)
         q.device,
         partial=partial,
         totals=totals,
-        sinks=visible.sinks,
+        sinks=sinks,
         out=out,
         normaliser=normaliser,
         heads=h,
         queries=t,
-        splits=parts,
+        splits=partial.shape[0],
         BLOCK=16,
-        PADDED=columns,
+        PADDED=partial.shape[-1],
         HEAD_DIM=d,
-        SINKS=visible.sinks is not None,
+        SINKS=sinks is not None,
         num_warps=4,
     )
     return out, normaliser
