@@ -66,7 +66,7 @@ def patch_model(
     family = family_of(model.config)
     scheme = scheme.resolve(family.norm)
     check_scheme(model.config.model_type, model.config, scheme)
-    _require_own_forward(model, family)
+    require_own_forward(model, family)
     if scheme.norms:
         check_offload(model, own_layers(model, family))
     if not scheme.pre_norm:
@@ -223,7 +223,7 @@ def _require_bare(model: Any) -> None:
         )
 
 
-def _require_own_forward(model: PreTrainedModel, family: Family) -> None:
+def require_own_forward(model: PreTrainedModel, family: Family) -> None:
     """Refuse a model without the family's attention, or whose attention forward another tool has replaced."""
     layers = own_layers(model, family)
     if not layers:

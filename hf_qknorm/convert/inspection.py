@@ -14,7 +14,18 @@ from hf_qknorm.convert.measurements import KneeTrials, Risk
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.stats.records import FORMAT, LayerStatistics, Prediction, predictions_table, to_json
 from hf_qknorm.stats.report import save_json
-from hf_qknorm.stats.tables import READING, ROWS, aligned, bound_cell, mean, over_names, pair_of_means, rest
+from hf_qknorm.stats.tables import (
+    BOUND,
+    GAINS,
+    READING,
+    ROWS,
+    aligned,
+    bound_cell,
+    mean,
+    over_names,
+    pair_of_means,
+    rest,
+)
 
 WIDTH = 100  # of the advice, in characters
 
@@ -27,8 +38,9 @@ class Inspection:
     unpatched). Both are None without a language-modelling head. `trials` are predictions with schemes with fresh gains,
     before any calibration. `knees` are loss and bound at each knee that `calibrate` tries (None for a model that is
     patched, takes no norms, or predicts no tokens). `scheme` is the model's (None if it is unpatched), `bounds` the
-    largest |logit| for any input, by layer, where norms bound it. Shares of large logits are relative to `cap`. `even`
-    is the entropy (nats) of even attention, by layer.
+    largest |logit| for any input, by layer, where norms bound it, and `gains` the largest |gain| of the norms of
+    queries and of keys, by layer; the norms are the scheme's or the model's own. Shares of large logits are relative to
+    `cap`. `even` is the entropy (nats) of even attention, by layer.
 
     >>> found = qk.inspect_model(model, texts)
     >>> found.largest == max(risk.max_logit for risk in found.risks)
@@ -51,6 +63,7 @@ class Inspection:
     advice: Advice
     knees: KneeTrials | None = None
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    gains: Mapping[str, tuple[float | None, float | None]] = dataclasses.field(default_factory=dict)
 
     @property
     def largest(self) -> float:
@@ -73,12 +86,14 @@ class Inspection:
         named = {"unpatched": self.base, "as it is": self.patched}
         named |= {scheme_name(scheme) + ", fresh gains" * bool(scheme.norms): p for scheme, p in self.trials.items()}
         predicted = predictions_table(named)
-        parts = (title, predicted, self._knee_table(), self._layer_table(), READING, self._advice_text())
+        reading = "; ".join([READING, *[GAINS] * bool(self.gains), *[BOUND] * bool(self.bounds)])
+        reading = textwrap.fill(reading, WIDTH)
+        parts = (title, predicted, self._knee_table(), self._layer_table(), reading, self._advice_text())
         return "\n\n".join(part for part in parts if part)
 
     def _layer_table(self) -> str:
         bounded, kneed = bool(self.bounds), self.scheme is not None and bool(self.scheme.knee)
-        optional = ["bound"] * bounded + ["beyond q, k"] * kneed
+        optional = ["gains q, k"] * bool(self.gains) + ["bound"] * bounded + ["beyond q, k"] * kneed
         over = over_names(self.cap)
         rows = [["layer", "", "max |logit|", "head", "entropy", "head", *over, "rms q", "rms k", *optional]]
         for risk in self.risks[:ROWS]:
@@ -87,6 +102,10 @@ class Inspection:
             row += [f"{risk.entropy:.2f}", str(risk.entropy_head)]
             row += [f"{mean(shares):.2%}" for shares in (layer.over_half, layer.over_cap)]
             row += [f"{mean(lengths):.3g}" for lengths in (layer.rms_q, layer.rms_k)]
+            if self.gains:
+                row.append(
+                    ", ".join("-" if g is None else f"{g:.3g}" for g in self.gains.get(risk.layer, (None, None)))
+                )
             row += [bound_cell(self.bounds.get(risk.layer))] * bounded
             rows.append(row + [pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * kneed)
         return aligned(rows) + rest(len(self.risks))

@@ -9,6 +9,7 @@ from hf_qknorm.files.formatting import format_fixed
 ROWS = 12  # layers in a table: the worst ones; JSON has all layers
 READING = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; others: means over heads"
 BOUND = "bound: the largest |logit| that any input can give"
+GAINS = "gains: the largest of each norm"
 BEYOND = "beyond: the share of vectors beyond the knee"
 
 
