@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.model import auto
-from hf_qknorm.model.in_memory import copies_by_name, stores_no_base
+from hf_qknorm.model.in_memory import copies_by_name, refuses_names, stores_no_base
 
 ATTENTION_FUNCTIONS = ("hf_qknorm", "hf_qknorm_triton", "hf_qknorm_tiled", "hf_qknorm_eager")
 
@@ -119,10 +119,16 @@ def _extend_auto_adapters(auto: Any) -> None:
     auto.get_default_import_allowlist = lambda: [*allowed(), "hf_qknorm"]
 
 
+def _extend_vllm(llm: Any) -> None:
+    """Keep TRL's trainers from sampling with the unpatched weights of a model that is patched in memory."""
+    llm.LLM.__init__ = refuses_names(llm.LLM.__init__)
+
+
 EXTENDED: Final[dict[str, Callable[[Any], None]]] = {
     "transformers.modeling_utils": _extend_models,
     "transformers.masking_utils": _extend_masks,
     "peft.utils.constants": _extend_peft,
     "peft.config": _extend_adapters,
     "peft.auto": _extend_auto_adapters,
+    "vllm.entrypoints.llm": _extend_vllm,
 }

@@ -46,17 +46,15 @@ class InMemoryName(str):
         Of the `options` of `from_pretrained`, the dtype, the device and the attention backend are used. Raises
         ValueError if the model is no `cls`, or can't be copied.
         """
-        model: Any = self.model()
+        caller, model = f"{cls.__name__}.from_pretrained", self.model()
         if model is None:
-            raise self._refusal(cls, "it is no longer in memory")
+            raise self.refusal(caller, "it is no longer in memory")
         if not isinstance(model, cls):
-            raise self._refusal(cls, f"it is a {type(model).__name__}")
+            raise self.refusal(caller, f"it is a {type(model).__name__}")
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-            raise self._refusal(cls, "DeepSpeed ZeRO-3 shards its weights")
+            raise self.refusal(caller, "DeepSpeed ZeRO-3 shards its weights")
         logger.warning(
-            "%s.from_pretrained(%r): the model of this name was changed in memory, and is copied as it is now",
-            cls.__name__,
-            str(self),
+            "%s(%r): the model of this name was changed in memory, and is copied as it is now", caller, str(self)
         )
         config = copy.deepcopy(model.config)
         requested = getattr(options.get("config"), "_attn_implementation", None)  # Auto classes put it there
@@ -67,17 +65,18 @@ class InMemoryName(str):
             None, config=config, state_dict=weights, output_loading_info=True, **settings
         )
         if missing := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
-            raise self._refusal(cls, f"another tool has changed its weights' names, such as {missing[0]}")
+            raise self.refusal(caller, f"another tool has changed its weights' names, such as {missing[0]}")
         for named in (loaded.config, *_named_modules(loaded)):
             named.name_or_path = str(self)
         mark_in_memory(loaded)
         return loaded, info
 
-    def _refusal(self, cls: Any, reason: str) -> ValueError:
+    def refusal(self, caller: str, reason: str) -> ValueError:
+        """Return the error of a `caller` that got the name and can't have the model, for this `reason`."""
         return ValueError(
-            f"{cls.__name__}.from_pretrained got the name of a model that was changed in memory, and can't copy that "
-            f"model: {reason}. {str(self)!r} has the model as it was before. Save the changed model and load its "
-            "folder, or pass a model in place of a name; for the model as it was, give the name as str(name)"
+            f"{caller} got the name of a model that was changed in memory, and can't copy that model: {reason}. "
+            f"{str(self)!r} has the model as it was before. Save the changed model and give its folder, or pass a "
+            "model in place of a name; for the model as it was, give str(name)"
         )
 
     def unsaved(self) -> str:
@@ -132,3 +131,16 @@ def stores_no_base(to_dict: Callable[..., Any]) -> Callable[..., Any]:
         return to_dict(self) | ({"base_model_name_or_path": name.unsaved()} if isinstance(name, InMemoryName) else {})
 
     return stored
+
+
+def refuses_names(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the constructor of vLLM's `LLM` refuse the name of a model that was changed in memory."""
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        name = args[0] if args else kwargs.get("model")
+        if isinstance(name, InMemoryName):
+            raise name.refusal("vLLM", "it loads a checkpoint from the disk")
+        init(self, *args, **kwargs)
+
+    return checked

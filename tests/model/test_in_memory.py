@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import yaml
 from tables import KNEES, PAIRS, TRIED, make_batch, randomise, sharp_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_qknorm import SCHEMES, calibrate, patch_model, set_blend, unpatch_model
+from hf_qknorm import SCHEMES, calibrate, patch_model, registration, set_blend, unpatch_model
 from hf_qknorm.model.in_memory import InMemoryName
 
 CHANGES = [(model_type, name) for model_type, name in [*PAIRS, *KNEES] if not TRIED[name].changes_nothing]
@@ -116,7 +117,7 @@ def test_none_keeps_the_name(folder):
 
 def test_a_model_that_cannot_be_copied_is_refused(patched, folder):
     name = patched.name_or_path
-    with pytest.raises(ValueError, match=r"it is a QKNormLlamaForCausalLM\. .* Save the changed model and load its"):
+    with pytest.raises(ValueError, match=r"it is a QKNormLlamaForCausalLM\. .* Save the changed model and give its"):
         AutoModel.from_pretrained(name)
     patched.lm_head.weight.ds_id = 0  # as DeepSpeed marks a shard
     with pytest.raises(ValueError, match="DeepSpeed ZeRO-3 shards its weights"):
@@ -134,3 +135,19 @@ def test_an_unnamed_model_is_copied_by_its_empty_name():
     model = patch_model(sharp_model("llama"), "soft_cap")
     assert model.name_or_path == ""
     assert type(LlamaForCausalLM.from_pretrained(model.name_or_path)) is type(model)
+
+
+def test_vllm_gets_no_name_of_a_model_in_memory(patched, folder):
+    """Against its constructor's signature, as vLLM does not run here."""
+    loaded = []
+
+    class LLM:
+        def __init__(self, model, *, seed=0):
+            loaded.append((model, seed))
+
+    registration.EXTENDED["vllm.entrypoints.llm"](SimpleNamespace(LLM=LLM))
+    for call in (lambda: LLM(patched.name_or_path), lambda: LLM(model=patched.name_or_path, seed=1)):
+        with pytest.raises(ValueError, match="vLLM got the name of a model that was changed in memory"):
+            call()
+    LLM(model=str(folder), seed=1)
+    assert loaded == [(str(folder), 1)]
