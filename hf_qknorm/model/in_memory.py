@@ -51,6 +51,8 @@ class InMemoryName(str):
             raise self.refusal(caller, "it is no longer in memory")
         if not isinstance(model, cls):
             raise self.refusal(caller, f"it is a {type(model).__name__}")
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise self.refusal(caller, "some of its weights are offloaded")
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             raise self.refusal(caller, "DeepSpeed ZeRO-3 shards its weights")
         logger.warning(

@@ -126,6 +126,8 @@ def test_a_model_that_cannot_be_copied_is_refused(patched, folder):
     patched.model.layers[0].self_attn.q_proj.other = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"changed its weights' names, such as .*q_proj\.other\.bias"):
         LlamaForCausalLM.from_pretrained(name)
+    with pytest.raises(ValueError, match="some of its weights are offloaded"):
+        LlamaForCausalLM.from_pretrained(patched.to("meta").name_or_path)
     gone = InMemoryName(folder, patch_model(sharp_model("llama"), SCHEMES["soft_cap"]))
     with pytest.raises(ValueError, match="it is no longer in memory"):
         LlamaForCausalLM.from_pretrained(gone)
