@@ -15,26 +15,23 @@ FORMAT = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, about {remainin
 
 
 class Progress:
-    """A bar over all steps of the demo, printed above by `print`. Its unit is the work of training on one token."""
+    """A bar over the whole demo; `print` prints above it. Its unit is the work of training on one token."""
 
     def __init__(self, total: int) -> None:
-        self.bar = tqdm(total=total, desc="starting", bar_format=FORMAT, mininterval=0.5, smoothing=0.05, leave=False)
+        self.bar = tqdm(total=total, desc="starting", bar_format=FORMAT, mininterval=1, smoothing=0.02, leave=False)
 
     def stage(self, name: str) -> None:
         """Name the current stage beside the bar."""
         self.bar.set_description_str(name)
 
-    def trained(self, tokens: int) -> None:
-        """Advance by a step of training."""
-        self.bar.update(tokens)
+    def advance(self, work: int) -> None:
+        """Advance by this much work, in trained tokens."""
+        self.bar.update(work)
 
-    def evaluated(self, tokens: int) -> None:
-        """Advance by an evaluation, which has no backward pass."""
-        self.bar.update(evaluation_work(tokens))
-
-    def print(self, text: str = "") -> None:
-        """Print text above the bar."""
-        self.bar.write(text)
+    def print(self, text: str) -> None:
+        """Print text above the bar, at once even into a pipe."""
+        with tqdm.external_write_mode():
+            print(text, flush=True)
 
 
 @contextmanager

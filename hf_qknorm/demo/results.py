@@ -10,7 +10,6 @@ from typing import Any
 from hf_qknorm.files.formatting import format_fixed
 
 LEVEL = 5e-4  # nats; smaller differences round to zero
-WIDTHS = (26, 14, 16, 18)  # of the columns
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,11 @@ class Run:
         """The largest |logit| of all measurements."""
         return max(each.max_logit for each in self.measured.values())
 
-    def row(self) -> str:
-        """A line of the table under `RUN_HEADER`."""
+    def row(self, steps: int) -> str:
+        """A line of the table under `RUN_HEADER`; it names the last step if that is before `steps`."""
         losses = (f"{loss:.3f}" for loss in (self.measured[0].loss, self.loss))
-        return _aligned(f"rate {self.rate:g}, {self.model}", *losses, format_fixed(self.max_logit, 1))
+        row = _aligned(f"rate {self.rate:<8g} {self.model}", *losses, format_fixed(self.max_logit, 1))
+        return row if self.steps == steps else f"{row}  (after {self.steps} of {steps} steps)"
 
     def to_dict(self) -> dict[str, Any]:
         """The run as JSON-ready data, with a list of measurements."""
@@ -61,19 +61,16 @@ class Run:
 
 
 def _aligned(name: str, *cells: str) -> str:
-    return f"   {name:{WIDTHS[0]}}" + "".join(
-        f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS[1:], strict=False)
-    )
+    return f"   {name:26}" + "".join(f"{cell:>17}" for cell in cells)
 
 
-CONVERSION_HEADER = _aligned("", "held-out loss", "largest |logit|")
-RUN_HEADER = _aligned("", "loss before", "after", "largest |logit|")
+RUN_HEADER = _aligned("", "loss before", "loss after", "largest |logit|")
 
 
 def conversion_table(conversion: Mapping[str, Measured]) -> str:
     """The held-out loss and the largest |logit| of each model after the conversion."""
     rows = (_aligned(name, f"{each.loss:.3f}", format_fixed(each.max_logit, 1)) for name, each in conversion.items())
-    return "\n".join((CONVERSION_HEADER, *rows))
+    return "\n".join((_aligned("", "held-out loss", "largest |logit|"), *rows))
 
 
 def summary(runs: list[Run], usual: float) -> str:
@@ -85,18 +82,17 @@ def summary(runs: list[Run], usual: float) -> str:
             continue
         lines.append(f"At a rate of {rate:g}" + ("" if rate == usual else f", {rate / usual:g} times {usual:g}") + ":")
         for run in pair:
-            end = (
-                f"   the {run.model} model ends {_above(run.rise, 'its start')}, with logits up to {run.max_logit:.0f};"
-            )
-            lines.append(end)
+            end = _above(run.rise, "its start")
+            lines.append(f"   the {run.model} model ends {end}, with logits up to {run.max_logit:.0f};")
         apart = pair[1].loss - pair[0].loss
-        lines[-1] = lines[-1].removesuffix(";") + f",\n   {_above(apart, f'the {pair[0].model} model')}."
+        compared = f",\n   {_above(apart, f'the {pair[0].model} model')}." if math.isfinite(apart) else "."
+        lines[-1] = lines[-1].removesuffix(";") + compared
     return "\n".join(lines)
 
 
 def _above(difference: float, what: str) -> str:
     if not math.isfinite(difference):
-        return f"at a loss that is no number, against {what}"
+        return "at a loss that is not finite"
     if abs(difference) < LEVEL:
         return f"level with {what}"
     return f"{abs(difference):.3f} nats {'above' if difference > 0 else 'below'} {what}"

@@ -49,6 +49,7 @@ BASE_RATE = 2e-3  # of its training
 TIMES = 10  # the second pair of runs has this many times the usual rate
 RUN_BATCH = 4  # sequences in a batch of continued training
 LOOKS = 8  # evaluations of a run after the first
+CONVERSION = 4  # its work, with saving and reloading, is about that of training on the calibration text this many times
 REPORT, PLOT, MODEL = WRITTEN = ("report.json", "loss.png", "model")
 EARLIER = ("logits.png",)  # written by demos of version 0.2.0
 
@@ -107,11 +108,14 @@ def run_demo(settings: Settings) -> dict[str, Any]:
             _save_model(models["calibrated"], tokenizer, calibration, folder / MODEL)
             report["reloaded"] = _reload(models["calibrated"], batches["held_out"][0], folder / MODEL)
             _write(report, conversion, runs, folder)
-        _print_conversion(report, calibration, out, progress)
+        _print_saved(report, calibration, out, progress)
         try:
             _train_on(models, batches, settings, runs, progress, lambda: _write(report, conversion, runs, out))
-        finally:  # also when the demo is interrupted
+        except BaseException:
             _write(report, conversion, runs, out)
+            if runs and runs[-1].steps < settings.steps:
+                progress.print(runs[-1].row(settings.steps))
+            raise
     _print_end(runs, settings, out)
     return report
 
@@ -161,15 +165,16 @@ def _tokens(batches: list[Tensor]) -> int:
 
 
 def _work(batches: Batches, *, trains_base: bool) -> int:
-    """The length of the progress bar: the tokens of all training, and the evaluations of the four runs."""
+    """The length of the progress bar: all training, the conversion, and the evaluations of the four runs."""
     evaluations = (LOOKS + 1) * evaluation_work(_tokens(batches["held_out"]))
-    return _tokens(batches["base"]) * trains_base + 4 * (_tokens(batches["continued"]) + evaluations)
+    once = _tokens(batches["base"]) * trains_base + CONVERSION * _tokens(batches["calibration"])
+    return once + 4 * (_tokens(batches["continued"]) + evaluations)
 
 
 def _train_base(base: Any, batches: Batches, progress: Progress) -> None:
     progress.stage("training a small Llama")
     count, tokens = sum(p.numel() for p in base.parameters()), batches["base"][0].numel()
-    each_step = lambda step: progress.trained(tokens if step else 0)  # noqa: E731
+    each_step = lambda step: progress.advance(tokens if step else 0)  # noqa: E731
     train(base, batches["base"], rate=BASE_RATE, warmup=20, decay=True, desc=None, each_step=each_step)
     loss = mean_loss(base, batches["held_out"])
     steps = len(batches["base"])
@@ -186,7 +191,10 @@ def _convert(
     measure = partial(_measure, batches=batches["held_out"])
     conversion = {"unpatched": measure(models["unpatched"]), "fresh gains": measure(converted)}
     calibration = calibrate(converted, batches["calibration"])
-    return models, conversion | {"calibrated": measure(converted)}, calibration
+    conversion["calibrated"] = measure(converted)
+    progress.advance(CONVERSION * _tokens(batches["calibration"]))
+    progress.print(f"2. converted to {scheme}\n{conversion_table(conversion)}")
+    return models, conversion, calibration
 
 
 def _measure(model: Any, batches: list[Tensor]) -> Measured:
@@ -226,23 +234,23 @@ def _train_on(
 ) -> None:
     """Train a copy of each model at each rate, on the same batches, and call `write` after each; adds to `runs`."""
     every, tokens = max(settings.steps // LOOKS, 1), batches["continued"][0].numel()
-    evaluated = _tokens(batches["held_out"])
+    evaluated = evaluation_work(_tokens(batches["held_out"]))
     for rate in (TIMES * settings.rate, settings.rate):
         for name, start in models.items():
             model, run = copy.deepcopy(start), Run(name, rate)
             progress.stage(f"{name}, rate {rate:g}")
 
             def each_step(step: int, model: Any = model, run: Run = run) -> None:
-                progress.trained(tokens if step else 0)
+                progress.advance(tokens if step else 0)
                 if step % every == 0 or step == settings.steps:
                     run.measured[step] = _measure(model, batches["held_out"])
-                    progress.evaluated(evaluated)
+                    progress.advance(evaluated)
                     if not step:
                         runs.append(run)
 
-            schedule = {"warmup": settings.steps // 10, "decay": True}
-            train(model, batches["continued"], rate=rate, desc=None, each_step=each_step, **schedule)
-            progress.print(run.row())
+            warmup = settings.steps // 10
+            train(model, batches["continued"], rate=rate, warmup=warmup, decay=True, desc=None, each_step=each_step)
+            progress.print(run.row(settings.steps))
             write()
 
 
@@ -256,24 +264,26 @@ def _write(report: dict[str, Any], conversion: dict[str, Measured], runs: list[R
 
 
 def _print_start(settings: Settings, seconds: float) -> None:
-    text = "Python's standard library" if settings.data is None else settings.data
-    model = "a small Llama, trained first" if settings.checkpoint is None else settings.checkpoint
-    print(f"Demo of {settings.scheme} on {model}. Text: {text}; losses in nats per token, on a tenth kept apart.")
-    print(f"It takes about {format_seconds(seconds)} here, with {threads()}. Ctrl-C keeps the results so far.\n")
+    text = settings.data or "Python's standard library"
+    print(
+        f"Demo: convert {settings.checkpoint or 'a small Llama'} to {settings.scheme}, and train it on beside the "
+        f"unpatched model.\nIt takes about {format_seconds(seconds)} here, with {threads()}. Ctrl-C keeps the results "
+        f"so far.\nLosses are in nats per token, on the last tenth of the text: {text}.\n",
+        flush=True,
+    )
 
 
-def _print_conversion(report: dict[str, Any], calibration: Calibration, out: Path, progress: Progress) -> None:
-    conversion = {name: Measured(**each) for name, each in report["conversion"].items()}
+def _print_saved(report: dict[str, Any], calibration: Calibration, out: Path, progress: Progress) -> None:
+    bound = "" if calibration.bound is None else f": |logit| ≤ {calibration.bound:.1f} for any input, before any cap"
     reloaded, steps = report["reloaded"], report["settings"]["steps"]
-    progress.print(f"2. conversion to {report['settings']['scheme']}\n{conversion_table(conversion)}")
-    progress.print(f"   {calibration}")
-    progress.print(f"   first plot: {out / PLOT}; the converted checkpoint: {out / MODEL}/")
-    same = f"logits differ by {reloaded['largest_difference']:g}"
-    progress.print(f"   reloaded in a new process as {reloaded['class']}: {same}\n")
-    progress.print(f"3. {steps} more steps from both, on the same text in the same order\n{RUN_HEADER}")
+    progress.print(
+        f"   calibrated with {calibration.title}{bound}\n   first plot: {out / PLOT}\n   checkpoint: {out / MODEL}, "
+        f"reloaded in a new process as {reloaded['class']}: logits differ by {reloaded['largest_difference']:g}\n\n"
+        f"3. {steps} more steps from unpatched and from calibrated, on the same text in the same order\n{RUN_HEADER}"
+    )
 
 
 def _print_end(runs: list[Run], settings: Settings, out: Path) -> None:
-    print(f"\n{summary(runs, settings.rate)}\n\nwritten: {', '.join(str(out / name) for name in WRITTEN)}/")
-    print(f"next step, the model head by head: hf-qknorm inspect {shlex.quote(str(out / MODEL))}")
-    print("next step, your own model: hf-qknorm convert CKPT NEW --calibrate TEXT")
+    print(f"\n{summary(runs, settings.rate)}\n\nwritten: {', '.join(str(out / name) for name in WRITTEN)}")
+    print(f"next step: hf-qknorm inspect {shlex.quote(str(out / MODEL))} (this model, head by head)")
+    print("then, with your own model and text: hf-qknorm convert CKPT NEW --calibrate TEXT")

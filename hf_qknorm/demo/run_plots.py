@@ -6,37 +6,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
 from hf_qknorm.demo.results import Measured, Run
+from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.stats import plotting
 
 STEPS = "steps of continued training"
+VALUES = {"loss": ("held-out loss", 3), "max_logit": ("largest |logit|, before any cap", 0)}  # with digits
+MARKERS = {"unpatched": "s", "calibrated": "o"}
 
 
 def plot_results(conversion: Mapping[str, Measured], runs: list[Run], path: Path) -> None:
     """Draw the rise in loss of the conversion, and losses and logits of the runs so far, as a PNG."""
-    figure = plotting.new_figure(12, 3.9)
-    left, *panels = figure.subplots(1, 3, width_ratios=(0.75, 1, 1))
+    figure = plotting.new_figure(12, 4)
+    left, *panels = figure.subplots(1, 3, width_ratios=(0.7, 1, 1))
     _draw_conversion(left, conversion)
-    fast = max((run.rate for run in runs), default=0.0)
-    for run in runs:
-        style = {"color": plotting.COLOURS[run.model], "linestyle": "-" if run.rate == fast else ":"}
-        style |= {"label": f"{run.model}, rate {run.rate:g}", "marker": "o", "markersize": 3}
-        for axes, values in zip(panels, ("loss", "max_logit"), strict=True):
-            numbers = plotting.drawable(getattr(each, values) for each in run.measured.values())
-            axes.plot(list(run.measured), numbers, **style)
-    losses, logits = panels
-    plotting.finish_axes(losses, STEPS, "held-out loss (nats per token)")
-    plotting.finish_axes(logits, STEPS, "largest |logit| before any cap (log scale)")
+    for axes, (value, (label, digits)) in zip(panels, VALUES.items(), strict=True):
+        _draw_runs(axes, runs, value, digits)
+        plotting.finish_axes(axes, STEPS, f"{label} (nats per token)" if value == "loss" else f"{label} (log scale)")
+        axes.set_title(f"2. Trained on: {label.partition(',')[0]}", fontsize=10, color=plotting.INK)
+    logits = panels[1]
     logits.set_yscale("log")
-    losses.set_title("Training on: loss", fontsize=10, color=plotting.INK)
-    logits.set_title("Training on: attention logits", fontsize=10, color=plotting.INK)
+    logits.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    logits.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    logits.yaxis.set_minor_formatter(NullFormatter())
     if runs:
-        figure.legend(
-            *losses.get_legend_handles_labels(), loc="outside lower right", ncols=4, frameon=False, fontsize=9
-        )
-    else:
-        for axes in panels:
-            axes.text(0.5, 0.5, "not trained yet", ha="center", transform=axes.transAxes, color=plotting.GRID)
+        handles = panels[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     plotting.save_figure(figure, path)
 
 
@@ -50,5 +47,21 @@ def _draw_conversion(axes: Any, conversion: Mapping[str, Measured]) -> None:
         plotting.write_beside(axes, f"{rise:+.3f}", (place, max(rise, 0.0)), (0, 3), ha="center")
     axes.axhline(0, color=plotting.COLOURS["unpatched"], linewidth=1.5)
     axes.margins(x=0.2, y=0.15)
-    plotting.finish_axes(axes, "", f"loss above the unpatched model's {base:.3f} (nats per token)")
-    axes.set_title("Converting: rise in held-out loss", fontsize=10, color=plotting.INK)
+    plotting.finish_axes(axes, f"(loss of the unpatched model: {base:.3f})", "rise in held-out loss (nats per token)")
+    axes.set_title("1. Converted: rise in loss", fontsize=10, color=plotting.INK)
+
+
+def _draw_runs(axes: Any, runs: list[Run], value: str, digits: int) -> None:
+    """Draw a line per run, solid at the highest rate and dotted below it; its last value stands beside it."""
+    highest = max((run.rate for run in runs), default=0.0)
+    for run in runs:
+        fast, colour = run.rate == highest, plotting.COLOURS[run.model]
+        numbers = plotting.drawable(getattr(each, value) for each in run.measured.values())
+        style = {"linestyle": "-" if fast else ":", "color": colour, "label": f"{run.model}, rate {run.rate:g}"}
+        axes.plot(list(run.measured), numbers, marker=MARKERS[run.model], markersize=4 if fast else 2.5, **style)
+        if fast:
+            last = format_fixed(numbers[-1], digits)
+            plotting.write_beside(axes, last, (run.steps, numbers[-1]), (6, 0), va="center", color=colour)
+    axes.margins(x=0.12 if runs else 0.05, y=0.1)
+    if not runs:
+        axes.text(0.5, 0.5, "not trained yet", ha="center", transform=axes.transAxes, color=plotting.GRID)
