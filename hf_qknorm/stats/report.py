@@ -18,6 +18,7 @@ from hf_qknorm.files.untrusted import check_keys, check_number, check_positive, 
 from hf_qknorm.model.record import check_samples
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats import records, tables
+from hf_qknorm.stats.html import page_html
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
 
 MEASURED = "measured"  # the method of a report on the patched model alone
@@ -117,6 +118,12 @@ class Calibration:
 
     def table(self) -> str:
         """A text of up to 120 columns with the predictions and the layers with the largest logits."""
+        return tables.page_text(self._page())
+
+    def _repr_html_(self) -> str:
+        return page_html(self._page() if self.method == MEASURED else (*self._page(), str(self)))
+
+    def _page(self) -> tables.Page:
         predictions = {"unpatched": self.base, "fresh gains": self.ones, self.title: self.chosen}
         alone = self.method == MEASURED
         layers = sorted(self.layers.items(), key=lambda item: -max(item[1].after.max_logit))
@@ -133,14 +140,13 @@ class Calibration:
         knees = ", ".join(f"{knee:g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in self.knees.items())
         sides = [] if alone else ["Before → after"]
         reading = "; ".join([*sides, tables.BOUND, *([tables.BEYOND] if beyond else [])])
-        parts = (
+        return (
             f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
             str(self) if alone else records.predictions_table(predictions),
             f"loss, KL by knee: {knees}" if knees else "",
-            tables.aligned(rows) + tables.rest(len(layers)),
+            tables.Table(rows, tables.rest(len(layers))),
             f"{reading};\n{tables.READING}.",
         )
-        return "\n\n".join(part for part in parts if part)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data, for `Calibration.from_dict`."""

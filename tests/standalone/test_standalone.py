@@ -11,7 +11,7 @@ import pytest
 import torch
 from children import WITHOUT_PACKAGE, child
 from safetensors.torch import load_file, save_file
-from tables import MODEL_TYPES, applies, make_batch, randomise, sharp_model
+from tables import MODEL_TYPES, applies, as_loaded, make_batch, randomise, sharp_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, add_standalone, convert_checkpoint, patch_model, unpatch_model
@@ -36,7 +36,7 @@ CASES = {
 
 def made(name: str) -> PreTrainedModel:
     model_type, scheme, _ = CASES[name]
-    model = randomise(patch_model(sharp_model(model_type), scheme)).eval()
+    model = as_loaded(randomise(patch_model(sharp_model(model_type), scheme))).eval()
     if name == "llama on its way in":
         set_blend(model, 0.5)
     return model
@@ -259,4 +259,6 @@ def test_unpatching_removes_the_auto_map():
 
 
 def test_a_new_config_names_no_code():
-    assert getattr(derived_config("llama")(qk_norm="qk_norm"), "auto_map", None) is None
+    config = derived_config("llama")(qk_norm="qk_norm")
+    assert not config.auto_map
+    assert "auto_map" not in config.to_dict()
