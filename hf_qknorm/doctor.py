@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_qknorm.backends.functions import why_not_kernels, why_tiled
+from hf_qknorm.backends.calls import why_not_kernels
+from hf_qknorm.backends.functions import why_tiled
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
 from hf_qknorm_command.findings import Finding

@@ -73,16 +73,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: Any) -> None:
-    about = "train a small model, convert it, train on, compare and plot; downloads nothing"
+    about = "train a small model, convert it, train on at two rates, compare and plot; downloads nothing"
     add = commands.add_parser("demo", help=about).add_argument
     text = "text: a file, a folder, or the name of a Hub dataset; by default Python's standard library"
     add("--data", metavar="TEXT", help=text)
     add("--checkpoint", metavar="CKPT", help="a causal language model to start from, instead of training a small Llama")
     schemes = "one of `hf-qknorm schemes`, by default %(default)s"
     add("--scheme", default="qk_norm_cap", type=parse_preset, metavar="PRESET", help=schemes)
-    add("--base-steps", type=COUNT, default=200, help="steps of training for the small Llama, by default %(default)s")
-    add("--steps", type=COUNT, default=60, help="steps of continued training, by default %(default)s")
-    add("--rate", type=POSITIVE, default=3e-4, help="learning rate of continued training, by default %(default)s")
+    add("--base-steps", type=COUNT, default=120, help="steps of training for the small Llama, by default %(default)s")
+    add("--steps", type=COUNT, default=200, help="steps of continued training, by default %(default)s")
+    rate = "the usual learning rate of continued training, by default %(default)s; the demo also trains at ten times it"
+    add("--rate", type=POSITIVE, default=1e-3, help=rate)
     files = "folder for all that is written, by default %(default)s"
     add("--out", metavar="FOLDER", default="./qknorm-demo", help=files)
     add("--seed", type=SEED, default=0, help="seed of weights and batches, by default %(default)s")

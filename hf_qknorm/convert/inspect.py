@@ -141,7 +141,9 @@ def _measure(model: Any, batches: Batches, cap: float | None) -> Measurements:
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
     even = {name: _even_entropy(layer, batches) for name, layer in layers.items()}
     normed = first.has_own_norms or None not in (scheme.q, scheme.k)
-    return Measurements(found, cap, even, scheme, normed, first.softcap, bound=worst_bound(model))
+    takes_norms = not (first.has_own_norms or first.family.latent)
+    bound = worst_bound(model)
+    return Measurements(found, cap, even, scheme, normed, takes_norms, first.softcap, bound=bound)
 
 
 def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
@@ -156,7 +158,7 @@ def _scheme_trials(model: PreTrainedModel, batches: Batches, measured: Measureme
     """The predictions of an unpatched model with each scheme that may suit it, with fresh gains."""
     caps = (measured.cap, wide_cap(measured.largest, measured.cap)) if measured.own_cap is None else ()
     schemes = [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
-    schemes += [] if measured.normed else [SCHEMES["q_norm"], SCHEMES["qk_norm"]]
+    schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]] if measured.takes_norms else []
     trials = {}
     for scheme in schemes:
         with _patched(model, scheme):

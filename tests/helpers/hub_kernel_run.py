@@ -30,10 +30,12 @@ def load(variant: Path) -> ModuleType:
 
 
 def accept_installed_kernels() -> None:
-    """Make transformers accept the installed version of `kernels`, whichever it asks for."""
+    """Make transformers accept the installed version of `kernels`, if it asks for another one."""
     from transformers.utils import import_utils
 
-    import_utils.is_kernels_available.__wrapped__.__defaults__ = ("0.16", "1")  # the oldest and the newest
+    if not import_utils.is_kernels_available():
+        import_utils.is_kernels_available.__wrapped__.__defaults__ = ("0.16", "1")  # the oldest and the newest
+        import_utils.is_kernels_available.cache_clear()
 
 
 def load_without_kernels(kernel: Path) -> None:
