@@ -108,7 +108,8 @@ def _add_convert(commands: Any) -> None:
     add("--dry-run", action="store_true", help="check everything, print the plan, and write nothing")
     add("--overwrite", action="store_true", help=OVERWRITE)
     add("--allow-pickle", action="store_true", help="read pytorch_model.bin if there are no safetensors")
-    add("--standalone", action="store_true", help="include the code that runs the model without hf_qknorm")
+    code = "include the code that runs the model without hf_qknorm (the default)"
+    add("--standalone", action=argparse.BooleanOptionalAction, default=True, help=code)
     add("--push", metavar="REPO", help="push the result to the Hub; whether that can be done is checked first")
     add("--private", action="store_true", default=None, help="with --push, make a private repository")
 
@@ -144,6 +145,9 @@ def _add_card(commands: Any) -> None:
     add = commands.add_parser("card", help="write the model card of a patched checkpoint, with plots").add_argument
     folder = "a folder with a patched checkpoint; a README.md that hf-qknorm did not write becomes README.original.md"
     add("checkpoint", metavar="CKPT", help=folder)
+    text = "measure the model on this text, a file, a folder or a Hub dataset, and write the report that the card has"
+    add("--texts", metavar="TEXT", help=text)
+    add("--tokens", type=COUNT, default=16_384, help="with --texts, how many tokens to use, by default %(default)s")
     add("--repo", metavar="REPO", help="the checkpoint's name on the Hub, for the card")
 
 

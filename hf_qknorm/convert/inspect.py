@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,8 @@ from hf_qknorm.convert import text
 from hf_qknorm.convert.advice import advise, knee_scheme, wide_cap
 from hf_qknorm.convert.inspection import Inspection
 from hf_qknorm.convert.knees import sweep_knees, tolerance
+from hf_qknorm.convert.measured_checkpoint import loaded_with_text
 from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
-from hf_qknorm.convert.memory import SEQUENCES, memory_left, place_weights
-from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
 from hf_qknorm.families import family_of
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
@@ -118,17 +115,8 @@ def inspect_checkpoint(
     with open_source(checkpoint) as source:
         if not isinstance(source.config, QKNormConfig):
             family_of(source.config)
-        require_causal(source.config)
-        tokenizer = load_tokenizer(source.folder)
-        ids = text.tokenize(tokenizer, text.load_text(texts, limit=text.CHARACTERS * tokens))[:tokens]
-        text.check_batches([{"input_ids": ids[None]}], source.config)
-        scratch = Path(tempfile.gettempdir(), source.folder.name)
-        memory = memory_left(None)
-        with place_weights(source, text.default_length(source.config), memory, scratch) as (placement, sequences):
-            model = load_causal(source, "auto", **placement)
-            return inspect_model(
-                model, [{"input_ids": ids}], max_tokens=tokens, cap=cap, batch_size=sequences or SEQUENCES
-            )
+        with loaded_with_text(source, texts, tokens) as (model, batch, sequences):
+            return inspect_model(model, [batch], max_tokens=tokens, cap=cap, batch_size=sequences)
 
 
 def _measure(model: Any, batches: Batches, cap: float | None) -> Measurements:

@@ -20,6 +20,7 @@ from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.files.paths import user_path
+from hf_qknorm.scheme import Scheme
 from hf_qknorm.standalone.bundler import Bundle
 from hf_qknorm.standalone.notice import NOTICES
 
@@ -36,6 +37,8 @@ _REPLACED = {
     ("hf_qknorm.backends.functions", "CAP_BACKENDS"): (_RUNTIME, "CAP_BACKENDS"),
     ("hf_qknorm.model.accelerate_hooks", "execution_device"): (_RUNTIME, "execution_device"),
     ("hf_qknorm.model.accelerate_hooks", "set_module_class"): (_RUNTIME, "set_module_class"),
+    ("hf_qknorm.model.record", "load_record"): (_RUNTIME, "load_record"),
+    ("hf_qknorm.model.record", "write_record"): (_RUNTIME, "write_record"),
     ("hf_qknorm.standalone.generate", "set_auto_map"): (_RUNTIME, "set_auto_map"),
     ("hf_qknorm.standalone.generate", "write_standalone_code"): (_RUNTIME, "write_standalone_code"),
 }
@@ -92,6 +95,23 @@ def standalone_code(model_type: str) -> str:
         theirs="\n".join(f"    {name} = package.{name}" for name in (config, *models)),
     )
     return _HEAD.format(config=config, base=model_type) + bundle.text() + foot
+
+
+def check_standalone(model_type: str, scheme: Scheme) -> None:
+    """Raise ValueError for a model type or a scheme with parts that are not in the package's own sources."""
+    try:
+        code = standalone_code(model_type)
+    except (AttributeError, LookupError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        foreign = [norm for norm in scheme.norms if f'"{norm}": NormKind(' not in code]
+        if not foreign:
+            return
+        problem = f"the norm {foreign[0]!r} is not hf_qknorm's own"
+    raise ValueError(
+        f"no stand-alone code can be made for {model_type} with this scheme ({problem}): convert without it, by "
+        "standalone=False (--no-standalone)"
+    )
 
 
 def set_auto_map(config: Any) -> None:

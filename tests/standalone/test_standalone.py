@@ -222,14 +222,14 @@ def test_foreign_code_in_auto_map_is_replaced(tmp_path):
     assert (tmp_path / "again" / CODE_FILE).read_text() == standalone_code("llama")
 
 
-@pytest.mark.parametrize("standalone", [True, False])
-def test_a_conversion_carries_the_code_when_asked(standalone, tmp_path):
+@pytest.mark.parametrize(("standalone", "options"), [(True, {}), (False, {"standalone": False})])
+def test_a_conversion_carries_the_code_unless_told_otherwise(standalone, options, tmp_path):
     """Foreign code that the source's config names is never included."""
     sharp_model("llama").save_pretrained(tmp_path / "source")
     config = json.loads((tmp_path / "source/config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "evil.Model"}
     (tmp_path / "source/config.json").write_text(json.dumps(config))
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", "qk_norm", standalone=standalone)
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", "qk_norm", **options)
     saved = json.loads((tmp_path / "out/config.json").read_text())
     assert (tmp_path / "out" / CODE_FILE).is_file() == ("auto_map" in saved) == standalone
     assert "evil" not in json.dumps(saved)
