@@ -107,7 +107,7 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model's state dict, shared ones once."""
     named = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(named.items())}
-    return {name: named[name] for name in reversed(first.values())}
+    return {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
 
 
 def sample_all(tensors: Mapping[str, Tensor]) -> dict[str, str]:
