@@ -17,21 +17,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from text_trainer import (
-    Arguments,
     Text,
     TextOptions,
-    held_out_loss,
+    add_loss,
     make_trainer,
     parse,
     print_once,
     results_table,
     train_and_save,
 )
-from torch.optim import AdamW
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import QKClip, QuacK, Scheme, patch_model
-from hf_qknorm.demo.training import byte_tokenizer, decay_groups, small_llama
+from hf_qknorm.demo.training import byte_tokenizer, small_llama
 
 
 @dataclass
@@ -56,22 +54,17 @@ def random_model(options: Options, tokens: int) -> Any:
     return patch_model(model, Scheme.of(options.scheme))
 
 
-def quack(model: Any, arguments: Arguments, tau: float) -> QuacK:
-    """Return AdamW with the Trainer's settings, wrapped by QuacK."""
-    options, defaults = Trainer.get_optimizer_cls_and_kwargs(arguments)[1], AdamW(model.parameters()).defaults
-    groups = decay_groups(model, arguments.weight_decay)
-    return QuacK(AdamW(groups, **{key: value for key, value in options.items() if key in defaults}), model, tau)
-
-
 def main(command: list[str] | None = None) -> dict[str, float]:
     options, arguments = parse(Options, "qknorm-scratch", command)
     tokenizer = byte_tokenizer() if options.tokenizer is None else AutoTokenizer.from_pretrained(options.tokenizer)
     text, model = Text(options, tokenizer), random_model(options, len(tokenizer))
-    optimizers = (None if options.quack is None else quack(model, arguments, options.quack), None)
-    trainer = make_trainer(model, text, tokenizer, arguments, options.every, optimizers=optimizers)
+    trainer = make_trainer(model, text, tokenizer, arguments, options.every)
+    if options.quack is not None:
+        QuacK.attach(trainer, options.quack)
     if options.qk_clip is not None:  # after the monitor, which must see logits before they are clipped
         trainer.add_callback(QKClip(model, options.qk_clip))
-    losses = {"random weights": held_out_loss(trainer)}
+    losses: dict[str, float] = {}
+    add_loss(losses, "random weights", trainer)
     train_and_save(trainer, losses)
     print_once(arguments, results_table(losses, trainer))
     return losses

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 from tiny import tiny_model
 
-from hf_qknorm import cli, patch_model
+from hf_qknorm import cli, commands, patch_model
 from hf_qknorm.convert import checkpoint
 from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.training import byte_tokenizer
@@ -83,8 +83,8 @@ def test_an_interrupted_conversion_leaves_the_destination_unchanged(places, caps
 
 @posix
 def test_an_interrupted_command_names_the_files_that_it_wrote(places, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "check_push", lambda *_, **__: None)
-    monkeypatch.setattr(cli, "push_to_hub", stopping())
+    monkeypatch.setattr(commands, "check_push", lambda *_, **__: None)
+    monkeypatch.setattr(commands, "push_to_hub", stopping())
     commit = "me/tiny gets the whole commit or nothing of it; push again to go on"
     status, error = stopped(["convert", "source", "out", "--push", "me/tiny"], capsys)
     assert (status, error) == (130, f"stopped by SIGINT: {commit}; written whole: out\n")
@@ -97,9 +97,9 @@ def test_an_interrupted_command_names_the_files_that_it_wrote(places, capsys, mo
     monkeypatch.setattr("hf_qknorm.convert.inspection_plots.heat_map", stopping())
     status, error = stopped(["inspect", "source", "--texts", "text.txt", "--tokens", "256"], capsys)
     assert (status, error) == (130, "stopped by SIGINT: written whole: qknorm-inspect/inspect.json\n")
-    monkeypatch.setattr(cli, "export_native", stopping())
+    monkeypatch.setattr(commands, "export_native", stopping())
     assert stopped(["export", "ours", "new"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
-    monkeypatch.setitem(cli.COMMANDS, "families", stopping())
+    monkeypatch.setitem(commands.COMMANDS, "families", stopping())
     assert stopped(["families"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
 
 
@@ -126,11 +126,11 @@ class Interrupted(ModuleType):
 def test_an_interrupted_import_of_the_package_is_reported_in_one_line(capsys, monkeypatch):
     root = Path(__file__).parents[1]
     module = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]["hf-qknorm"].partition(":")[0]
-    command = runpy.run_path(str(root / f"{module}.py"))["main"]
+    command = runpy.run_path(str(root / module / "__init__.py"))["main"]
     monkeypatch.setattr(sys, "argv", ["hf-qknorm", "schemes"])
     assert command() == 0
     assert "qk_norm_cap" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "hf_qknorm.cli", Interrupted("hf_qknorm.cli"))
+    monkeypatch.setitem(sys.modules, "hf_qknorm.commands", Interrupted("hf_qknorm.commands"))
     assert command() == 130
     assert capsys.readouterr().err == "hf-qknorm: stopped by SIGINT: nothing was written\n"
 

@@ -12,7 +12,7 @@ import torch
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
-from hf_qknorm import cli, patch_model
+from hf_qknorm import cli, commands, patch_model
 from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.training import byte_tokenizer
 
@@ -251,7 +251,7 @@ def test_a_folder_without_write_permission_is_refused(tmp_path, capsys, monkeypa
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-    monkeypatch.setitem(cli.COMMANDS, "schemes", lambda options: {}["no such key"])
+    monkeypatch.setitem(commands.COMMANDS, "schemes", lambda options: {}["no such key"])
     with pytest.raises(KeyError):
         cli.main(["schemes"])
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import hf_qknorm
 import hf_qknorm_command
-from hf_qknorm.cli import COMMANDS
+from hf_qknorm.commands import COMMANDS
 
 WITHOUT_TORCH = """
 import sys, hf_qknorm_command
@@ -23,7 +25,7 @@ finally:
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
-        (["--help"], 0, "usage: hf-qknorm [-h] [--version] COMMAND"),
+        (["--help"], 0, "usage: hf-qknorm [-h] [--version] [--print-completion SHELL] COMMAND"),
         (["--version"], 0, f"{hf_qknorm.__version__}\n"),
         (["convert", "--help"], 0, "--calibrate TEXT"),
         (["inspect"], 2, "the following arguments are required: CKPT"),
@@ -35,8 +37,17 @@ def test_help_version_and_usage_errors_do_not_import_torch(arguments, status, te
     assert text in done.stdout + done.stderr
 
 
+def test_the_version_is_that_of_the_code_and_not_of_the_installation(tmp_path):
+    shutil.copytree(Path(hf_qknorm_command.__file__).parent, tmp_path / "hf_qknorm_command")
+    (tmp_path / "hf_qknorm").mkdir()
+    (tmp_path / "hf_qknorm" / "version.py").write_text('__version__ = "99.0"\n')
+    command = [sys.executable, "-c", "import hf_qknorm_command; hf_qknorm_command.main(['--version'])"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "99.0\n", done.stderr
+
+
 def test_every_command_is_listed_in_the_help(capsys):
     with pytest.raises(SystemExit):
         hf_qknorm_command.main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"\n    {name} " in text for name in COMMANDS)
+    assert all(f"\n    {name} " in text for name in (*COMMANDS, "doctor"))

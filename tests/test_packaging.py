@@ -13,6 +13,7 @@ from children import child
 import hf_qknorm
 
 ROOT = Path(hf_qknorm.__file__).parents[1]
+PACKAGES = ("hf_qknorm", "hf_qknorm_command")
 BUILD = (
     "import os, sys\nfrom setuptools import build_meta\nos.chdir(sys.argv[1])\nbuild_meta.build_wheel(sys.argv[2])\n"
 )
@@ -22,8 +23,9 @@ BUILD = (
 def wheel(tmp_path_factory) -> Path:
     pytest.importorskip("setuptools.build_meta")
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT / "hf_qknorm", folder / "source/hf_qknorm", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "hf_qknorm_command.py"):
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source" / name)
     child(BUILD, folder / "source", folder, home=folder)
     (built,) = folder.glob("*.whl")
@@ -31,8 +33,9 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
-    kept = [path for path in (ROOT / "hf_qknorm").rglob("*") if path.suffix in (".py", ".jinja", ".bib", ".typed")]
-    expected = {path.relative_to(ROOT).as_posix() for path in kept} | {"hf_qknorm_command.py"}
+    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*")]
+    kept = [path for path in files if path.suffix in (".py", ".jinja", ".bib", ".typed")]
+    expected = {path.relative_to(ROOT).as_posix() for path in kept}
     assert {"hf_qknorm/py.typed", "hf_qknorm/hub/card.md.jinja", "hf_qknorm/hub/papers.bib"} <= expected
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -17,9 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from hf_qknorm.backends.masks import is_padded_ranges, is_ranges, structure, structured_mask
+from hf_qknorm.backends.calls import Operator, call_operator, refuse_unsupported, structure, why_not_kernels
+from hf_qknorm.backends.masks import structured_mask
 from hf_qknorm.ops import library, reference
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops.types import Heads
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -82,11 +83,14 @@ def weights_wanted(options: dict[str, Any]) -> bool:
     return bool(options.get("output_attentions")) or "attentions" in (gathered or ())
 
 
-def why_not_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
-    """The reason why the kernels can't take a call of an attention function, or None if they can."""
-    if mask is not None and not is_ranges(mask) and not is_padded_ranges(mask):
-        return f"the mask {list(mask.shape)} is an arbitrary one, and not a range of keys for each query"
-    return library.why_not_fused(query, key, value)
+def why_tiled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
+    """The reason why "hf_qknorm" runs a call tiled in PyTorch, or None if it runs the kernels.
+
+    On a CPU it never runs Triton's interpreter, which is for tests.
+    """
+    if not query.is_cuda:
+        return "the kernels are for NVIDIA GPUs"
+    return why_not_kernels(query, key, value, mask)
 
 
 def takes_raw_heads(module: nn.Module, heads: Heads, mask: Tensor | None, options: dict[str, Any]) -> bool:
@@ -121,9 +125,7 @@ def best_attention(
     if weights_wanted(kwargs):
         _log_once("forms every logit in memory, for output_attentions=True")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
-    if not query.is_cuda:
-        return tiled_attention(module, query, key, value, attention_mask, **kwargs)
-    reason = why_not_kernels(query, key, value, attention_mask)
+    reason = why_tiled(query, key, value, attention_mask)
     _log_once("runs its Triton kernels" if reason is None else f"runs tiled in PyTorch: {reason}")
     operator = library.fused_attention if reason is None else library.attention
     return _call_operator(operator, module, Heads(query, key, value), attention_mask, **kwargs)
@@ -150,44 +152,21 @@ def tiled_attention(
 
 
 def _call_operator(
-    operator: Callable[[Heads, Visible, Options], Tensor],
-    module: nn.Module,
-    heads: Heads,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
+    operator: Operator, module: nn.Module, heads: Heads, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Translate the arguments of an attention function into those of an operator, and its output back."""
+    """`call_operator`, for a call that asks for no attention weights."""
     if weights_wanted(kwargs):
         name = module.config._attn_implementation  # type: ignore[union-attr]
         raise ValueError(
             f"attn_implementation={name!r} never forms the attention weights that output_attentions=True asks for: "
             'call model.set_attn_implementation("hf_qknorm_eager") before, or "hf_qknorm", which forms them when asked'
         )
-    q, k, v = heads[:3]
-    _refuse_unsupported(kwargs)
-    seen = structure(module, q, k, v, attention_mask, kwargs)
-    out = operator(
-        _pad_to_widest(heads._replace(k=seen.key, v=seen.value)),
-        Visible(seen.ranges, s_aux, mask=seen.mask),
-        Options(q.shape[-1] ** -0.5 if scaling is None else scaling, softcap, seen.causal, seen.window, dropout),
-    )
-    return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), None
-
-
-def _pad_to_widest(heads: Heads) -> Heads:
-    """The heads in one width: zeros behind the narrower ones change neither the logits nor the output's own columns."""
-    width = max(x.shape[-1] for x in heads[:3])
-    q, k, v = (x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1])) for x in heads[:3])
-    return heads._replace(q=q, k=k, v=v)
+    return call_operator(operator, module, heads, attention_mask, **kwargs)
 
 
 def _log_once(message: str) -> None:
     """Log at info level which implementation runs, once a process; a traced graph is silent."""
-    if not torch.compiler.is_compiling() and message not in _logged:
+    if not torch.compiler.is_compiling() and message not in _logged and logger.isEnabledFor(logging.INFO):
         _logged.add(message)
         logger.info("hf_qknorm attention %s", message)
 
@@ -205,7 +184,7 @@ def eager_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """`reference.attention`, with every logit in memory and weights; `attn_implementation="hf_qknorm_eager"`."""
-    _refuse_unsupported(kwargs)
+    refuse_unsupported(kwargs)
     seen = structure(module, query, key, value, attention_mask, kwargs)
     key = seen.key
     ones = query.new_ones((*query.shape[:3], key.shape[2])) if dropout else None
@@ -228,12 +207,6 @@ def eager_attention(
     if seen.order is not None:
         weights = torch.zeros_like(weights).scatter(-1, seen.order[:, None, None].expand_as(weights), weights)
     return result.out.transpose(1, 2).contiguous(), weights
-
-
-def _refuse_unsupported(arguments: dict[str, Any]) -> None:
-    for name in ("position_bias", "cache"):
-        if arguments.get(name) is not None:
-            raise ValueError(f"hf_qknorm attention does not support the argument {name!r}")
 
 
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {

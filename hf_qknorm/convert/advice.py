@@ -106,18 +106,23 @@ def advise(measured: Measurements) -> Advice:
 
 
 def _advise_normed(measured: Measurements) -> tuple[Scheme, list[str]]:
-    """The advice for a model with norms on queries and keys, and no cap."""
-    largest, cap = measured.largest, measured.cap
+    """The advice for a model with norms on queries and keys, of a scheme or of its own, and no cap."""
+    largest, cap, bound = measured.largest, measured.cap, measured.bound
+    allowed = "not in every layer" if bound is None else f"to at most {bound:.0f} for any input"
     if largest <= cap / 2:
-        return measured.scheme, [
-            f"norms on queries and keys bound the logits; a cap of {cap:g} would bend the largest logit by "
+        reasons = [
+            f"norms on queries and keys bound the logits, {allowed}; a cap of {cap:g} would bend the largest logit by "
             f"{cap_loss(largest, cap):.1%}: nothing need be added"
         ]
+        if bound is not None and bound > 2 * cap:
+            reasons.append("the gains allow far more than was seen: watch them and the logits with LogitMonitor")
+        return measured.scheme, reasons
     chosen, *reasons = _harmless_cap(measured) or (wide_cap(largest, cap),)
     return _with_cap(measured, chosen), [
-        "norms on queries and keys bound the logits only in proportion to their gains, and these have grown",
+        f"norms on queries and keys bound the logits in proportion to their gains ({allowed}), and the gains have "
+        "grown",
         *reasons,
-        "a cap is all that can be added to norms",
+        "a cap is all that can be added to norms; if the gains still grow, decay or clip them, or lower the rate",
     ]
 
 

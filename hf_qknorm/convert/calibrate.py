@@ -18,6 +18,7 @@ from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.model.attention import require_base
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
+from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats.distributed import Batches, broadcast_attention, gather_batches, ranks_of, reshard, unwrap
@@ -119,6 +120,8 @@ def calibrate(
             )
         layers = layer_reports(bare, compared.before, compared.after)
     broadcast_attention(model, ranks)
+    if bare.config.scheme.norms:
+        mark_in_memory(bare)
     tokens, judged = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, held_out))
     from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
     report = Calibration(

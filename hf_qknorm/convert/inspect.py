@@ -30,7 +30,7 @@ from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.stats.bounds import logit_bound, worst_bound
+from hf_qknorm.stats.bounds import largest_gains, logit_bounds, worst_bound
 from hf_qknorm.stats.distributed import Batches
 from hf_qknorm.stats.logit_statistics import CAP
 from hf_qknorm.stats.measure import layer_statistics, predictions, require_causal
@@ -73,7 +73,8 @@ def inspect_model(
         with _patched(model, SCHEMES["none"]) if scheme is None else nullcontext():
             measured = _measure(model, batches, cap)
             base, patched = predictions(model, batches)
-            bounds = {name: logit_bound(layer) for name, layer in patched_layers(model).items()}
+            bounds = {name: bound for name, bound in logit_bounds(model).items() if bound is not None}
+            gains = {name: pair for name, pair in largest_gains(model).items() if pair != (None, None)}
         if scheme is None and base is not None:
             measured = replace(measured, trials=_scheme_trials(model, batches, measured))
             measured = replace(measured, knees=_knee_trials(model, batches, measured))
@@ -95,7 +96,8 @@ def inspect_model(
         risks=rank_layers(measured),
         advice=advise(measured),
         knees=measured.knees,
-        bounds={name: bound for name, bound in bounds.items() if bound is not None},
+        bounds=bounds,
+        gains=gains,
     )
 
 
@@ -139,7 +141,7 @@ def _measure(model: Any, batches: Batches, cap: float | None) -> Measurements:
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
     even = {name: _even_entropy(layer, batches) for name, layer in layers.items()}
     normed = first.has_own_norms or None not in (scheme.q, scheme.k)
-    return Measurements(found, cap, even, scheme, normed, first.softcap)
+    return Measurements(found, cap, even, scheme, normed, first.softcap, bound=worst_bound(model))
 
 
 def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:

@@ -1,4 +1,4 @@
-"""The result of `inspect_model`, as text and as JSON."""
+"""The result of `inspect_model`, as text, as HTML and as JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,25 @@ from typing import Any
 from hf_qknorm.convert.advice import Advice, scheme_name
 from hf_qknorm.convert.measurements import KneeTrials, Risk
 from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.stats.html import page_html
 from hf_qknorm.stats.records import FORMAT, LayerStatistics, Prediction, predictions_table, to_json
 from hf_qknorm.stats.report import save_json
-from hf_qknorm.stats.tables import READING, ROWS, aligned, bound_cell, mean, over_names, pair_of_means, rest
-
-WIDTH = 100  # of the advice, in characters
+from hf_qknorm.stats.tables import (
+    BOUND,
+    GAINS,
+    READING,
+    ROWS,
+    WIDTH,
+    Page,
+    Points,
+    Table,
+    bound_cell,
+    mean,
+    over_names,
+    page_text,
+    pair_of_means,
+    rest,
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +41,9 @@ class Inspection:
     unpatched). Both are None without a language-modelling head. `trials` are predictions with schemes with fresh gains,
     before any calibration. `knees` are loss and bound at each knee that `calibrate` tries (None for a model that is
     patched, takes no norms, or predicts no tokens). `scheme` is the model's (None if it is unpatched), `bounds` the
-    largest |logit| for any input, by layer, where norms bound it. Shares of large logits are relative to `cap`. `even`
-    is the entropy (nats) of even attention, by layer.
+    largest |logit| for any input, by layer, where norms bound it, and `gains` the largest |gain| of the norms of
+    queries and of keys, by layer; the norms are the scheme's or the model's own. Shares of large logits are relative to
+    `cap`. `even` is the entropy (nats) of even attention, by layer.
 
     >>> found = qk.inspect_model(model, texts)
     >>> found.largest == max(risk.max_logit for risk in found.risks)
@@ -51,6 +66,7 @@ class Inspection:
     advice: Advice
     knees: KneeTrials | None = None
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    gains: Mapping[str, tuple[float | None, float | None]] = dataclasses.field(default_factory=dict)
 
     @property
     def largest(self) -> float:
@@ -64,6 +80,12 @@ class Inspection:
 
     def table(self) -> str:
         """The measurements, the layers at the highest risk, and the advice, as a page of text."""
+        return page_text(self._page())
+
+    def _repr_html_(self) -> str:
+        return page_html(self._page())
+
+    def _page(self) -> Page:
         heads = len(next(iter(self.layers.values())).max_logit)
         state = "unpatched" if self.scheme is None else str(self.scheme)
         title = (
@@ -73,12 +95,14 @@ class Inspection:
         named = {"unpatched": self.base, "as it is": self.patched}
         named |= {scheme_name(scheme) + ", fresh gains" * bool(scheme.norms): p for scheme, p in self.trials.items()}
         predicted = predictions_table(named)
-        parts = (title, predicted, self._knee_table(), self._layer_table(), READING, self._advice_text())
-        return "\n\n".join(part for part in parts if part)
+        reading = "; ".join([READING, *[GAINS] * bool(self.gains), *[BOUND] * bool(self.bounds)])
+        reading = textwrap.fill(reading, WIDTH)
+        advice = Points(f"Advice: {'leave it as it is' if self.keeps else self.advice.name}", self.advice.reasons)
+        return (title, predicted, *self._knee_table(), self._layer_table(), reading, advice)
 
-    def _layer_table(self) -> str:
+    def _layer_table(self) -> Table:
         bounded, kneed = bool(self.bounds), self.scheme is not None and bool(self.scheme.knee)
-        optional = ["bound"] * bounded + ["beyond q, k"] * kneed
+        optional = ["gains q, k"] * bool(self.gains) + ["bound"] * bounded + ["beyond q, k"] * kneed
         over = over_names(self.cap)
         rows = [["layer", "", "max |logit|", "head", "entropy", "head", *over, "rms q", "rms k", *optional]]
         for risk in self.risks[:ROWS]:
@@ -87,29 +111,28 @@ class Inspection:
             row += [f"{risk.entropy:.2f}", str(risk.entropy_head)]
             row += [f"{mean(shares):.2%}" for shares in (layer.over_half, layer.over_cap)]
             row += [f"{mean(lengths):.3g}" for lengths in (layer.rms_q, layer.rms_k)]
+            if self.gains:
+                row.append(
+                    ", ".join("-" if g is None else f"{g:.3g}" for g in self.gains.get(risk.layer, (None, None)))
+                )
             row += [bound_cell(self.bounds.get(risk.layer))] * bounded
             rows.append(row + [pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * kneed)
-        return aligned(rows) + rest(len(self.risks))
+        return Table(rows, rest(len(self.risks)))
 
-    def _knee_table(self) -> str:
+    def _knee_table(self) -> Page:
         knees = self.knees
         if knees is None:
-            return ""
+            return ()
         rows = [["knee", "loss rises by", "KL", "bound on |logit|", ""]]
         for trial in knees.trials:
             note = f"← the smallest that costs at most {knees.limit:.3f}" * (trial is knees.chosen)
             rows.append([f"{trial.knee:g}", f"{trial.rise:+.3f}", f"{trial.kl:.3f}", bound_cell(trial.bound), note])
-        return (
+        reading = (
             f"{scheme_name(knees.scheme)}, calibrated in one pass over half of the text and judged on the other, by "
             f"knee\n(largest |logit| seen unpatched: {self.largest:.1f}; fresh gains and no knee: "
-            f"{knees.jump:+.3f}):\n\n{aligned(rows)}"
+            f"{knees.jump:+.3f}):"
         )
-
-    def _advice_text(self) -> str:
-        lines = [f"Advice: {'leave it as it is' if self.keeps else self.advice.name}"]
-        for reason in self.advice.reasons:
-            lines += textwrap.wrap(reason, WIDTH, initial_indent="  - ", subsequent_indent="    ")
-        return "\n".join(lines)
+        return (reading, Table(rows))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data."""

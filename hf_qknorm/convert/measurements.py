@@ -62,6 +62,7 @@ class Measurements:
     `layers` has the statistics by layer, relative to `cap`, and `even` the entropy (nats) of even attention. `scheme`
     is the model's, "none" if it is unpatched. `normed` is whether queries and keys both have norms, of the scheme or of
     the model itself, and `own_cap` the cap in force. `trials` are the predictions with schemes with fresh gains.
+    `bound` is the largest |logit| that these norms let any input have, in the worst layer; None without a bound.
     """
 
     layers: Mapping[str, LayerStatistics]
@@ -72,6 +73,7 @@ class Measurements:
     own_cap: float | None = None
     trials: Mapping[Scheme, Prediction] = dataclasses.field(default_factory=dict)
     knees: KneeTrials | None = None
+    bound: float | None = None
 
     @property
     def largest(self) -> float:

@@ -25,6 +25,7 @@ from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.fold import fold_weight
 from hf_qknorm.patch import patched_config
 from hf_qknorm.scheme import Scheme
+from hf_qknorm.stats.html import fields_html
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,14 @@ class Plan:
     knees: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        return "\n".join(f"{title:12}{text}" for title, text in self._lines().items())
+
+    def _repr_html_(self) -> str:
+        return fields_html(self._lines())
+
+    def _lines(self) -> dict[str, str]:
+        """The plan's text by title."""
+
         def listed(names: tuple[str, ...]) -> str:
             return f"{len(names)} tensors, first {names[0]}" if names else "nothing"
 
@@ -110,7 +119,7 @@ class Plan:
             lines["not read"] = f"{', '.join(self.unread)}: transformers reads other files of this folder"
         if self.unused:
             lines["not used"] = f"{listed(self.unused)}: copied, and not read by the model"
-        return "\n".join(f"{title:12}{text}" for title, text in lines.items())
+        return lines
 
 
 def make_plan(source: Source, dst: Path, options: Options) -> Plan:

@@ -60,6 +60,14 @@ def rotate_beam(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **
     return (q if scale is None else (q.float() * scale).to(q.dtype)), k, v
 
 
+def query_scale_beam(module: Any) -> float:
+    """The scale of the queries at the last position, in layers without RoPE."""
+    if module.config.rope_parameters[module.config.layer_types[module.layer_idx]] is not None:
+        return 1.0
+    place = torch.tensor([[module.config.max_position_embeddings - 1]])
+    return float(module.modelling.compute_attention_scaling(place))
+
+
 def project_hrm(module: Any, hidden_states: Tensor) -> Projected:
     return *separate.project(module, hidden_states), module.gate_proj(hidden_states)
 
@@ -67,7 +75,7 @@ def project_hrm(module: Any, hidden_states: Tensor) -> Projected:
 QWEN3_NEXT = Style(project_qwen3_next, output_gated, QKV)
 AFMOE = Style(project_afmoe, output_gated, QKV, rotates=lambda module: module.is_local_attention)
 LFM3 = Style(project_with_input, output_lfm3, QKV)
-BEAM = Style(project_with_input, output_beam, QKV, rotate=rotate_beam)
+BEAM = Style(project_with_input, output_beam, QKV, rotate=rotate_beam, query_scale=query_scale_beam)
 # HRM's layers run in cycles, and each cycle has its own layers in the cache.
 HRM = Style(project_hrm, output_gated, QKV, slot=lambda module, cycle_offset=0, **_: module.layer_idx + cycle_offset)
 LAGUNA = Style(project_with_input, output_laguna, QKV)

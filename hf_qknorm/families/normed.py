@@ -65,10 +65,17 @@ def rotates_exaone4(module: Any) -> bool:
 QWEN3 = Style(project, output, QKV)
 GEMMA3 = Style(project_transposed, output, QKV)
 COHERE = Style(project_if_configured, output, QKV)
-OLMO2 = Style(project_wide, output, QKV)
-NANOCHAT = Style(separate.project, output, QKV, rotate=norm_rotated)
-HUNYUAN = Style(separate.project, output, QKV, rotate=norm_rotated_hunyuan)
-OLMOE = Style(project_olmoe, output, QKV)
-LFM2 = Style(project_lfm2, output_out_proj, QKV, dropout=lambda module: 0.0)
+OLMO2 = Style(project_wide, output, QKV, norms_together=True)
+NANOCHAT = Style(separate.project, output, QKV, rotate=norm_rotated, norms_rotated=True)
+HUNYUAN = Style(
+    separate.project,
+    output,
+    QKV,
+    rotate=norm_rotated_hunyuan,
+    own_norms=("query_layernorm", "key_layernorm"),
+    norms_rotated=True,
+)
+OLMOE = Style(project_olmoe, output, QKV, norms_together=True)
+LFM2 = Style(project_lfm2, output_out_proj, QKV, own_norms=("q_layernorm", "k_layernorm"), dropout=lambda module: 0.0)
 EXAONE4 = Style(project_transposed, output, QKV, rotates=rotates_exaone4)
 FLINT = Style(project, output, QKV, rotates=has_window)

@@ -32,13 +32,15 @@ def project_persimmon(module: Any, hidden_states: Tensor) -> Projected:
     return (module.q_layernorm(q), module.k_layernorm(k), v) if module.qk_layernorm else (q, k, v)
 
 
-PHI = Style(project, output_dense, QKV, rotate=rotate_part)
-STABLELM = Style(project, separate.output, QKV, rotate=rotate_part)
+NORMS = ("q_layernorm", "k_layernorm")
+PHI = Style(project, output_dense, QKV, rotate=rotate_part, own_norms=NORMS)
+STABLELM = Style(project, separate.output, QKV, rotate=rotate_part, own_norms=NORMS)
 PERSIMMON = Style(
     project_persimmon,
     output_dense,
     ("query_key_value",),
     rotate=rotate_part,
+    own_norms=NORMS,
     dropout=lambda module: module.config.attention_dropout,
     interleaved=lambda module: True,
 )

@@ -63,7 +63,15 @@ def unsupported_zamba2(config: Any) -> str | None:
     return reason if config.use_shared_attention_adapter else None
 
 
-LLAMA4 = Style(project, output, QKV, rotate=rotate_llama4, query_scale=query_scale_llama4)
+LLAMA4 = Style(
+    project,
+    output,
+    QKV,
+    rotate=rotate_llama4,
+    query_scale=query_scale_llama4,
+    own_norms=("qk_norm", "qk_norm"),
+    norms_rotated=True,
+)
 MINISTRAL3 = Style(project, output, QKV, rotate=rotate_ministral3, query_scale=query_scale_ministral3)
 RECURRENT_GEMMA = Style(project, output, QKV, rotate=rotate_recurrent_gemma)
 # Several layers of Zamba share an attention module, and each has its own index in the cache.

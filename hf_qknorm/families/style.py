@@ -48,6 +48,11 @@ class Style:
     `interleaved` tells whether a fused projection's outputs are ordered by head (the first head's q, k and v, then the
     second's) instead of all queries, then all keys, then all values.
 
+    The model's own norms of queries and keys, if it has them:
+    `own_norms` are their names. A layer may lack them.
+    `norms_together` tells whether they norm all heads of a token together, instead of each head.
+    `norms_rotated` tells whether they come after RoPE.
+
     Positions:
     `rotate` applies RoPE to `[B, H or Hk, T, D]`, and the model's own operations between RoPE and the cache. It takes
     the position embeddings, and the other arguments of the forward, `cache` among them.
@@ -71,6 +76,9 @@ class Style:
     rotate: Callable[..., Rotated] = rotate
     rotates: Callable[[Any], bool] = lambda module: True
     expand: Callable[..., tuple[Tensor, Tensor]] | None = None
+    own_norms: tuple[str, str] = ("q_norm", "k_norm")
+    norms_together: bool = False
+    norms_rotated: bool = False
     dropout: Callable[[Any], float] = lambda module: module.attention_dropout
     eager: Callable[[Any], Callable[..., Any]] = lambda module: module.modelling.eager_attention_forward
     heads: Callable[[Any], tuple[int, int, int]] = _heads

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from hf_qknorm.backends import functions
 from hf_qknorm.backends.caches import count_written, is_empty, next_positions, static_layer
-from hf_qknorm.backends.masks import is_padded_ranges
+from hf_qknorm.backends.calls import is_padded_ranges
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.model.accelerate_hooks import execution_device, set_module_class
@@ -135,8 +135,8 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
     for name, module in own_layers(model, family).items():
         base: Any = type(module)
         set_module_class(module, attention_class(base, family))
-        if family.own_cap and module.config.qk_norm_base is not None:  # a loaded config holds the scheme's cap
-            module.attn_logit_softcapping = module.config.qk_norm_base["attn_logit_softcapping"]
+        if family.own_cap and (own := getattr(module.config, "qk_norm_base", None)) is not None:
+            module.attn_logit_softcapping = own["attn_logit_softcapping"]  # a loaded config holds the scheme's
         module.scheme = scheme
         _add_norms(module, scheme)
         if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):

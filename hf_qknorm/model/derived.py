@@ -7,6 +7,7 @@ loading therefore need nothing but transformers' own methods.
 from __future__ import annotations
 
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
@@ -143,12 +144,13 @@ def derived_config(model_type: str) -> type[PretrainedConfig]:
     fields: dict[str, Any] = {"qk_norm": Any, "qk_norm_base": Any, "qk_norm_blend": Any}
     if not hasattr(base, "attn_logit_softcapping"):
         fields["attn_logit_softcapping"] = float | None
-    namespace = {
+    namespace: dict[str, Any] = {
         "__annotations__": fields,
         **dict.fromkeys(fields),  # None by default
         "__module__": __name__,
         "model_type": f"{TYPE_PREFIX}{model_type}",
         "base_model_type": model_type,
+        "auto_map": MappingProxyType({}),  # TRL reads it; `set_auto_map` gives a config its own
     }
     return type(f"{PREFIX}{base.__name__}", (QKNormConfig, base), namespace)
 

@@ -83,5 +83,5 @@ def refuse_forward_mode(arguments: Iterable[Any]) -> None:
     if any(isinstance(x, Tensor) and unpack(x).tangent is not None for x in arguments):  # type: ignore[no-untyped-call]
         raise NotImplementedError(
             "hf_qknorm attention has no forward-mode derivative (torch.func.jvp, torch.func.jacfwd): use "
-            'attn_implementation="hf_qknorm_eager", or hf_qknorm.ops.reference.attention'
+            'eager attention, such as attn_implementation="hf_qknorm_eager" or hf_qknorm.ops.reference.attention'
         )

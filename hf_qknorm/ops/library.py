@@ -31,7 +31,7 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     if visible.mask is not None and visible.mask.requires_grad:
         raise ValueError(
             "the mask requires a gradient, which this attention does not compute: detach it, or use "
-            'attn_implementation="hf_qknorm_eager"'
+            'eager attention, such as attn_implementation="hf_qknorm_eager"'
         )
     values = flatten(heads, _with_seed(visible, options, torch.device("cpu")), options)
     return _call(operators.ATTENTION, values)[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import torch._dynamo, and so Triton
 
+from hf_qknorm.ops._ops import add_op_namespace_prefix, ops
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 # The fields of an operator: the name of each argument, and its type in the schema.
@@ -64,7 +65,7 @@ def call_of(values: Values) -> tuple[Heads, Visible, Options]:
 
 
 class Operator:
-    """The operator `hf_qknorm::name` of these fields.
+    """The operator `name` of these fields, in the namespace of `_ops`.
 
     Implementation and fake take the values by field, and the arguments that `checked` makes of them; it raises
     ValueError for values that do not fit. Each None that they return becomes an empty tensor `[0]`: a schema has no
@@ -74,11 +75,11 @@ class Operator:
     def __init__(
         self, name: str, fields: dict[str, str], returns: str, checked: Callable[[Values], tuple[Any, ...]]
     ) -> None:
-        self.name, self.fields, self.checked = f"hf_qknorm::{name}", fields, checked
+        self.name, self.fields, self.checked = add_op_namespace_prefix(name), fields, checked
         self.sequence: type = list if returns == "Tensor[]" else tuple
         schema = ", ".join(f"{kind} {field}" for field, kind in fields.items())
         torch.library.define(self.name, f"({schema}) -> {returns}")
-        self.overload = getattr(torch.ops.hf_qknorm, name).default
+        self.overload = getattr(ops, name).default
 
     def __call__(self, values: Values) -> Any:
         return self.overload(*self.arguments(values))
@@ -142,5 +143,6 @@ class Operator:
 
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> NoReturn:
     raise NotImplementedError(
-        'hf_qknorm attention has no second derivative: for double backward use attn_implementation="hf_qknorm_eager"'
+        "hf_qknorm attention has no second derivative: for double backward use eager attention, such as "
+        'attn_implementation="hf_qknorm_eager"'
     )

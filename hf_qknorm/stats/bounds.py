@@ -1,12 +1,17 @@
-"""The bound on a layer's attention logits for any input, from its norms; `ops/README.md` derives it."""
+"""The bound on a layer's attention logits for any input, from its norms; `ops/README.md` derives it.
+
+The norms are those of a scheme, or those that a model such as Qwen3 has of its own.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
@@ -15,29 +20,52 @@ from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.stats.distributed import full_tensor
 
 
-def logit_bound(layer: QKNormAttention) -> float | None:
+class NormRange(NamedTuple):
+    """A norm's largest |gain|, 1 without one, and the largest length of its output, `[H]` or `[1]` in fp64."""
+
+    gain: float
+    lengths: Tensor
+
+
+def logit_bounds(model: Any) -> dict[str, float | None]:
+    """`logit_bound` of each layer of a patched model, by name; every rank must call this."""
+    layers = patched_layers(model)
+    return {name: logit_bound(layer, _key_layer(layer, layers)) for name, layer in layers.items()}
+
+
+def largest_gains(model: Any) -> dict[str, tuple[float | None, float | None]]:
+    """The largest |gain| of each layer's norms of queries and of keys; None for a side without a norm."""
+    layers = patched_layers(model)
+    found = {}
+    for name, layer in layers.items():
+        q, k = _ranges(layer, _key_layer(layer, layers))
+        found[name] = (None if q is None else q.gain, None if k is None else k.gain)
+    return found
+
+
+def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None) -> float | None:
     """The largest |logit| of a patched layer, before any cap, for any input; rounding may exceed it.
 
-    None where queries or keys have no norm from the scheme, or a blend is in progress. In models that scale queries by
-    position, the bound holds up to the model's maximum position.
+    The norms are the scheme's or the model's own. `key_layer` is the layer that computes the keys, by default the same
+    one. None where queries or keys have no norm, or a blend is in progress. In models that scale queries by position,
+    the bound holds up to the model's maximum position.
     """
-    norms = head_norms(layer)
-    q, k = norms.get("q_norm"), norms.get("k_norm")
-    if q is None or k is None or any(norm.bypass or norm.blend is not None for norm in (q, k)):
+    norms = head_norms(layer).values()
+    q, k = _ranges(layer, key_layer or layer)
+    if q is None or k is None or any(norm.bypass or norm.blend is not None for norm in norms):
         return None
-    style = layer.family.style
-    head_dim = style.heads(layer)[2]
-    queries, keys = _lengths(q, head_dim), _lengths(k, head_dim)
+    queries, keys = q.lengths, k.lengths
     if 1 in (len(queries), len(keys)):
         largest = float(queries.max() * keys.max())
     else:  # each key head meets its group of query heads
         largest = float((queries.view(len(keys), -1) * keys[:, None]).max())
-    return abs(layer.logit_scale) * style.query_scale(layer) * rotary_scale(layer) ** 2 * largest
+    rotary = 1.0 if layer.has_own_norms and layer.family.style.norms_rotated else rotary_scale(layer)
+    return abs(layer.logit_scale) * layer.family.style.query_scale(layer) * rotary**2 * largest
 
 
 def worst_bound(model: Any) -> float | None:
     """The largest bound of a patched model's layers; None if a layer has no bound."""
-    bounds = [logit_bound(layer) for layer in patched_layers(model).values()]
+    bounds = logit_bounds(model).values()
     return None if None in bounds else max(bound for bound in bounds if bound is not None)
 
 
@@ -60,6 +88,60 @@ def rotary_scale(layer: QKNormAttention) -> float:
     _, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=kind)
     own = (rope.get(name) or 1.0 for name in ("short_mscale", "long_mscale"))  # Phi-3.5-MoE has these instead
     return float(max(1.0, factor, *own))
+
+
+def _key_layer(layer: QKNormAttention, layers: Mapping[str, QKNormAttention]) -> QKNormAttention:
+    """The layer that computes the keys of `layer`: in Gemma 3n and 4 some layers share those of another."""
+    if not getattr(layer, "is_kv_shared_layer", False):
+        return layer
+    return next(x for x in layers.values() if x.store_full_length_kv and x.layer_type == layer.layer_type)
+
+
+def _ranges(layer: QKNormAttention, key_layer: QKNormAttention) -> tuple[NormRange | None, NormRange | None]:
+    """The ranges of the norms of a layer's queries and keys; None for a side without a norm."""
+    heads, heads_kv, head_dim = layer.family.style.heads(layer)
+    if not layer.has_own_norms:
+        norms = head_norms(layer)
+        q, k = (_range(norms[name], head_dim) if name in norms else None for name in ("q_norm", "k_norm"))
+        return q, k
+    names, together = layer.family.style.own_norms, layer.family.style.norms_together
+    sides = zip((layer, key_layer), names, (heads, heads_kv), strict=True)
+    q, k = (_own_range(x._modules.get(name), count, head_dim, together) for x, name, count in sides)
+    return q, k
+
+
+def _range(norm: HeadNorm, head_dim: int) -> NormRange:
+    gain = 1.0 if norm.weight is None else float(full_tensor(norm.weight.detach()).abs().max())
+    return NormRange(gain, _lengths(norm, head_dim))
+
+
+def _own_range(norm: Any, heads: int, head_dim: int, together: bool) -> NormRange | None:
+    """The range of a model's own RMSNorm or LayerNorm; None for None.
+
+    Gain and bias are read off its outputs for ±x: the norm's class may store the gain less 1, or in several modules.
+    """
+    if norm is None:
+        return None
+    # entries of ±1 have mean 0 and mean square 1 over every head and over all heads; beside them eps is nothing
+    x = 1e3 * torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(heads * head_dim // 2)
+    if together:
+        up, down = (_call(norm, sign * x.view(1, 1, -1)).view(heads, head_dim) for sign in (1, -1))
+    else:  # the layout is `[B, T, H, D]` or `[B, H, T, D]`: with T = H the diagonal is each head's in both
+        square = x.view(1, 1, heads, head_dim).expand(1, heads, heads, head_dim)
+        up, down = (_call(norm, sign * square)[0].diagonal().T for sign in (1, -1))
+    gain, bias = (up - down).abs() / 2, (up + down) / 2
+    length = math.sqrt(heads * head_dim if together else head_dim)  # one head may have all of it
+    return NormRange(float(gain.max()), gain.amax(-1) * length + bias.norm(dim=-1))
+
+
+@torch.no_grad()
+def _call(norm: nn.Module, x: Tensor) -> Tensor:
+    """A norm's output for x, in fp64 on the CPU, whatever the place of its weights."""
+    if hasattr(norm, "_hf_hook"):  # accelerate's, which moves the weights
+        return norm(x.float()).double().cpu()
+    values = {name: full_tensor(p.detach()).double().cpu() for name, p in norm.named_parameters()}
+    output: Tensor = functional_call(norm, values, (x,))
+    return output.double()
 
 
 def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Statistics of the attention logits of a patched model, by layer and head."""
+"""Statistics of the attention logits of a model, by layer and head."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.model.attention import NORM_NAMES, QKNormAttention, head_norms, require_patched
+from hf_qknorm.model.attention import NORM_NAMES, QKNormAttention, head_norms
 from hf_qknorm.model.knees import beyond_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.logits import measure, visible_keys
+from hf_qknorm.stats.watchable import watchable_layers
 
 CAP = 50.0  # the default for shares of large logits: the cap of Rybakov et al. 2024 and of Gemma 2
 
@@ -76,16 +77,14 @@ def logit_statistics(model: Any, cap: float | None = None) -> Iterator[dict[str,
     """Collect statistics of the logits in every forward pass inside the block: layer name → `LogitStatistics`.
 
     Logits are scale·q·k where the mask lets k be seen; no T×S tensor is formed. `cap` is the reference for shares of
-    large logits and caps nothing: by default the layer's own cap, or 50 without one. To watch an unpatched model, patch
-    it with the scheme "none", which changes nothing.
+    large logits and caps nothing: by default the layer's own cap, or 50 without one. The model may be patched or not.
 
-        >>> _ = qk.patch_model(model, "none")
         >>> with qk.logit_statistics(model) as statistics:
         ...     _ = model(torch.arange(8)[None])
         >>> bool(max(layer.max_logit.max() for layer in statistics.values()) > 0)
         True
 
-    Raises ValueError for a model that is not patched.
+    Raises ValueError for a model without an attention layer of a known family.
     """
     with watched_layers(model, PassFilter(), cap) as collected:
         yield collected
@@ -98,7 +97,7 @@ def watched_layers(
     """`logit_statistics` of the forward passes that `passes` selects, and of their first `rows` sequences."""
     collected: dict[str, LogitStatistics] = {}
     with ExitStack() as stack:
-        layers = require_patched(model)
+        layers = stack.enter_context(watchable_layers(model))
         watchers = {name: _Watcher(name, collected, passes, cap, rows) for name in layers}
         for name, layer in layers.items():
             hook = _hook_projections if layer.has_own_norms else _hook_norms
@@ -231,9 +230,12 @@ def _hook_projections(layer: QKNormAttention, watcher: _Watcher, stack: ExitStac
     heads, heads_kv, head_dim = layer.family.style.heads(layer)
     parts = zip(NORM_NAMES.values(), (heads, heads_kv, heads_kv), layer.family.style.weights, strict=False)
     for name, count, part in parts:
+        projection = getattr(layer, part, None)
+        if projection is None:  # Gemma 4: a layer that shares another's keys
+            continue
 
         def look(_: nn.Module, __: Any, out: Tensor, name: str = name, width: int = count * head_dim) -> None:
             if out.shape[-1] == width:
                 watcher.before_norm(name, out.view(*out.shape[:-1], -1, head_dim))
 
-        stack.callback(layer.get_submodule(part).register_forward_hook(look).remove)
+        stack.callback(projection.register_forward_hook(look).remove)

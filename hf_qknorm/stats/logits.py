@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.backends.masks import Structure, structure
+from hf_qknorm.backends.calls import Structure, structure
 from hf_qknorm.ops import library, tiled
 from hf_qknorm.ops.types import Heads, Options, Visible
 

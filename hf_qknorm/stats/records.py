@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import check_count, check_keys, check_number
-from hf_qknorm.stats.tables import aligned
+from hf_qknorm.stats.tables import Table
 
 FORMAT = 1  # of reports and logs
 HEADS, LAYERS = 10_000, 10_000  # limits, far beyond those of any model
@@ -95,13 +95,13 @@ class LayerReport(Record):
     bound: float | None = None
 
 
-def predictions_table(predictions: Mapping[str, Prediction | None]) -> str:
+def predictions_table(predictions: Mapping[str, Prediction | None]) -> Table:
     """A table with a line per prediction that is not None; empty without any."""
     rows = [["", "loss", "perplexity", "KL", "same top token"]]
     for name, p in predictions.items():
         if p is not None:
             rows.append([name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"])
-    return aligned(rows) if len(rows) > 1 else ""
+    return Table(rows if len(rows) > 1 else [])
 
 
 def to_json(value: Any) -> Any:

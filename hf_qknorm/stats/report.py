@@ -17,6 +17,7 @@ from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.untrusted import check_keys, check_number, check_positive, read_json
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats import records, tables
+from hf_qknorm.stats.html import page_html
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
 
 KNEES = 1_000  # limit on the knees in a report
@@ -105,6 +106,12 @@ class Calibration:
 
     def table(self) -> str:
         """A text of up to 120 columns with the predictions and the layers with the largest logits."""
+        return tables.page_text(self._page())
+
+    def _repr_html_(self) -> str:
+        return page_html((*self._page(), str(self)))
+
+    def _page(self) -> tables.Page:
         predictions = {"unpatched": self.base, "fresh gains": self.ones, self.title: self.chosen}
         layers = sorted(self.layers.items(), key=lambda item: -max(item[1].after.max_logit))
         beyond = ["beyond q, k"] if self.scheme.knee else []
@@ -118,14 +125,13 @@ class Calibration:
             rows.append([name, logit, tables.bound_cell(layer.bound), *others, *pairs])
         knees = ", ".join(f"{knee:g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in self.knees.items())
         reading = "; ".join(["Before → after", tables.BOUND, *([tables.BEYOND] if beyond else [])])
-        parts = (
+        return (
             f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
             records.predictions_table(predictions),
             f"loss, KL by knee: {knees}" if knees else "",
-            tables.aligned(rows) + tables.rest(len(layers)),
+            tables.Table(rows, tables.rest(len(layers))),
             f"{reading};\n{tables.READING}.",
         )
-        return "\n\n".join(part for part in parts if part)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data, for `Calibration.from_dict`."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback
 
-from hf_qknorm.backends.masks import Structure
+from hf_qknorm.backends.calls import Structure
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.model.attention import QKNormAttention, require_patched
 from hf_qknorm.ops.tiled_blocks import Problem

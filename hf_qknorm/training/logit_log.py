@@ -28,7 +28,8 @@ class LayerSample(Record):
     """A layer's attention at a step, one number per head; the fields are those of `LogitStatistics`.
 
     `grad_q` and `grad_k` are norms of gradients: one number per head, or one for the projection, or None without a
-    gradient.
+    gradient. `gain_q` and `gain_k` are the largest |gain| of the norms of queries and keys, `bound` the largest |logit|
+    that these norms let any input have; None without norms. The norms are the scheme's or the model's own.
     """
 
     cap: float
@@ -41,6 +42,9 @@ class LayerSample(Record):
     rms_v: Numbers
     grad_q: Numbers | None
     grad_k: Numbers | None
+    gain_q: float | None = None
+    gain_k: float | None = None
+    bound: float | None = None
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "layer") -> LayerSample:
@@ -76,7 +80,10 @@ class LogitSample:
             yield from ((name, head, value) for head, value in enumerate(getattr(layer, field)))
 
     def scalars(self) -> dict[str, float]:
-        """The numbers for a logger: the worst head, the least entropy, the mean of `over_cap`, each layer's maximum."""
+        """The numbers for a logger: the worst head, the least entropy, the mean of `over_cap`, each layer's maximum.
+
+        With norms also the largest |gain| of any, and the largest bound.
+        """
         (name, head, largest), (_, _, least) = self.worst(), self.sharpest()
         layers = list(self.layers.values())
         return {
@@ -86,7 +93,13 @@ class LogitSample:
             "attention/min_entropy": least,
             "attention/over_cap": mean([share for layer in layers for share in layer.over_cap]),
             **{f"attention/max_logit/{i}": max(x.max_logit, key=nan_as_inf) for i, x in enumerate(layers)},
+            **{f"attention/{name}": max(known, key=nan_as_inf) for name, known in self._norms() if known},
         }
+
+    def _norms(self) -> Iterator[tuple[str, list[float]]]:
+        layers = self.layers.values()
+        yield "max_gain", [gain for x in layers for gain in (x.gain_q, x.gain_k) if gain is not None]
+        yield "max_bound", [x.bound for x in layers if x.bound is not None]
 
     def line(self) -> str:
         """The sample as a line of JSON, with five significant digits."""

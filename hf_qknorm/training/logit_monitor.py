@@ -23,12 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class LogitMonitor(TrainerCallback):
-    """Trainer callback: samples the attention of a patched model every `every` steps; other steps cost nothing.
+    """Trainer callback: samples the attention of a model, patched or not, every `every` steps; others cost nothing.
 
     A sample covers the first `rows` sequences of the step's first micro-batch on each rank. It has, per layer and head,
     the largest |logit|, the entropy (nats), the share of logits over the cap, the rms of q, k and v before any norm,
-    and the norms of the gradients of the projections to q and k after clipping. Recomputed and evaluation passes do
-    not count. In sampled steps compiled models run eagerly, and kernels run without norm and RoPE in them.
+    and the norms of the gradients of the projections to q and k after clipping; per layer, the largest gain of the
+    norms of queries and keys, of a scheme or of the model itself (Qwen3), and the bound that they set on |logit|.
+    Recomputed and evaluation passes do not count. In sampled steps compiled models run eagerly, and kernels run
+    without norm and RoPE in them.
 
     A sample goes to `last`, to the Trainer's loggers (`attach`), and to `path`, a JSONL file that `hf-qknorm monitor`
     draws and a resumed run continues. A warning per layer names the heads with a |logit| over `limit` (default: twice
@@ -37,14 +39,14 @@ class LogitMonitor(TrainerCallback):
 
         >>> monitor = qk.LogitMonitor(every=10, path="logits.jsonl")
         >>> ids = torch.arange(8)[None]
-        >>> with monitor.watch(qk.patch_model(model, "qk_norm_cap"), step=10):  # before clipping and zero_grad()
+        >>> with monitor.watch(model, step=10):  # before clipping and zero_grad()
         ...     model(ids, labels=ids).loss.backward()
         >>> monitor.last.step, sorted(monitor.last.scalars())[-1]
         (10, 'attention/over_cap')
         >>> monitor = qk.LogitMonitor(every=10).attach(trainer)  # or in the Trainer
 
-    Raises ValueError for arguments out of range, for a model that is not patched (the scheme "none" suffices), or is
-    split by tensor parallelism or nn.DataParallel, and FileExistsError if `path` holds another run.
+    Raises ValueError for arguments out of range, for a model without an attention layer of a known family, or split by
+    tensor parallelism or nn.DataParallel, and FileExistsError if `path` holds another run.
     """
 
     def __init__(

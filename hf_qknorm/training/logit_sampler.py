@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.stats.bounds import largest_gains, logit_bounds
 from hf_qknorm.stats.distributed import world_size
 from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, watched_layers
+from hf_qknorm.stats.watchable import watchable_layers
 from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights
 from hf_qknorm.training.logit_log import LayerSample, LogitSample
 
@@ -23,7 +27,9 @@ MEANS = ("entropy", "over_cap", "rms_q", "rms_k", "rms_v")
 
 
 class LogitSampler:
-    """Watches the first forward pass of a patched model in the mode `training`, by default its present mode.
+    """Watches the first forward pass of a model in the mode `training`, by default its present mode.
+
+    An unpatched model has the scheme "none" until `close()`. Gains and bounds are those at the start.
 
     A `compiled` model runs eagerly until `close()`: a compiled program ignores new hooks, and another program would be
     compiled for the sampled steps. Compiled modules in the model are found without the argument.
@@ -32,11 +38,16 @@ class LogitSampler:
     def __init__(self, model: Any, rows: int, *, training: bool | None = None, compiled: bool = False) -> None:
         if getattr(model, "tp_size", None) not in (None, 1):
             raise ValueError("LogitMonitor does not support tensor-parallel models: each rank has other heads")
-        self.model, self.layers = model, patched_layers(model)
+        self.model = model
         self.gradients: dict[str, GradientNorms] = {}
         if training is None:  # a wrapper such as PEFT's may be in another mode than its model
             training = next((m.training for m in model.modules() if isinstance(m, PreTrainedModel)), model.training)
         with ExitStack() as stack:  # removes all hooks if the model is refused
+            self.layers = stack.enter_context(watchable_layers(model))
+            self.shapes = {name: layer.family.style.heads(layer)[:2] for name, layer in self.layers.items()}
+            whole = has_whole_parameters(model)
+            self.gains = largest_gains(model) if whole else {}
+            self.bounds = logit_bounds(model) if whole else {}
             first = PassFilter(lambda model: model.training == training and not self.found)
             self.found = stack.enter_context(watched_layers(model, first, rows=rows))
             modules = list(model.modules())  # compiled in place, or in a wrapper
@@ -50,8 +61,7 @@ class LogitSampler:
 
     def sample(self, step: int) -> LogitSample | None:
         """The sample over all ranks, maxima of logits and means of the rest; None if no pass was seen."""
-        shapes = {name: layer.family.style.heads(layer)[:2] for name, layer in self.layers.items()}
-        rows = [_packed(self.found.get(name), *shape) for name, shape in shapes.items()]
+        rows = [_packed(self.found.get(name), *shape) for name, shape in self.shapes.items()]
         parameter = next(next(iter(self.layers.values())).parameters())
         device = next((entry.max_logit.device for entry in self.found.values()), parameter.device)
         largest, sums = (torch.cat([row[i].to(device) for row in rows]) for i in (0, 1))
@@ -60,14 +70,18 @@ class LogitSampler:
             dist.all_reduce(sums)
         layers: dict[str, LayerSample] = {}
         maxima, totals = iter(largest.tolist()), iter(sums.tolist())
-        for name, (heads, heads_kv) in shapes.items():
+        for name, (heads, heads_kv) in self.shapes.items():
             top = tuple(next(maxima) for _ in range(heads))
             seen, cap, even = (next(totals) for _ in range(3))
             sizes = (heads, heads, heads, heads_kv, heads_kv)
-            means = {m: tuple(next(totals) / max(seen, 1) for _ in range(n)) for m, n in zip(MEANS, sizes, strict=True)}
+            means: dict[str, Any] = {
+                m: tuple(next(totals) / max(seen, 1) for _ in range(n)) for m, n in zip(MEANS, sizes, strict=True)
+            }
             if seen:
                 q, k = (None if g is None else tuple(g.tolist()) for g in self.gradients.get(name, (None, None)))
-                layers[name] = LayerSample(cap / seen, even / seen, top, **means, grad_q=q, grad_k=k)
+                gains, bound = self.gains.get(name, (None, None)), self.bounds.get(name)
+                sample = LayerSample(cap / seen, even / seen, top, **means, grad_q=q, grad_k=k)
+                layers[name] = replace(sample, gain_q=gains[0], gain_k=gains[1], bound=bound)
         return LogitSample(step, layers) if layers else None
 
 
@@ -78,6 +92,12 @@ def _packed(entry: LogitStatistics | None, heads: int, heads_kv: int) -> tuple[T
     means = [getattr(entry, name).float() for name in MEANS]
     numbers = torch.stack([entry.even.new_tensor(1.0), entry.even.new_tensor(entry.cap), entry.even])
     return entry.max_logit.float(), torch.cat([numbers.float(), *means])
+
+
+def has_whole_parameters(model: nn.Module) -> bool:
+    """Whether each parameter is whole, or a DTensor: FSDP1 and ZeRO-3 leave ranks with parts or nothing of it."""
+    fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return not fsdp1 and all(p.numel() for p in model.parameters())
 
 
 @torch.no_grad()
@@ -103,11 +123,13 @@ def _by_head(parts: Sequence[HeadWeights]) -> Tensor | None:
 
 
 def _of_projections(layer: Any) -> GradientNorms:
-    q, *others = (_of_projection(layer.get_submodule(name)) for name in layer.family.style.weights[:2])
+    q, *others = (_of_projection(getattr(layer, name, None)) for name in layer.family.style.weights[:2])
     return q, others[0] if others else q
 
 
-def _of_projection(projection: nn.Module) -> Tensor | None:
+def _of_projection(projection: nn.Module | None) -> Tensor | None:
+    if projection is None:  # the layer attends to the keys of another
+        return None
     grads = [p.grad for p in projection.parameters() if p.grad is not None]
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
     return torch.linalg.vector_norm(torch.stack(norms))[None] if norms else None

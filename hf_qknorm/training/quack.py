@@ -13,14 +13,19 @@ weights and biases multiply inputs of different size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.training.head_weights import attention_head_weights, parameter_factors
+
+if TYPE_CHECKING:
+    from transformers import Trainer  # slow to import
 
 PREFIX = "quack_"  # of the initial norms in a parameter's state
 PartNorms = dict[str, Tensor]  # part name → `[heads]`
@@ -34,10 +39,11 @@ def _delegated(name: str) -> Any:
 class QuacK(Optimizer):
     """An optimiser that wraps another one, and scales its steps on queries and keys by head.
 
-    It works with schedulers, gradient scalers and the Trainer: `Trainer(…, optimizers=(QuacK(…), None))`. The model may
-    be patched or not, and sharded by FSDP2 before or after. `tau` (default 1) scales all these steps.
+    It works with schedulers and gradient scalers. The model may be patched or not, and sharded by FSDP2 before or
+    after. `tau` (default 1) scales all these steps. In a Trainer, `QuacK.attach` wraps the Trainer's own optimiser:
 
-        >>> optimizer = qk.QuacK(torch.optim.AdamW(model.parameters(), lr=1e-3), model, tau=1.0)
+        >>> trainer = qk.QuacK.attach(trainer)
+        >>> optimizer = qk.QuacK(torch.optim.AdamW(model.parameters(), lr=1e-3), model)  # without a Trainer
         >>> ids = torch.arange(8)[None]
         >>> model(ids, labels=ids).loss.backward()
         >>> optimizer.step()
@@ -66,6 +72,42 @@ class QuacK(Optimizer):
         self.first: dict[tuple[str, str], Tensor] = {}  # initial norms by layer and part
         self._own()  # raises without these weights
         super().__setstate__({})  # sets up hooks and profiling; parameters belong to the wrapped optimiser
+
+    @classmethod
+    def attach(cls, trainer: Trainer, tau: float = 1.0) -> Trainer:
+        """Wrap the optimiser that a Trainer makes from its arguments, or was given; returns the Trainer.
+
+        Learning rate, betas, weight decay and schedule are thus those of the Trainer's arguments. `tau` is QuacK's.
+
+            >>> trainer = qk.QuacK.attach(trainer)
+            >>> trainer.train().global_step
+            3
+            >>> type(trainer.optimizer.optimizer).__name__
+            'QuacK'
+
+        Raises ValueError for a Trainer that has trained, has QuacK already, trains with DeepSpeed, which keeps its own
+        copies of the weights, or trains no weight of queries and keys; and as `QuacK` does.
+        """
+        check_positive(tau, "tau")
+        if trainer.is_deepspeed_enabled:
+            raise ValueError("QuacK does not support DeepSpeed, which steps its own copies of the weights: use FSDP2")
+        if isinstance(trainer.optimizer, cls | AcceleratedOptimizer) or isinstance(trainer.create_optimizer, partial):
+            raise ValueError("the Trainer has trained or has QuacK already: attach QuacK once, to a new Trainer")
+        parts = [part for layer in attention_head_weights(trainer.model).values() for part in layer.values()]
+        if not any(part.weight.requires_grad for part in parts):
+            raise ValueError("no weight of queries and keys is trained, as with LoRA: QuacK would do nothing")
+        if trainer.optimizer is None:
+            trainer.create_optimizer = partial(cls._create, trainer, trainer.create_optimizer, tau)
+        else:
+            trainer.optimizer = cls(trainer.optimizer, trainer.model, tau)
+        return trainer
+
+    @classmethod
+    def _create(cls, trainer: Trainer, create: Callable[..., Optimizer], tau: float, *arguments: Any) -> Optimizer:
+        """The Trainer's optimiser: that of a run before, or the one that `create` makes, wrapped."""
+        if trainer.optimizer is None:
+            trainer.optimizer = cls(create(*arguments), trainer.model, tau)
+        return trainer.optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the wrapped optimiser's step, scale it by head, and return its result."""

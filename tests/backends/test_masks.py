@@ -25,8 +25,9 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache, masking_utils
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.backends import spans
-from hf_qknorm.backends.masks import CHUNK, is_ranges, structure, structured_mask
+from hf_qknorm.backends import mask_functions
+from hf_qknorm.backends.calls import is_ranges, structure
+from hf_qknorm.backends.masks import CHUNK, structured_mask
 from hf_qknorm.ops import reference
 from hf_qknorm.patch import patched_config
 
@@ -259,7 +260,7 @@ def test_a_changed_function_of_a_known_name_is_read_key_by_key(name, changed, ki
         config(kind), Scheme(softcap=2.0)
     )  # a window that layers pass is checked by its function, too
     expected = transformers_own(kind, settings, 9, given)
-    spans._is_as_expected.cache_clear()
+    mask_functions._is_as_expected.cache_clear()
     for _ in range(2):
         mask = create(kind, settings, 9, given)
         assert torch.equal(dense(mask[:, 0], 9) if is_ranges(mask) else mask, expected)
@@ -267,13 +268,13 @@ def test_a_changed_function_of_a_known_name_is_read_key_by_key(name, changed, ki
 
 
 def test_transformers_functions_match_their_closed_forms(caplog):
-    spans._is_as_expected.cache_clear()
-    for name in spans._EXPECTED:
+    mask_functions._is_as_expected.cache_clear()
+    for name in mask_functions._EXPECTED:
         factory = getattr(masking_utils, name)
-        captured, _ = spans._EXPECTED[name]
+        captured, _ = mask_functions._EXPECTED[name]
         values = captured.get("mask_functions", tuple(captured.values()))
         code = (factory(*values) if captured else factory).__code__
-        assert spans._is_as_expected(code, name), name
+        assert mask_functions._is_as_expected(code, name), name
     assert not caplog.records
 
 

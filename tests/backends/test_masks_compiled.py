@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from transformers import masking_utils
 
-from hf_qknorm.backends.masks import is_padded_ranges, structure, structured_mask
+from hf_qknorm.backends.calls import is_padded_ranges, structure
+from hf_qknorm.backends.masks import structured_mask
 from hf_qknorm.ops import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own

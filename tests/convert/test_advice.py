@@ -129,10 +129,30 @@ CASES = {
         "none",
         "a cap of 50 would bend the largest logit by 1.9%: nothing need be added",
     ),
+    "Qwen3, with a bound": (
+        measurements(12.0, normed=True, bound=40.0),
+        "none",
+        "bound the logits, to at most 40 for any input; a cap of 50 would bend the largest logit by 1.9%",
+    ),
+    "Qwen3, with gains that allow large logits": (
+        measurements(12.0, normed=True, bound=900.0),
+        "none",
+        "the gains allow far more than was seen: watch them and the logits with LogitMonitor",
+    ),
+    "Llama 4, whose layers without RoPE have no norms": (
+        measurements(12.0, normed=True),
+        "none",
+        "bound the logits, not in every layer",
+    ),
     "Qwen3 with grown gains": (
+        measurements(60.0, normed=True, bound=300.0),
+        "Scheme(softcap=110.0)",
+        "in proportion to their gains (to at most 300 for any input), and the gains have grown",
+    ),
+    "Qwen3 with grown gains and no other cure": (
         measurements(60.0, normed=True),
         "Scheme(softcap=110.0)",
-        "a cap is all that can be added to norms",
+        "a cap is all that can be added to norms; if the gains still grow, decay or clip them, or lower the rate",
     ),
     "Qwen3 with grown gains, measured": (
         measurements(60.0, normed=True, trials={Scheme(softcap=50.0): CHEAP}),
@@ -143,7 +163,7 @@ CASES = {
     "patched with norms whose gains have grown": (
         measurements(60.0, scheme=NORMED, normed=True),
         "Scheme(q='rms', k='rms', softcap=110.0)",
-        "and these have grown",
+        "and the gains have grown",
     ),
     "Gemma 2": (
         measurements(90.0, own_cap=50.0),

@@ -64,7 +64,7 @@ def tiny_loss(checkpoint: str, text: str) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft calls it by its old name
-def test_lora_trains_the_gains_and_merges_exactly(text, checkpoint, tmp_path):
+def test_lora_trains_the_gains_and_merges_exactly(text, checkpoint, tmp_path, capsys):
     command = ["--checkpoint", checkpoint, "--text", text, "--calibration", "2", "--method", "moments"]
     losses = lora.main([*command, *SMALL, "--learning_rate", "1e-2", "--output_dir", str(tmp_path)])
     start, end, merged = losses.values()
@@ -73,6 +73,16 @@ def test_lora_trains_the_gains_and_merges_exactly(text, checkpoint, tmp_path):
     assert (tmp_path / "adapter_model.safetensors").is_file()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert all(layer.q_norm.weight.std() > 0 for layer in patched_layers(loaded).values())
+    lines = capsys.readouterr().out.splitlines()
+    stages = [
+        "calibrating qk_norm",
+        "moments",
+        "held-out loss, qk_norm",
+        "training for 4 steps",
+        "held-out loss, after",
+    ]
+    places = [next(i for i, line in enumerate(lines) if line.startswith(stage)) for stage in stages]
+    assert places == sorted(places)  # each stage is printed when it begins or ends, not at the end
 
 
 @pytest.mark.parametrize(

@@ -259,12 +259,19 @@ def test_watching_a_model_without_norms_leaves_it_unchanged():
     assert all(len(entry.entropies) == 2 for entry in statistics.values())
 
 
-def test_unpatched_models_are_refused():
-    with (
-        pytest.raises(ValueError, match="is not patched: call patch_model"),
-        logit_statistics(tiny_model("llama")),
-    ):
-        pass
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_an_unpatched_model_has_the_statistics_of_none(family):
+    model = tiny_model(family, initializer_range=0.2)
+    with torch.no_grad(), logit_statistics(model) as bare:
+        model(tokens(2, 20))
+    assert not patched_layers(model)
+    with torch.no_grad(), logit_statistics(patch_model(model, "none")) as patched:
+        model(tokens(2, 20))
+    assert bare.keys() == patched.keys()
+    for name, entry in patched.items():
+        for field in ("max_logit", "entropy", "over_half", "rms_q", "rms_k", "rms_v"):
+            assert torch.equal(getattr(bare[name], field), getattr(entry, field))
+        assert bare[name].cap == entry.cap
 
 
 def test_packed_sequences_are_separate():

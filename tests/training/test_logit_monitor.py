@@ -8,14 +8,14 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from tables import BATCHES, make_batch, randomise, sharp_model
+from tables import BATCHES, assert_identical, fingerprint, make_batch, randomise, sharp_model
 from tiny import tiny_model
 from watched import gradients_by_hand, hooks
 
 from hf_qknorm import LogitMonitor, patch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
-from hf_qknorm.training.logit_log import read_log
+from hf_qknorm.training.logit_log import LogitSample, read_log
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "phi3", "mistral", "qwen3"]  # GQA, fused weights, windows, own norms
 
@@ -180,10 +180,56 @@ def test_compiled_models_run_eagerly_when_they_are_sampled(wrap):
     assert list(monitor.last.layers.values()) == list(plain.last.layers.values())
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # renamed in v6
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gemma4_text", "olmo2", "llama"])
+def test_an_unpatched_model_is_sampled_and_trains_the_same(family):
+    """Also with gradient checkpointing, which runs the layers again in the backward pass."""
+    model, batch = sharp_model(family), make_batch("plain")
+    model.gradient_checkpointing_enable()
+    model.train()
+    plain = trained_on(model, batch)
+    before = fingerprint(model)
+    monitor = LogitMonitor(every=1)
+    with monitor.watch(model, 1):
+        watched = trained_on(model, batch)
+    assert fingerprint(model) == before
+    assert_identical(watched, plain)
+    normed = family != "llama"
+    for layer in monitor.last.layers.values():
+        assert layer.grad_q is not None
+        assert (layer.bound is not None) == (layer.gain_q is not None) == (layer.gain_k is not None) == normed
+        assert layer.bound is None or max(layer.max_logit) <= layer.bound
+    assert ("attention/max_gain" in monitor.last.scalars()) == normed
+    assert LogitSample.from_line(monitor.last.line().encode()).layers.keys() == monitor.last.layers.keys()
+
+
+def trained_on(model, batch):
+    """Loss, logits and gradients of one forward and backward pass."""
+    model.zero_grad()
+    result = model(**batch)
+    result.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": result.loss.detach(), "logits": result.logits.detach(), **gradients}
+
+
+def test_the_sample_follows_the_growth_of_gains():
+    model, batch = sharp_model("qwen3"), make_batch("plain")
+    monitor, bounds = LogitMonitor(every=1), []
+    for number in range(1, 4):
+        with torch.no_grad():
+            model.model.layers[1].self_attn.q_norm.weight.mul_(number)
+        with monitor.watch(model, number):
+            model(**batch)
+        scalars = monitor.last.scalars()
+        assert scalars["attention/max_gain"] == pytest.approx([1, 2, 6][number - 1])
+        bounds.append(scalars["attention/max_bound"])
+    assert bounds == pytest.approx([bounds[0], 2 * bounds[0], 6 * bounds[0]])
+
+
 def test_models_that_cannot_be_watched_are_refused(monkeypatch):
     with (
-        pytest.raises(ValueError, match="is not patched: call patch_model"),
-        LogitMonitor(every=1).watch(tiny_model("llama"), 1),
+        pytest.raises(ValueError, match="Linear has no attention module of a known family"),
+        LogitMonitor(every=1).watch(torch.nn.Linear(2, 2), 1),
     ):
         pass
     model = patch_model(tiny_model("llama"), "none")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
+import torch
 from tables import make_batch, sharp_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from watched import gradients_by_hand, hooks
@@ -42,6 +44,29 @@ def trained(folder, monitor, attach=True, **options):
         assert monitor.attach(run) is monitor
     run.add_callback(looker)
     return run, looker
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2"])
+def test_a_model_with_its_own_norms_is_watched_unpatched(tmp_path, family):
+    """It trains to the same weights as without the monitor, and its checkpoints are its own."""
+    rows = [{"input_ids": row, "labels": row} for row in make_batch("plain")["input_ids"].repeat(4, 1)]
+    settings = {"max_steps": 4, "per_device_train_batch_size": 2, "save_steps": 2, "learning_rate": 0.1, "seed": 0}
+    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    weights = []
+    for watched in (False, True):
+        model = sharp_model(family)
+        run = Trainer(model, TrainingArguments(str(tmp_path / str(watched)), **settings), train_dataset=rows)
+        if watched:
+            LogitMonitor(every=2, path=tmp_path / "log.jsonl").attach(run)
+        run.train()
+        weights.append(model.state_dict())
+    assert all(torch.equal(x, weights[0][name]) for name, x in weights[1].items())
+    first, last = read_log(tmp_path / "log.jsonl")
+    assert all(layer.bound > 0 for sample in (first, last) for layer in sample.layers.values())
+    assert first.scalars()["attention/max_gain"] != last.scalars()["attention/max_gain"]
+    assert [entry["step"] for entry in run.state.log_history if "attention/max_bound" in entry] == [2, 4]
+    config = json.loads((tmp_path / "True" / "checkpoint-2" / "config.json").read_text())
+    assert config["model_type"] == family
 
 
 class Heard(TrainerCallback):

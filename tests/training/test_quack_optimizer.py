@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from optimised import OPTIMISERS, assert_same, train
+from peft import LoraConfig, get_peft_model
 from tables import make_batch, sharp_model
 from tiny import tiny_model
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
@@ -162,3 +163,82 @@ def test_refusals():
     optimizer = QuacK(torch.optim.SGD(model.parameters(), 0.1), model)
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn: the weights 'k' of head 1 are all zero"):
         optimizer.step()
+
+
+def trainer_of(model: PreTrainedModel, folder: Any, optimizers: Any = (None, None), **settings: Any) -> Trainer:
+    rows = torch.randint(3, 64, (64, 16), generator=torch.Generator().manual_seed(0))
+    arguments = TrainingArguments(
+        folder, max_steps=4, per_device_train_batch_size=4, save_strategy="no", report_to=[], use_cpu=True,
+        disable_tqdm=True, seed=0, **settings,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return Trainer(model, arguments, train_dataset=data, optimizers=optimizers)
+
+
+SETTINGS = {
+    "adamw": {"learning_rate": 3e-2, "adam_beta2": 0.9, "weight_decay": 0.1, "lr_scheduler_type": "cosine"},
+    "defaults": {},
+    "sgd": {"optim": "sgd", "learning_rate": 0.5, "warmup_steps": 2},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_attached_to_a_trainer_it_wraps_the_optimiser_of_the_arguments(tmp_path, settings):
+    plain = trainer_of(tiny_model("llama"), tmp_path, **settings)
+    expected = plain.create_optimizer()
+    model = tiny_model("llama")
+    trainer = trainer_of(model, tmp_path, **settings)
+    assert QuacK.attach(trainer, tau=0.5) is trainer
+    optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, QuacK)
+    assert optimizer.tau == 0.5
+    assert type(optimizer.optimizer) is type(expected)
+    names = {id(p): name for m in (model, plain.model) for name, p in m.named_parameters()}
+    groups, wanted = (
+        [{**group, "params": [names[id(p)] for p in group["params"]]} for group in found.param_groups]
+        for found in (optimizer, expected)
+    )
+    assert groups == wanted
+    assert [group["weight_decay"] for group in groups] == [settings.get("weight_decay", 0.0), 0.0]
+    trainer.train()
+    assert trainer.optimizer.optimizer is optimizer  # in accelerate's
+    rates = [group["lr"] for group in optimizer.param_groups]
+    plain.train()
+    assert rates == [group["lr"] for group in plain.optimizer.param_groups]
+    moved = (p for p, q in zip(model.parameters(), plain.model.parameters(), strict=True) if not torch.equal(p, q))
+    assert any(True for _ in moved)
+    trainer.train()  # again, with the same optimiser
+    assert trainer.optimizer.optimizer is optimizer or trainer.optimizer.optimizer.optimizer is optimizer
+
+
+def test_attached_it_trains_as_given_to_the_trainer(tmp_path):
+    models = [tiny_model("llama") for _ in range(3)]
+    QuacK.attach(trainer_of(models[0], tmp_path, optim="sgd", learning_rate=0.5), tau=0.5).train()
+    optimizers = [torch.optim.SGD(model.parameters(), 0.5) for model in models[1:]]
+    QuacK.attach(trainer_of(models[1], tmp_path, (optimizers[0], None)), tau=0.5).train()
+    trainer_of(models[2], tmp_path, (QuacK(optimizers[1], models[2], tau=0.5), None)).train()
+    for model in models[1:]:
+        assert_same(model, models[0])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+def test_attaching_to_a_trainer_that_can_not_have_it_is_refused(tmp_path):
+    trainer = trainer_of(tiny_model("llama"), tmp_path)
+    with pytest.raises(ValueError, match="tau is -1"):
+        QuacK.attach(trainer, tau=-1)
+    QuacK.attach(trainer)
+    with pytest.raises(ValueError, match="has trained or has QuacK already"):
+        QuacK.attach(trainer)
+    trainer = trainer_of(tiny_model("llama"), tmp_path)
+    trainer.train()
+    with pytest.raises(ValueError, match="has trained or has QuacK already"):
+        QuacK.attach(trainer)
+    trainer = trainer_of(tiny_model("llama"), tmp_path)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(ValueError, match="does not support DeepSpeed"):
+        QuacK.attach(trainer)
+    adapted = get_peft_model(tiny_model("llama"), LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"]))
+    trainer = trainer_of(adapted, tmp_path)
+    with pytest.raises(ValueError, match="no weight of queries and keys is trained"):
+        QuacK.attach(trainer)
+    assert trainer.create_optimizer.__name__ == "create_optimizer"

@@ -1,0 +1,165 @@
+"""Calls of an attention function: transformers' arguments and masks, translated for an operator.
+
+A mask is boolean or additive `[B, 1 or H, T, S]`, or ranges: int32 `[B, 1, T, 2]`, where query t sees the keys from
+ranges[b, 0, t, 0] on, before ranges[b, 0, t, 1]. Neither column decreases down the rows. A query that sees nothing has
+its stop at its start or before.
+
+A trace can't look whether padding stands between a row's tokens. It gets ranges and padding in one tensor, int32
+`[B, 1, 1, 2·T + S]`: the ranges, followed by 1 for each key that is a token. `structure` then moves the tokens of each
+row together, so that ranges suffice.
+
+Nothing here imports transformers: the kernel for the Hub contains this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_qknorm.ops import library
+from hf_qknorm.ops.types import Heads, Options, Visible
+
+Operator = Callable[[Heads, Visible, Options], Tensor]
+
+
+def why_not_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
+    """The reason why the kernels can't take a call of an attention function, or None if they can."""
+    if mask is not None and not is_ranges(mask) and not is_padded_ranges(mask):
+        return f"the mask {list(mask.shape)} is an arbitrary one, and not a range of keys for each query"
+    return library.why_not_fused(query, key, value)
+
+
+def call_operator(
+    operator: Operator,
+    module: nn.Module,
+    heads: Heads,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Translate the arguments of an attention function into those of an operator, and its output back.
+
+    `operator` is `library.attention` or `library.fused_attention`. Returns the output `[B, T, H, D]`, and no weights.
+    """
+    q, k, v = heads[:3]
+    refuse_unsupported(kwargs)
+    seen = structure(module, q, k, v, attention_mask, kwargs)
+    out = operator(
+        _pad_to_widest(heads._replace(k=seen.key, v=seen.value)),
+        Visible(seen.ranges, s_aux, mask=seen.mask),
+        Options(q.shape[-1] ** -0.5 if scaling is None else scaling, softcap, seen.causal, seen.window, dropout),
+    )
+    return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), None
+
+
+def _pad_to_widest(heads: Heads) -> Heads:
+    """The heads in one width: zeros behind the narrower ones change neither the logits nor the output's own columns."""
+    width = max(x.shape[-1] for x in heads[:3])
+    q, k, v = (x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1])) for x in heads[:3])
+    return heads._replace(q=q, k=k, v=v)
+
+
+def refuse_unsupported(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for arguments of some models' attention that would change the result."""
+    for name in ("position_bias", "cache"):
+        if arguments.get(name) is not None:
+            raise ValueError(f"hf_qknorm attention does not support the argument {name!r}")
+
+
+def is_ranges(mask: Tensor) -> bool:
+    """Whether a mask of four dimensions is ranges: no mask of keys is of integers."""
+    return mask.dtype == torch.int32 and mask.shape[-1] == 2
+
+
+def is_padded_ranges(mask: Tensor) -> bool:
+    """Whether a mask of four dimensions is ranges and padding, as in a trace."""
+    return mask.dtype == torch.int32 and not is_ranges(mask)
+
+
+class Structure(NamedTuple):
+    """Keys and values, and which of them each query sees: by a mask, by ranges `[B, T, 2]`, or by causality and window.
+
+    `order` `[B, S]` is the original index of each reordered key; None without a new order.
+    """
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    ranges: Tensor | None
+    causal: bool
+    window: int | None
+    order: Tensor | None = None
+
+
+def structure(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: dict[str, Any]
+) -> Structure:
+    """Apply transformers' conventions to a call of an attention function.
+
+    It reads `sliding_window` and `is_causal` of the keyword `arguments`, and `cu_seq_lens_q` `[N + 1]`, the ends of
+    packed sequences in the flattened batch.
+    """
+    window, is_causal, boundaries = map(arguments.get, ("sliding_window", "is_causal", "cu_seq_lens_q"))
+    queries, keys = query.shape[2], key.shape[2]
+    tokens = None
+    if mask is not None and is_padded_ranges(mask):
+        mask, tokens = mask[..., : 2 * queries].reshape(-1, 1, queries, 2), mask[:, 0, 0, 2 * queries :]
+    if mask is not None and is_ranges(mask):  # these include causality, window and padding
+        seen = Structure(key, value, None, mask[:, 0].clamp_max(keys), False, None)
+    elif mask is not None:
+        seen = Structure(key, value, mask[..., :keys], None, False, None)
+    else:
+        if is_causal is None:  # both say so: sdpa reads the module alone, unlike some models' eager attention
+            is_causal = all(getattr(x, "is_causal", True) for x in (module, getattr(module, "config", None)))
+        causal = bool(is_causal)
+        if causal and 1 < queries < keys:  # a static cache's first call: the rest of it is empty
+            key, value = key[:, :, :queries], value[:, :, :queries]
+        # Causal with one query too: a window looks back only. The window of an unpatched layer is in its masks.
+        seen = Structure(key, value, None, None, causal, window if hasattr(module, "scheme") else None)
+    seen = seen if boundaries is None else _within_sequences(seen, query, boundaries)
+    return seen if tokens is None else _without_gaps(seen, tokens[:, :keys])
+
+
+def _without_gaps(seen: Structure, tokens: Tensor) -> Structure:
+    """Move the keys that are tokens (1 in `tokens` `[B, S]`) in front of the others, in their order.
+
+    So each query still sees a range of keys.
+    """
+    assert seen.ranges is not None
+    order = (1 - tokens).argsort(dim=-1, stable=True)
+    before = nn.functional.pad(tokens.cumsum(-1), (1, 0))
+    ranges = before.gather(-1, seen.ranges.flatten(1).long()).view(seen.ranges.shape).to(torch.int32)
+    key, value = (x.take_along_dim(order[:, None, :, None], 2) for x in (seen.key, seen.value))
+    return seen._replace(key=key, value=value, ranges=ranges, order=order)
+
+
+def _within_sequences(seen: Structure, query: Tensor, boundaries: Tensor) -> Structure:
+    """Hide the other packed sequences from each query."""
+    batch, length = query.shape[0], query.shape[2]
+    if length != seen.key.shape[2]:
+        raise ValueError("hf_qknorm attention takes cu_seq_lens_q for whole sequences only, not with a filled cache")
+    place = torch.arange(batch * length, device=query.device)
+    ends = boundaries.to(place)
+    sequence = torch.searchsorted(ends, place, right=True).view(batch, length)
+    if seen.mask is not None:
+        same, mask = sequence[:, None, :, None] == sequence[:, None, None, :], seen.mask
+        mask = mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, torch.finfo(mask.dtype).min)
+        return seen._replace(mask=mask)
+    own = place[:length]
+    ends = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), batch * length)])
+    first = length * torch.arange(batch, device=query.device)[:, None]
+    start, stop = ((end - first).clamp(0, length) for end in (ends[sequence], ends[sequence + 1]))
+    if seen.ranges is not None:
+        start, stop = torch.maximum(start, seen.ranges[..., 0]), torch.minimum(stop, seen.ranges[..., 1])
+    if seen.causal:
+        stop = torch.minimum(stop, own + 1)
+    if seen.window is not None:
+        start = torch.maximum(start, own - seen.window + (1 if seen.causal else 0))
+        stop = stop if seen.causal else torch.minimum(stop, own + seen.window + 1)
+    return seen._replace(ranges=torch.stack([start, stop], -1).to(torch.int32), causal=False, window=None)

@@ -1,0 +1,172 @@
+"""The commands of `hf-qknorm`. `hf_qknorm_command` parses their arguments and reports their errors."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from hf_qknorm.checkpoint.destinations import check_apart, check_files
+from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
+from hf_qknorm.convert.text import check_text
+from hf_qknorm.export.native import export_native
+from hf_qknorm.families import table
+from hf_qknorm.files.names import CARD
+from hf_qknorm.files.paths import check_writable, user_path
+from hf_qknorm.hub.push import check_push, check_target, push_to_hub
+from hf_qknorm.scheme import SCHEMES
+
+
+def _demo(options: Namespace) -> None:
+    from hf_qknorm.demo.run import Settings, run_demo  # imports matplotlib
+
+    settings = Settings(**{key: value for key, value in vars(options).items() if key != "command"})
+    with _reported(user_path(settings.out, "--out")):
+        run_demo(settings)
+
+
+def _convert(options: Namespace) -> None:
+    if options.private and options.push is None:
+        raise ValueError("--private goes with --push REPO")
+    for name in ("method", "knee", "max_loss_increase", "max_memory"):
+        if options.calibration is None and getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for a calibration: give --calibrate TEXT as well")
+    if options.push is not None:
+        check_target(options.push)
+    if options.calibration is not None:
+        check_text(options.calibration)
+    places = (options.source, options.destination, options.scheme)
+    names = ("calibration", "method", "knee", "overwrite", "allow_pickle")
+    planned = {name: getattr(options, name) for name in names}
+    print(plan_conversion(*places, **planned))
+    if options.push is not None:
+        check_push(options.source, options.push, private=options.private)
+    if options.dry_run:
+        print("\ndry run: nothing was written")
+        return
+    with _reported(user_path(options.destination, "the destination")):
+        report = convert_checkpoint(
+            *places,
+            max_loss_increase=options.max_loss_increase,
+            max_memory=options.max_memory,
+            standalone=options.standalone,
+            **planned,
+        )
+        if report is not None:
+            print(f"\n{report.table()}\n\n{report}")
+        elif options.scheme.norms:
+            print("\nthe gains are fresh, and the model has lost part of what it learned: --calibrate TEXT keeps it")
+        print(f"\nwritten: {options.destination}")
+        if options.push is not None:
+            _push_folder(options.destination, options.push, private=options.private)
+
+
+def _push(options: Namespace) -> None:
+    where = {"private": options.private, "revision": options.revision}
+    _push_folder(options.checkpoint, options.repo, commit_message=options.message, **where)
+
+
+def _export(options: Namespace) -> None:
+    with _reported(user_path(options.destination, "the destination")):
+        print(export_native(options.source, options.destination, overwrite=options.overwrite))
+
+
+def _inspect(options: Namespace) -> None:
+    from hf_qknorm.convert.inspect import inspect_checkpoint
+    from hf_qknorm.convert.inspection_plots import heat_map, knee_curve  # imports matplotlib
+
+    out = user_path(options.out, "--out")
+    names = ("inspect.json", "heatmap.png", "knees.png")
+    numbers, picture, curve = files = tuple(out / name for name in names)
+    check_writable(*files)
+    check_files(out, names, sources=[options.checkpoint, options.texts], marker=(names[0], "advice"))
+    with _reported(*files):
+        found = inspect_checkpoint(options.checkpoint, texts=options.texts, tokens=options.tokens, cap=options.cap)
+        print(found.table())
+        out.mkdir(parents=True, exist_ok=True)
+        found.save(numbers)
+        heat_map(found, picture)
+        if found.knees is None:
+            curve.unlink(missing_ok=True)  # of an earlier inspection
+        else:
+            knee_curve(found, curve)
+    print(f"\nwritten: {', '.join(str(path) for path in files if path.exists())}")
+
+
+def _monitor(options: Namespace) -> None:
+    from hf_qknorm.training.logit_log import read_log
+    from hf_qknorm.training.logit_plots import draw_log  # imports matplotlib
+
+    out = user_path(options.out, "--out")
+    check_writable(out)
+    with _reported(out):
+        samples = read_log(options.log)
+        if not samples:
+            raise ValueError(f"{options.log}: the log holds no sample yet")
+        check_apart(out, user_path(options.log, "LOG"))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draw_log(samples, out)
+    (name, head, largest), (sharp_name, sharp_head, least) = samples[-1].worst(), samples[-1].sharpest()
+    print(
+        f"step {samples[-1].step}: largest |logit| {largest:.4g} ({name}, head {head}), "
+        f"least entropy {least:.3g} nats ({sharp_name}, head {sharp_head})\nwritten: {out}"
+    )
+
+
+def _card(options: Namespace) -> None:
+    from hf_qknorm.hub.card import write_card  # imports Jinja
+
+    with _reported(user_path(options.checkpoint, "the checkpoint") / CARD):
+        print(f"written: {', '.join(map(str, write_card(options.checkpoint, repo_id=options.repo)))}")
+
+
+def _schemes(options: Namespace) -> None:
+    for name, scheme in SCHEMES.items():
+        print(f"{name:14}{scheme}")
+
+
+def _families(options: Namespace) -> None:
+    print(table.text())
+
+
+COMMANDS: Final[dict[str, Callable[[Namespace], None]]] = {
+    "demo": _demo,
+    "convert": _convert,
+    "inspect": _inspect,
+    "monitor": _monitor,
+    "export": _export,
+    "card": _card,
+    "push": _push,
+    "schemes": _schemes,
+    "families": _families,
+}
+
+
+@contextmanager
+def _reported(*paths: Path) -> Iterator[None]:
+    """Add to an interrupt which of these files and folders, each written whole or not at all, have been written."""
+    before = {path: _identity(path) for path in paths}
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        written = [str(path) for path in paths if _identity(path) != before[path]]
+        kept = [str(path) for path in paths if str(path) not in written and before[path] is not None]
+        note = f"written whole: {', '.join(written)}" if written else "nothing was written"
+        stop.add_note(f"{note}; as before: {', '.join(kept)}" if kept else note)
+        raise
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    found = path.lstat() if os.path.lexists(path) else None
+    return found and (found.st_ino, found.st_mtime_ns)
+
+
+def _push_folder(folder: str, repo: str, **options: Any) -> None:
+    try:
+        print(f"pushed: {push_to_hub(folder, repo, **options)}")
+    except KeyboardInterrupt as stop:
+        stop.add_note(f"{repo} gets the whole commit or nothing of it; push again to go on")
+        raise

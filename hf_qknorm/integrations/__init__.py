@@ -1,0 +1,1 @@
+"""Plugins for training tools that build the model themselves."""
