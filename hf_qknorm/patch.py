@@ -21,6 +21,7 @@ from hf_qknorm.model.derived import QKNormModel, derived_config, set_model_class
 from hf_qknorm.model.fold import check_foldable, fold_pre_norms
 from hf_qknorm.model.in_memory import InMemoryName, mark_in_memory, unmark
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.model.record import drop_record
 from hf_qknorm.model.tensor_parallel import plan_norms, unplan_norms
 from hf_qknorm.model.towers import check_saved_tower, pick_tower, towers_of, with_config
 from hf_qknorm.scheme import Scheme
@@ -162,6 +163,7 @@ def _name_unpatched(model: PreTrainedModel, loaded: bool) -> None:
 
 def _remove_scheme(model: PreTrainedModel) -> None:
     base_backend = vars(model).pop("qk_norm_base_backend", None)
+    drop_record(model)
     unplan_norms(model)
     uninstall(model)
     for module in model.modules():

@@ -13,7 +13,17 @@ from tables import MODEL_TYPES, make_batch, sharp_model
 from tiny import TINY, tiny_config
 from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from hf_qknorm import SCHEMES, LogitMonitor, QKClip, Scheme, calibrate, patch_model, set_blend, unpatch_model
+from hf_qknorm import (
+    SCHEMES,
+    LogitMonitor,
+    QKClip,
+    Scheme,
+    add_standalone,
+    calibrate,
+    patch_model,
+    set_blend,
+    unpatch_model,
+)
 from hf_qknorm.model.derived import QKNormModel, derived_config
 
 
@@ -50,6 +60,11 @@ def test_so_do_other_schemes_that_change_nothing(scheme, tmp_path):
 def test_a_scheme_that_changes_something_is_saved(scheme, tmp_path):
     patch_model(sharp_model("llama"), scheme).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qknorm_llama"
+
+
+def test_it_needs_no_code():
+    with pytest.raises(ValueError, match="saves as a plain llama: that needs no code"):
+        add_standalone(patch_model(sharp_model("llama"), "none"))
 
 
 def test_a_stored_none_stays_stored(tmp_path):
