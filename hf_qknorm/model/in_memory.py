@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import yaml
 
-LOADING: Final = ("dtype", "device_map", "attn_implementation")
+LOADING: Final = ("dtype", "device_map")
 
 logger = logging.getLogger("hf_qknorm")
 
@@ -59,9 +59,12 @@ class InMemoryName(str):
             "%s(%r): the model of this name was changed in memory, and is copied as it is now", caller, str(self)
         )
         config = copy.deepcopy(model.config)
-        requested = getattr(options.get("config"), "_attn_implementation", None)  # Auto classes put it there
-        settings = {"dtype": model.dtype, "attn_implementation": requested or config._attn_implementation}
-        settings |= {name: options[name] for name in LOADING if options.get(name) is not None}
+        settings = {"dtype": model.dtype, **{name: options[name] for name in LOADING if options.get(name) is not None}}
+        requested = options.get("attn_implementation") or getattr(options.get("config"), "_attn_implementation", None)
+        if requested in (None, config._attn_implementation):  # TRL requests that of the whole for every tower
+            parts = {key: part for key in config.sub_configs if (part := getattr(config, key, None)) is not None}
+            requested = {key: part._attn_implementation for key, part in {"": config, **parts}.items()}
+        settings["attn_implementation"] = requested
         weights = {name: weight.clone() for name, weight in model.state_dict().items()}
         loaded, info = type(model).from_pretrained(
             None, config=config, state_dict=weights, output_loading_info=True, **settings

@@ -11,7 +11,15 @@ import pytest
 import torch
 import yaml
 from tables import KNEES, PAIRS, TRIED, make_batch, randomise, sharp_model
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+from tiny import tiny_config
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from hf_qknorm import SCHEMES, calibrate, patch_model, registration, set_blend, unpatch_model
 from hf_qknorm.model.in_memory import InMemoryName
@@ -153,3 +161,20 @@ def test_vllm_gets_no_name_of_a_model_in_memory(patched, folder):
             call()
     LLM(model=str(folder), seed=1)
     assert loaded == [(str(folder), 1)]
+
+
+@torch.no_grad()
+def test_a_model_with_a_patched_tower_is_copied_whole(tmp_path):
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision |= {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4}
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=tiny_config("llama"), image_token_index=63)
+    ).eval()
+    model.save_pretrained(tmp_path)
+    model = randomise(patch_model(LlavaForConditionalGeneration.from_pretrained(tmp_path), "qk_norm_cap"))
+    request = {"attn_implementation": model.config._attn_implementation}  # as TRL does
+    again = LlavaForConditionalGeneration.from_pretrained(model.name_or_path, **request)
+    batch = make_batch("plain")
+    assert torch.equal(again(**batch).logits, model(**batch).logits)
+    assert again.config.text_config.scheme == model.config.text_config.scheme
+    assert type(unpatch_model(model).name_or_path) is str
