@@ -58,7 +58,7 @@ def write_record(model: Any, folder: Path, state_dict: Mapping[str, Any] | None,
     ranks. `writes` is whether this rank writes files.
     """
     record = record_of(model)
-    if record is None:
+    if record is None or model.config.saves_as_base:
         if writes:
             (folder / REPORT).unlink(missing_ok=True)
         return
