@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import INDEX, SINGLE
+from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.files.untrusted import read_json
 
 INDEX_BYTES = 256 * 2**20  # a million tensors
@@ -140,7 +140,7 @@ class Weights:
         At most one new tensor is in memory at a time. Raises OSError, naming the file, if it can't be written.
         """
         size = sum(tensor.nbytes for tensor in tensors.values())
-        with tqdm(total=size, desc="weights", unit="B", unit_scale=True, leave=False) as bar:
+        with progress_bar(total=size, desc="weights", unit="B", unit_scale=True) as bar:
             for file in self.files:
                 plan = {name: tensor for name, tensor in tensors.items() if tensor.file == file}
                 try:

@@ -193,7 +193,7 @@ def _convert(
     calibration = calibrate(converted, batches["calibration"])
     conversion["calibrated"] = measure(converted)
     progress.advance(CONVERSION * _tokens(batches["calibration"]))
-    progress.print(f"2. converted to {scheme}\n{conversion_table(conversion)}")
+    progress.print(f"2. converted: {converted.config.scheme}\n{conversion_table(conversion)}")
     return models, conversion, calibration
 
 
@@ -204,9 +204,10 @@ def _measure(model: Any, batches: list[Tensor]) -> Measured:
 
 
 def _save_model(model: Any, tokenizer: Any, calibration: Calibration, folder: Path) -> None:
+    folder.mkdir()
+    calibration.save(folder / CALIBRATION)
     model.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    calibration.save(folder / CALIBRATION)
     write_card(folder)
 
 

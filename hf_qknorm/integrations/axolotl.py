@@ -56,10 +56,10 @@ class QKNormPlugin(BasePlugin):
     def register(self, cfg: Any) -> None:
         """Check the file's keys, before axolotl validates them, and set the base model of an adapter."""
         self.training = not (cfg.get("inference") or cfg.get("merge_lora"))
+        _check_adapter(cfg)
         scheme = _scheme(cfg)
         if scheme is None:
             return
-        _check_adapter(cfg)
         _leave_out_kernels(cfg)
         stored = _stored_scheme(cfg["base_model"], cfg.get("revision_of_model"))
         if stored is None and _is_named(cfg) and (not self.training or cfg.get("lora_model_dir")):
@@ -184,8 +184,8 @@ def _check_adapter(cfg: Any) -> None:
     for key in FULL_ONLY:
         if cfg.get("adapter") and _is_on(cfg.get(key)):
             raise ValueError(
-                f"{key} acts on the weights of queries and keys, which adapter: {cfg['adapter']} neither trains nor "
-                "saves: leave out one of the two"
+                f"{key} acts on the weights of queries and keys, which are frozen with adapter: {cfg['adapter']}, and "
+                f"not saved with it: leave out {key}, or the adapter"
             )
 
 
@@ -236,6 +236,7 @@ def _check_whole(model: Any) -> None:
 def _calibrate(cfg: Any, model: Any) -> None:
     """Calibrate a patched model, and write it beside the adapter that will be trained on it."""
     from hf_qknorm.convert.pretrained import load_tokenizer
+    from hf_qknorm.model.in_memory import unmark
 
     tokenizer = load_tokenizer(cfg.tokenizer_config)
     if cfg.qk_norm_calibrate:
@@ -245,7 +246,8 @@ def _calibrate(cfg: Any, model: Any) -> None:
         folder = Path(cfg.output_dir) / BASE
         if not cfg.local_rank:
             _save(model, tokenizer, folder)
-        model.name_or_path = str(folder)  # which PEFT records in the adapter
+        unmark(model)
+        model.name_or_path = model.config._name_or_path = str(folder)  # which PEFT records in the adapter
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:

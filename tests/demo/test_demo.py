@@ -66,7 +66,7 @@ def test_a_demo_prints_and_writes_everything(here, capsys):
 def check_checkpoint(folder: Path, report: dict) -> None:
     """It loads, with its tokenizer, and has the record of its calibration and a card with the record's figures."""
     calibration = Calibration.load(folder / "qk_norm_report.json")
-    assert calibration == Calibration.from_dict(report["calibration"])
+    assert calibration.chosen == Calibration.from_dict(report["calibration"]).chosen
     scheme = AutoModelForCausalLM.from_pretrained(folder).config.scheme
     assert scheme == calibration.scheme == replace(SCHEMES["qk_norm_cap"].resolve("rms"), knee=scheme.knee)
     assert AutoTokenizer.from_pretrained(folder).decode([1, 2])
