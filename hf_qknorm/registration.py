@@ -116,8 +116,9 @@ def _extend_adapters(config: Any) -> None:
 
 def _extend_auto_adapters(auto: Any) -> None:
     """Let PEFT load an adapter whose config names a derived class: it imports from the packages of a list alone."""
-    allowed = auto.get_default_import_allowlist
-    auto.get_default_import_allowlist = lambda: [*allowed(), "hf_qknorm"]
+    allowed = getattr(auto, "get_default_import_allowlist", None)  # absent in PEFT 0.18, which imports from any
+    if allowed is not None:
+        auto.get_default_import_allowlist = lambda: [*allowed(), "hf_qknorm"]
 
 
 def _extend_liger(monkey_patch: Any) -> None:
