@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from doc_examples import make_folder, names
 from pages import NAMES, NO_RUN, ROOT, WRITTEN, Snippet, all_snippets, snippets, text_of
@@ -149,6 +150,11 @@ def test_commands_of_a_recipes_docstring_are_understood(script, monkeypatch):
     for command in shell_commands(textwrap.dedent(block[0]) if block else ""):
         if command[0] != "compute-sanitizer":
             check(command, monkeypatch)
+
+
+@pytest.mark.parametrize("snippet", all_snippets(WRITTEN, "yaml"), ids=str)
+def test_yaml_is_a_mapping(snippet):
+    assert isinstance(yaml.safe_load(snippet.code), dict)
 
 
 @pytest.mark.parametrize(
