@@ -29,8 +29,8 @@ import hf_qknorm_command
 from hf_qknorm import SCHEMES
 from hf_qknorm.ops.norms import NORMS
 
-LANGUAGES = ("python", "bash", "text")
-ANYWHERE = ("lm_eval", "mypy", "ruff")  # commands whose arguments are not checked
+LANGUAGES = ("python", "bash", "text", "yaml")
+ANYWHERE = ("axolotl", "lm_eval", "mypy", "ruff", "swift")  # commands whose arguments are not checked
 PYTHON = all_snippets(WRITTEN, "python")
 SHELL = all_snippets(WRITTEN, "bash")
 CARDS = all_snippets([name for name in NAMES if name.startswith("model_cards/")], "python")
