@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from hf_qknorm_command.parser import make_parser
+from hf_qknorm_command.parser import code_version, make_parser
 
 SIGNALS = ("SIGTERM", "SIGHUP")  # they stop the command as Ctrl-C does, so that incomplete files are removed
 
@@ -31,9 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _signals_as_interrupts():
             options = make_parser().parse_args(arguments)
-            from hf_qknorm.commands import COMMANDS  # imports torch
-
-            COMMANDS[options.command](options)
+            _run(options)
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:
@@ -51,6 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"hf-qknorm: {' '.join(message.split())}\n")
         return 1
     return 0
+
+
+def _run(options: Namespace) -> None:
+    if options.command == "doctor":
+        from hf_qknorm_command import doctor  # works where the package can't be imported
+
+        return doctor.run(code_version(), options.json)
+    from hf_qknorm.commands import COMMANDS  # imports torch
+
+    COMMANDS[options.command](options)
 
 
 @contextmanager

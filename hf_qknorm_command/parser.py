@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hf_qknorm_command.completion import PrintCompletion
 from hf_qknorm_command.values import (
     CAP,
     COUNT,
@@ -37,12 +38,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Print the version of the code that runs, and exit. The metadata of an editable install may be older."""
+    """Print the version of the code, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        module = runpy.run_path(str(Path(__file__).parents[1] / "hf_qknorm" / "version.py"))
-        sys.stdout.write(f"{module['__version__']}\n")
+        sys.stdout.write(f"{code_version()}\n")
         parser.exit()
+
+
+def code_version() -> str:
+    """The version of the code that runs; the metadata of an editable install may be older."""
+    version: str = runpy.run_path(str(Path(__file__).parents[1] / "hf_qknorm" / "version.py"))["__version__"]
+    return version
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,33 +57,42 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print the version and exit"
     )
+    scripts = "print the script that completes arguments in bash, zsh, fish or another shell, and exit (needs shtab)"
+    parser.add_argument(
+        "--print-completion", action=PrintCompletion, metavar="SHELL", default=argparse.SUPPRESS, help=scripts
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add_command in (_add_demo, _add_convert, _add_inspect, _add_monitor, _add_export, _add_card, _add_push):
         add_command(commands)
     commands.add_parser("schemes", help="list the presets")
     commands.add_parser("families", help="list the model types that can be patched")
+    about = "check this machine: versions, devices, which attention runs and whether its numbers are right"
+    doctor = commands.add_parser("doctor", help=about, description=f"{about}; 1 is the exit status after a problem.")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
 
 
 def _add_demo(commands: Any) -> None:
     about = "train a small model, convert it, train on at two rates, compare and plot; downloads nothing"
     add = commands.add_parser("demo", help=about).add_argument
-    add("--data", help="text: a file, a folder, or the name of a Hub dataset; by default Python's standard library")
-    add("--checkpoint", help="a causal language model to start from, instead of training a small Llama")
+    text = "text: a file, a folder, or the name of a Hub dataset; by default Python's standard library"
+    add("--data", metavar="TEXT", help=text)
+    add("--checkpoint", metavar="CKPT", help="a causal language model to start from, instead of training a small Llama")
     schemes = "one of `hf-qknorm schemes`, by default %(default)s"
     add("--scheme", default="qk_norm_cap", type=parse_preset, metavar="PRESET", help=schemes)
     add("--base-steps", type=COUNT, default=120, help="steps of training for the small Llama, by default %(default)s")
     add("--steps", type=COUNT, default=200, help="steps of continued training, by default %(default)s")
     rate = "the usual learning rate of continued training, by default %(default)s; the demo also trains at ten times it"
     add("--rate", type=POSITIVE, default=1e-3, help=rate)
-    add("--out", default="./qknorm-demo", help="folder for all that is written, by default %(default)s")
+    files = "folder for all that is written, by default %(default)s"
+    add("--out", metavar="FOLDER", default="./qknorm-demo", help=files)
     add("--seed", type=SEED, default=0, help="seed of weights and batches, by default %(default)s")
 
 
 def _add_convert(commands: Any) -> None:
     add = commands.add_parser("convert", help="convert a checkpoint to a scheme, into a new folder").add_argument
-    add("source", help="a folder with a checkpoint, or a Hub name")
-    add("destination", help="a new folder")
+    add("source", metavar="SRC", help="a folder with a checkpoint, or a Hub name")
+    add("destination", metavar="DST", help="a new folder")
     schemes = "a preset, or JSON as in config.json, by default %(default)s"
     add("--scheme", default="qk_norm_cap", type=parse_scheme, help=schemes)
     text = "text to calibrate gains and knee on: a file, a folder, or the name of a Hub dataset"
@@ -93,7 +108,8 @@ def _add_convert(commands: Any) -> None:
     add("--dry-run", action="store_true", help="check everything, print the plan, and write nothing")
     add("--overwrite", action="store_true", help=OVERWRITE)
     add("--allow-pickle", action="store_true", help="read pytorch_model.bin if there are no safetensors")
-    add("--standalone", action="store_true", help="include the code that runs the model without hf_qknorm")
+    code = "include the code that runs the model without hf_qknorm (the default)"
+    add("--standalone", action=argparse.BooleanOptionalAction, default=True, help=code)
     add("--push", metavar="REPO", help="push the result to the Hub; whether that can be done is checked first")
     add("--private", action="store_true", default=None, help="with --push, make a private repository")
 
@@ -103,25 +119,25 @@ def _add_inspect(commands: Any) -> None:
     add = commands.add_parser("inspect", help=about).add_argument
     add("checkpoint", metavar="CKPT", help="a folder with a checkpoint, patched or not, or a Hub name")
     text = "text like the model's own: a file, a folder, or a Hub dataset; by default Python's standard library"
-    add("--texts", help=text)
+    add("--texts", metavar="TEXT", help=text)
     add("--tokens", type=COUNT, default=16_384, help="how many tokens to use, by default %(default)s")
     add("--cap", type=CAP, help="the cap to compare logits with; by default the model's own, or 50")
     files = "folder for inspect.json, heatmap.png and knees.png, by default %(default)s"
-    add("--out", default="./qknorm-inspect", help=files)
+    add("--out", metavar="FOLDER", default="./qknorm-inspect", help=files)
 
 
 def _add_monitor(commands: Any) -> None:
     about = "draw the log of LogitMonitor: logits and entropies by layer and step"
     add = commands.add_parser("monitor", help=about).add_argument
     add("log", metavar="LOG", help="the JSONL file")
-    add("--out", default="monitor.png", help="the picture, by default %(default)s")
+    add("--out", metavar="PNG", default="monitor.png", help="the picture, by default %(default)s")
 
 
 def _add_export(commands: Any) -> None:
     about = "write a patched checkpoint as a plain model of transformers, if one computes exactly the same"
     add = commands.add_parser("export", help=about).add_argument
-    add("source", help="a folder with a patched checkpoint")
-    add("destination", help="a new folder")
+    add("source", metavar="SRC", help="a folder with a patched checkpoint")
+    add("destination", metavar="DST", help="a new folder")
     add("--overwrite", action="store_true", help=OVERWRITE)
 
 
@@ -129,6 +145,9 @@ def _add_card(commands: Any) -> None:
     add = commands.add_parser("card", help="write the model card of a patched checkpoint, with plots").add_argument
     folder = "a folder with a patched checkpoint; a README.md that hf-qknorm did not write becomes README.original.md"
     add("checkpoint", metavar="CKPT", help=folder)
+    text = "measure the model on this text, a file, a folder or a Hub dataset, and write the report that the card has"
+    add("--texts", metavar="TEXT", help=text)
+    add("--tokens", type=COUNT, default=16_384, help="with --texts, how many tokens to use, by default %(default)s")
     add("--repo", metavar="REPO", help="the checkpoint's name on the Hub, for the card")
 
 

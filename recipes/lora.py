@@ -6,8 +6,8 @@
 
 Patch and calibrate before PEFT wraps the model: the norms then see the projections' output with the adapters' part.
 Without arguments the recipe first trains a small Llama on the source code of Python's library; this takes a few minutes
-on a CPU. It prints held-out losses as Markdown, and writes the adapter and a merged model (`merged`) that loads without
-PEFT.
+on a CPU. It prints each stage and its held-out loss as it goes, and all losses as Markdown at the end. It writes the
+adapter, and a merged model (`merged`) that loads without PEFT.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import peft
 from text_trainer import (
     BaseOptions,
-    held_out_loss,
+    add_loss,
     make_trainer,
     parse,
     print_once,
@@ -44,6 +44,7 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     model, tokenizer, text = start(options, arguments)
     patch_model(model, Scheme.of(options.scheme))
     batches = text.batches(options.calibration, arguments.per_device_train_batch_size, arguments.seed + 1)
+    print_once(arguments, f"calibrating {options.scheme} on {options.calibration} batches")
     print_once(arguments, calibrate(model, batches, options.method))
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -56,11 +57,14 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     trained, total = adapted.get_nb_trainable_parameters()
     print_once(arguments, f"{trained:,} of {total:,} parameters are trained")
     trainer = make_trainer(adapted, text, tokenizer, arguments, options.every)
-    losses = {f"{options.scheme}, calibrated": held_out_loss(trainer)}
+    losses: dict[str, float] = {}
+    add_loss(losses, f"{options.scheme}, calibrated", trainer)
     train_and_save(trainer, losses)
     trainer.model = adapted.merge_and_unload()
-    losses["merged"] = held_out_loss(trainer)
-    trainer.save_model(str(Path(arguments.output_dir) / "merged"))
+    add_loss(losses, "merged", trainer)
+    merged = Path(arguments.output_dir) / "merged"
+    trainer.save_model(str(merged))
+    print_once(arguments, f"written: {merged}")
     print_once(arguments, results_table(losses, trainer))
     return losses
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from text_trainer import (
     BaseOptions,
-    held_out_loss,
+    add_loss,
     make_trainer,
     parse,
     print_once,
@@ -45,13 +45,15 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     model, tokenizer, text = start(options, arguments)
     patch_model(model, Scheme.of(options.scheme))
     batches = text.batches(options.calibration, arguments.per_device_train_batch_size, arguments.seed + 1)
+    print_once(arguments, f"calibrating {options.scheme} on {options.calibration} batches")
     print_once(arguments, calibrate(model, batches, options.method))
     callbacks = [BlendSchedule(share=options.share)] if options.share else []
     trainer = make_trainer(model, text, tokenizer, arguments, options.every, callbacks=callbacks)
-    losses = {f"{options.scheme}, calibrated": held_out_loss(trainer)}
+    losses: dict[str, float] = {}
+    add_loss(losses, f"{options.scheme}, calibrated", trainer)
     if options.share:
         set_blend(model, 0.0)
-        losses["start of the blend: the model as it was"] = held_out_loss(trainer)
+        add_loss(losses, "start of the blend: the model as it was", trainer)
     train_and_save(trainer, losses)
     print_once(arguments, results_table(losses, trainer))
     return losses

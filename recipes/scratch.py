@@ -19,7 +19,7 @@ from typing import Any
 from text_trainer import (
     Text,
     TextOptions,
-    held_out_loss,
+    add_loss,
     make_trainer,
     parse,
     print_once,
@@ -63,7 +63,8 @@ def main(command: list[str] | None = None) -> dict[str, float]:
         QuacK.attach(trainer, options.quack)
     if options.qk_clip is not None:  # after the monitor, which must see logits before they are clipped
         trainer.add_callback(QKClip(model, options.qk_clip))
-    losses = {"random weights": held_out_loss(trainer)}
+    losses: dict[str, float] = {}
+    add_loss(losses, "random weights", trainer)
     train_and_save(trainer, losses)
     print_once(arguments, results_table(losses, trainer))
     return losses

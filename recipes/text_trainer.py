@@ -117,6 +117,7 @@ def start(options: BaseOptions, arguments: Arguments) -> tuple[Any, PreTrainedTo
         return model, tokenizer, Text(options, tokenizer)
     tokenizer, model = byte_tokenizer(), small_llama()
     text = Text(options, tokenizer)
+    print_once(arguments, f"training a small Llama first, for {options.base_steps} steps (or give --checkpoint)")
     batches = text.batches(options.base_steps, arguments.per_device_train_batch_size, arguments.seed)
     train(model, batches, rate=2e-3, warmup=20, decay=True, desc="training a small Llama")
     return model, tokenizer, text
@@ -147,11 +148,20 @@ def held_out_loss(trainer: Trainer) -> float:
     return float(trainer.evaluate()["eval_loss"])
 
 
+def add_loss(losses: dict[str, float], name: str, trainer: Trainer) -> None:
+    """Add the model's held-out loss to `losses`, and print it."""
+    losses[name] = held_out_loss(trainer)
+    print_once(trainer.args, f"held-out loss, {name}: {losses[name]:.4f}")
+
+
 def train_and_save(trainer: Trainer, losses: dict[str, float]) -> None:
     """Train or resume, save the model, and add its held-out loss to `losses`."""
+    steps, epochs = trainer.args.max_steps, trainer.args.num_train_epochs
+    print_once(trainer.args, f"training for {f'{steps} steps' if steps > 0 else f'{epochs:g} epochs'}")
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    losses[f"after {trainer.state.global_step} steps"] = held_out_loss(trainer)
+    add_loss(losses, f"after {trainer.state.global_step} steps", trainer)
     trainer.save_model()
+    print_once(trainer.args, f"written: {trainer.args.output_dir}")
 
 
 def largest_logits(trainer: Trainer) -> list[tuple[int, float]]:
@@ -160,7 +170,7 @@ def largest_logits(trainer: Trainer) -> list[tuple[int, float]]:
     return [(entry["step"], entry[name]) for entry in trainer.state.log_history if name in entry]
 
 
-def print_once(arguments: Arguments, text: object) -> None:
+def print_once(arguments: TrainingArguments, text: object) -> None:
     """Print on the first process only."""
     if arguments.process_index == 0:
         print(text, flush=True)
@@ -170,4 +180,5 @@ def results_table(losses: dict[str, float], trainer: Trainer) -> str:
     """Format losses and largest logits as Markdown."""
     lines = ["| | held-out loss |", "|---|---:|", *(f"| {name} | {loss:.4f} |" for name, loss in losses.items())]
     logits = ", ".join(f"{logit:.1f} at {step}" for step, logit in largest_logits(trainer))
-    return "\n".join(["", *lines, "", f"largest |logit| before any cap, by step: {logits}"])
+    largest = ["", f"largest |logit| before any cap, by step: {logits}"] if logits else []
+    return "\n".join(["", *lines, *largest])

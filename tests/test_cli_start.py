@@ -25,7 +25,7 @@ finally:
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
-        (["--help"], 0, "usage: hf-qknorm [-h] [--version] COMMAND"),
+        (["--help"], 0, "usage: hf-qknorm [-h] [--version] [--print-completion SHELL] COMMAND"),
         (["--version"], 0, f"{hf_qknorm.__version__}\n"),
         (["convert", "--help"], 0, "--calibrate TEXT"),
         (["inspect"], 2, "the following arguments are required: CKPT"),
@@ -50,4 +50,4 @@ def test_every_command_is_listed_in_the_help(capsys):
     with pytest.raises(SystemExit):
         hf_qknorm_command.main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"\n    {name} " in text for name in COMMANDS)
+    assert all(f"\n    {name} " in text for name in (*COMMANDS, "doctor"))

@@ -83,6 +83,16 @@ def weights_wanted(options: dict[str, Any]) -> bool:
     return bool(options.get("output_attentions")) or "attentions" in (gathered or ())
 
 
+def why_tiled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
+    """The reason why "hf_qknorm" runs a call tiled in PyTorch, or None if it runs the kernels.
+
+    On a CPU it never runs Triton's interpreter, which is for tests.
+    """
+    if not query.is_cuda:
+        return "the kernels are for NVIDIA GPUs"
+    return why_not_kernels(query, key, value, mask)
+
+
 def takes_raw_heads(module: nn.Module, heads: Heads, mask: Tensor | None, options: dict[str, Any]) -> bool:
     """Whether the module's backend norms, rotates and attends in one kernel, and takes this call.
 
@@ -115,9 +125,7 @@ def best_attention(
     if weights_wanted(kwargs):
         _log_once("forms every logit in memory, for output_attentions=True")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
-    if not query.is_cuda:
-        return tiled_attention(module, query, key, value, attention_mask, **kwargs)
-    reason = why_not_kernels(query, key, value, attention_mask)
+    reason = why_tiled(query, key, value, attention_mask)
     _log_once("runs its Triton kernels" if reason is None else f"runs tiled in PyTorch: {reason}")
     operator = library.fused_attention if reason is None else library.attention
     return _call_operator(operator, module, Heads(query, key, value), attention_mask, **kwargs)
@@ -158,7 +166,7 @@ def _call_operator(
 
 def _log_once(message: str) -> None:
     """Log at info level which implementation runs, once a process; a traced graph is silent."""
-    if not torch.compiler.is_compiling() and message not in _logged:
+    if not torch.compiler.is_compiling() and message not in _logged and logger.isEnabledFor(logging.INFO):
         _logged.add(message)
         logger.info("hf_qknorm attention %s", message)
 

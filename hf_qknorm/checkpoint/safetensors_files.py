@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import INDEX, SINGLE
+from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.files.untrusted import read_json
 
 INDEX_BYTES = 256 * 2**20  # a million tensors
@@ -115,6 +116,15 @@ class Weights:
         with safe_open(self.folder / self.stored[name].file, framework="pt") as file:
             return file.get_tensor(name)
 
+    def mapped(self, name: str) -> Tensor:
+        """Return a tensor whose elements are read from the file when they are used; its dtype is one of `DTYPES`."""
+        stored = self.stored[name]
+        if not stored.nbytes:
+            return torch.empty(stored.shape, dtype=self.dtype(name))
+        path, size = self.folder / stored.file, (stored.nbytes,)
+        data = np.memmap(path, np.uint8, "c", stored.begin, size)  # a writable copy, as torch asks for
+        return torch.from_numpy(data).view(self.dtype(name)).view(stored.shape)
+
     @property
     def parameters(self) -> int:
         """Number of elements of all tensors."""
@@ -130,7 +140,7 @@ class Weights:
         At most one new tensor is in memory at a time. Raises OSError, naming the file, if it can't be written.
         """
         size = sum(tensor.nbytes for tensor in tensors.values())
-        with tqdm(total=size, desc="weights", unit="B", unit_scale=True, leave=False) as bar:
+        with progress_bar(total=size, desc="weights", unit="B", unit_scale=True) as bar:
             for file in self.files:
                 plan = {name: tensor for name, tensor in tensors.items() if tensor.file == file}
                 try:

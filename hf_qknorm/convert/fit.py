@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from hf_qknorm.convert.gains import named_norms
+from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.adapters import is_adapter_layer
 from hf_qknorm.model.attention import QKNormAttention, as_unpatched, patched_layers
@@ -62,7 +62,7 @@ def fit_gains(
         groups = [{"params": [w], "lr": t.rate, "rate": t.rate} for t, w in zip(trained, masters, strict=True)]
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
         best, kept, stale = divergence(model, held_out), [w.clone() for w in masters], 0
-        bar = tqdm(range(steps), desc="fit", unit="step", leave=False)
+        bar = progress_bar(range(steps), desc="fit", unit="step")
         queue: list[dict[str, Tensor]] = []
         for step in bar:
             queue = queue or order.sample(batches, len(batches))

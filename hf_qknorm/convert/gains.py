@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.fold import set_spread
@@ -126,7 +126,7 @@ class ClosedFormGains:
         for _ in range(2):
             self.sums = {key: NormSums(norm, knees, self.powers[key]) for key, norm in named_norms(model).items()}
             with _observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
-                for batch, counts in tqdm(ranks.own_batches(batches), desc="moments", unit="batch", leave=False):
+                for batch, counts in progress_bar(ranks.own_batches(batches), desc="moments", unit="batch"):
                     run(batch, counts)
             for found in self.sums.values():
                 found.power.total = ranks.sum_over_data(ranks.sum_over_heads(found.power.total))

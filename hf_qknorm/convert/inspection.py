@@ -1,4 +1,4 @@
-"""The result of `inspect_model`, as text and as JSON."""
+"""The result of `inspect_model`, as text, as HTML and as JSON."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from hf_qknorm.convert.advice import Advice, scheme_name
 from hf_qknorm.convert.measurements import KneeTrials, Risk
 from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.stats.html import page_html
 from hf_qknorm.stats.records import FORMAT, LayerStatistics, Prediction, predictions_table, to_json
 from hf_qknorm.stats.report import save_json
 from hf_qknorm.stats.tables import (
@@ -19,15 +20,17 @@ from hf_qknorm.stats.tables import (
     GAINS,
     READING,
     ROWS,
-    aligned,
+    WIDTH,
+    Page,
+    Points,
+    Table,
     bound_cell,
     mean,
     over_names,
+    page_text,
     pair_of_means,
     rest,
 )
-
-WIDTH = 100  # of the advice, in characters
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,12 @@ class Inspection:
 
     def table(self) -> str:
         """The measurements, the layers at the highest risk, and the advice, as a page of text."""
+        return page_text(self._page())
+
+    def _repr_html_(self) -> str:
+        return page_html(self._page())
+
+    def _page(self) -> Page:
         heads = len(next(iter(self.layers.values())).max_logit)
         state = "unpatched" if self.scheme is None else str(self.scheme)
         title = (
@@ -88,10 +97,10 @@ class Inspection:
         predicted = predictions_table(named)
         reading = "; ".join([READING, *[GAINS] * bool(self.gains), *[BOUND] * bool(self.bounds)])
         reading = textwrap.fill(reading, WIDTH)
-        parts = (title, predicted, self._knee_table(), self._layer_table(), reading, self._advice_text())
-        return "\n\n".join(part for part in parts if part)
+        advice = Points(f"Advice: {'leave it as it is' if self.keeps else self.advice.name}", self.advice.reasons)
+        return (title, predicted, *self._knee_table(), self._layer_table(), reading, advice)
 
-    def _layer_table(self) -> str:
+    def _layer_table(self) -> Table:
         bounded, kneed = bool(self.bounds), self.scheme is not None and bool(self.scheme.knee)
         optional = ["gains q, k"] * bool(self.gains) + ["bound"] * bounded + ["beyond q, k"] * kneed
         over = over_names(self.cap)
@@ -108,27 +117,22 @@ class Inspection:
                 )
             row += [bound_cell(self.bounds.get(risk.layer))] * bounded
             rows.append(row + [pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * kneed)
-        return aligned(rows) + rest(len(self.risks))
+        return Table(rows, rest(len(self.risks)))
 
-    def _knee_table(self) -> str:
+    def _knee_table(self) -> Page:
         knees = self.knees
         if knees is None:
-            return ""
+            return ()
         rows = [["knee", "loss rises by", "KL", "bound on |logit|", ""]]
         for trial in knees.trials:
             note = f"← the smallest that costs at most {knees.limit:.3f}" * (trial is knees.chosen)
             rows.append([f"{trial.knee:g}", f"{trial.rise:+.3f}", f"{trial.kl:.3f}", bound_cell(trial.bound), note])
-        return (
+        reading = (
             f"{scheme_name(knees.scheme)}, calibrated in one pass over half of the text and judged on the other, by "
             f"knee\n(largest |logit| seen unpatched: {self.largest:.1f}; fresh gains and no knee: "
-            f"{knees.jump:+.3f}):\n\n{aligned(rows)}"
+            f"{knees.jump:+.3f}):"
         )
-
-    def _advice_text(self) -> str:
-        lines = [f"Advice: {'leave it as it is' if self.keeps else self.advice.name}"]
-        for reason in self.advice.reasons:
-            lines += textwrap.wrap(reason, WIDTH, initial_indent="  - ", subsequent_indent="    ")
-        return "\n".join(lines)
+        return (reading, Table(rows))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data."""

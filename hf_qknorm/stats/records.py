@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import check_count, check_keys, check_number
-from hf_qknorm.stats.tables import aligned
+from hf_qknorm.stats.tables import Table
 
 FORMAT = 1  # of reports and logs
 HEADS, LAYERS = 10_000, 10_000  # limits, far beyond those of any model
@@ -84,24 +84,25 @@ class LayerStatistics(Record):
 class LayerReport(Record):
     """A layer's statistics unpatched (`before`) and patched (`after`), and the rms of each head's gain.
 
-    A gain is None where the norm has none. `bound` is the largest |logit|, before any cap, that any input can give the
-    patched layer (`stats.bounds.logit_bound`); None where the scheme does not norm both queries and keys.
+    `before` is None where the patched model alone was measured. A gain is None where the norm has none. `bound` is the
+    largest |logit|, before any cap, that any input can give the patched layer (`stats.bounds.logit_bound`); None where
+    the scheme does not norm both queries and keys.
     """
 
-    before: LayerStatistics
+    before: LayerStatistics | None
     after: LayerStatistics
     gain_q: Numbers | None
     gain_k: Numbers | None
     bound: float | None = None
 
 
-def predictions_table(predictions: Mapping[str, Prediction | None]) -> str:
+def predictions_table(predictions: Mapping[str, Prediction | None]) -> Table:
     """A table with a line per prediction that is not None; empty without any."""
     rows = [["", "loss", "perplexity", "KL", "same top token"]]
     for name, p in predictions.items():
         if p is not None:
             rows.append([name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"])
-    return aligned(rows) if len(rows) > 1 else ""
+    return Table(rows if len(rows) > 1 else [])
 
 
 def to_json(value: Any) -> Any:

@@ -1,16 +1,50 @@
-"""Tables as text: aligned rows, and the cells for a layer's numbers."""
+"""Pages of paragraphs, tables and lists as text, and the cells for a layer's numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from hf_qknorm.files.formatting import format_fixed
 
 ROWS = 12  # layers in a table: the worst ones; JSON has all layers
+WIDTH = 100  # of the points of a list, in characters
 READING = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; others: means over heads"
 BOUND = "bound: the largest |logit| that any input can give"
 GAINS = "gains: the largest of each norm"
 BEYOND = "beyond: the share of vectors beyond the knee"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells, the first of which are the columns' names, and a line `below`; no rows mean no table."""
+
+    rows: Sequence[Sequence[str]]
+    below: str = ""
+
+    def __str__(self) -> str:
+        return f"{aligned(self.rows)}\n{self.below}".rstrip() if self.rows else ""
+
+
+@dataclass(frozen=True)
+class Points:
+    """A heading and its points."""
+
+    heading: str
+    points: Sequence[str]
+
+    def __str__(self) -> str:
+        points = [textwrap.fill(p, WIDTH, initial_indent="  - ", subsequent_indent="    ") for p in self.points]
+        return "\n".join([self.heading, *points])
+
+
+Page = Iterable[str | Table | Points]  # a string is a paragraph; empty ones are left out
+
+
+def page_text(page: Page) -> str:
+    """The page as text, with an empty line between its parts."""
+    return "\n\n".join(text for part in page if (text := str(part)))
 
 
 def over_names(cap: float) -> list[str]:
@@ -31,7 +65,7 @@ def pair_of_means(q: Sequence[float] | None, k: Sequence[float] | None, form: st
 
 def rest(layers: int) -> str:
     """The line below a table that leaves out layers."""
-    return f"\n… and {layers - ROWS} calmer layers" if layers > ROWS else ""
+    return f"… and {layers - ROWS} calmer layers" if layers > ROWS else ""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

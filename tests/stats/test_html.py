@@ -1,0 +1,115 @@
+"""Calibration, Inspection and Plan as HTML: it says what their text says, escaped, and leaves colours to the theme."""
+
+from __future__ import annotations
+
+import dataclasses
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+
+import hf_qknorm as qk
+from hf_qknorm.convert.plan import Plan
+from hf_qknorm.scheme import SCHEMES
+from hf_qknorm.stats.html import page_html
+from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.stats.tables import Points, Table, page_text
+
+EVIL = '<script>alert("1 & 2")</script>'
+TAGS = {"div", "p", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "strong"}
+
+
+class Reader(HTMLParser):
+    """Reads the words, the tags and the cells of each table's rows; asserts that tags are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.rows: list[int] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.seen.add(tag)
+        assert all(name == "style" and "color" not in str(value) for name, value in attributes)
+        if tag == "tr":
+            self.rows.append(0)
+        elif tag in ("td", "th"):
+            self.rows[-1] += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        if tag not in ("strong",):
+            self.words.append(" ")
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def text(self) -> list[str]:
+        return words("".join(self.words))
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, without the marks of points and of empty cells."""
+    return [word for word in text.split() if word != "-"]
+
+
+def calibration(name: str = "layers.0") -> qk.Calibration:
+    before = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), (1.0, 3.0), (2.0,))
+    after = dataclasses.replace(before, beyond_q=(0.1, 0.2), beyond_k=(0.3,))
+    layers = {f"{name}{i}": LayerReport(before, after, (1.0, 2.0), None, 12.5) for i in range(14)}
+    predictions = Prediction(1.415), Prediction(1.905, 0.5, 0.6), Prediction(1.531, 0.1097, 0.9)
+    scheme, knees = dataclasses.replace(SCHEMES["qk_norm_cap"], knee=4.0), {0.0: predictions[1], 4.0: predictions[2]}
+    return qk.Calibration("moments", 199_936, scheme, 50.0, *predictions, layers, knees=knees)
+
+
+def inspection(name: str = "tiny") -> qk.Inspection:
+    model = tiny_model("llama")
+    batches = [torch.randint(3, 60, (4, 32), generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    return dataclasses.replace(qk.inspect_model(model, batches), model=name)
+
+
+def plan(name: str = "source") -> Plan:
+    added = tuple(f"model.layers.{i}.self_attn.q_norm.weight" for i in range(2))
+    files = ("tokenizer.json", f"{name}.txt")
+    return Plan(name, "out", "llama", SCHEMES["qk_norm"], 1000, added, 32, (), (), files, (), 10**9, knees=added)
+
+
+MADE = {"calibration": calibration, "inspection": inspection, "plan": plan}
+
+
+def text_of(thing: Any) -> str:
+    return str(thing) if isinstance(thing, Plan) else thing.table()
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_the_html_says_what_the_text_says(kind):
+    thing = MADE[kind]()
+    read = Reader(thing._repr_html_())
+    expected = text_of(thing) + (f" {thing}" if kind == "calibration" else "")
+    assert read.text() == words(expected)
+    assert read.seen <= TAGS
+    assert "table" in read.seen
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_names_are_escaped(kind):
+    html = MADE[kind](EVIL)._repr_html_()
+    assert "<script" not in html
+    assert "&lt;script&gt;alert(&quot;1 &amp; 2&quot;)&lt;/script&gt;" in html
+    assert Reader(html).seen <= TAGS
+
+
+def test_a_page_has_no_empty_parts():
+    page = ("", Table([]), Table([["a", "b"], ["c", "1"]], "more"), Points("Do", ["x", "y"]), "end")
+    assert page_text(page) == "a  b\nc  1\nmore\n\nDo\n  - x\n  - y\n\nend"
+    read = Reader(page_html(page))
+    assert read.text() == ["a", "b", "c", "1", "more", "Do", "x", "y", "end"]
+    assert read.rows == [2, 2]
+    assert page_html(["", Table([])]) == "<div></div>"

@@ -1,0 +1,145 @@
+"""`hf-qknorm doctor`: versions, the machine, the attention's numbers, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_qknorm
+from hf_qknorm import cli, doctor
+from hf_qknorm.backends import functions
+from hf_qknorm_command import findings
+from hf_qknorm_command.findings import TESTED, check_version, find_versions
+
+TOPICS = (
+    "hf-qknorm", "python", "torch", "transformers", "integrations", "CPU", "Triton", "C++ compiler", "hf_qknorm",
+    "hf_qknorm_triton", "self-check",
+)  # fmt: skip
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def examined(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, str]], str]:
+    """The command's exit status, its findings by topic, and its errors."""
+    status = cli.main(["doctor", "--json"])
+    out, err = capsys.readouterr()
+    return status, {finding["topic"]: finding for finding in json.loads(out)}, err
+
+
+def test_the_doctor_reports_every_topic_as_text_and_as_json(capsys):
+    status, found, error = examined(capsys)
+    assert status == 0, error
+    assert set(TOPICS) <= set(found)
+    assert found["hf-qknorm"]["text"].startswith(f"{hf_qknorm.__version__}, in {Path(hf_qknorm.__file__).parent}")
+    assert found["torch"]["text"].startswith(torch.__version__)
+    assert found["self-check"]["text"].startswith(f"passed on {DEVICE}: relative error ")
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:17].strip() for line in lines] == list(found)
+    assert lines[-1].partition("error")[0] == f"self-check       passed on {DEVICE}: relative "
+
+
+def test_the_attention_is_the_one_that_the_package_selects(capsys, monkeypatch, caplog):
+    q = torch.zeros(1, 4, 16, 64, device=DEVICE)
+    reason = functions.why_tiled(q, q, q, None)
+    monkeypatch.setattr(functions, "_logged", set())
+    with caplog.at_level("INFO", logger="hf_qknorm"):
+        _, found, _ = examined(capsys)
+    text = found["hf_qknorm"]["text"]
+    assert text == ("runs its fused kernels" if reason is None else f"runs tiled in PyTorch: {reason}")
+    assert ("runs its Triton kernels" if reason is None else text) in caplog.text  # the log of the attention that ran
+
+
+CASES = [
+    ("torch", None, ">=2.11", "problem", 'not installed: pip install "torch>=2.11"'),
+    ("transformers", "5.9.0", ">=5.17,<6", "problem", "5.9.0, but >=5.17,<6 is needed"),
+    ("transformers", "6.0.0", ">=5.17,<6", "problem", "6.0.0, but"),
+    ("transformers", "5.17.3", ">=5.17,<6", "ok", "5.17.3"),
+    ("transformers", "5.23.9.dev0", ">=5.17,<6", "ok", "5.23.9.dev0"),
+    ("transformers", "5.24.0", ">=5.17,<6", "note", "5.24.0, which is untested: the tests have run with 5.17 to 5.23"),
+    ("torch", "2.13.1+cu130", ">=2.11", "ok", "2.13.1+cu130"),
+    ("torch", "2.11.0", ">=2.11", "note", "2.11.0, which is untested: the tests have run with 2.13"),
+    ("tqdm", "9.9", ">=4.66", "ok", "9.9"),
+]
+
+
+@pytest.mark.parametrize(("name", "number", "needed", "level", "text"), CASES)
+def test_versions_are_compared_with_requirements_and_tests(name, number, needed, level, text):
+    found = check_version(name, number, needed)
+    assert (found.topic, found.level) == (name, level)
+    assert found.text.startswith(text)
+    assert (level == "ok") == (found.text == number)
+
+
+def test_tested_versions_fulfil_the_requirements():
+    project = tomllib.loads((Path(hf_qknorm.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    needed = {r.name: r.specifier for r in map(Requirement, lines)}
+    for name in TESTED.keys() - {"python"}:
+        assert all(needed[name].contains(number) for number in TESTED[name])
+
+
+def test_an_older_installation_and_none_are_noted(monkeypatch):
+    monkeypatch.setattr(findings, "version", lambda name: "0.1.0")
+    first = next(iter(find_versions("0.2.0")))
+    assert first.level == "note"
+    assert first.text.endswith("installed as 0.1.0: install it again, to bring its requirements along")
+
+    def absent(name: str) -> str:
+        raise findings.PackageNotFoundError(name)
+
+    monkeypatch.setattr(findings, "version", absent)
+    first, *others = find_versions("0.2.0")
+    assert first.text.endswith("which is not installed: its requirements are not checked")
+    assert [finding.topic for finding in others] == ["python", "integrations"]
+
+
+def test_versions_are_found_without_torch():
+    code = (
+        "import sys\nfrom hf_qknorm_command.findings import find_versions\n"
+        "print(len(list(find_versions('0.2.0'))), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    number, imported = done.stdout.split()
+    assert int(number) > 10
+    assert imported == "False"
+
+
+def test_a_package_that_can_not_be_imported_is_a_problem(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hf_qknorm.doctor", None)
+    monkeypatch.delattr(hf_qknorm, "doctor")
+    status, found, error = examined(capsys)
+    assert status == 1
+    assert found["torch"]["level"] == "ok"
+    assert found["import"]["text"].startswith("the package can't be imported: ")
+    assert error == "hf-qknorm: the doctor found problems with import\n"
+
+
+def test_wrong_numbers_and_failures_are_problems(capsys, monkeypatch):
+    eager = functions.eager_attention
+
+    def uncapped(*arguments, softcap=None, **options):
+        return eager(*arguments, softcap=None, **options)
+
+    def failing(*arguments, **options):
+        raise RuntimeError("no kernel image is\navailable")
+
+    monkeypatch.setattr(functions, "takes_raw_heads", lambda *_: False)
+    for function, text in {
+        uncapped: f"wrong numbers on {DEVICE}",
+        failing: f"attention fails in torch.float32 on {DEVICE}: RuntimeError: no kernel image is available",
+    }.items():
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "hf_qknorm", function)
+        found = doctor.check_attention(DEVICE)
+        assert found.level == "problem"
+        assert found.text.startswith(text)
+    status, found, error = examined(capsys)
+    assert status == 1
+    assert error == "hf-qknorm: the doctor found problems with self-check\n"
