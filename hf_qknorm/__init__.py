@@ -13,7 +13,8 @@
 | patch a model | `patch_model`, `unpatch_model`, `Scheme`, `SCHEMES`, `FAMILIES` |
 | convert a checkpoint | `calibrate`, `convert_checkpoint`, `plan_conversion` |
 | inspect | `inspect_model`, `logit_statistics` |
-| train | `LogitMonitor`, `BlendSchedule`, `CapSchedule`, `KneeSchedule`, `QKClip`, `QuacK`, `peft_modules_to_save` |
+| train | `LogitMonitor`, `BlendSchedule`, `CapSchedule`, `KneeSchedule`, `peft_modules_to_save` |
+| optimise | `MuonClip`, `QKClip`, `QuacK` |
 | share | `push_to_hub`, `add_standalone`, `export_native` |
 
 Importing the package registers its attention functions, its masks and the classes of patched models with transformers.
@@ -46,6 +47,7 @@ _LATE = {
     "training.clip": ("QKClip",),
     "training.knee": ("KneeSchedule", "set_knee"),
     "training.logit_monitor": ("LogitMonitor",),
+    "training.muon": ("MuonClip",),
     "training.quack": ("QuacK",),
 }
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from hf_qknorm.training.clip import QKClip
     from hf_qknorm.training.knee import KneeSchedule, set_knee
     from hf_qknorm.training.logit_monitor import LogitMonitor
+    from hf_qknorm.training.muon import MuonClip
     from hf_qknorm.training.quack import QuacK
 else:
 
@@ -77,7 +80,7 @@ else:
 
 __all__ = [
     "FAMILIES", "SCHEMES", "BlendSchedule", "Calibration", "CapSchedule", "Inspection", "KneeSchedule", "LogitMonitor",
-    "LogitStatistics", "NativeExport", "Plan", "QKClip", "QuacK", "Scheme", "__version__", "add_standalone",
+    "LogitStatistics", "MuonClip", "NativeExport", "Plan", "QKClip", "QuacK", "Scheme", "__version__", "add_standalone",
     "calibrate", "convert_checkpoint", "export_native", "inspect_model", "logit_statistics", "patch_model",
     "peft_modules_to_save", "plan_conversion", "push_to_hub", "set_blend", "set_cap", "set_knee", "unpatch_model",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
 from hf_qknorm.convert.text import check_text
 from hf_qknorm.export.native import export_native
 from hf_qknorm.families import table
-from hf_qknorm.files.names import CARD
+from hf_qknorm.files.names import CARD, REPORT
 from hf_qknorm.files.paths import check_writable, user_path
 from hf_qknorm.hub.push import check_push, check_target, push_to_hub
 from hf_qknorm.scheme import SCHEMES
@@ -39,7 +39,7 @@ def _convert(options: Namespace) -> None:
     if options.calibration is not None:
         check_text(options.calibration)
     places = (options.source, options.destination, options.scheme)
-    names = ("calibration", "method", "knee", "overwrite", "allow_pickle")
+    names = ("calibration", "method", "knee", "standalone", "overwrite", "allow_pickle")
     planned = {name: getattr(options, name) for name in names}
     print(plan_conversion(*places, **planned))
     if options.push is not None:
@@ -52,16 +52,27 @@ def _convert(options: Namespace) -> None:
             *places,
             max_loss_increase=options.max_loss_increase,
             max_memory=options.max_memory,
-            standalone=options.standalone,
             **planned,
         )
         if report is not None:
             print(f"\n{report.table()}\n\n{report}")
         elif options.scheme.norms:
             print("\nthe gains are fresh, and the model has lost part of what it learned: --calibrate TEXT keeps it")
-        print(f"\nwritten: {options.destination}")
+        print(f"\nwritten: {options.destination}\n\n{_loading(options.destination, options.standalone)}")
         if options.push is not None:
             _push_folder(options.destination, options.push, private=options.private)
+
+
+def _loading(folder: str, standalone: bool) -> str:
+    """The lines that load a checkpoint, with hf_qknorm and without."""
+    from hf_qknorm.checkpoint.config import read_config
+    from hf_qknorm.hub.metadata import auto_class
+
+    model = f"{auto_class(read_config(user_path(folder, 'the destination')))}.from_pretrained({folder!r}"
+    lines = [f"with hf_qknorm:    import hf_qknorm; model = {model})"]
+    if standalone:
+        lines.append(f"without hf_qknorm: model = {model}, trust_remote_code=True)")
+    return "\n".join(["load it", *lines])
 
 
 def _push(options: Namespace) -> None:
@@ -119,7 +130,12 @@ def _monitor(options: Namespace) -> None:
 def _card(options: Namespace) -> None:
     from hf_qknorm.hub.card import write_card  # imports Jinja
 
-    with _reported(user_path(options.checkpoint, "the checkpoint") / CARD):
+    folder = user_path(options.checkpoint, "the checkpoint")
+    with _reported(*(folder / name for name in ([REPORT] if options.texts else []) + [CARD])):
+        if options.texts:
+            from hf_qknorm.convert.remeasure import remeasure_checkpoint
+
+            print(f"{remeasure_checkpoint(folder, options.texts, tokens=options.tokens).table()}\n")
         print(f"written: {', '.join(map(str, write_card(options.checkpoint, repo_id=options.repo)))}")
 
 

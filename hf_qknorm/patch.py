@@ -12,7 +12,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family, check_scheme, family_of
-from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.model.accelerate_hooks import check_offload
 from hf_qknorm.model.attention import install, own_layers, patched_layers, uninstall
 from hf_qknorm.model.causality import causality, check_causality
@@ -20,7 +19,9 @@ from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.configs import check_names, derived_architectures
 from hf_qknorm.model.derived import QKNormModel, derived_config, set_model_class, use_derived_classes
 from hf_qknorm.model.fold import check_foldable, fold_pre_norms
+from hf_qknorm.model.in_memory import InMemoryName, mark_in_memory, unmark
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.model.record import drop_record
 from hf_qknorm.model.tensor_parallel import plan_norms, unplan_norms
 from hf_qknorm.model.towers import check_saved_tower, pick_tower, towers_of, with_config
 from hf_qknorm.scheme import Scheme
@@ -38,7 +39,8 @@ def patch_model(
     """Put a scheme on every attention layer of `model`, in place, and return the model.
 
     `scheme` is a preset's name, a `Scheme`, or its JSON form. The model's class and its config's class become derived
-    ones, which train, save and load like those of any transformers model.
+    ones, which train, save and load like those of any transformers model. With the scheme "none" the model saves as its
+    base type.
 
     New gains are 1: a pretrained model loses part of what it knew until `calibrate` fits them. With `pre_norm=False`
     the norm before attention is folded into the projections, which can't be undone.
@@ -46,6 +48,9 @@ def patch_model(
     `attn_implementation` selects the attention backend. Default: with a cap "hf_qknorm" ("eager" if
     `config.output_attentions` asks for the weights), without a cap the model's own. `tower` names the part of a
     multimodal model to patch, such as "vision_tower". Default: its text tower.
+
+    `model.name_or_path` still names the tokenizer's checkpoint, but `from_pretrained` of a model returns a copy of the
+    patched model for it, which TRL takes as the reference. As a plain string it names the unpatched model.
 
     Raises TypeError if `model` is no transformers model. Raises ValueError, with the model unchanged, for a model, a
     wrapper or a backend that can't have the scheme, and for a patched model.
@@ -75,6 +80,8 @@ def patch_model(
     causal = causality(model) if family.is_causal(model.config) else None
     base_backend = model.config._attn_implementation
     config = patched_config(model.config, scheme)
+    if scheme.changes_nothing:
+        config.saves_as_base = True
     try:
         _set_config(model, config)
         use_derived_classes(model)
@@ -90,6 +97,8 @@ def patch_model(
     _log(model, scheme)
     if not scheme.pre_norm:
         fold_pre_norms(model)
+    if not scheme.changes_nothing:
+        mark_in_memory(model)
     return model
 
 
@@ -100,9 +109,12 @@ def _patch_tower(
     tower: Any = model.get_submodule(path)
     _require_bare(tower)
     family = family_of(tower.config)
-    check_saved_tower(model, path, key, patched_config(tower.config, scheme), family)
+    if not scheme.changes_nothing:
+        check_saved_tower(model, path, key, patched_config(tower.config, scheme), family)
     patch_model(tower, scheme, attn_implementation=attn_implementation)
     _set_config(model, with_config(model.config, key, tower.config))
+    if not scheme.changes_nothing:
+        mark_in_memory(model)
     return model
 
 
@@ -125,6 +137,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     for path, key in patched.items():
         tower: Any = unpatch_model(model.get_submodule(path))
         _set_config(model, with_config(model.config, key, tower.config))
+        _name_unpatched(model, loaded=isinstance(tower.config.name_or_path, InMemoryName))
     if patched:
         return model
     if not isinstance(model, QKNormModel):
@@ -134,19 +147,30 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
             "the scheme folded the norm before attention into the projections (pre_norm=False), which can't be undone: "
             "training changes both together. Load the original checkpoint instead"
         )
-    return _remove_scheme(model)
+    loaded = "qk_norm_base_backend" not in vars(model)
+    _remove_scheme(model)
+    _name_unpatched(model, loaded)
+    return model
 
 
-def _remove_scheme(model: PreTrainedModel) -> PreTrainedModel:
+def _name_unpatched(model: PreTrainedModel, loaded: bool) -> None:
+    """Give an unpatched model its name back, unless it was `loaded` by it with its scheme."""
+    if loaded:
+        mark_in_memory(model)
+    else:
+        unmark(model)
+
+
+def _remove_scheme(model: PreTrainedModel) -> None:
     base_backend = vars(model).pop("qk_norm_base_backend", None)
+    drop_record(model)
     unplan_norms(model)
     uninstall(model)
     for module in model.modules():
         if isinstance(module, QKNormModel):
             set_model_class(module, module.base_class)
-    _set_config(model, _base_config(model.config))
+    _set_config(model, model.config.base())
     model.set_attn_implementation(base_backend or model.get_correct_attn_implementation(None))
-    return model
 
 
 def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig:
@@ -161,18 +185,6 @@ def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig
     patched.set_scheme(scheme)
     patched.architectures = derived_architectures(patched)
     return patched
-
-
-def _base_config(config: Any) -> PretrainedConfig:
-    base: Any = copy.deepcopy(config)
-    base.__class__ = type(config).__mro__[2]  # the derived class, the mixin, the family's own class
-    del base.qk_norm, base.qk_norm_base, base.qk_norm_blend, base.attn_logit_softcapping
-    vars(base).update(config.qk_norm_base or {})  # a family's own cap
-    for name in ("model_type", "auto_map"):
-        vars(base).pop(name, None)
-    if base.architectures is not None:
-        base.architectures = [name.removeprefix(PREFIX) for name in base.architectures]
-    return base
 
 
 def _set_config(model: PreTrainedModel, config: PretrainedConfig) -> None:

@@ -1,4 +1,4 @@
-"""The registration of the package with transformers and PEFT, without their model code or the package's own.
+"""The registration of the package with transformers, PEFT and Liger, without their model code or the package's own.
 
 transformers' `modeling_utils` takes longer to load than all else here. So its tables get functions that load the
 package when they are called, at the end of its import or at once if it is loaded.
@@ -20,6 +20,8 @@ from transformers import PretrainedConfig
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.model import auto
+from hf_qknorm.model.in_memory import copies_by_name, refuses_names, stores_no_base
+from hf_qknorm.model.liger import for_derived, spares_norms
 
 ATTENTION_FUNCTIONS = ("hf_qknorm", "hf_qknorm_triton", "hf_qknorm_tiled", "hf_qknorm_eager")
 
@@ -86,6 +88,7 @@ def _extend_models(modeling_utils: Any) -> None:
         return import_module("hf_qknorm.model.unpatched_classes").load_checked(load, *args, **kwargs)
 
     model.get_correct_attn_implementation, model._load_pretrained_model = chosen, staticmethod(checked)
+    model.from_pretrained = classmethod(copies_by_name(model.from_pretrained.__func__))
 
 
 def _extend_masks(masking_utils: Any) -> None:
@@ -106,8 +109,37 @@ def _extend_peft(constants: ModuleType) -> None:
             table.update({f"{TYPE_PREFIX}{known}": table[known] for known in known_families() if known in table})
 
 
+def _extend_adapters(config: Any) -> None:
+    """Keep the name of the unpatched model out of adapters that are trained on a model patched in memory."""
+    config.PeftConfigMixin.to_dict = stores_no_base(config.PeftConfigMixin.to_dict)
+
+
+def _extend_auto_adapters(auto: Any) -> None:
+    """Let PEFT load an adapter whose config names a derived class: it imports from the packages of a list alone."""
+    allowed = getattr(auto, "get_default_import_allowlist", None)  # absent in PEFT 0.18, which imports from any
+    if allowed is not None:
+        auto.get_default_import_allowlist = lambda: [*allowed(), "hf_qknorm"]
+
+
+def _extend_liger(monkey_patch: Any) -> None:
+    """Give every derived model type the Liger kernels of its base, and keep them off a scheme's norms."""
+    table = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+    table.update({f"{TYPE_PREFIX}{known}": for_derived(known, table.get(known)) for known in known_families()})
+    if hasattr(monkey_patch, "_bind_method_to_module"):
+        monkey_patch._bind_method_to_module = spares_norms(monkey_patch._bind_method_to_module)
+
+
+def _extend_vllm(llm: Any) -> None:
+    """Keep TRL's trainers from sampling with the unpatched weights of a model that is patched in memory."""
+    llm.LLM.__init__ = refuses_names(llm.LLM.__init__)
+
+
 EXTENDED: Final[dict[str, Callable[[Any], None]]] = {
     "transformers.modeling_utils": _extend_models,
     "transformers.masking_utils": _extend_masks,
     "peft.utils.constants": _extend_peft,
+    "peft.config": _extend_adapters,
+    "peft.auto": _extend_auto_adapters,
+    "liger_kernel.transformers.monkey_patch": _extend_liger,
+    "vllm.entrypoints.llm": _extend_vllm,
 }

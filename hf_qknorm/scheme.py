@@ -99,6 +99,11 @@ class Scheme:
         """The norms of q, k and v, without None."""
         return tuple(norm for norm in (self.q, self.k, self.v) if norm is not None)
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether attention is the model's own, as with "none"."""
+        return not self.norms and self.scale is None and self.softcap is None
+
     def resolve(self, norm: str) -> Scheme:
         """Return the scheme with "auto" replaced by `norm`, the norm that the model itself uses."""
         q, k, v = (norm if named == "auto" else named for named in (self.q, self.k, self.v))

@@ -73,16 +73,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: Any) -> None:
-    about = "train a small model, convert it, train on, compare and plot; downloads nothing"
+    about = "train a small model, convert it, train on at two rates, compare and plot; downloads nothing"
     add = commands.add_parser("demo", help=about).add_argument
     text = "text: a file, a folder, or the name of a Hub dataset; by default Python's standard library"
     add("--data", metavar="TEXT", help=text)
     add("--checkpoint", metavar="CKPT", help="a causal language model to start from, instead of training a small Llama")
     schemes = "one of `hf-qknorm schemes`, by default %(default)s"
     add("--scheme", default="qk_norm_cap", type=parse_preset, metavar="PRESET", help=schemes)
-    add("--base-steps", type=COUNT, default=200, help="steps of training for the small Llama, by default %(default)s")
-    add("--steps", type=COUNT, default=60, help="steps of continued training, by default %(default)s")
-    add("--rate", type=POSITIVE, default=3e-4, help="learning rate of continued training, by default %(default)s")
+    add("--base-steps", type=COUNT, default=120, help="steps of training for the small Llama, by default %(default)s")
+    add("--steps", type=COUNT, default=200, help="steps of continued training, by default %(default)s")
+    rate = "the usual learning rate of continued training, by default %(default)s; the demo also trains at ten times it"
+    add("--rate", type=POSITIVE, default=1e-3, help=rate)
     files = "folder for all that is written, by default %(default)s"
     add("--out", metavar="FOLDER", default="./qknorm-demo", help=files)
     add("--seed", type=SEED, default=0, help="seed of weights and batches, by default %(default)s")
@@ -107,7 +108,8 @@ def _add_convert(commands: Any) -> None:
     add("--dry-run", action="store_true", help="check everything, print the plan, and write nothing")
     add("--overwrite", action="store_true", help=OVERWRITE)
     add("--allow-pickle", action="store_true", help="read pytorch_model.bin if there are no safetensors")
-    add("--standalone", action="store_true", help="include the code that runs the model without hf_qknorm")
+    code = "include the code that runs the model without hf_qknorm (the default)"
+    add("--standalone", action=argparse.BooleanOptionalAction, default=True, help=code)
     add("--push", metavar="REPO", help="push the result to the Hub; whether that can be done is checked first")
     add("--private", action="store_true", default=None, help="with --push, make a private repository")
 
@@ -143,6 +145,9 @@ def _add_card(commands: Any) -> None:
     add = commands.add_parser("card", help="write the model card of a patched checkpoint, with plots").add_argument
     folder = "a folder with a patched checkpoint; a README.md that hf-qknorm did not write becomes README.original.md"
     add("checkpoint", metavar="CKPT", help=folder)
+    text = "measure the model on this text, a file, a folder or a Hub dataset, and write the report that the card has"
+    add("--texts", metavar="TEXT", help=text)
+    add("--tokens", type=COUNT, default=16_384, help="with --texts, how many tokens to use, by default %(default)s")
     add("--repo", metavar="REPO", help="the checkpoint's name on the Hub, for the card")
 
 

@@ -16,8 +16,6 @@ from tempfile import TemporaryDirectory
 
 from hf_qknorm import SCHEMES, convert_checkpoint
 from hf_qknorm.files.names import CARD, LOGITS_PLOT, LOSS_PLOT, REPORT
-from hf_qknorm.hub.card import write_card
-from hf_qknorm.standalone.generate import add_standalone
 
 
 def make_card(checkpoint: Path, scheme: str, text: str, out: Path) -> None:
@@ -25,8 +23,6 @@ def make_card(checkpoint: Path, scheme: str, text: str, out: Path) -> None:
     with TemporaryDirectory() as temporary:
         converted = Path(temporary) / "converted"
         print(convert_checkpoint(checkpoint, converted, scheme, calibration=text), flush=True)
-        add_standalone(converted)  # as a push does: the card mentions the code
-        write_card(converted)
         out.mkdir(parents=True, exist_ok=True)
         for name in (CARD, REPORT, LOSS_PLOT, LOGITS_PLOT):
             shutil.copyfile(converted / name, out / name)

@@ -17,7 +17,6 @@ from tiny import tiny_model
 
 from hf_qknorm import cli, commands, patch_model
 from hf_qknorm.convert import checkpoint
-from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub import card
 from hf_qknorm.training import logit_plots
@@ -101,19 +100,6 @@ def test_an_interrupted_command_names_the_files_that_it_wrote(places, capsys, mo
     assert stopped(["export", "ours", "new"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
     monkeypatch.setitem(commands.COMMANDS, "families", stopping())
     assert stopped(["families"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
-
-
-@posix
-def test_an_interrupted_demo_writes_nothing(places, capsys, monkeypatch):
-    monkeypatch.setattr(demo_run.subprocess, "run", stopping())
-    monkeypatch.setattr(
-        demo_run, "small_llama", lambda: tiny_model("llama", vocab_size=257, max_position_embeddings=512)
-    )
-    arguments = ["demo", "--data", "text.txt", "--base-steps", "1", "--steps", "1", "--out", "demo"]
-    (places / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    status, error = stopped(arguments, capsys)
-    assert (status, error) == (130, "stopped by SIGINT: nothing was written\n")
-    assert sorted(os.listdir(places)) == ["ours", "source", "text.txt"]
 
 
 class Interrupted(ModuleType):

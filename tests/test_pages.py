@@ -20,9 +20,11 @@ from hf_qknorm.backends.functions import CAP_BACKENDS
 ARCHITECTURE = "hf_qknorm/README.md"
 REFUSALS = "hf_qknorm/checkpoint/README.md"
 WORDS = 1000  # of the README, at most
-# Files of a checkpoint or of a reader, and names that are transformers' or stand in a file of a checkpoint.
+# Files of a checkpoint, a kernel or a reader, and names that are transformers' or stand in a file of a checkpoint.
 FOREIGN_FILES = {
-    "adapter_config.json", "config.json", "modeling_qknorm.py", "train.py", "tokenizer_config.json",
+    "_ops.py", "adapter_config.json", "config.json", "metadata.json", "modeling_qknorm.py", "qk_norm_report.json",
+    "train.py",
+    "tokenizer_config.json",
 }  # fmt: skip
 FOREIGN_NAMES = {"save_pretrained", "from_pretrained", "config._attn_implementation", "attn_logit_softcapping"}
 

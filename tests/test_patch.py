@@ -124,10 +124,15 @@ def test_print_shows_the_norms_the_scale_and_the_cap():
     assert "softcap=50" in str(patch_model(sharp_model("gemma2"), "none")), "its own cap is shown as well"
 
 
+def of_package(caplog):
+    """The records of patching; the attention function's own logger describes its first call."""
+    return [record for record in caplog.records if record.name == "hf_qknorm"]
+
+
 def test_the_log_describes_the_patch(caplog):
     with caplog.at_level(logging.INFO, logger="hf_qknorm"):
         patch_model(sharp_model("llama"), "qk_norm_cap")
-    (record,) = caplog.records
+    (record,) = of_package(caplog)
     assert record.levelname == "INFO"
     assert record.message == (
         "patched 2 attention layers (q=rms, k=rms, softcap=50.0), 64 parameters added, attention by hf_qknorm"
@@ -139,7 +144,7 @@ def test_fresh_gains_on_a_trained_model_are_logged_as_a_warning(caplog, tmp_path
     with caplog.at_level(logging.INFO, logger="hf_qknorm"):
         patch_model(AutoModelForCausalLM.from_pretrained(tmp_path), "qk_norm")
         patch_model(AutoModelForCausalLM.from_pretrained(tmp_path), "soft_cap")
-    normed, capped = caplog.records
+    normed, capped = of_package(caplog)
     assert normed.levelname == "WARNING"
     assert "its gains are fresh" in normed.message
     assert "calibrate(model, texts)" in normed.message

@@ -29,7 +29,7 @@ from hf_qknorm import SCHEMES
 from hf_qknorm.ops.norms import NORMS
 
 LANGUAGES = ("python", "bash", "text")
-ANYWHERE = ("ruff", "mypy")  # commands whose arguments are not checked
+ANYWHERE = ("lm_eval", "mypy", "ruff")  # commands whose arguments are not checked
 PYTHON = all_snippets(WRITTEN, "python")
 SHELL = all_snippets(WRITTEN, "bash")
 CARDS = all_snippets([name for name in NAMES if name.startswith("model_cards/")], "python")

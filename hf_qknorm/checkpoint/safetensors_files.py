@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -114,6 +115,15 @@ class Weights:
         """Read a tensor into memory."""
         with safe_open(self.folder / self.stored[name].file, framework="pt") as file:
             return file.get_tensor(name)
+
+    def mapped(self, name: str) -> Tensor:
+        """Return a tensor whose elements are read from the file when they are used; its dtype is one of `DTYPES`."""
+        stored = self.stored[name]
+        if not stored.nbytes:
+            return torch.empty(stored.shape, dtype=self.dtype(name))
+        path, size = self.folder / stored.file, (stored.nbytes,)
+        data = np.memmap(path, np.uint8, "c", stored.begin, size)  # a writable copy, as torch asks for
+        return torch.from_numpy(data).view(self.dtype(name)).view(stored.shape)
 
     @property
     def parameters(self) -> int:

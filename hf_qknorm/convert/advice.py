@@ -1,4 +1,13 @@
-"""The scheme that suits a model, and why: a pure function of its measurements."""
+"""The scheme that suits a trained model, and why: a pure function of its measurements.
+
+The rule, in this order (`convert/README.md` gives the reasons and the measurements behind them):
+
+1. A model with a cap of its own, as Gemma 2, and logits up to twice that cap: nothing.
+2. A model that takes norms: `qk_norm_cap`, calibrated with a knee, with a wider cap where 50 changes predictions.
+3. A model with norms, as Qwen3: nothing while the logits are up to half the cap, then a cap.
+4. A model where no knee is cheap enough, or that caches a latent: a cap alone, where it changes no prediction.
+5. Else `qk_norm`, brought in by a blend; for a latent QuacK or MuonClip, which are no schemes.
+"""
 
 from __future__ import annotations
 
@@ -88,10 +97,10 @@ def advise(measured: Measurements) -> Advice:
         more = [
             found[1],
             "a cap needs no calibration, and bounds the logits of later training",
-            *_costly_knee_reasons(measured),
-            "for several times the usual learning rate, use qk_norm_cap and calibrate()",
-            _fresh_gain_reason(measured),
+            *_beyond_cap_reasons(measured),
         ]
+    elif not measured.takes_norms:
+        scheme, more = measured.scheme, [*_harmful_cap_reasons(measured), *_beyond_cap_reasons(measured)]
     else:
         scheme = dataclasses.replace(measured.scheme, q=measured.scheme.q or "auto", k=measured.scheme.k or "auto")
         more = [
@@ -100,9 +109,20 @@ def advise(measured: Measurements) -> Advice:
             _fresh_gain_reason(measured),
             "calibrate() removes most of that cost, with a knee nearly all of it: vectors below the knee keep their "
             "length",
-            "a cap beside the norms (qk_norm_cap) is for the largest learning rates: it costs a little perplexity",
+            "without any cost at the start: BlendSchedule begins at the unpatched model and ends at these norms",
         ]
     return Advice(scheme, (*reasons, *more))
+
+
+def _beyond_cap_reasons(measured: Measurements) -> list[str]:
+    """The way to larger learning rates than a cap alone allows."""
+    if not measured.takes_norms:
+        return ["it caches a latent and takes no norms: QuacK and MuonClip bound its logits in training"]
+    return [
+        *_costly_knee_reasons(measured),
+        "for several times the usual learning rate, use qk_norm_cap and calibrate()",
+        _fresh_gain_reason(measured),
+    ]
 
 
 def _advise_normed(measured: Measurements) -> tuple[Scheme, list[str]]:

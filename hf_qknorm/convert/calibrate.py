@@ -18,7 +18,9 @@ from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.model.attention import require_base
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
+from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee
+from hf_qknorm.model.record import set_record
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats.distributed import Batches, broadcast_attention, gather_batches, ranks_of, reshard, unwrap
 from hf_qknorm.stats.logit_statistics import CAP
@@ -69,7 +71,8 @@ def calibrate(
     A PEFT model is calibrated with its adapters in place, and its trained copies of the norms are set. With
     DistributedDataParallel, FSDP2 and tensor parallelism every rank makes the call, with its share of the batches or
     with the same data; the ranks divide the pass and end with the same gains. A model on one process is calibrated by
-    that process alone. After an exception the norms are as before.
+    that process alone. After an exception the norms are as before. `save_pretrained` writes the report beside the
+    weights, from then on, and marks it as stale once the weights have changed.
 
     Raises ValueError for data with fewer than 16 tokens to predict; a model that is not patched, is in a blend, or is
     sharded by DeepSpeed; a method or knee that is not possible; a loss that rises by more than `max_loss_increase`; a
@@ -119,6 +122,8 @@ def calibrate(
             )
         layers = layer_reports(bare, compared.before, compared.after)
     broadcast_attention(model, ranks)
+    if bare.config.scheme.norms:
+        mark_in_memory(bare)
     tokens, judged = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, held_out))
     from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
     report = Calibration(
@@ -131,11 +136,13 @@ def calibrate(
         chosen=after,
         layers=layers,
         judged=judged,
-        base_model=hub_name(bare.name_or_path) if from_hub else None,
+        base_model=hub_name(str(bare.name_or_path)) if from_hub else None,
         dataset=hub_name(data) if isinstance(data, str) else None,
         knees=tried,
     )
-    return ranks.broadcast(report)
+    report = ranks.broadcast(report)
+    set_record(bare, report.to_dict())
+    return report
 
 
 def resolve_method(

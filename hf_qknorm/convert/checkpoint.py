@@ -6,6 +6,7 @@ The weights are rewritten shard by shard; a model is built only for a calibratio
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,13 +39,17 @@ from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.hub_names import hub_name
-from hf_qknorm.files.names import CONFIG, REPORT
+from hf_qknorm.files.names import CARD, CONFIG, KEPT_CARD, REPORT
 from hf_qknorm.files.paths import check_space, user_path
+from hf_qknorm.hub.card import write_card
 from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.record import own_tensors, sample_all
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.standalone.generate import set_auto_map
+from hf_qknorm.standalone.generate import check_standalone, set_auto_map
 from hf_qknorm.stats.report import Calibration
+
+logger = logging.getLogger("hf_qknorm")
 
 
 def plan_conversion(
@@ -55,6 +60,7 @@ def plan_conversion(
     calibration: Any = None,
     method: str | None = None,
     knee: Knee | None = None,
+    standalone: bool = True,
     overwrite: bool = False,
     allow_pickle: bool = False,
 ) -> Plan:
@@ -72,7 +78,7 @@ def plan_conversion(
     """
     destination = user_path(dst, "dst")
     check_new(destination, overwrite=overwrite)
-    options = Options(Scheme.of(scheme), method, knee).checked(calibration)
+    options = Options(Scheme.of(scheme), method, knee, standalone=standalone).checked(calibration)
     with _open_convertible(src, options, allow_pickle) as (source, options):
         check_folder(destination, overwrite=overwrite, sources=[source.folder, calibration])
         return make_plan(source, destination, options)
@@ -88,7 +94,7 @@ def convert_checkpoint(
     knee: Knee | None = None,
     max_loss_increase: float | None = None,
     max_memory: int | str | None = None,
-    standalone: bool = False,
+    standalone: bool = True,
     overwrite: bool = False,
     allow_pickle: bool = False,
 ) -> Calibration | None:
@@ -99,20 +105,22 @@ def convert_checkpoint(
     `max_memory` limits the memory of the process, in bytes or as "8GB"; default: what machine, cgroups and process
     limits leave. Layers that do not fit are read from the disk in each forward pass, of up to 64 sequences then.
 
-    Tokenizer, generation config, templates, licence and card are copied; `standalone` adds the code that runs the model
-    without hf_qknorm, as `add_standalone` does. `dst` appears once it is complete. With `overwrite` an existing folder
-    is replaced if it holds a checkpoint and nothing else. Pickled weights are read with `allow_pickle` alone.
+    Tokenizer, generation config, templates and licence are copied. A model card is written; that of the source is kept
+    as README.original.md. `standalone` adds the code that runs the model without hf_qknorm, as `add_standalone` does.
+    `dst` appears once it is complete. With `overwrite` an existing folder is replaced if it holds a checkpoint and
+    nothing else. Pickled weights are read with `allow_pickle` alone.
 
-    Raises ValueError, naming the file, for a source, scheme or tokenizer that can't be converted, for too little text
-    or memory, for a knee without calibration, and for a loss that rises by more than `max_loss_increase` nats;
-    FileExistsError for a destination that may not be replaced, is the working directory, or holds the source or the
-    text; OSError, naming the file, for a failed read or write. After an error nothing is written.
+    Raises ValueError, naming the file, for a source, scheme or tokenizer that can't be converted, for a model whose
+    stand-alone code can't be made, for too little text or memory, for a knee without calibration, and for a loss that
+    rises by more than `max_loss_increase` nats; FileExistsError for a destination that may not be replaced, is the
+    working directory, or holds the source or the text; OSError, naming the file, for a failed read or write. After an
+    error nothing is written.
 
     >>> report = qk.convert_checkpoint("llama", "converted", "qk_norm", calibration=texts, method="moments")
     >>> report.scheme.q
     'rms'
     """
-    options = Options(Scheme.of(scheme), method, knee, max_loss_increase, max_memory).checked(calibration)
+    options = Options(Scheme.of(scheme), method, knee, max_loss_increase, max_memory, standalone).checked(calibration)
     if isinstance(calibration, str | Path):
         check_text(str(calibration))
     destination = user_path(dst, "dst")
@@ -124,7 +132,7 @@ def convert_checkpoint(
         report: Calibration | None = None
         values: dict[str, Tensor] = {}
         if calibration is not None:
-            report, values = _calibrate(source, options, calibration, destination)
+            report, values, names = _calibrate(source, options, calibration, destination)
             options = replace(options, scheme=report.scheme)
         new, tensors = new_tensors(source, options)
         tensors |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
@@ -132,14 +140,17 @@ def convert_checkpoint(
             for file in source.files:
                 copy_file(source.folder, file, folder)
             config = converted_config(source, options.scheme)
-            if standalone:
+            if options.standalone:
                 set_auto_map(config)
             config.save_pretrained(folder)
             check_readable(folder, source.folder)
-            if report is not None:
-                report.save(folder / REPORT)
             source.weights.rewrite(folder, tensors)
-            Weights(folder)  # check the written files
+            written = Weights(folder)  # checks the files
+            if report is not None:
+                samples = sample_all({name: written.mapped(name) for name in names if name in written})
+                report = replace(report, weights=samples)
+                report.save(folder / REPORT)
+            _write_card(folder, source)
             source.check_unchanged()
         return report
 
@@ -166,13 +177,31 @@ def _open_convertible(src: str | Path, options: Options, allow_pickle: bool) -> 
         source.check_complete()
         if not options.scheme.pre_norm and options.method is None:
             check_exact_fold(source, options.scheme)
+        if options.standalone:
+            check_standalone(model_type, options.scheme)
         yield source, options
+
+
+def _write_card(folder: Path, source: Source) -> None:
+    """Write the card of the converted model. A card of the source that can't be read is kept, with a warning."""
+    try:
+        write_card(folder)
+    except ValueError as error:
+        if not (folder / CARD).is_file():
+            raise
+        (folder / CARD).rename(folder / KEPT_CARD)
+        problem = str(error).replace(str(folder), str(source.folder))
+        logger.warning("%s. The new card lacks the licence and other fields of %s", problem, KEPT_CARD)
+        write_card(folder)
 
 
 def _calibrate(
     source: Source, options: Options, calibration: Any, destination: Path
-) -> tuple[Calibration, dict[str, Tensor]]:
-    """Load, patch and calibrate the model; return the report, and the new or changed values by their stored names."""
+) -> tuple[Calibration, dict[str, Tensor], list[str]]:
+    """Load, patch and calibrate the model.
+
+    Returns the report, the new or changed values by their stored names, and the names of the model's tensors.
+    """
     tokenizer, length = partial(load_tokenizer, source.folder), default_length(source.config)
     batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=MAX_TOKENS))
     check_batches(batches, source.config)  # before the weights are read
@@ -189,7 +218,7 @@ def _calibrate(
         report = calibrate(model, batches, options.method, knee=options.knee, max_loss_increase=limit)
         dataset = hub_name(calibration) if isinstance(calibration, str) else None
         report = replace(report, base_model=hub_name(source.name), dataset=dataset)
-        return report, _changed_values(source, options, model)
+        return report, _changed_values(source, options, model), [*own_tensors(model)]
 
 
 def _changed_values(source: Source, options: Options, model: Any) -> dict[str, Tensor]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,8 @@ from hf_qknorm.convert import text
 from hf_qknorm.convert.advice import advise, knee_scheme, wide_cap
 from hf_qknorm.convert.inspection import Inspection
 from hf_qknorm.convert.knees import sweep_knees, tolerance
+from hf_qknorm.convert.measured_checkpoint import loaded_with_text
 from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
-from hf_qknorm.convert.memory import SEQUENCES, memory_left, place_weights
-from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
 from hf_qknorm.families import family_of
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
@@ -118,17 +115,8 @@ def inspect_checkpoint(
     with open_source(checkpoint) as source:
         if not isinstance(source.config, QKNormConfig):
             family_of(source.config)
-        require_causal(source.config)
-        tokenizer = load_tokenizer(source.folder)
-        ids = text.tokenize(tokenizer, text.load_text(texts, limit=text.CHARACTERS * tokens))[:tokens]
-        text.check_batches([{"input_ids": ids[None]}], source.config)
-        scratch = Path(tempfile.gettempdir(), source.folder.name)
-        memory = memory_left(None)
-        with place_weights(source, text.default_length(source.config), memory, scratch) as (placement, sequences):
-            model = load_causal(source, "auto", **placement)
-            return inspect_model(
-                model, [{"input_ids": ids}], max_tokens=tokens, cap=cap, batch_size=sequences or SEQUENCES
-            )
+        with loaded_with_text(source, texts, tokens) as (model, batch, sequences):
+            return inspect_model(model, [batch], max_tokens=tokens, cap=cap, batch_size=sequences)
 
 
 def _measure(model: Any, batches: Batches, cap: float | None) -> Measurements:
@@ -141,7 +129,9 @@ def _measure(model: Any, batches: Batches, cap: float | None) -> Measurements:
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
     even = {name: _even_entropy(layer, batches) for name, layer in layers.items()}
     normed = first.has_own_norms or None not in (scheme.q, scheme.k)
-    return Measurements(found, cap, even, scheme, normed, first.softcap, bound=worst_bound(model))
+    takes_norms = not (first.has_own_norms or first.family.latent)
+    bound = worst_bound(model)
+    return Measurements(found, cap, even, scheme, normed, takes_norms, first.softcap, bound=bound)
 
 
 def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
@@ -156,7 +146,7 @@ def _scheme_trials(model: PreTrainedModel, batches: Batches, measured: Measureme
     """The predictions of an unpatched model with each scheme that may suit it, with fresh gains."""
     caps = (measured.cap, wide_cap(measured.largest, measured.cap)) if measured.own_cap is None else ()
     schemes = [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
-    schemes += [] if measured.normed else [SCHEMES["q_norm"], SCHEMES["qk_norm"]]
+    schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]] if measured.takes_norms else []
     trials = {}
     for scheme in schemes:
         with _patched(model, scheme):

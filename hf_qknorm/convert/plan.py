@@ -19,7 +19,7 @@ from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.convert.calibrate import Knee, resolve_method
 from hf_qknorm.convert.memory import parse_size
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
-from hf_qknorm.files.names import CONFIG, INDEX
+from hf_qknorm.files.names import CARD, CODE_FILE, CONFIG, INDEX, KEPT_CARD, REPORT
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.fold import fold_weight
@@ -30,13 +30,14 @@ from hf_qknorm.stats.html import fields_html
 
 @dataclass(frozen=True)
 class Options:
-    """A scheme, and the options of its calibration, as for `convert_checkpoint`; all None without calibration."""
+    """A scheme, and options as for `convert_checkpoint`; those of a calibration are None without one."""
 
     scheme: Scheme
     method: str | None = None
     knee: Knee | None = None
     max_loss_increase: float | None = None
     max_memory: int | str | None = None
+    standalone: bool = True
 
     def checked(self, calibration: Any) -> Options:
         """Return the options with the defaults of a calibration, if there is one. Raises ValueError for wrong ones."""
@@ -68,7 +69,8 @@ class Plan:
 
     Tensors: `added` (of `added_parameters` numbers), `changed`, `removed`; `unused` ones are copied, although the model
     does not read them; `knees` are added too if the calibration finds a knee above 0. Files: `files` are copied, `left`
-    are not; of these, `unread` hold weights that transformers does not read either. `size` is in bytes.
+    are not; of these, `unread` hold weights that transformers does not read either; `written` are written anew. `size`
+    is in bytes.
 
     >>> plan = qk.plan_conversion("llama", "converted", "qk_norm")
     >>> plan.added[0], plan.removed
@@ -90,6 +92,7 @@ class Plan:
     unread: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     knees: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(f"{title:12}{text}" for title, text in self._lines().items())
@@ -112,6 +115,7 @@ class Plan:
             "removes": listed(self.removed),
             "copies": ", ".join(self.files) or "no other files",
             "leaves out": ", ".join(self.left) or "nothing",
+            "writes": ", ".join(self.written),
         }
         if self.knees:
             lines["knee"] = f"found by calibration; above 0 it adds {listed(self.knees)}"
@@ -143,13 +147,26 @@ def make_plan(source: Source, dst: Path, options: Options) -> Plan:
         added_parameters=sum(torch.Size(new[name].shape).numel() for name in added),
         changed=tuple(name for name in new if name in weights),
         removed=tuple(sorted(name for name in weights.stored if name not in tensors)),
-        files=tuple(map(str, source.files)),
+        files=tuple(str(file) for file in source.files if file != Path(CARD)),
         left=tuple(sorted(p.name for p in source.folder.iterdir() if p.is_file() and p.name not in taken)),
         size=sum(tensor.nbytes for tensor in largest.values()) + copied,
         unread=source.unread,
         unused=unused,
         knees=tuple(name for name in with_knee if name not in new),
+        written=tuple(_written(source, options)),
     )
+
+
+def _written(source: Source, options: Options) -> Iterator[str]:
+    """Yield the names of the files that a conversion writes beside the weights."""
+    yield CONFIG
+    if options.standalone:
+        yield CODE_FILE
+    if options.method is not None:
+        yield REPORT
+    yield CARD
+    if Path(CARD) in source.files:
+        yield f"{KEPT_CARD} (the source's {CARD})"
 
 
 def converted_config(source: Source, scheme: Scheme) -> Any:

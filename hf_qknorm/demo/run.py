@@ -1,13 +1,15 @@
-"""`hf-qknorm demo`: train a small model, convert it, continue training, compare, and reload the checkpoint."""
+"""`hf-qknorm demo`: train a small model, convert it, and train it on beside the unpatched one, at two rates."""
 
 from __future__ import annotations
 
 import copy
 import json
 import logging
+import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,29 +19,39 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert.calibrate import calibrate
 from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
 from hf_qknorm.convert.text import check_batches, check_text, default_length, load_text, sample_batches, tokenize
+from hf_qknorm.demo.progress import Progress, evaluation_work, format_seconds, progress_bar, seconds_per_token, threads
+from hf_qknorm.demo.results import RUN_HEADER, Measured, Run, conversion_table, summary
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
 from hf_qknorm.families import check_scheme, family_of
-from hf_qknorm.files.atomic_io import new_folder
+from hf_qknorm.files.atomic_io import is_leftover, new_folder
+from hf_qknorm.files.names import REPORT as CALIBRATION
 from hf_qknorm.files.names import unknown_files
 from hf_qknorm.files.paths import user_path
+from hf_qknorm.hub.card import write_card
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.patch import patch_model
-from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats.logit_statistics import logit_statistics
 from hf_qknorm.stats.measure import require_causal
+from hf_qknorm.stats.records import to_json
 from hf_qknorm.stats.report import Calibration, save_json
 
 HELD_OUT = 0.1  # the last tenth of the text
-EVAL_BATCHES = 6
-CALIBRATION_BATCHES = 8
-REPORT, LOSSES, LOGITS, MODEL = WRITTEN = ("report.json", "loss.png", "logits.png", "model")
+HELD_OUT_BATCHES, CALIBRATION_BATCHES = 4, 8
+LAYERS = 2  # of the small Llama
+BASE_RATE = 2e-3  # of its training
+TIMES = 10  # the second pair of runs has this many times the usual rate
+RUN_BATCH = 4  # sequences in a batch of continued training
+LOOKS = 8  # evaluations of a run after the first
+CONVERSION = 4  # its work, with saving and reloading, is about that of training on the calibration text this many times
+REPORT, PLOT, MODEL = WRITTEN = ("report.json", "loss.png", "model")
+EARLIER = ("logits.png",)  # written by demos of version 0.2.0
 
 Batches = dict[str, list[Tensor]]
 
@@ -51,9 +63,9 @@ class Settings:
     data: str | None = None
     checkpoint: str | None = None
     scheme: str = "qk_norm_cap"
-    base_steps: int = 200
-    steps: int = 60
-    rate: float = 3e-4
+    base_steps: int = 120
+    steps: int = 200
+    rate: float = 1e-3
     out: str = "./qknorm-demo"
     seed: int = 0
 
@@ -61,7 +73,8 @@ class Settings:
 def run_demo(settings: Settings) -> dict[str, Any]:
     """Run the demo: print its progress and results, write the folder `settings.out`, and return the report.
 
-    The folder is written whole or not at all. The folder of an earlier demo is replaced.
+    The folder appears once the model is converted, whole. From then on report and plot are replaced after each run, and
+    when the demo is interrupted. The folder of an earlier demo is replaced.
 
     Raises FileExistsError, before any work, if the folder has other files, the checkpoint or the text in it.
     """
@@ -72,39 +85,45 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     check()
     scheme = Scheme.of(settings.scheme)
     check_text(settings.data)
-    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the table that is printed has all that the log would say
+    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the tables have all that the log would say
     torch.manual_seed(settings.seed)
     tokenizer, batches, base = _prepare(settings, scheme)
-    if settings.checkpoint is None:
-        train(base, batches["base"], rate=2e-3, warmup=20, decay=True, desc="training a small Llama")
-    schemes = {"unpatched": SCHEMES["none"], "fresh gains": scheme, "calibrated": scheme}
-    models = {name: patch_model(copy.deepcopy(base), each) for name, each in schemes.items()}
-    calibration = calibrate(models["calibrated"], batches["calibration"])
-    from hf_qknorm.demo.run_plots import plot_logits, plot_losses  # imports matplotlib
-
-    runs = {name: _continue_training(model, batches, settings, name) for name, model in models.items()}
-    with new_folder(out, check) as folder:
-        models["calibrated"].eval().save_pretrained(folder / MODEL)
-        tokenizer.save_pretrained(folder / MODEL)
-        plot_losses(runs, calibration, folder / LOSSES)
-        plot_logits(runs, scheme.softcap, folder / LOGITS)
-        report = {
+    work = _work(batches, trains_base=settings.checkpoint is None)
+    _print_start(settings, seconds_per_token(base, batches["continued"][0]) * work)
+    with progress_bar(work) as progress:
+        if settings.checkpoint is None:
+            _train_base(base, batches, progress)
+        models, conversion, calibration = _convert(base, scheme, batches, progress)
+        runs: list[Run] = []
+        report: dict[str, Any] = {
             "scheme": scheme.to_dict(),
             "settings": vars(settings),
             "parameters": sum(p.numel() for p in base.parameters()),
+            "conversion": {name: asdict(each) for name, each in conversion.items()},
             "calibration": calibration.to_dict(),
-            "runs": runs,
-            "reloaded": _reload(models["calibrated"], batches["held_out"][0], folder / MODEL),
+            "runs": [],
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
-        save_json(report, folder / REPORT)
-    _print_results(report, calibration, out)
+        with new_folder(out, check) as folder:
+            _save_model(models["calibrated"], tokenizer, calibration, folder / MODEL)
+            report["reloaded"] = _reload(models["calibrated"], batches["held_out"][0], folder / MODEL)
+            _write(report, conversion, runs, folder)
+        _print_saved(report, calibration, out, progress)
+        try:
+            _train_on(models, batches, settings, runs, progress, lambda: _write(report, conversion, runs, out))
+        except BaseException:
+            _write(report, conversion, runs, out)
+            if runs and runs[-1].steps < settings.steps:
+                progress.print(runs[-1].row(settings.steps))
+            raise
+    _print_end(runs, settings, out)
     return report
 
 
 def _unknown_files(folder: Path) -> list[str]:
     """The files and folders that no demo writes."""
-    found = [item.name for item in sorted(folder.iterdir()) if item.name not in WRITTEN]
+    items = [item for item in sorted(folder.iterdir()) if not is_leftover(item)]
+    found = [item.name for item in items if item.name not in WRITTEN + EARLIER]
     return found + ([f"{MODEL}/{name}" for name in unknown_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
 
 
@@ -112,7 +131,7 @@ def _prepare(settings: Settings, scheme: Scheme) -> tuple[Any, Batches, Any]:
     """Tokenizer, batches and model. Batches come first: too little text is found before a model is loaded."""
     if settings.checkpoint is None:
         tokenizer = byte_tokenizer()
-        return tokenizer, _batches(tokenizer, settings, LENGTH), small_llama()
+        return tokenizer, _batches(tokenizer, settings, LENGTH), small_llama(LAYERS)
     with open_source(settings.checkpoint) as source:
         if isinstance(source.config, QKNormConfig):
             raise ValueError(
@@ -131,68 +150,141 @@ def _batches(tokenizer: Any, settings: Settings, length: int) -> Batches:
     text = load_text(settings.data)
     cut = int(len(text) * (1 - HELD_OUT))
     seen, held_out = tokenize(tokenizer, text[:cut]), tokenize(tokenizer, text[cut:])
-    counts = {"base": settings.base_steps, "calibration": CALIBRATION_BATCHES, "continued": settings.steps}
-    seeds = enumerate(counts.items(), start=settings.seed + 1)
-    batches = {name: sample_batches(seen, count, BATCH, length, seed) for seed, (name, count) in seeds}
-    return batches | {"held_out": sample_batches(held_out, EVAL_BATCHES, BATCH, length, settings.seed)}
+    sizes = {
+        "base": (settings.base_steps, BATCH),
+        "calibration": (CALIBRATION_BATCHES, BATCH),
+        "continued": (settings.steps, RUN_BATCH),
+    }
+    seeds = enumerate(sizes.items(), start=settings.seed + 1)
+    batches = {name: sample_batches(seen, *size, length, seed) for seed, (name, size) in seeds}
+    return batches | {"held_out": sample_batches(held_out, HELD_OUT_BATCHES, BATCH, length, settings.seed)}
 
 
-def _continue_training(model: Any, batches: Batches, settings: Settings, name: str) -> dict[str, list[Any]]:
-    """Train on the same batches as the other models, and measure held-out loss and logits every few steps."""
-    run: dict[str, list[Any]] = {"held_out": [], "max_logit": [], "max_logit_by_head": []}
-    every = max(settings.steps // 6, 1)
+def _tokens(batches: list[Tensor]) -> int:
+    return sum(batch.numel() for batch in batches)
 
-    def measure(step: int) -> None:
-        if step % every and step != settings.steps:
-            return
-        with logit_statistics(model) as statistics:
-            run["held_out"].append((step, mean_loss(model, batches["held_out"])))
-        run["max_logit_by_head"] = [layer.max_logit.tolist() for layer in statistics.values()]
-        run["max_logit"].append((step, max(map(max, run["max_logit_by_head"]))))
 
-    train(model, batches["continued"], rate=settings.rate, desc=f"continuing: {name}", each_step=measure)
-    return run
+def _work(batches: Batches, *, trains_base: bool) -> int:
+    """The length of the progress bar: all training, the conversion, and the evaluations of the four runs."""
+    evaluations = (LOOKS + 1) * evaluation_work(_tokens(batches["held_out"]))
+    once = _tokens(batches["base"]) * trains_base + CONVERSION * _tokens(batches["calibration"])
+    return once + 4 * (_tokens(batches["continued"]) + evaluations)
+
+
+def _train_base(base: Any, batches: Batches, progress: Progress) -> None:
+    progress.stage("training a small Llama")
+    count, tokens = sum(p.numel() for p in base.parameters()), batches["base"][0].numel()
+    each_step = lambda step: progress.advance(tokens if step else 0)  # noqa: E731
+    train(base, batches["base"], rate=BASE_RATE, warmup=20, decay=True, desc=None, each_step=each_step)
+    loss = mean_loss(base, batches["held_out"])
+    steps = len(batches["base"])
+    progress.print(f"1. a Llama of {count / 1e6:.1f} million parameters: loss {loss:.3f} after {steps} steps\n")
+
+
+def _convert(
+    base: Any, scheme: Scheme, batches: Batches, progress: Progress
+) -> tuple[dict[str, Any], dict[str, Measured], Calibration]:
+    """The models "unpatched" and "calibrated", and the losses of both and of the model with fresh gains."""
+    progress.stage("converting")
+    converted = patch_model(copy.deepcopy(base), scheme)
+    models = {"unpatched": patch_model(base, "none"), "calibrated": converted}
+    measure = partial(_measure, batches=batches["held_out"])
+    conversion = {"unpatched": measure(models["unpatched"]), "fresh gains": measure(converted)}
+    calibration = calibrate(converted, batches["calibration"])
+    conversion["calibrated"] = measure(converted)
+    progress.advance(CONVERSION * _tokens(batches["calibration"]))
+    progress.print(f"2. converted: {converted.config.scheme}\n{conversion_table(conversion)}")
+    return models, conversion, calibration
+
+
+def _measure(model: Any, batches: list[Tensor]) -> Measured:
+    with logit_statistics(model) as statistics:
+        loss = mean_loss(model, batches)
+    return Measured(loss, max(float(layer.max_logit.max()) for layer in statistics.values()))
+
+
+def _save_model(model: Any, tokenizer: Any, calibration: Calibration, folder: Path) -> None:
+    folder.mkdir()
+    calibration.save(folder / CALIBRATION)
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_card(folder)
 
 
 def _reload(model: Any, batch: Tensor, folder: Path) -> dict[str, Any]:
     """Load the saved checkpoint in a new process, and compare its logits with the model's."""
     with torch.no_grad():
         logits = model(input_ids=batch).logits
-    with TemporaryDirectory(prefix="hf-qknorm-") as temporary, tqdm(total=1, desc="reloading in a new process") as bar:
+    with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
         expected = Path(temporary, "expected.safetensors")
         save_file({"input_ids": batch, "logits": logits.contiguous()}, expected)
         command = [sys.executable, "-m", "hf_qknorm.demo.check_reload", str(folder), str(expected)]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
-        bar.update()
     if finished.returncode:
         raise RuntimeError(f"the saved checkpoint could not be loaded in a new process:\n{finished.stderr}")
     return json.loads(finished.stdout)
 
 
-def _print_results(report: dict[str, Any], calibration: Calibration, out: Path) -> None:
-    steps, reloaded = report["settings"]["steps"], report["reloaded"]
-    print(f"\n{report['parameters']:,} parameters, scheme {report['settings']['scheme']}\n\ncalibrate(): {calibration}")
-    print(f"\n{_largest_logits(calibration)}\n\non held-out text:\n")
-    print(f"{'':14}{'loss at step 0':>16}{f'after {steps} steps':>16}{'max |logit| at 0':>18}{f'after {steps}':>10}")
-    for name, run in report["runs"].items():
-        (loss, last_loss), (logit, last_logit) = (
-            (run[key][0][1], run[key][-1][1]) for key in ("held_out", "max_logit")
-        )
-        print(f"{name:14}{loss:16.3f}{last_loss:16.3f}{logit:18.1f}{last_logit:10.1f}")
-    prompt = reloaded["prompt"].splitlines()[-1] if reloaded["prompt"] else ""
-    print(f"\nreloaded in a new process as {reloaded['class']}: logits differ by {reloaded['largest_difference']:g}")
-    print(f"it continues a text: {prompt}▸{reloaded['text']}\n\nwritten: {', '.join(str(out / n) for n in WRITTEN)}/")
+def _train_on(
+    models: dict[str, Any],
+    batches: Batches,
+    settings: Settings,
+    runs: list[Run],
+    progress: Progress,
+    write: Callable[[], None],
+) -> None:
+    """Train a copy of each model at each rate, on the same batches, and call `write` after each; adds to `runs`."""
+    every, tokens = max(settings.steps // LOOKS, 1), batches["continued"][0].numel()
+    evaluated = evaluation_work(_tokens(batches["held_out"]))
+    for rate in (TIMES * settings.rate, settings.rate):
+        for name, start in models.items():
+            model, run = copy.deepcopy(start), Run(name, rate)
+            progress.stage(f"{name}, rate {rate:g}")
+
+            def each_step(step: int, model: Any = model, run: Run = run) -> None:
+                progress.advance(tokens if step else 0)
+                if step % every == 0 or step == settings.steps:
+                    run.measured[step] = _measure(model, batches["held_out"])
+                    progress.advance(evaluated)
+                    if not step:
+                        runs.append(run)
+
+            warmup = settings.steps // 10
+            train(model, batches["continued"], rate=rate, warmup=warmup, decay=True, desc=None, each_step=each_step)
+            progress.print(run.row(settings.steps))
+            write()
 
 
-def _largest_logits(calibration: Calibration) -> str:
-    """The largest logits before and after the calibration, and their bound."""
-    before, after = (
-        max(max(getattr(layer, side).max_logit) for layer in calibration.layers.values())
-        for side in ("before", "after")
+def _write(report: dict[str, Any], conversion: dict[str, Measured], runs: list[Run], folder: Path) -> None:
+    """Write report and plot, each atomically."""
+    from hf_qknorm.demo.run_plots import plot_results  # imports matplotlib
+
+    report["runs"] = [run.to_dict() for run in runs]
+    plot_results(conversion, runs, folder / PLOT)
+    save_json(to_json(report), folder / REPORT)
+
+
+def _print_start(settings: Settings, seconds: float) -> None:
+    text = settings.data or "Python's standard library"
+    print(
+        f"Demo: convert {settings.checkpoint or 'a small Llama'} to {settings.scheme}, and train it on beside the "
+        f"unpatched model.\nIt takes about {format_seconds(seconds)} here, with {threads()}. Ctrl-C keeps the results "
+        f"so far.\nLosses are in nats per token, on the last tenth of the text: {text}.\n",
+        flush=True,
     )
-    text = f"largest |logit| in the calibration text: {before:.1f} unpatched, {after:.1f} calibrated"
-    if calibration.bound is not None:
-        text += f"; at most {calibration.bound:.1f} for any input, before any cap"
-        if knee := calibration.scheme.knee:
-            text += f"\nthe norms have a knee of {knee:g}: vectors below it keep their length, longer ones are bounded"
-    return text
+
+
+def _print_saved(report: dict[str, Any], calibration: Calibration, out: Path, progress: Progress) -> None:
+    bound = "" if calibration.bound is None else f": |logit| ≤ {calibration.bound:.1f} for any input, before any cap"
+    reloaded, steps = report["reloaded"], report["settings"]["steps"]
+    progress.print(
+        f"   calibrated with {calibration.title}{bound}\n   first plot: {out / PLOT}\n   checkpoint: {out / MODEL}, "
+        f"reloaded in a new process as {reloaded['class']}: logits differ by {reloaded['largest_difference']:g}\n\n"
+        f"3. {steps} more steps from unpatched and from calibrated, on the same text in the same order\n{RUN_HEADER}"
+    )
+
+
+def _print_end(runs: list[Run], settings: Settings, out: Path) -> None:
+    print(f"\n{summary(runs, settings.rate)}\n\nwritten: {', '.join(str(out / name) for name in WRITTEN)}")
+    print(f"next step: hf-qknorm inspect {shlex.quote(str(out / MODEL))} (this model, head by head)")
+    print("then, with your own model and text: hf-qknorm convert CKPT NEW --calibrate TEXT")

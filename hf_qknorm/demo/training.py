@@ -30,14 +30,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def small_llama() -> PreTrainedModel:
-    """A Llama with 3 million parameters: 4 layers, width 256, 4 query heads and 2 key heads of 64."""
+def small_llama(layers: int = 4) -> PreTrainedModel:
+    """A Llama of width 256, with 4 query heads and 2 key heads of 64: with 4 layers it has 3 million parameters."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=257,
             hidden_size=256,
             intermediate_size=688,
-            num_hidden_layers=4,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=2 * LENGTH,
@@ -72,14 +72,17 @@ def train(
     rate: float,
     warmup: int = 0,
     decay: bool = False,
-    desc: str,
+    desc: str | None,
     each_step: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Make one AdamW step per batch. `each_step(n)` runs after n steps, and before the first."""
+    """Make one AdamW step per batch. `each_step(n)` runs after n steps, and before the first.
+
+    `desc` is the text beside the progress bar; None for no bar.
+    """
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=rate, betas=(0.9, 0.95))
     model.train()
     each_step(0)
-    bar = tqdm(batches, desc=desc, unit="step")
+    bar = tqdm(batches, desc=desc, unit="step", disable=desc is None)
     for step, batch in enumerate(bar):
         factor = min((step + 1) / max(warmup, 1), 1.0)
         if decay:

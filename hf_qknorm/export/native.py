@@ -33,9 +33,9 @@ from hf_qknorm.standalone.notice import NOTICES
 class NativeExport:
     """The result of `export_native`: both folders, and the model type and class that transformers loads.
 
-    >>> qk.patch_model(model, "none").save_pretrained("patched")
+    >>> qk.patch_model(model, "soft_cap").save_pretrained("patched")
     >>> print(qk.export_native("patched", "exported"))
-    patched → exported: LlamaForCausalLM, which transformers loads without hf_qknorm
+    patched → exported: VaultGemmaForCausalLM, which transformers loads without hf_qknorm
     """
 
     source: Path

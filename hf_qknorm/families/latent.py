@@ -71,10 +71,15 @@ def expand(module: Any, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor,
     return module.expand_kv(k, v)
 
 
+def _heads(module: Any) -> tuple[int, int, int]:
+    """The latent counts as a single key head."""
+    return module.config.num_attention_heads, 1, module.qk_head_dim
+
+
 WEIGHTS = ("kv_a_proj_with_mqa", "kv_b_proj")
-MINICPM3 = Style(project, output, WEIGHTS, rotate=rotate, expand=expand)
-DEEPSEEK_V3 = Style(project, output, WEIGHTS, rotate=rotate_configured, expand=expand)
-DEEPSEEK_V2 = Style(project, output, WEIGHTS, rotate=rotate_complex, expand=expand)
-KIMI_LINEAR = Style(project, output, WEIGHTS, rotates=lambda module: False, expand=expand)
-LONGCAT = Style(project_longcat, output, WEIGHTS, rotate=rotate_pairs, expand=expand)
-BAILING = Style(project_bailing, output_bailing, WEIGHTS, rotate=rotate_pairs, expand=expand)
+MINICPM3 = Style(project, output, WEIGHTS, rotate=rotate, expand=expand, heads=_heads)
+DEEPSEEK_V3 = Style(project, output, WEIGHTS, rotate=rotate_configured, expand=expand, heads=_heads)
+DEEPSEEK_V2 = Style(project, output, WEIGHTS, rotate=rotate_complex, expand=expand, heads=_heads)
+KIMI_LINEAR = Style(project, output, WEIGHTS, rotates=lambda module: False, expand=expand, heads=_heads)
+LONGCAT = Style(project_longcat, output, WEIGHTS, rotate=rotate_pairs, expand=expand, heads=_heads)
+BAILING = Style(project_bailing, output_bailing, WEIGHTS, rotate=rotate_pairs, expand=expand, heads=_heads)

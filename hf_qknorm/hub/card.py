@@ -21,13 +21,14 @@ from hf_qknorm.families import FAMILIES
 from hf_qknorm.files.atomic_io import replace_file, replace_text
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.hub_names import check_optional_repo_id
-from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, REPORT, TOKENIZER_FILES
+from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOTS, REPORT, TOKENIZER_FILES
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub import papers
+from hf_qknorm.hub.current_report import current_report
 from hf_qknorm.hub.metadata import auto_class, card_data, is_generated_card, predictions_of
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.stats.report import Calibration
+from hf_qknorm.stats.report import MEASURED, Calibration
 from hf_qknorm.stats.tables import mean
 from hf_qknorm.version import __version__
 
@@ -44,7 +45,8 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -
     """Return the card of the patched checkpoint in `folder` as Markdown; `repo_id` is its future name on the Hub.
 
     Licence, languages, datasets and base model come from the folder's README.md, if it has these. Without a calibration
-    report the card has no tables or plots, and says so.
+    report the card has no tables or plots, and says so. Of a report that was measured before the weights changed, it
+    has the losses, as such.
 
     Raises FileNotFoundError for a folder without a config; ValueError, with the file's name, for a model that is not
     patched, for an invalid report or card, and for a report of another scheme.
@@ -53,8 +55,8 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -
     config = read_config(path)
     if not isinstance(config, QKNormConfig):
         raise ValueError(f"{path} holds a plain {config.model_type}: convert it first (hf-qknorm convert)")
-    report = _report(path)
-    if report is not None and report.scheme != config.scheme:
+    report = current_report(path)
+    if report is not None and not report.stale and report.scheme != config.scheme:
         raise ValueError(
             f"{path / REPORT} has the scheme {report.scheme}, and config.json has {config.scheme}: remove the report, "
             "or calibrate again"
@@ -69,14 +71,16 @@ def write_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) ->
     raises, and FileExistsError for a different README.original.md, before it writes anything.
     """
     path = user_path(folder, "the checkpoint")
-    text, report = render_card(path, repo_id=repo_id), _report(path)
+    text, report = render_card(path, repo_id=repo_id), current_report(path)
     kept = _keep_card(path)
     plots: list[str] = []
-    if report is not None:
+    if report is not None and not report.stale:
         from hf_qknorm.hub.card_plots import draw_report  # imports matplotlib
 
         plots = draw_report(report, path)
     replace_text(path / CARD, text)
+    for name in {*PLOTS} - {*plots}:  # of an earlier report
+        (path / name).unlink(missing_ok=True)
     return tuple(path / name for name in (CARD, *plots, *kept))
 
 
@@ -91,10 +95,6 @@ def _keep_card(folder: Path) -> list[str]:
         raise FileExistsError(f"{card} would be replaced, and its copy {kept} exists already: move one of them away")
     replace_file(kept, lambda temporary: shutil.copyfile(card, temporary))
     return [KEPT_CARD]
-
-
-def _report(folder: Path) -> Calibration | None:
-    return Calibration.load(folder / REPORT) if (folder / REPORT).is_file() else None
 
 
 @cache
@@ -128,7 +128,8 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
     name = _name(config, report, repo_id)
     front = card_data(folder / CARD, config, report, name)
     bases = [front.base_model] if isinstance(front.base_model, str) else front.base_model or []
-    layers = [] if report is None else sorted(report.layers.items(), key=lambda item: -max(item[1].after.max_logit))
+    current = None if report is None or report.stale else report
+    layers = [] if current is None else sorted(current.layers.items(), key=lambda item: -max(item[1].after.max_logit))
     defaults = type(scheme)()
     set_fields = [f"{key}={value!r}" for key, value in scheme.to_dict().items() if value != getattr(defaults, key)]
     return {
@@ -139,7 +140,8 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "bases": [Markdown(base) for base in bases],  # checked, too
         "config": config,
         "auto_class": Markdown(auto_class(config)),
-        "tokenizer": any((folder / file).is_file() for file in TOKENIZER_FILES),
+        "tokenizer": has_tokenizer(folder),
+        "reads_text": reads_text(config),
         "standalone": (folder / CODE_FILE).is_file() and bool(getattr(config, "auto_map", None)),
         "native": _native(config),
         "scheme": scheme,
@@ -152,10 +154,22 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "backends": [Markdown(f"`{name}`") for name in CAP_BACKENDS if not name.startswith("hf_qknorm")],
         "papers": papers.papers_of(scheme),
         "version": __version__,
-        "report": report,
+        "report": current,
+        "measured": current is not None and current.method == MEASURED,
+        "stale": report if report is not None and report.stale else None,
         "predictions": predictions_of(report),
         "layers": layers[:ROWS],
     }
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer."""
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
+
+
+def reads_text(config: Any) -> bool:
+    """Return whether a model has a vocabulary, and so a tokenizer."""
+    return getattr(config.get_text_config(), "vocab_size", None) is not None
 
 
 def _name(config: Any, report: Calibration | None, repo_id: str | None) -> str:

@@ -33,9 +33,9 @@ def draw_report(report: Calibration, folder: Path) -> list[str]:
 
 
 def _losses(report: Calibration) -> Figure | None:
-    """A line from the unpatched loss to each other loss; None without losses."""
+    """A line from the unpatched loss to each other loss; None without losses to compare."""
     losses = {name: prediction.loss for name, prediction in predictions_of(report).items()}
-    if not losses:
+    if "unpatched" not in losses:
         return None
     base = losses["unpatched"]
     places = plotting.drawable(losses.values())
@@ -59,13 +59,15 @@ def _losses(report: Calibration) -> Figure | None:
 
 
 def _logits(report: Calibration) -> Figure | None:
-    """By layer, every head's largest |logit| and entropy, unpatched and converted; None without layers."""
+    """By layer, every head's largest |logit| and entropy, unpatched, if measured, and converted; or None."""
     layers = list(report.layers.values())
     if not layers:
         return None
     figure = plotting.new_figure(9.5, min(max(1.9 + 0.3 * len(layers), 2.8), TALLEST))
     left, right = figure.subplots(1, 2, sharey=True)
-    sides = {"unpatched": [layer.before for layer in layers], "this model": [layer.after for layer in layers]}
+    before = [layer.before for layer in layers if layer.before is not None]
+    sides = {"unpatched": before} if before else {}
+    sides["this model"] = [layer.after for layer in layers]
     _heads(left, sides, "max_logit", max)
     _heads(right, sides, "entropy", min)
     _bounds(left, [layer.bound for layer in layers])
@@ -95,7 +97,7 @@ def _bounds(axes: Any, bounds: Sequence[float | None]) -> None:
 
 def _heads(axes: Any, sides: dict[str, list[LayerStatistics]], field: str, worst: Any) -> None:
     """Draw a small dot per head and a large dot for the layer's worst, with a line from unpatched to converted."""
-    size = 46 if len(sides["unpatched"]) <= 32 else 14
+    size = 46 if len(sides["this model"]) <= 32 else 14
     extremes: list[list[float]] = []
     for name, layers in sides.items():
         values = [plotting.drawable(getattr(layer, field)) for layer in layers]
@@ -104,6 +106,8 @@ def _heads(axes: Any, sides: dict[str, list[LayerStatistics]], field: str, worst
         axes.scatter(*zip(*heads, strict=True), s=size / 4, color=COLOUR[name], alpha=0.4, linewidths=0)
         extremes.append([worst(plotting.known(row), default=math.nan) for row in values])
         axes.scatter(extremes[-1], places, s=size, color=COLOUR[name], label=name, linewidths=0, zorder=3)
+    if len(sides) == 1:
+        return
     lines = [value for pair in zip(*extremes, strict=True) for value in (*pair, math.nan)]  # NaN ends a line
     rows = [row for i in range(len(places)) for row in (*(i + shift for shift in SHIFT.values()), math.nan)]
     axes.plot(lines, rows, color=plotting.GRID, linewidth=0.8, zorder=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -18,10 +19,12 @@ from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
 from hf_qknorm.files.names import CARD, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
 from hf_qknorm.files.paths import user_path
+from hf_qknorm.hub.card import has_tokenizer, reads_text
 from hf_qknorm.hub.repository import check_repository, readable_hub_errors, retry_transient, summarize_error
 from hf_qknorm.hub.upload_files import open_checkpoint, side_files, upload_files
 from hf_qknorm.model.derived import QKNormModel
 
+logger = logging.getLogger("hf_qknorm")
 LIBRARY = "hf_qknorm"  # the client's name in requests
 PLOT = re.compile(r"qk_norm_\w+\.png")  # of any version of the package
 
@@ -41,7 +44,9 @@ def push_to_hub(
     stand-alone code, tokenizer, chat templates, licence, model card, calibration report and plots; other files of the
     folder are not uploaded. Tokenizer, templates, licence and card of a model in memory come from its `name_or_path`, a
     folder or a name on the Hub; set that to "" to omit them. A card by hf_qknorm in the folder is uploaded with its
-    edits; of any other card, the new one keeps licence, languages, datasets and base model.
+    edits; of any other card, the new one keeps licence, languages, datasets and base model. A report is marked as stale
+    if the weights have changed since it was measured, and a card with its numbers is replaced. That is logged as a
+    warning, as is a missing tokenizer.
 
     A missing repository is created: `private=None` leaves its visibility to the account's default. `revision` is an
     existing branch, by default the main one. The commit deletes weights, report and plots of earlier pushes.
@@ -67,6 +72,12 @@ def push_to_hub(
     api = HfApi(token=token, library_name=LIBRARY)
     with _folder(checkpoint, token) as folder, open_checkpoint(folder) as source:
         repo_id, exists = check_repository(api, repo_id, source.config, private=private, revision=revision)
+        if reads_text(source.config) and not has_tokenizer(source.folder):
+            logger.warning(
+                "%s gets no tokenizer, since there is none beside the model: save one there "
+                "(tokenizer.save_pretrained), and push again",
+                repo_id,
+            )
         if commit_message is None:
             commit_message = f"Upload {source.config.architectures[0]} ({source.config.scheme})"
         with upload_files(source, repo_id, token) as files, readable_hub_errors(repo_id):
@@ -104,6 +115,11 @@ def _folder(checkpoint: Any, token: str | None) -> Iterator[Path]:
         raise ValueError(
             f"a {type(checkpoint).__name__} can't be pushed: pass a model patched by patch_model (with any adapter "
             "merged), or the folder of its checkpoint"
+        )
+    if checkpoint.config.saves_as_base:
+        raise ValueError(
+            f"this model's scheme changes nothing, so that it saves as a plain {checkpoint.config.base_model_type}: "
+            "push it by its own method, model.push_to_hub, or patch it with another scheme"
         )
     with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
         checkpoint.save_pretrained(temporary)

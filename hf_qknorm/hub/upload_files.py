@@ -6,6 +6,7 @@ folder is not changed: generated and modified files lie in a temporary one.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,12 @@ from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.names import CARD, CONFIGS, FOLDERS, INDEX, KEPT_CARD, LICENCE, REPORT, TEMPLATES, TOKENIZER_FILES
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub.card import PLACEHOLDER, write_card
-from hf_qknorm.hub.metadata import is_generated_card
+from hf_qknorm.hub.current_report import current_report
+from hf_qknorm.hub.metadata import is_generated_card, stated_results
 from hf_qknorm.hub.private import check_private, remove_local_origins
 from hf_qknorm.standalone.generate import add_standalone
 
+logger = logging.getLogger("hf_qknorm")
 UPLOADED = {CARD, REPORT, INDEX, *CONFIGS, *TOKENIZER_FILES, *TEMPLATES}
 
 
@@ -72,6 +75,8 @@ def upload_files(source: Source, repo_id: str, token: str | None) -> Iterator[di
         for config in CONFIGS:
             remove_local_origins(staged / config)
         add_standalone(staged)
+        if (report := current_report(source.folder, source.weights)) is not None:
+            report.save(staged / REPORT)
         _add_card(staged, repo_id)
         files = {path.relative_to(staged).as_posix(): path for path in sorted(staged.rglob("*")) if path.is_file()}
         check_private(files, source, token)
@@ -79,10 +84,13 @@ def upload_files(source: Source, repo_id: str, token: str | None) -> Iterator[di
 
 
 def _add_card(staged: Path, repo_id: str) -> None:
-    """Render card and plots. The text of a card by hf_qknorm, which may have been edited, stays."""
+    """Render card and plots. The text of a card by hf_qknorm, which may have been edited, stays if its results hold."""
     card = staged / CARD
     text = card.read_text(encoding="utf-8") if is_generated_card(card) else None
+    stated = stated_results(card) if text is not None else {}
     write_card(staged, repo_id=repo_id)
     (staged / KEPT_CARD).unlink(missing_ok=True)  # for the user's folder only
-    if text is not None:
+    if stated and stated != stated_results(card):
+        logger.warning("%s states results that are not in the report: a new card is uploaded, without its edits", CARD)
+    elif text is not None:
         card.write_text(text.replace(PLACEHOLDER, repo_id), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,6 +34,7 @@ class QKNormConfig(_Config):
     `qk_norm_base` is the cap that the scheme replaced in a family with a cap of its own, for `unpatch_model`.
     `qk_norm_blend` is None, or during a blend (`hf_qknorm.training.blend`) whether the norms are blended, and the
     final cap; `qk_norm` then holds the current cap.
+    `saves_as_base` is True for a model patched with a scheme that changes nothing: it is saved as its base type.
     Raises ValueError if a setting is malformed, contradicts another, or the family can't have the scheme.
     """
 
@@ -41,6 +43,7 @@ class QKNormConfig(_Config):
     qk_norm_blend: Any
     attn_logit_softcapping: float | None
     base_model_type: ClassVar[str]
+    saves_as_base = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         stored_type = kwargs.pop("model_type", None)  # present only among settings from a config.json
@@ -87,6 +90,19 @@ class QKNormConfig(_Config):
             )
         self.qk_norm = scheme.to_dict()
         self.attn_logit_softcapping = cap
+        if not scheme.changes_nothing:
+            self.__dict__.pop("saves_as_base", None)
+
+    def base(self) -> _Config:
+        """Return a copy as the family's own config, without the scheme."""
+        base: Any = copy.deepcopy(self)
+        base.__class__ = type(self).__mro__[2]  # the derived class, the mixin, the family's own class
+        for name in ("model_type", "auto_map", "saves_as_base", *OWN_SETTINGS):
+            vars(base).pop(name, None)
+        vars(base).update(self.qk_norm_base or {})  # a family's own cap
+        if base.architectures is not None:
+            base.architectures = [name.removeprefix(PREFIX) for name in base.architectures]
+        return base
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -103,11 +119,11 @@ class QKNormConfig(_Config):
 
     def to_dict(self) -> dict[str, Any]:
         """Return transformers' dict and the settings that make unpatched classes refuse the checkpoint."""
-        return super().to_dict() | NOTICES
+        return self.base().to_dict() if self.saves_as_base else super().to_dict() | NOTICES
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save as transformers does, with the stand-alone code if the config has an `auto_map`."""
-        if getattr(self, "auto_map", None):
+        if self.auto_map and not self.saves_as_base:
             write_standalone_code(self, Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 

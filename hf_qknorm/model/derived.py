@@ -6,7 +6,10 @@ loading therefore need nothing but transformers' own methods.
 
 from __future__ import annotations
 
+import os
 from functools import cache
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
@@ -19,11 +22,13 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from hf_qknorm.backends import functions
 from hf_qknorm.families import FAMILIES, check_scheme, known_families
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
+from hf_qknorm.files.names import REPORT
 from hf_qknorm.model.attention import install, patched_layers
 from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.model.record import load_record, write_record
 from hf_qknorm.model.tensor_parallel import plan_norms
 from hf_qknorm.standalone.generate import set_auto_map
 
@@ -84,11 +89,28 @@ class QKNormModel(_Model):
     def _can_set_experts_implementation(cls) -> bool:
         return cls.base_class._can_set_experts_implementation()
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save as transformers does; with `push_to_hub` the stand-alone code is included."""
-        if kwargs.get("push_to_hub"):
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Save as transformers does, with the report of a calibration; a push includes the stand-alone code."""
+        if push_to_hub:
             set_auto_map(self.config)
-        super().save_pretrained(*args, **kwargs)
+        if not getattr(self, "_hf_peft_config_loaded", False):  # else only the adapter is saved
+            write_record(self, Path(save_directory), state_dict, self.should_save_on_this_rank(is_main_process))
+        kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict, "push_to_hub": push_to_hub}
+        super().save_pretrained(save_directory, **kwargs)
+
+    def _upload_modified_files(
+        self, working_dir: str | os.PathLike[str], repo_id: str, files_timestamps: dict[str, float], **kwargs: Any
+    ) -> Any:
+        """Upload the files of a save as transformers does, and the report, which was written before it began."""
+        files_timestamps.pop(REPORT, None)
+        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
         """Push as transformers does, with the stand-alone code."""
@@ -101,12 +123,13 @@ class QKNormModel(_Model):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load as transformers does. Raises ValueError if the scheme and the weights disagree."""
+        """Load as transformers does, with the report. Raises ValueError if the scheme and the weights disagree."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         check_loaded(model, info["missing_keys"], info["unexpected_keys"])
         check_architectures(model.config)
         for layer in patched_layers(model).values():
             layer.removed_norm = ()  # a checkpoint does not hold it
+        load_record(model, args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
         return (model, info) if output_loading_info else model
 
     @staticmethod
@@ -143,12 +166,13 @@ def derived_config(model_type: str) -> type[PretrainedConfig]:
     fields: dict[str, Any] = {"qk_norm": Any, "qk_norm_base": Any, "qk_norm_blend": Any}
     if not hasattr(base, "attn_logit_softcapping"):
         fields["attn_logit_softcapping"] = float | None
-    namespace = {
+    namespace: dict[str, Any] = {
         "__annotations__": fields,
         **dict.fromkeys(fields),  # None by default
         "__module__": __name__,
         "model_type": f"{TYPE_PREFIX}{model_type}",
         "base_model_type": model_type,
+        "auto_map": MappingProxyType({}),  # TRL reads it; `set_auto_map` gives a config its own
     }
     return type(f"{PREFIX}{base.__name__}", (QKNormConfig, base), namespace)
 

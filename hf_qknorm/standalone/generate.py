@@ -20,6 +20,7 @@ from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.files.paths import user_path
+from hf_qknorm.scheme import Scheme
 from hf_qknorm.standalone.bundler import Bundle
 from hf_qknorm.standalone.notice import NOTICES
 
@@ -36,6 +37,8 @@ _REPLACED = {
     ("hf_qknorm.backends.functions", "CAP_BACKENDS"): (_RUNTIME, "CAP_BACKENDS"),
     ("hf_qknorm.model.accelerate_hooks", "execution_device"): (_RUNTIME, "execution_device"),
     ("hf_qknorm.model.accelerate_hooks", "set_module_class"): (_RUNTIME, "set_module_class"),
+    ("hf_qknorm.model.record", "load_record"): (_RUNTIME, "load_record"),
+    ("hf_qknorm.model.record", "write_record"): (_RUNTIME, "write_record"),
     ("hf_qknorm.standalone.generate", "set_auto_map"): (_RUNTIME, "set_auto_map"),
     ("hf_qknorm.standalone.generate", "write_standalone_code"): (_RUNTIME, "write_standalone_code"),
 }
@@ -94,6 +97,23 @@ def standalone_code(model_type: str) -> str:
     return _HEAD.format(config=config, base=model_type) + bundle.text() + foot
 
 
+def check_standalone(model_type: str, scheme: Scheme) -> None:
+    """Raise ValueError for a model type or a scheme with parts that are not in the package's own sources."""
+    try:
+        code = standalone_code(model_type)
+    except (AttributeError, LookupError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        foreign = [norm for norm in scheme.norms if f'"{norm}": NormKind(' not in code]
+        if not foreign:
+            return
+        problem = f"the norm {foreign[0]!r} is not hf_qknorm's own"
+    raise ValueError(
+        f"no stand-alone code can be made for {model_type} with this scheme ({problem}): convert without it, by "
+        "standalone=False (--no-standalone)"
+    )
+
+
 def set_auto_map(config: Any) -> None:
     """Name the stand-alone classes in a derived `config`. Every later save of it then includes their file."""
     config.auto_map = auto_map(config.base_model_type)
@@ -121,7 +141,11 @@ def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None
     'modeling_qknorm.QKNormLlamaForCausalLM'
     """
     if isinstance(checkpoint, PreTrainedModel):
-        _base_type(checkpoint.config.model_type, type(checkpoint).__name__)
+        model_type = _base_type(checkpoint.config.model_type, type(checkpoint).__name__)
+        if checkpoint.config.saves_as_base:
+            raise ValueError(
+                f"this model's scheme changes nothing, so that it saves as a plain {model_type}: that needs no code"
+            )
         set_auto_map(checkpoint.config)
         return
     folder = user_path(checkpoint, "checkpoint")

@@ -60,6 +60,14 @@ def execution_device(*modules: nn.Module) -> None:
     """Return no device: a module under construction has no accelerate hook yet."""
 
 
+def load_record(model: Any, name: Any, options: Any) -> None:
+    """Leave the report of a calibration in its folder: only the package measures, and reads reports."""
+
+
+def write_record(model: Any, folder: Path, state_dict: Any, writes: bool) -> None:
+    """Write no report. The package knows by its samples of the weights that one in the folder is of another model."""
+
+
 def set_auto_map(config: Any) -> None:
     """Name this file's classes in a config, without the repository name that loading from the Hub puts before them."""
     config.auto_map = {auto: name.rpartition("--")[2] for auto, name in (config.auto_map or {}).items()}

@@ -41,8 +41,10 @@ class Evaluation(NamedTuple):
     after: dict[str, LayerStatistics]
 
 
-def evaluate(model: Any, batches: Batches, cap: float, ranks: Ranks = ONE_PROCESS) -> Evaluation:
-    """Evaluate a patched model unpatched and patched, with two forward passes per batch.
+def evaluate(
+    model: Any, batches: Batches, cap: float, ranks: Ranks = ONE_PROCESS, *, compared: bool = True
+) -> Evaluation:
+    """Evaluate a patched model unpatched and patched, with two forward passes per batch; or patched alone, with one.
 
     Batches have "input_ids" `[B, T]` and, optionally, "attention_mask". Shares of large logits are relative to `cap`.
     """
@@ -52,7 +54,9 @@ def evaluate(model: Any, batches: Batches, cap: float, ranks: Ranks = ONE_PROCES
         def watch(is_unpatched: bool) -> None:
             unpatched.watching, patched.watching = is_unpatched, not is_unpatched
 
-        base, own = _predictions(model, batches, watch)
+        base, own = _predictions(model, batches, watch, compared)
+    if not compared:
+        return Evaluation(None, own, {}, _plain_numbers(after, ranks))
     return Evaluation(base, own, _plain_numbers(before, ranks), _plain_numbers(after, ranks))
 
 
@@ -65,21 +69,22 @@ def predictions(model: Any, batches: Batches) -> tuple[Prediction, Prediction] |
 
 @torch.no_grad()
 def _predictions(
-    model: Any, batches: Batches, watch: Callable[[bool], None]
+    model: Any, batches: Batches, watch: Callable[[bool], None], compared: bool = True
 ) -> tuple[Prediction, Prediction] | tuple[None, None]:
     """`predictions`, with a call of `watch(is_unpatched)` before each forward pass.
 
-    Padding neither predicts nor is predicted.
+    If not `compared`, the patched model stands for both. Padding neither predicts nor is predicted.
     """
     predicts = model.get_output_embeddings() is not None
     sums = torch.zeros(6, dtype=torch.float64)
     for batch in batches:
         inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
-        watch(True)
-        with as_unpatched(model):
-            base = model(**inputs, use_cache=False)
         watch(False)
-        own = model(**inputs, use_cache=False)
+        base = own = model(**inputs, use_cache=False)
+        if compared:
+            watch(True)
+            with as_unpatched(model):
+                base = model(**inputs, use_cache=False)
         real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
         for row in range(len(real)) if predicts else ():  # a whole batch's logits in fp32, twice, may be gigabytes
             sums += _row_sums(base.logits[row], own.logits[row], inputs["input_ids"][row], real[row])
@@ -128,12 +133,12 @@ def _plain_numbers(watched: Mapping[str, LogitStatistics], ranks: Ranks) -> dict
 def layer_reports(
     model: Any, before: dict[str, LayerStatistics], after: dict[str, LayerStatistics]
 ) -> dict[str, LayerReport]:
-    """The report of each layer: its statistics unpatched and patched, its gains, and its bound on the logits."""
+    """The report of each layer: its statistics unpatched (if measured) and patched, its gains and its bound."""
     reports = {}
     for name, layer in patched_layers(model).items():
         norms, seen = head_norms(layer), after[name]
         gains = _gain(norms.get("q_norm"), len(seen.rms_q)), _gain(norms.get("k_norm"), len(seen.rms_k))
-        reports[name] = LayerReport(before[name], seen, *gains, logit_bound(layer))
+        reports[name] = LayerReport(before.get(name), seen, *gains, logit_bound(layer))
     return reports
 
 

@@ -84,11 +84,12 @@ class LayerStatistics(Record):
 class LayerReport(Record):
     """A layer's statistics unpatched (`before`) and patched (`after`), and the rms of each head's gain.
 
-    A gain is None where the norm has none. `bound` is the largest |logit|, before any cap, that any input can give the
-    patched layer (`stats.bounds.logit_bound`); None where the scheme does not norm both queries and keys.
+    `before` is None where the patched model alone was measured. A gain is None where the norm has none. `bound` is the
+    largest |logit|, before any cap, that any input can give the patched layer (`stats.bounds.logit_bound`); None where
+    the scheme does not norm both queries and keys.
     """
 
-    before: LayerStatistics
+    before: LayerStatistics | None
     after: LayerStatistics
     gain_q: Numbers | None
     gain_k: Numbers | None

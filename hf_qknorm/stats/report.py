@@ -1,4 +1,4 @@
-"""The report of a calibration: predictions, and the logits and gains of each layer; to and from JSON."""
+"""The report of a calibration or a measurement: predictions, and logits and gains by layer; to and from JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.untrusted import check_keys, check_number, check_positive, read_json
+from hf_qknorm.model.record import check_samples
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats import records, tables
 from hf_qknorm.stats.html import page_html
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
 
+MEASURED = "measured"  # the method of a report on the patched model alone
 KNEES = 1_000  # limit on the knees in a report
+OMITTED = ("knees", "stale", "weights")  # from JSON where they are empty
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class Calibration:
     number of tokens of the data, `judged` the number of them that all this was measured on. `base_model` and `dataset`
     are the Hub names of the model and the text, None for local ones. `knees` has the prediction with each knee that was
     tried; the chosen one is `scheme.knee`.
+
+    The method "measured" stands for a measurement of the patched model alone, as after training: `base`, `ones` and
+    what else describes the unpatched model are None. `weights` has digests of the measured weights by tensor
+    (`hf_qknorm.model.record`). `stale` is whether the model beside the report has other weights, or another scheme.
 
         >>> report = qk.calibrate(qk.patch_model(model, "qk_norm"), texts)
         >>> report.save("report.json")
@@ -54,6 +61,8 @@ class Calibration:
     base_model: str | None = None
     dataset: str | None = None
     knees: Mapping[float, Prediction] = dataclasses.field(default_factory=dict)
+    stale: bool = False
+    weights: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def base_loss(self) -> float | None:
@@ -96,6 +105,9 @@ class Calibration:
 
     def __str__(self) -> str:
         bound = "" if self.bound is None else f"; |logit| ≤ {format_fixed(self.bound, 1)} for any input"
+        if self.method == MEASURED:
+            loss = "" if self.chosen is None else f"loss {self.chosen.loss:.3f} "
+            return f"{self.title}: {loss}on {self.tokens:,} tokens{bound}"
         if self.base is None or self.ones is None or self.chosen is None:
             return f"{self.title}: gains from {self.tokens:,} tokens{bound}"
         kept = "" if self.kept is None else f" ({self.kept:.1%} of the jump removed)"
@@ -109,25 +121,28 @@ class Calibration:
         return tables.page_text(self._page())
 
     def _repr_html_(self) -> str:
-        return page_html((*self._page(), str(self)))
+        return page_html(self._page() if self.method == MEASURED else (*self._page(), str(self)))
 
     def _page(self) -> tables.Page:
         predictions = {"unpatched": self.base, "fresh gains": self.ones, self.title: self.chosen}
+        alone = self.method == MEASURED
         layers = sorted(self.layers.items(), key=lambda item: -max(item[1].after.max_logit))
         beyond = ["beyond q, k"] if self.scheme.knee else []
         over_half, _ = tables.over_names(self.cap)
         rows = [["layer", "max |logit|", "bound", "entropy", over_half, "rms q, k", *beyond, "gain q, k"]]
         for name, layer in layers[: tables.ROWS]:
-            logit, *others = (" → ".join(pair) for pair in zip(*map(_cells, (layer.before, layer.after)), strict=True))
-            pairs = [tables.pair_of_means(layer.before.rms_q, layer.before.rms_k)]
+            seen = [side for side in (layer.before, layer.after) if side is not None]
+            logit, *others = (" → ".join(sides) for sides in zip(*map(_cells, seen), strict=True))
+            pairs = [tables.pair_of_means(seen[0].rms_q, seen[0].rms_k)]
             pairs += [tables.pair_of_means(layer.after.beyond_q, layer.after.beyond_k, ".2%")] * len(beyond)
             pairs += [tables.pair_of_means(layer.gain_q, layer.gain_k)]
             rows.append([name, logit, tables.bound_cell(layer.bound), *others, *pairs])
         knees = ", ".join(f"{knee:g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in self.knees.items())
-        reading = "; ".join(["Before → after", tables.BOUND, *([tables.BEYOND] if beyond else [])])
+        sides = [] if alone else ["Before → after"]
+        reading = "; ".join([*sides, tables.BOUND, *([tables.BEYOND] if beyond else [])])
         return (
             f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
-            records.predictions_table(predictions),
+            str(self) if alone else records.predictions_table(predictions),
             f"loss, KL by knee: {knees}" if knees else "",
             tables.Table(rows, tables.rest(len(layers))),
             f"{reading};\n{tables.READING}.",
@@ -137,14 +152,14 @@ class Calibration:
         """The report as JSON-ready data, for `Calibration.from_dict`."""
         knees = [{"knee": knee, **p.to_dict()} for knee, p in self.knees.items()]
         data = {"format": records.FORMAT, **vars(self), "knees": knees}
-        return records.to_json({key: value for key, value in data.items() if key != "knees" or knees})
+        return records.to_json({key: value for key, value in data.items() if value or key not in OMITTED})
 
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
         """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
         readers: dict[str, Any] = dict.fromkeys(("base_model", "dataset"), check_optional_repo_id)
         readers |= {"cap": check_positive, "layers": partial(records.read_layers, record=LayerReport), "knees": _knees}
-        readers["scheme"] = lambda value, _: Scheme.from_dict(value)
+        readers |= {"scheme": lambda value, _: Scheme.from_dict(value), "weights": check_samples, "stale": _flag}
         return cls(**records.read_fields(data, cls, "report", versioned=True, **readers))
 
     @classmethod
@@ -176,6 +191,12 @@ def _knees(value: Any, where: str) -> dict[float, Prediction]:
             raise ValueError(f"{where}[{i}].knee is {knee}, expected a finite number ≥ 0")
         found[knee] = Prediction.from_dict({key: x for key, x in item.items() if key != "knee"}, f"{where}[{i}]")
     return found
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{where} is {shorten(value)}, expected true or false")
+    return value
 
 
 def _cells(layer: LayerStatistics) -> list[str]:

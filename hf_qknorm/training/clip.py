@@ -36,8 +36,9 @@ class QKClip(TrainerCallback):
     """Trainer callback: after each optimiser step, clips the heads with a logit over `threshold` (default 100).
 
     It sees all forward passes with gradients since the last step, of all micro-batches and ranks, before any cap and
-    without padding. No T×S tensor is formed; logits are computed only for heads whose vectors are long enough to pass
-    the threshold. The scheme "none" suffices. In a bare loop, call `clip.step()` after every `optimizer.step()`:
+    without padding. Large negative logits do not count, as published. No T×S tensor is formed; logits are computed only
+    for heads whose vectors are long enough to pass the threshold. The scheme "none" suffices. In a bare loop, call
+    `clip.step()` after every `optimizer.step()`:
 
         >>> clip = qk.QKClip(qk.patch_model(model, "none"), threshold=1e-3)
         >>> ids = torch.arange(8)[None]
@@ -56,13 +57,13 @@ class QKClip(TrainerCallback):
     def __init__(self, model: Any, threshold: float = 100.0) -> None:
         self.threshold = check_positive(threshold, "threshold")
         self.layers = require_patched(model)
+        self.exponents = {name: _exponents(name, layer) for name, layer in self.layers.items()}
         self.parts = attention_head_weights(model)
         owners: dict[int, str] = {}
         for name, parts in self.parts.items():
             for part in parts.values():
                 if (owner := owners.setdefault(id(part.weight), name)) != name:
                     raise ValueError(f"{owner} and {name} share weights: QKClip would clip them twice")
-        self.exponents = {name: _exponents(name, layer) for name, layer in self.layers.items()}
         self.heads = {name: max(part.heads for part in self.parts[name].values()) for name in self.layers}
         self.largest: dict[str, Tensor] = {}  # by layer, `[H]`, since the last step
         self.passes = PassFilter(lambda model: torch.is_grad_enabled())
@@ -179,7 +180,8 @@ def _exponents(name: str, layer: QKNormAttention) -> dict[str, float]:
     if len(normed) == 2:
         raise ValueError(
             f"{name} norms both its queries and its keys: the size of its logits does not depend on that of the "
-            "weights, and clipping these would do nothing. Leave out QKClip, or cap the logits (softcap)"
+            "weights, and clipping these would do nothing. Leave out QKClip (in MuonClip: threshold=None), or cap the "
+            "logits (softcap)"
         )
     free = [side for side in ("q", "k") if side not in normed]
     return {side: 1 / len(free) for side in free}

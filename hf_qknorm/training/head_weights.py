@@ -57,6 +57,30 @@ def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]
 
     Raises ValueError for a model without a layer of a known family, and for projections without a plain weight.
     """
+    return {
+        name: _latent_parts(name, layer) if family.latent else _parts(name, layer, family)
+        for name, layer, family in _layers(model)
+    }
+
+
+def fused_outputs(model: nn.Module) -> Iterator[tuple[Any, int, list[Tensor]]]:
+    """Yield the projections to queries, keys and values at once: module, dimension of the outputs, and the outputs.
+
+    The outputs are indices, those of the queries, of the keys and of the values. Raises ValueError as
+    `attention_head_weights` does.
+    """
+    for name, layer, family in _layers(model):
+        if len(family.style.weights) == 1:
+            parts = _parts(name, layer, family)
+            projection = parts["q"].projection
+            q, k = (part.outputs(torch.device("cpu")).flatten() for part in parts.values())
+            others = torch.ones(_size(projection), dtype=torch.bool)
+            others[q] = others[k] = False
+            yield projection, 1 - _inputs(projection), [q, k, others.nonzero().flatten()]
+
+
+def _layers(model: nn.Module) -> list[tuple[str, Any, Family]]:
+    """Name, module and family of each attention layer, patched or not. Raises ValueError without any."""
     layers: dict[str, tuple[Any, Family]] = {n: (layer, layer.family) for n, layer in patched_layers(model).items()}
     for prefix, module in model.named_modules():
         if isinstance(module, PreTrainedModel) and module.config.model_type in FAMILIES:
@@ -65,10 +89,7 @@ def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]
                 layers[f"{prefix}.{name}" if prefix else name] = layer, family
     if not layers:
         raise ValueError(f"{type(model).__name__} has no attention layer of a known family: see hf-qknorm families")
-    return {
-        name: _latent_parts(name, layer) if family.latent else _parts(name, layer, family)
-        for name, (layer, family) in layers.items()
-    }
+    return [(name, *found) for name, found in layers.items()]
 
 
 def parameter_factors(

@@ -170,7 +170,7 @@ def make_writers(work: Path) -> dict[str, Writer]:
     if finished(partial(make_sources, model, *places), work / "sources.log"):
         raise RuntimeError(f"no checkpoints to start from:\n{(work / 'sources.log').read_text()}")
     patch_model(model, "qk_norm")
-    convert = partial(convert_checkpoint, plain, scheme="qk_norm_cap")
+    convert = partial(convert_checkpoint, plain, scheme="qk_norm_cap", standalone=False)
     calibrated = partial(convert, calibration=[TEXT], method="moments")
     over = partial(judge_bytes, old=old)
     resume = lambda left, out: train(out, resume=left)  # noqa: E731

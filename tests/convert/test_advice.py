@@ -165,6 +165,21 @@ CASES = {
         "Scheme(q='rms', k='rms', softcap=110.0)",
         "and the gains have grown",
     ),
+    "DeepSeek V3": (
+        measurements(20.0, takes_norms=False),
+        "soft_cap",
+        "it caches a latent and takes no norms: QuacK and MuonClip bound its logits in training",
+    ),
+    "DeepSeek V3, runaway": (
+        measurements(300.0, takes_norms=False),
+        "none",
+        "a cap of 50 would bend the largest logit",
+    ),
+    "no knee and no cap suits the model": (
+        measurements(300.0, knees=LOST),
+        "qk_norm",
+        "BlendSchedule begins at the unpatched model and ends at these norms",
+    ),
     "Gemma 2": (
         measurements(90.0, own_cap=50.0),
         "none",

@@ -12,6 +12,7 @@ from hf_qknorm.convert import fit
 from hf_qknorm.convert.fit import fit_gains
 from hf_qknorm.convert.text import default_length
 from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.record import drop_record
 from hf_qknorm.ops.reference import head_norm
 
 
@@ -181,13 +182,14 @@ def test_fit_trains_the_gains_alone_and_is_reproducible():
     assert report.kl < calibrate(start, batches, method="moments").kl
 
 
-def test_fit_qk_trains_queries_and_keys_and_leaves_no_attributes_behind():
+def test_fit_qk_trains_queries_and_keys_and_leaves_no_attributes_behind_but_the_report():
     batches = [tokens(8, 32, seed) for seed in range(12)]
     for model_type, moved in (("llama", ("q_proj", "k_proj")), ("gpt2", ("c_attn",))):
         model = patch_model(tiny_model(model_type, initializer_range=0.2), "qk_norm")
         before = {name: value.clone() for name, value in model.state_dict().items()}
         flags = {name: sorted(vars(module)) for name, module in model.named_modules()}
         report = calibrate(model, batches, method="fit_qk", steps=40)
+        drop_record(model)
         changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
         assert changed == {name for name in before if any(part in name for part in (*moved, "q_norm", "k_norm"))}
         assert flags == {name: sorted(vars(module)) for name, module in model.named_modules()}

@@ -95,7 +95,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("patched", [False, True])
 def test_damaged_checkpoints_are_reported_in_one_line(checkpoint, damage, patched):
     if patched:
-        patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "none").save_pretrained(checkpoint)
+        patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "qk_norm").save_pretrained(checkpoint)
     change, message = DAMAGE[damage]
     change(checkpoint)
     with pytest.raises(ValueError, match=message) as error:

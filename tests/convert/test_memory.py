@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, convert_checkpoint
 from hf_qknorm.checkpoint.source import open_source
-from hf_qknorm.convert import checkpoint, inspect, memory
+from hf_qknorm.convert import checkpoint, measured_checkpoint, memory
 from hf_qknorm.convert.inspect import inspect_checkpoint
 from hf_qknorm.convert.memory import memory_left, parse_size, place_weights, working_memory
 from hf_qknorm.demo.training import byte_tokenizer
@@ -155,7 +155,7 @@ def test_inspecting_layers_on_the_disk(tmp_path, monkeypatch):
     text.write_text("to be, or not to be: that is the question. " * 20)
     found = []
     for left in (2**33, least(folder, length=128)):
-        monkeypatch.setattr(inspect, "memory_left", lambda max_memory, left=left: left)
+        monkeypatch.setattr(measured_checkpoint, "memory_left", lambda max_memory, left=left: left)
         found.append(inspect_checkpoint(str(folder), texts=str(text), tokens=512))
     whole, streamed = found
     assert streamed.base.loss == pytest.approx(whole.base.loss, abs=1e-5)

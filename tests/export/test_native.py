@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tables import MODEL_TYPES, assert_near, make_batch, randomise, real, sharp_model
+from tables import MODEL_TYPES, as_loaded, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme, str]] = {
 @torch.no_grad()
 def save_patched(folder: Path, model_type: str, settings: dict[str, Any], scheme: Scheme | str, **options: Any) -> Any:
     """Save a patched model with random gains, also of the unpatched norms."""
-    model = randomise(patch_model(sharp_model(model_type, **settings), scheme))
+    model = as_loaded(randomise(patch_model(sharp_model(model_type, **settings), scheme)))
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
         if type(module).__name__.endswith("Norm") and not isinstance(module, HeadNorm):
@@ -164,7 +164,7 @@ def test_bfloat16_stays_as_it_is(tmp_path, case):
 
 
 def test_a_classifier_without_a_scheme_is_exported(tmp_path):
-    config = patch_model(sharp_model("llama"), "none").config
+    config = as_loaded(patch_model(sharp_model("llama"), "none")).config
     model = derived_model(type(AutoModelForSequenceClassification.from_config(config)).base_class)(config).eval()
     model.save_pretrained(tmp_path / "ours")
     assert export_native(tmp_path / "ours", tmp_path / "theirs").architecture == "LlamaForSequenceClassification"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
+from tables import as_loaded
 from tiny import tiny_model
 
 from hf_qknorm import Calibration, calibrate, patch_model
@@ -17,7 +18,7 @@ REPORT = "qk_norm_report.json"
 
 def checkpoint(folder: Path, scheme: Any = "qk_norm_cap", family: str = "llama", report: bool = True) -> Path:
     """Save a patched checkpoint with its calibration report; return the folder."""
-    model = patch_model(tiny_model(family, initializer_range=0.2), scheme)
+    model = as_loaded(patch_model(tiny_model(family, initializer_range=0.2), scheme))
     if report:
         generator = torch.Generator().manual_seed(0)
         batches = [torch.randint(3, 64, (2, 20), generator=generator) for _ in range(3)]

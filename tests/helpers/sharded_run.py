@@ -1,6 +1,6 @@
-"""One of two processes, started by pair.py, that train models with QuacK and QKClip, or with a falling knee.
+"""One of two processes, started by pair.py: QuacK and QKClip, a falling knee, or MuonClip.
 
-Rank 0 writes the full weights of each case into the folder, as `<model type or knee>-<way>.safetensors`.
+Rank 0 writes the full weights of each case into the folder, as `<model type, knee or muon>-<way>.safetensors`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
-from hf_qknorm import KneeSchedule, QKClip, QuacK, Scheme, patch_model, set_knee
+from hf_qknorm import KneeSchedule, MuonClip, QKClip, QuacK, Scheme, patch_model, set_knee
 from hf_qknorm.model.attention import patched_layers
 
 THRESHOLD, STEPS = 3.0, 4
@@ -119,6 +119,34 @@ def knee_by_fsdp(rows: slice) -> nn.Module:
     return model
 
 
+def with_muon(model: Any, optimizer: MuonClip, rows: slice, seen: Callable[[Any], None] = bool) -> nn.Module:
+    """Train with so many tokens that no matrix has a gradient of low rank, whose noise Muon would enlarge."""
+    for step in range(STEPS):
+        tokens = torch.randint(3, 64, (8, 64), generator=torch.Generator().manual_seed(step))
+        own = tokens if rows == slice(None) else tokens.chunk(2)[rows.start]
+        model(input_ids=own, labels=own, use_cache=False).loss.backward()
+        optimizer.step()
+        seen(optimizer.clipped)
+        optimizer.zero_grad()
+    return model
+
+
+def muon(model: PreTrainedModel) -> MuonClip:
+    return MuonClip(model, TrainingArguments(learning_rate=0.02, weight_decay=0.1, use_cpu=True), threshold=3.0)
+
+
+def muon_by_ddp(rows: slice) -> nn.Module:
+    model = made("llama")
+    with_muon(DistributedDataParallel(model), muon(model), rows)
+    return model
+
+
+def muon_by_fsdp(rows: slice) -> nn.Module:
+    model = shard(made("llama"))
+    return with_muon(model, muon(model), rows)
+
+
+MUON = {"ddp": muon_by_ddp, "fsdp": muon_by_fsdp}
 WAYS = {"ddp": by_ddp, "fsdp": by_fsdp, "fsdp-resumed": by_fsdp_resumed}
 KNEES = {"ddp": knee_by_ddp, "fsdp": knee_by_fsdp}
 
@@ -129,7 +157,7 @@ def main(path: str) -> None:
     dist.init_process_group("gloo")
     rows = slice(dist.get_rank(), dist.get_rank() + 1)
     runs = {f"{model_type}-{way}": partial(run, model_type) for model_type in MODELS for way, run in WAYS.items()}
-    runs |= {f"knee-{way}": run for way, run in KNEES.items()}
+    runs |= {f"knee-{way}": run for way, run in KNEES.items()} | {f"muon-{way}": run for way, run in MUON.items()}
     for name, run in runs.items():
         found = whole(run(rows))
         if dist.get_rank() == 0:

@@ -106,6 +106,12 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+def as_loaded(model: PreTrainedModel) -> PreTrainedModel:
+    """Mark a patched model as loaded from a patched checkpoint, so that it saves the scheme "none" too, in place."""
+    vars(model.config).pop("saves_as_base", None)
+    return model
+
+
 def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     """What a model is, apart from the numbers in it."""
     flags = {name: sorted(vars(module)) for name, module in model.named_modules()}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from server import Hub
 from tiny import tiny_model
 
-from hf_qknorm import push_to_hub
+from hf_qknorm import patch_model, push_to_hub
 from hf_qknorm.hub.push import check_push, check_target
 
 WEIGHTS = "model.safetensors"
@@ -128,6 +128,11 @@ REFUSALS: list[tuple[Any, type[Exception], str]] = [
         {"checkpoint": tiny_model("llama")},
         ValueError,
         "a LlamaForCausalLM can't be pushed: pass a model patched by patch_model",
+    ),
+    (
+        {"checkpoint": patch_model(tiny_model("llama"), "none")},
+        ValueError,
+        "this model's scheme changes nothing, so that it saves as a plain llama",
     ),
     (plain, ValueError, "holds a plain llama: convert it first"),
     (truncated, ValueError, "model.safetensors is truncated"),

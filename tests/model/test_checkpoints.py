@@ -27,7 +27,7 @@ from hf_qknorm.model.derived import derived_config
 from hf_qknorm.model.norms import HeadNorm
 
 SAVED = {
-    **{name: SCHEMES[name] for name in ("none", "soft_cap", "qk_norm_cap", "qkv_norm", "henry", "lp")},
+    **{name: SCHEMES[name] for name in ("soft_cap", "qk_norm_cap", "qkv_norm", "henry", "lp")},
     "per head": Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, eps=1e-5, scale=0.3),
 }
 MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in SAVED.items() if applies(t, scheme)]

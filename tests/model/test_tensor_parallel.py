@@ -9,7 +9,7 @@ import pytest
 import torch
 from pair import run_once, run_pair
 from safetensors.torch import load_file, save_file
-from tables import make_batch, randomise, sharp_model
+from tables import as_loaded, make_batch, randomise, sharp_model
 from tensor_parallel_run import CALIBRATIONS, calibration_batches
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -33,7 +33,7 @@ STYLES = {
 
 def made(gain: str) -> PreTrainedModel:
     """In double precision: the gradient of one number for a whole layer is a sum of terms that cancel."""
-    return randomise(patch_model(sharp_model("llama"), SCHEMES[gain])).double()
+    return as_loaded(randomise(patch_model(sharp_model("llama"), SCHEMES[gain]))).double()
 
 
 @pytest.fixture(scope="module")

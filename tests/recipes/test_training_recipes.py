@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import lora
+import muon_clip
 import pretrain
 import pytest
 import scratch
@@ -54,6 +55,16 @@ def test_a_run_replaces_or_resumes_an_earlier_one(text, checkpoint, tmp_path):
     assert run("--resume_from_checkpoint", str(tmp_path / "checkpoint-2")) == whole
 
 
+def test_muon_clip_trains_and_reports_its_clips(text, checkpoint, tmp_path, capsys):
+    command = ["--checkpoint", checkpoint, "--text", text, "--learning_rate", "1e-2", "--threshold", "0.001"]
+    losses = muon_clip.main([*command, *SMALL, "--output_dir", str(tmp_path)])
+    assert losses["after 4 steps"] < losses["start"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "clips of a head so far" in line]
+    counts = [int(line.split()[-7]) for line in lines]
+    assert len(counts) == 2
+    assert 0 < counts[0] < counts[1]
+
+
 def tiny_loss(checkpoint: str, text: str) -> float:
     """The unpatched model's loss on the recipes' held-out text."""
     tokens = byte_tokenizer()(Path(text).read_text())["input_ids"]
@@ -92,4 +103,5 @@ def test_training_from_scratch_learns(method, text, checkpoint, tmp_path):
     command = ["--config", checkpoint, "--text", text, *method]
     start, end = scratch.main([*command, *SMALL, "--learning_rate", "1e-2", "--output_dir", str(tmp_path)]).values()
     assert end < start
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "qknorm_llama"
+    expected = "llama" if "none" in method else "qknorm_llama"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == expected

@@ -11,7 +11,7 @@ import pytest
 import torch
 from children import WITHOUT_PACKAGE, child
 from safetensors.torch import load_file, save_file
-from tables import MODEL_TYPES, applies, make_batch, randomise, sharp_model
+from tables import MODEL_TYPES, applies, as_loaded, make_batch, randomise, sharp_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, add_standalone, convert_checkpoint, patch_model, unpatch_model
@@ -36,7 +36,7 @@ CASES = {
 
 def made(name: str) -> PreTrainedModel:
     model_type, scheme, _ = CASES[name]
-    model = randomise(patch_model(sharp_model(model_type), scheme)).eval()
+    model = as_loaded(randomise(patch_model(sharp_model(model_type), scheme))).eval()
     if name == "llama on its way in":
         set_blend(model, 0.5)
     return model
@@ -222,14 +222,14 @@ def test_foreign_code_in_auto_map_is_replaced(tmp_path):
     assert (tmp_path / "again" / CODE_FILE).read_text() == standalone_code("llama")
 
 
-@pytest.mark.parametrize("standalone", [True, False])
-def test_a_conversion_carries_the_code_when_asked(standalone, tmp_path):
+@pytest.mark.parametrize(("standalone", "options"), [(True, {}), (False, {"standalone": False})])
+def test_a_conversion_carries_the_code_unless_told_otherwise(standalone, options, tmp_path):
     """Foreign code that the source's config names is never included."""
     sharp_model("llama").save_pretrained(tmp_path / "source")
     config = json.loads((tmp_path / "source/config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "evil.Model"}
     (tmp_path / "source/config.json").write_text(json.dumps(config))
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", "qk_norm", standalone=standalone)
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", "qk_norm", **options)
     saved = json.loads((tmp_path / "out/config.json").read_text())
     assert (tmp_path / "out" / CODE_FILE).is_file() == ("auto_map" in saved) == standalone
     assert "evil" not in json.dumps(saved)
@@ -259,4 +259,6 @@ def test_unpatching_removes_the_auto_map():
 
 
 def test_a_new_config_names_no_code():
-    assert getattr(derived_config("llama")(qk_norm="qk_norm"), "auto_map", None) is None
+    config = derived_config("llama")(qk_norm="qk_norm")
+    assert not config.auto_map
+    assert "auto_map" not in config.to_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import peft
@@ -109,3 +110,34 @@ def test_adapters_added_by_transformers_add_adapter():
     assert torch.equal(model(**make_batch("left")).logits, before), "a fresh adapter adds nothing"
     set_adapters(model, seed=0)
     assert not torch.allclose(model(**make_batch("left")).logits, before, atol=1e-2)
+
+
+@pytest.mark.parametrize("way", ["get_peft_model", "add_adapter"])
+def test_an_adapter_does_not_lead_to_the_unpatched_model(way, tmp_path):
+    """The name of its base model says which folder belongs there; the scheme "none" changes no base model."""
+    sharp_model("llama").save_pretrained(tmp_path / "unpatched")
+    stored = {}
+    for scheme in ("soft_cap", "none"):
+        model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "unpatched"), scheme)
+        adapter = peft.LoraConfig(r=2, target_modules=["q_proj"])
+        if way == "add_adapter":
+            model.add_adapter(adapter)
+        else:
+            model = peft.get_peft_model(model, adapter)
+        model.save_pretrained(tmp_path / scheme)
+        stored[scheme] = json.loads((tmp_path / scheme / "adapter_config.json").read_text())["base_model_name_or_path"]
+    name = str(tmp_path / "unpatched")
+    assert stored["none"] == name
+    assert stored["soft_cap"] == f"{name} (changed in memory, not saved: put the folder of the saved model here)"
+    with pytest.raises(OSError, match="put the folder of the saved model here"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "soft_cap")
+
+
+def test_an_adapter_without_a_task_loads_on_a_patched_checkpoint(tmp_path):
+    """PEFT then stores the class of the base model, and imports its module."""
+    randomise(patch_model(sharp_model("llama"), "qk_norm_cap")).save_pretrained(tmp_path / "base")
+    model = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        assert torch.equal(again(**make_batch("left")).logits, model(**make_batch("left")).logits)

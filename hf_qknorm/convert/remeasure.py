@@ -1,0 +1,97 @@
+"""`remeasure`: a new report of a patched model as it is, for example after training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_qknorm.checkpoint.source import open_source
+from hf_qknorm.convert.measured_checkpoint import loaded_with_text
+from hf_qknorm.convert.text import batches_for, check_batches, check_text
+from hf_qknorm.files.hub_names import hub_name
+from hf_qknorm.files.names import REPORT
+from hf_qknorm.hub.card import has_tokenizer
+from hf_qknorm.model.configs import QKNormConfig
+from hf_qknorm.model.derived import QKNormModel
+from hf_qknorm.model.record import own_tensors, record_of, sample_all, set_record
+from hf_qknorm.stats.distributed import gather_batches, ranks_of, unwrap
+from hf_qknorm.stats.logit_statistics import CAP
+from hf_qknorm.stats.measure import evaluate, layer_reports, require_causal
+from hf_qknorm.stats.report import MEASURED, Calibration
+
+
+def remeasure(
+    model: nn.Module,
+    data: Any,
+    *,
+    tokenizer: Any = None,
+    max_tokens: int = 16_384,
+    batch_size: int = 8,
+    length: int | None = None,
+) -> Calibration:
+    """Measure a patched model as it is on `data` (as for `calibrate`), and replace the report that it carries.
+
+    The report has the loss, and logits, gains and bound of each layer, and no comparison with an unpatched model: the
+    weights were trained with the scheme. Parameters are left as they are.
+
+    Raises ValueError for a model that is not patched or has bidirectional attention, and for data with fewer than 16
+    tokens to predict.
+    """
+    ranks, bare = ranks_of(model), unwrap(model)
+    if not isinstance(bare, QKNormModel):
+        raise ValueError(f"{type(bare).__name__} is not patched: call patch_model(model, scheme) first")
+    require_causal(bare.config)
+    batches = batches_for(bare, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
+    batches = gather_batches(batches, max_tokens, ranks)
+    check_batches(batches, bare.config)
+    cap = bare.config.attn_logit_softcapping or CAP
+    training = bare.training
+    bare.eval()
+    try:
+        found = evaluate(bare, batches, cap, ranks, compared=False)
+    finally:
+        bare.train(training)
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    report = Calibration(
+        method=MEASURED,
+        tokens=tokens,
+        scheme=bare.config.scheme,
+        cap=cap,
+        base=None,
+        ones=None,
+        chosen=found.own,
+        layers=layer_reports(bare, found.before, found.after),
+        judged=tokens,
+        base_model=(record_of(bare) or {}).get("base_model"),
+        dataset=hub_name(data) if isinstance(data, str) else None,
+    )
+    report = ranks.broadcast(report)
+    set_record(bare, report.to_dict())
+    return report
+
+
+def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384) -> Calibration:
+    """`remeasure` for the patched checkpoint in `folder`; write the report beside its weights, atomically.
+
+    Raises, before the weights are read, FileNotFoundError for a folder, a tokenizer or a text that does not exist, and
+    ValueError for broken weights, a model that is not patched, and too little text.
+    """
+    check_text(texts)
+    with open_source(folder) as source:
+        if not isinstance(source.config, QKNormConfig):
+            raise ValueError(f"{folder} holds a plain {source.config.model_type}: convert it first (hf-qknorm convert)")
+        if not has_tokenizer(source.folder):
+            raise FileNotFoundError(
+                f"{folder} has no tokenizer, which a measurement needs: save one there (tokenizer.save_pretrained)"
+            )
+        with loaded_with_text(source, texts, tokens) as (model, batch, sequences):
+            report = remeasure(model, [batch], max_tokens=tokens, batch_size=sequences)
+            names = [*own_tensors(model)]
+        stored = {name: source.weights.mapped(name) for name in names if name in source.weights}
+        report = replace(report, weights=sample_all(stored), dataset=hub_name(texts))
+        source.check_unchanged()
+        report.save(folder / REPORT)
+    return report

@@ -1,0 +1,151 @@
+"""The name of a model that was patched, calibrated or unpatched in memory: no checkpoint holds that model yet.
+
+Tools load a model by the name of another: TRL its reference model by the policy's, PEFT an adapter's base model. By the
+name that the model was loaded by they get its tokenizer, but other weights or another scheme.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
+
+import yaml
+
+LOADING: Final = ("dtype", "device_map")
+
+logger = logging.getLogger("hf_qknorm")
+
+
+class InMemoryName(str):
+    """The name by which a model was loaded before it was changed in memory: `from_pretrained` copies the model for it.
+
+    A copy of the model has a name of its own. Any other copy of the name, and the name in a file, is a plain string.
+    """
+
+    model: Callable[[], Any]
+
+    def __new__(cls, name: str, model: Any) -> InMemoryName:
+        marked = super().__new__(cls, name)
+        marked.model = weakref.ref(model)
+        return marked
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        copied = memo.get(id(self.model()))
+        return str(self) if copied is None else InMemoryName(self, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+    def load(self, cls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return a copy of the model, without the hooks on it, and transformers' account of the loading.
+
+        Of the `options` of `from_pretrained`, the dtype, the device and the attention backend are used. Raises
+        ValueError if the model is no `cls`, or can't be copied.
+        """
+        caller, model = f"{cls.__name__}.from_pretrained", self.model()
+        if model is None:
+            raise self.refusal(caller, "it is no longer in memory")
+        if not isinstance(model, cls):
+            raise self.refusal(caller, f"it is a {type(model).__name__}")
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise self.refusal(caller, "some of its weights are offloaded")
+        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            raise self.refusal(caller, "DeepSpeed ZeRO-3 shards its weights")
+        logger.warning(
+            "%s(%r): the model of this name was changed in memory, and is copied as it is now", caller, str(self)
+        )
+        config = copy.deepcopy(model.config)
+        settings = {"dtype": model.dtype, **{name: options[name] for name in LOADING if options.get(name) is not None}}
+        requested = options.get("attn_implementation") or getattr(options.get("config"), "_attn_implementation", None)
+        if requested in (None, config._attn_implementation):  # TRL requests that of the whole for every tower
+            parts = {key: part for key in config.sub_configs if (part := getattr(config, key, None)) is not None}
+            requested = {key: part._attn_implementation for key, part in {"": config, **parts}.items()}
+        settings["attn_implementation"] = requested
+        weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+        loaded, info = type(model).from_pretrained(
+            None, config=config, state_dict=weights, output_loading_info=True, **settings
+        )
+        if missing := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
+            raise self.refusal(caller, f"another tool has changed its weights' names, such as {missing[0]}")
+        for named in (loaded.config, *_named_modules(loaded)):
+            named.name_or_path = str(self)
+        mark_in_memory(loaded)
+        return loaded, info
+
+    def refusal(self, caller: str, reason: str) -> ValueError:
+        """Return the error of a `caller` that got the name and can't have the model, for this `reason`."""
+        return ValueError(
+            f"{caller} got the name of a model that was changed in memory, and can't copy that model: {reason}. "
+            f"{str(self)!r} has the model as it was before. Save the changed model and give its folder, or pass a "
+            "model in place of a name; for the model as it was, give str(name)"
+        )
+
+    def unsaved(self) -> str:
+        """Return the name that files get, which no tool can load: the base model of an adapter, for example."""
+        return f"{self} (changed in memory, not saved: put the folder of the saved model here)" if self else ""
+
+
+# Cards hold the name, and the dumper of `yaml.dump` writes an instance of a subclass as a call of Python.
+for _dumper in (yaml.Dumper, yaml.SafeDumper):
+    _dumper.add_representer(InMemoryName, lambda dumper, name: dumper.represent_str(str(name)))
+
+
+def mark_in_memory(model: Any) -> None:
+    """Mark the names of `model` and its config: the weights in memory are no longer those of that checkpoint."""
+    model.config._name_or_path = InMemoryName(model.config.name_or_path, model)
+    for module in _named_modules(model):
+        module.name_or_path = InMemoryName(module.name_or_path, model)
+
+
+def unmark(model: Any) -> None:
+    """Make the names of `model` and its config plain strings again."""
+    model.config._name_or_path = str(model.config.name_or_path)
+    for module in _named_modules(model):
+        module.name_or_path = str(module.name_or_path)
+
+
+def _named_modules(model: Any) -> list[Any]:
+    """The models of transformers in `model` that share its config: itself, and its base model."""
+    return [x for x in model.modules() if "name_or_path" in vars(x) and getattr(x, "config", None) is model.config]
+
+
+def copies_by_name(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Let transformers' `from_pretrained` return a copy of the model for the name of one that was changed in memory."""
+
+    @wraps(load)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        if not isinstance(name, InMemoryName):
+            return load(cls, *args, **kwargs)
+        loaded, info = name.load(cls, kwargs)
+        return (loaded, info) if kwargs.get("output_loading_info") else loaded
+
+    return from_pretrained
+
+
+def stores_no_base(to_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the dict of PEFT's config name no base model for an adapter whose base model was changed in memory."""
+
+    @wraps(to_dict)
+    def stored(self: Any) -> Any:
+        name = self.base_model_name_or_path
+        return to_dict(self) | ({"base_model_name_or_path": name.unsaved()} if isinstance(name, InMemoryName) else {})
+
+    return stored
+
+
+def refuses_names(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the constructor of vLLM's `LLM` refuse the name of a model that was changed in memory."""
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        name = args[0] if args else kwargs.get("model")
+        if isinstance(name, InMemoryName):
+            raise name.refusal("vLLM", "it loads a checkpoint from the disk")
+        init(self, *args, **kwargs)
+
+    return checked

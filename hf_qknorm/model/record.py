@@ -1,0 +1,159 @@
+"""The record of a calibration on a patched model: its report as JSON data, and samples of the weights it was made of.
+
+A save writes the record beside the weights. It is marked stale if the weights, or the scheme, are not those that were
+measured. A sample of a tensor is a digest of a few of its elements: reading 64 elements of each tensor takes a fraction
+of a second for any model, and training, merging an adapter or quantising changes some of them. Elements are also
+digested as rounded to bfloat16 and float16, so that a cast is no change.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.utils import cached_file
+
+from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.names import REPORT
+from hf_qknorm.files.untrusted import read_json
+from hf_qknorm.model.in_memory import InMemoryName
+from hf_qknorm.scheme import Scheme
+
+ATTRIBUTE: Final = "qk_norm_record"  # of a patched model
+PLACES: Final = 64  # elements in a sample, evenly spread over the tensor
+MOST: Final = 1_000_000  # tensors in a record
+HUB_OPTIONS: Final = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+Samples = Mapping[str, str]  # a tensor's digests, separated by spaces, by its name
+logger = logging.getLogger("hf_qknorm")
+
+
+def set_record(model: Any, report: Mapping[str, Any]) -> None:
+    """Record a report of the model's present weights on it; every rank of a sharded model must call this."""
+    setattr(model, ATTRIBUTE, {**report, "weights": sample_all(own_tensors(model))})
+
+
+def record_of(model: Any) -> dict[str, Any] | None:
+    """Return the model's record, if it has one."""
+    record: dict[str, Any] | None = vars(model).get(ATTRIBUTE)
+    return record
+
+
+def drop_record(model: Any) -> None:
+    """Remove the model's record, if it has one."""
+    vars(model).pop(ATTRIBUTE, None)
+
+
+def write_record(model: Any, folder: Path, state_dict: Mapping[str, Any] | None, writes: bool) -> None:
+    """Write the model's record into `folder`, or remove the report of an earlier model there.
+
+    `state_dict` has the tensors that are saved; None stands for the model's own, of which a sharded model needs all
+    ranks. `writes` is whether this rank writes files.
+    """
+    record = None if model.config.saves_as_base else record_of(model)
+    if record is None:
+        if writes:
+            (folder / REPORT).unlink(missing_ok=True)
+        return
+    tensors = model.state_dict() if state_dict is None else state_dict
+    is_other = record["scheme"] != model.config.qk_norm or model.config.qk_norm_blend is not None
+    stale = {"stale": True} if is_changed(record["weights"], tensors) or is_other else {}
+    if not writes:
+        return
+    data = {key: value for key, value in record.items() if key != "stale"} | stale
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / REPORT, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def load_record(model: Any, name: Any, options: Mapping[str, Any]) -> None:
+    """Take up the record beside the weights of the checkpoint `name`, a folder or a Hub name, if there is one.
+
+    `options` are those of `from_pretrained`. A report without samples, of an older version, gets those of the loaded
+    weights. A report that can't be read is left out, with a warning.
+    """
+    if name is None or isinstance(name, InMemoryName):
+        return
+    found = cached_file(
+        name,
+        REPORT,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _commit_hash=getattr(model.config, "_commit_hash", None),
+        **{key: options[key] for key in HUB_OPTIONS if key in options},
+    )
+    if found is None:
+        return
+    try:
+        record = read_json(Path(found))
+        if not isinstance(record, dict) or "scheme" not in record:
+            raise ValueError(f"it is {shorten(record)}, expected a mapping with a scheme")
+        record["scheme"] = Scheme.from_dict(record["scheme"]).to_dict()
+        samples = check_samples(record.get("weights", {}), "weights")
+    except (OSError, ValueError) as error:
+        logger.warning("%s: the calibration report is left out (%s)", found, error)
+        return
+    setattr(model, ATTRIBUTE, {**record, "weights": samples or sample_all(own_tensors(model))})
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model's state dict, shared ones once."""
+    named = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(named.items())}
+    return {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
+
+
+def sample_all(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the samples of tensors, without those that are offloaded or quantised."""
+    samples = {name: sample(tensor) for name, tensor in tensors.items()}
+    return {name: digests for name, digests in samples.items() if digests}
+
+
+def is_changed(samples: Samples, tensors: Mapping[str, Any]) -> bool:
+    """Whether a sampled tensor is missing or differs by more than a cast. Offloaded tensors don't count."""
+    for name, digests in samples.items():
+        tensor = tensors.get(name)
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            continue
+        if tensor is None or sample(tensor).partition(" ")[0] not in digests.split():
+            return True
+    return not samples
+
+
+@torch.no_grad()
+def sample(tensor: Tensor) -> str:
+    """Return digests of a few elements as they are, and rounded; empty for a tensor that is offloaded or quantised."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+        return ""
+    tensor = tensor.detach()
+    if tensor.element_size() == 1:  # 8-bit floats have no indexing
+        tensor = tensor.view(torch.uint8)
+    count = min(tensor.numel(), PLACES)
+    places = torch.arange(count, device=tensor.device) * (tensor.numel() - 1) // max(count - 1, 1)
+    values = tensor[torch.unravel_index(places, tensor.shape)] if tensor.dim() else tensor[None]
+    rounded = [values := values.cpu()]
+    if values.is_floating_point():
+        narrower = [dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if dtype != values.dtype]
+        rounded += [values.to(dtype) for dtype in narrower]
+    digests = (blake2b(x.double().numpy().tobytes(), digest_size=6).hexdigest() for x in rounded)
+    return " ".join(dict.fromkeys(digests))
+
+
+def check_samples(value: Any, where: str) -> dict[str, str]:
+    """Return `value`, the samples of tensors by name. Raises ValueError, naming `where`, for anything else."""
+    if not isinstance(value, dict) or len(value) > MOST:
+        raise ValueError(f"{where} is {shorten(value)}, expected a mapping from the names of tensors to digests")
+    for name, digests in value.items():
+        if not isinstance(digests, str) or not 0 < len(digests) <= 80 or set(digests) - set("0123456789abcdef "):
+            raise ValueError(f"{where}.{shorten(name)} is {shorten(digests)}, expected digests")
+    return value

@@ -1,0 +1,147 @@
+"""What helps a model that has norms of its own at a high learning rate: a cap, clipped gains, or decayed gains?
+
+    python recipes/benchmarks/own_norms.py --text ../shared/data/tinyshakespeare.txt
+
+A Qwen3 of 4 layers and 4 query heads of 32 trains from random weights: 200 steps of 8×128 tokens (bytes) from the first
+nine tenths of the text, AdamW with weight decay 0.1 on matrices, gradients clipped at 1, 20 steps of warm-up, then a
+constant rate. Within a seed all arms see the same batches. "cap" is the scheme `soft_cap`, "clip" keeps |gain| of the
+norms of queries and keys at most 2 after each step, "decay" decays these gains by 0.1 too. The gradient norm is that
+before clipping, after the first 40 steps. The held-out loss is over 8 batches of the last tenth. One run of each arm at
+both rates was seen before the seeds and the arms were fixed. An interrupted comparison continues where it stopped.
+Writes a page and its runs; prints Markdown.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from run_log import Row, Runs, provenance
+from torch import nn
+from transformers import HfArgumentParser, Qwen3Config, Qwen3ForCausalLM
+
+from hf_qknorm import LogitMonitor, patch_model
+from hf_qknorm.convert.text import load_text, sample_batches, tokenize
+from hf_qknorm.demo.training import byte_tokenizer, decay_groups, mean_loss
+from hf_qknorm.files.atomic_io import replace_text
+
+ARMS = ("plain", "cap", "clip", "decay")
+LARGEST_GAIN, DECAY = 2.0, 0.1
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model and the length of a run."""
+
+    layers: int = 4
+    width: int = 128
+    steps: int = 200
+    warmup: int = 20
+    settled: int = 40
+    batch: int = 8
+    length: int = 128
+
+
+SIZES = {"quick": Size(layers=1, width=32, steps=6, warmup=2, settled=2, batch=2, length=16), "full": Size()}
+
+
+@dataclass
+class Options:
+    """The options of the comparison."""
+
+    text: str
+    size: str = field(default="full", metadata={"choices": list(SIZES)})
+    rates: list[float] = field(default_factory=lambda: [0.03, 0.1])
+    seeds: int = 3
+    out: Path = Path("recipes/results/own_norms")
+
+
+def small_qwen3(size: Size) -> Qwen3ForCausalLM:
+    """A Qwen3 with random weights, over bytes."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size.width // 4}
+    shape = {"hidden_size": size.width, "intermediate_size": size.width * 11 // 4, "num_hidden_layers": size.layers}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
+    return Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=257, max_position_embeddings=2 * size.length, **shape, **heads, **ends)
+    )
+
+
+def run_one(text: dict[str, torch.Tensor], size: Size, arm: str, rate: float, seed: int) -> Row:
+    """Train one model; return its held-out loss, its gradient norms, and what its norms allow in the last step."""
+    torch.manual_seed(seed)
+    model: Any = small_qwen3(size)
+    if arm == "cap":
+        patch_model(model, "soft_cap")
+    gains = [p for name, p in model.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight"))]
+    groups = decay_groups(model, DECAY)
+    if arm == "decay":
+        groups[1]["params"] = [p for p in groups[1]["params"] if not any(p is gain for gain in gains)]
+        groups.append({"params": gains, "weight_decay": DECAY})
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
+    monitor, norms = LogitMonitor(every=size.steps), []
+    model.train()
+    batches = sample_batches(text["seen"], size.steps, size.batch, size.length, seed=100 + seed)
+    for step, batch in enumerate(batches, start=1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(step / size.warmup, 1.0)
+        with monitor.watch(model, step):
+            model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        for gain in gains if arm == "clip" else ():
+            gain.data.clamp_(-LARGEST_GAIN, LARGEST_GAIN)
+    held_out = sample_batches(text["held_out"], 8, size.batch, size.length, seed=0)
+    seen = monitor.last.scalars() if monitor.last else {}
+    found = {name: round(seen[f"attention/{name}"], 2) for name in ("max_logit", "max_gain", "max_bound")}
+    spike = max(norms[size.settled :]) / statistics.median(norms[size.settled :])
+    return {"loss": round(mean_loss(model, held_out), 4), "spike": round(spike, 2), **found}
+
+
+def page(size: Size, results: dict[tuple[float, str], list[Row]], runs: Runs) -> str:
+    """The comparison as Markdown."""
+    seeds = len(next(iter(results.values())))
+    description = (__doc__ or "").partition(".txt\n\n")[2].strip()
+    lines = [
+        "# Models with norms of their own at high rates\n",
+        f"{description}\n",
+        f"`{size}`, {seeds} seeds; {provenance(runs.used)}\n",
+        "Means over the seeds, and the largest gradient norm of all:\n",
+        "| rate | arm | held-out loss (of each seed) | largest gradient norm, times the median | "
+        "largest \\|logit\\| | largest gain | bound |",
+        "|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for (rate, arm), rows in results.items():
+        mean = {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
+        each = ", ".join(f"{row['loss']:.3f}" for row in rows)
+        spike = max(row["spike"] for row in rows)
+        numbers = f"{mean['max_logit']:.1f} | {mean['max_gain']:.2f} | {mean['max_bound']:.0f}"
+        lines.append(f"| {rate:g} | {arm} | {mean['loss']:.3f} ({each}) | {spike:.1f} | {numbers} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(command: list[str] | None = None) -> str:
+    (options,) = HfArgumentParser(Options).parse_args_into_dataclasses(command)
+    torch.set_num_threads(1)
+    size, characters = SIZES[options.size], load_text(options.text)
+    cut = int(len(characters) * 0.9)
+    parts = {"seen": characters[:cut], "held_out": characters[cut:]}
+    text = {name: tokenize(byte_tokenizer(), part) for name, part in parts.items()}
+    runs = Runs(options.out.with_suffix(".jsonl"))
+    results: dict[tuple[float, str], list[Row]] = {(rate, arm): [] for rate in options.rates for arm in ARMS}
+    for seed in range(options.seeds):
+        for (rate, arm), rows in results.items():
+            settings = {**asdict(size), "arm": arm, "rate": rate, "seed": seed, "characters": len(characters)}
+            rows.append(runs.get(settings, lambda a=arm, r=rate, s=seed: run_one(text, size, a, r, s)))  # type: ignore[misc]
+            print(f"rate {rate:g}, {arm}, seed {seed}: {rows[-1]}", flush=True)
+    found = page(size, results, runs)
+    replace_text(options.out.with_suffix(".md"), found)
+    print(found)
+    return found
+
+
+if __name__ == "__main__":
+    main()

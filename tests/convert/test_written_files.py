@@ -1,0 +1,161 @@
+"""The files that a conversion writes beside the weights: card, report and stand-alone code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+from hf_qknorm import Calibration, cli, convert_checkpoint, export_native, plan_conversion
+from hf_qknorm.convert.remeasure import remeasure, remeasure_checkpoint
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOTS, REPORT
+from hf_qknorm.ops.norms import NORMS, NormKind
+from hf_qknorm.patch import patch_model
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 40
+OURS = {"README.md": "---\nlicense: mit\nbase_model: owner/ancestor\n---\n# Theirs\n", KEPT_CARD: "older"}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    tiny_model("llama", vocab_size=300, initializer_range=0.2).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_conversion_writes_card_code_and_report(source, tmp_path):
+    for name, text in OURS.items():
+        (source / name).write_text(text)
+    out = tmp_path / "out"
+    plan = plan_conversion(source, out, "qk_norm", calibration=[TEXT], method="moments")
+    assert plan.written == ("config.json", CODE_FILE, REPORT, CARD, f"{KEPT_CARD} (the source's {CARD})")
+    assert CARD not in plan.files
+    report = convert_checkpoint(source, out, "qk_norm", calibration=[TEXT], method="moments")
+    assert {CODE_FILE, REPORT, CARD, KEPT_CARD, *PLOTS} <= {path.name for path in out.iterdir()}
+    card = (out / CARD).read_text()
+    assert "license: mit" in card
+    assert "base_model: owner/ancestor" in card
+    assert f"**{report.loss:.3f}**" in card
+    assert 'from_pretrained("OWNER/NAME", trust_remote_code=True)' in card
+    assert (out / KEPT_CARD).read_text() == OURS[CARD]
+    for name in (CARD, REPORT, "config.json"):
+        assert str(tmp_path) not in (out / name).read_text(), name
+
+
+def test_a_converted_checkpoint_keeps_its_report_when_it_is_saved(source, tmp_path):
+    out = tmp_path / "out"
+    report = convert_checkpoint(source, out, "qk_norm", calibration=[TEXT], method="moments")
+    AutoModelForCausalLM.from_pretrained(out).save_pretrained(tmp_path / "again")
+    assert Calibration.load(tmp_path / "again" / REPORT) == report == Calibration.load(out / REPORT)
+
+
+def test_without_calibration_the_card_says_so(source, tmp_path):
+    convert_checkpoint(source, tmp_path / "out", "qk_norm", standalone=False)
+    card = (tmp_path / "out" / CARD).read_text()
+    assert "This model has no calibration report" in card
+    assert "trust_remote_code" not in card
+    assert not {CODE_FILE, REPORT, *PLOTS} & {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("front", ["license: [mit", "base_model: ../private/model", "language: {a: b}"])
+def test_a_card_that_can_not_be_read_is_kept_with_a_warning(source, tmp_path, front, caplog):
+    (source / CARD).write_text(f"---\n{front}\n---\n# Theirs\n")
+    convert_checkpoint(source, tmp_path / "out", "qk_norm")
+    assert f"{source / CARD}: " in caplog.text
+    assert "The new card lacks the licence" in caplog.text
+    assert front not in (tmp_path / "out" / CARD).read_text()
+    assert front in (tmp_path / "out" / KEPT_CARD).read_text()
+
+
+def test_code_that_can_not_be_made_is_refused_with_the_way_out(source, tmp_path, monkeypatch):
+    monkeypatch.setitem(NORMS, "own", NormKind("a norm of one's own", ("rybakov",)))
+    scheme = {"q": "own", "k": "own"}
+    for call in (plan_conversion, convert_checkpoint):
+        with pytest.raises(ValueError, match="norm 'own' is not hf_qknorm's own.*standalone=False.*--no-standalone"):
+            call(source, tmp_path / "out", scheme)
+    assert not (tmp_path / "out").exists()
+    convert_checkpoint(source, tmp_path / "out", scheme, standalone=False)
+    monkeypatch.setattr("hf_qknorm.standalone.generate.standalone_code", lambda model_type: {}[model_type])
+    with pytest.raises(ValueError, match="no stand-alone code can be made for llama .*KeyError: 'llama'"):
+        convert_checkpoint(source, tmp_path / "other", "qk_norm")
+
+
+def test_an_export_takes_over_neither_card_nor_plots_nor_report(source, tmp_path):
+    (source / CARD).write_text("# Theirs")
+    convert_checkpoint(source, tmp_path / "out", "qk_norm", calibration=[TEXT], method="moments", knee=0)
+    export_native(tmp_path / "out", tmp_path / "exported")
+    names = {path.name for path in (tmp_path / "exported").iterdir()}
+    assert not {CARD, KEPT_CARD, CODE_FILE, REPORT, *PLOTS} & names
+    assert "tokenizer.json" in names
+
+
+@pytest.mark.parametrize("options", [[], ["--no-standalone"], ["--standalone"]])
+def test_the_last_lines_show_how_to_load(source, tmp_path, options, capsys):
+    out = str(tmp_path / "out")
+    assert cli.main(["convert", str(source), out, "--scheme", "qk_norm", *options]) == 0
+    *_, title, own = (lines := capsys.readouterr().out.splitlines())[
+        : None if options[:1] == ["--no-standalone"] else -1
+    ]
+    assert title == "load it"
+    assert own == f"with hf_qknorm:    import hf_qknorm; model = AutoModelForCausalLM.from_pretrained({out!r})"
+    if options != ["--no-standalone"]:
+        loading = f"AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True)"
+        assert lines[-1] == f"without hf_qknorm: model = {loading}"
+
+
+def test_the_command_card_measures_again(source, tmp_path, capsys):
+    out, corpus = tmp_path / "out", tmp_path / "corpus.txt"
+    corpus.write_text(TEXT)
+    first = convert_checkpoint(source, out, "qk_norm_cap", calibration=[TEXT], method="moments")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    model.lm_head.weight.data.mul_(2.0)
+    model.save_pretrained(out)
+    assert Calibration.load(out / REPORT).stale
+    assert cli.main(["card", str(out), "--texts", str(corpus), "--tokens", "512"]) == 0
+    printed = capsys.readouterr().out
+    report = Calibration.load(out / REPORT)
+    assert (report.method, report.tokens, report.stale) == ("measured", 512, False)
+    assert (report.base, report.ones, report.kept) == (None, None, None)
+    assert report.loss != pytest.approx(first.loss, abs=0.01)
+    assert report.bound == pytest.approx(first.bound)
+    assert all(layer.before is None for layer in report.layers.values())
+    assert report.table() in printed
+    card = (out / CARD).read_text()
+    for text in ("## Measurement", f"loss of {report.loss:.3f} nats per token", "![Largest attention logits"):
+        assert text in card
+    assert PLOTS[0] not in card
+    assert str(tmp_path) not in card + (out / REPORT).read_text()
+    again = AutoModelForCausalLM.from_pretrained(out)
+    again.save_pretrained(tmp_path / "again")
+    assert Calibration.load(tmp_path / "again" / REPORT) == report
+
+
+def test_a_model_in_memory_is_measured_as_it_is(source, tmp_path):
+    convert_checkpoint(source, tmp_path / "out", {"q": "rms", "k": "rms", "v": "rms", "pre_norm": False})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").train()
+    report = remeasure(model, [TEXT], tokenizer=byte_tokenizer(), max_tokens=256)
+    assert model.training
+    ids = byte_tokenizer()(TEXT, return_tensors="pt")["input_ids"][:, :256]
+    assert report.tokens == 256
+    expected = model.eval()(input_ids=ids[:, :128], labels=ids[:, :128]).loss.item()
+    second = model(input_ids=ids[:, 128:], labels=ids[:, 128:]).loss.item()
+    assert report.loss == pytest.approx((expected + second) / 2, rel=1e-5)
+    model.save_pretrained(tmp_path / "saved")
+    assert Calibration.load(tmp_path / "saved" / REPORT) == report
+
+
+def test_measurements_are_refused_before_weights_are_read(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_qknorm.convert.measured_checkpoint.load_causal", None)
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(TEXT)
+    with pytest.raises(ValueError, match="holds a plain llama: convert it first"):
+        remeasure_checkpoint(source, str(corpus))
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
+        remeasure(tiny_model("llama"), [TEXT])
+    patch_model(tiny_model("llama", vocab_size=300), "qk_norm").save_pretrained(tmp_path / "bare")
+    with pytest.raises(FileNotFoundError, match="bare has no tokenizer"):
+        remeasure_checkpoint(tmp_path / "bare", str(corpus))

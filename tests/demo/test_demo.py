@@ -1,0 +1,164 @@
+"""`hf-qknorm demo`: its files, its tables, its end by Ctrl-C, and the command that it names as the next step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_qknorm import Calibration, cli
+from hf_qknorm.demo import run as demo_run
+from hf_qknorm.demo.progress import format_seconds
+from hf_qknorm.demo.results import Measured, Run, summary
+from hf_qknorm.scheme import SCHEMES
+
+FILES = ["loss.png", "model", "report.json"]
+DEMO = ["demo", "--data", "corpus.txt", "--base-steps", "2", "--steps", "4", "--out", "out"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch) -> Path:
+    """An empty working directory with a text, where the demo's Llama is a tiny one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    small = partial(tiny_model, "llama", vocab_size=257, max_position_embeddings=512)
+    monkeypatch.setattr(demo_run, "small_llama", lambda layers: small())
+    return tmp_path
+
+
+def test_a_demo_prints_and_writes_everything(here, capsys):
+    assert cli.main([*DEMO, "--out", "my demo"]) == 0
+    out, printed = here / "my demo", capsys.readouterr().out
+    report = json.loads((out / "report.json").read_text())
+    assert list(report["conversion"]) == ["unpatched", "fresh gains", "calibrated"]
+    assert [(run["model"], run["rate"]) for run in report["runs"]] == [
+        ("unpatched", 0.01),
+        ("calibrated", 0.01),
+        ("unpatched", 0.001),
+        ("calibrated", 0.001),
+    ]
+    for run in report["runs"]:
+        assert [point["step"] for point in run["measured"]] == [0, 1, 2, 3, 4]
+        assert {key: run["measured"][0][key] for key in ("loss", "max_logit")} == report["conversion"][run["model"]]
+        assert f"{run['measured'][-1]['loss']:.3f}" in printed
+    assert report["reloaded"] == {"class": "QKNormLlamaForCausalLM", "largest_difference": 0}
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(os.listdir(out)) == FILES
+    for text in ("It takes about ", "logits differ by 0", "At a rate of 0.01, 10 times 0.001:", "first plot: my demo/"):
+        assert text in printed
+    assert max(map(len, printed.splitlines())) <= 120
+    check_checkpoint(out / "model", report)
+    line = next(line for line in printed.splitlines() if line.startswith("next step: "))
+    command, *arguments = shlex.split(line.removeprefix("next step: ").partition(" (")[0])
+    assert command == "hf-qknorm"
+    assert cli.main([*arguments, "--texts", "corpus.txt", "--tokens", "512"]) == 0
+
+
+def check_checkpoint(folder: Path, report: dict) -> None:
+    """It loads, with its tokenizer, and has the record of its calibration and a card with the record's figures."""
+    calibration = Calibration.load(folder / "qk_norm_report.json")
+    assert calibration.chosen == Calibration.from_dict(report["calibration"]).chosen
+    scheme = AutoModelForCausalLM.from_pretrained(folder).config.scheme
+    assert scheme == calibration.scheme == replace(SCHEMES["qk_norm_cap"].resolve("rms"), knee=scheme.knee)
+    assert AutoTokenizer.from_pretrained(folder).decode([1, 2])
+    card = (folder / "README.md").read_text()
+    assert "without calibration text" not in card
+    assert f"{calibration.loss:.3f}" in card
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
+    """Ctrl-C after two steps of the second run: the first is whole, and the second has its first two steps."""
+    measure = demo_run._measure
+    calls = iter(range(100))
+
+    def measured(model, batches):
+        if next(calls) == 3 + 5 + 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return measure(model, batches)
+
+    monkeypatch.setattr(demo_run, "_measure", measured)
+    assert cli.main(DEMO) == 130
+    captured = capsys.readouterr()
+    assert captured.err.rpartition("hf-qknorm: ")[2] == "stopped by SIGINT: written whole: out\n"
+    assert "(after 2 of 4 steps)" in captured.out
+    assert sorted(os.listdir("out")) == FILES
+    report = json.loads((here / "out" / "report.json").read_text())
+    assert [len(run["measured"]) for run in report["runs"]] == [5, 3]
+    assert (here / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert AutoModelForCausalLM.from_pretrained("out/model").config.scheme.softcap == 50
+    monkeypatch.undo()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+def test_a_demo_that_is_interrupted_before_its_conversion_changes_nothing(here, capsys, monkeypatch):
+    monkeypatch.setattr(demo_run.subprocess, "run", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    assert cli.main(DEMO) == 130
+    assert capsys.readouterr().err.rpartition("hf-qknorm: ")[2] == "stopped by SIGINT: nothing was written\n"
+    assert os.listdir() == ["corpus.txt"]
+    (here / "out").mkdir()
+    (here / "out" / "report.json").write_text('{"reloaded": {}}')
+    (here / "out" / "logits.png").write_text("of version 0.2.0")
+    (here / "out" / ".loss.png.a1b2c3d4.hf_qknorm").mkdir()  # left by a killed demo
+    assert cli.main(DEMO) == 130
+    assert capsys.readouterr().err.endswith("stopped by SIGINT: nothing was written; as before: out\n")
+    assert "logits.png" in os.listdir("out")
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("scheme", ["soft_cap", "qkv_norm"])
+def test_a_demo_of_other_schemes(here, capsys, scheme):
+    assert cli.main([*DEMO, "--scheme", scheme, "--steps", "1"]) == 0
+    assert json.loads((here / "out" / "report.json").read_text())["reloaded"]["largest_difference"] == 0
+    assert "before any cap" in capsys.readouterr().out or scheme == "soft_cap"
+
+
+def run(model: str, rate: float, *points: tuple[float, float]) -> Run:
+    return Run(model, rate, {step: Measured(*point) for step, point in enumerate(points)})
+
+
+def test_the_summary_says_how_both_models_ended():
+    runs = [
+        run("unpatched", 0.01, (2.0, 40), (2.5, 400), (2.1, 90)),
+        run("calibrated", 0.01, (2.01, 30), (2.2, 60), (1.91, 50)),
+        run("unpatched", 0.001, (2.0, 40), (1.9, 41), (1.8, 42)),
+        run("calibrated", 0.001, (2.0, 40), (1.9, 41), (1.8001, 42)),
+        run("unpatched", 0.1, (2.0, 40), (float("nan"), 41)),
+        run("calibrated", 0.1, (2.0, 40), (1.9, 41)),
+        run("unpatched", 0.2, (2.0, 40), (1.9, 41)),
+    ]
+    assert summary(runs, 0.001) == (
+        "At a rate of 0.01, 10 times 0.001:\n"
+        "   the unpatched model ends 0.100 nats above its start, with logits up to 400;\n"
+        "   the calibrated model ends 0.100 nats below its start, with logits up to 60,\n"
+        "   0.190 nats below the unpatched model.\n"
+        "At a rate of 0.001:\n"
+        "   the unpatched model ends 0.200 nats below its start, with logits up to 42;\n"
+        "   the calibrated model ends 0.200 nats below its start, with logits up to 42,\n"
+        "   level with the unpatched model.\n"
+        "At a rate of 0.1, 100 times 0.001:\n"
+        "   the unpatched model ends at a loss that is not finite, with logits up to 41;\n"
+        "   the calibrated model ends 0.100 nats below its start, with logits up to 41."
+    )
+    assert summary(runs[:1], 0.001) == ""
+
+
+def test_durations_are_rounded_up_to_ten_seconds():
+    assert [format_seconds(s) for s in (0, 9.5, 59, 60, 61, 149, 3600)] == [
+        "10 s",
+        "10 s",
+        "1 min",
+        "1 min",
+        "1 min 10 s",
+        "2 min 30 s",
+        "60 min",
+    ]

@@ -1,0 +1,96 @@
+"""A published report is of the published weights, or says that it is not; and no card has the numbers of others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from push_cases import checkpoint, patched
+from transformers import AutoModelForCausalLM
+
+from hf_qknorm import Calibration, calibrate, push_to_hub
+from hf_qknorm.files.names import LOSS_PLOT, PLOTS, REPORT
+from hf_qknorm.hub.card import write_card
+
+BATCHES = [torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def calibrated():
+    model = patched()
+    return model, calibrate(model, BATCHES, method="moments")
+
+
+@pytest.mark.parametrize("how", ["ours", "save_pretrained", "push_to_hub"])
+def test_a_model_in_memory_is_pushed_with_its_report(hub, tmp_path, how):
+    model, report = calibrated()
+    checkpoint(tmp_path / "out")
+    model.save_pretrained(tmp_path / "out")
+    if how == "ours":
+        push_to_hub(model, "me/tiny")
+    elif how == "save_pretrained":
+        model.save_pretrained(tmp_path / "out", push_to_hub=True, repo_id="me/tiny")
+    else:
+        model.push_to_hub("me/tiny")
+    files = hub.commits("me/tiny")[-1].files
+    assert Calibration.from_dict(json.loads(files[REPORT])) == report
+    loaded = AutoModelForCausalLM.from_pretrained("me/tiny")
+    loaded.save_pretrained(tmp_path / "again")
+    assert Calibration.load(tmp_path / "again" / REPORT) == report
+
+
+def test_a_checkpoint_without_a_report_loads_from_the_hub(hub, tmp_path):
+    push_to_hub(checkpoint(tmp_path / "out"), "me/tiny")
+    AutoModelForCausalLM.from_pretrained("me/tiny").save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again" / REPORT).exists()
+
+
+@pytest.mark.parametrize("writer", ["save_pretrained", "another tool"])
+def test_after_training_in_place_no_old_number_is_pushed(hub, tmp_path, writer, caplog):
+    out = checkpoint(tmp_path / "out")
+    model, report = calibrated()
+    model.save_pretrained(out)
+    write_card(out)
+    push_to_hub(out, "me/tiny")
+    first = hub.commits("me/tiny")[-1].files
+    assert f"{report.loss:.3f}" in first["README.md"].decode()
+    assert LOSS_PLOT in first
+    old = (out / REPORT).read_bytes()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.add_(1e-4)
+    model.save_pretrained(out)
+    if writer == "another tool":
+        (out / REPORT).write_bytes(old)
+    push_to_hub(out, "me/tiny")
+    assert "a new card is uploaded" in caplog.text
+    files = hub.commits("me/tiny")[-1].files
+    assert json.loads(files[REPORT])["stale"]
+    card = files["README.md"].decode()
+    assert "**Its weights have changed since**" in card
+    assert "model-index" not in card
+    assert not {*PLOTS} & {*files}
+    assert PLOTS[0] not in card
+
+
+def test_the_card_in_the_folder_says_so_too_and_loses_its_plots(tmp_path):
+    model, _ = calibrated()
+    model.save_pretrained(tmp_path)
+    assert len(write_card(tmp_path)) == 3
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.01)
+    model.save_pretrained(tmp_path)
+    assert write_card(tmp_path) == (tmp_path / "README.md",)
+    assert "**Its weights have changed since**" in (tmp_path / "README.md").read_text()
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_missing_tokenizer_is_named(hub, tmp_path, caplog):
+    out = checkpoint(tmp_path / "out")
+    push_to_hub(out, "me/tiny")
+    assert "no tokenizer" not in caplog.text
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (out / name).unlink()
+    write_card(out)
+    assert "has no tokenizer: use that of the model that was converted" in (out / "README.md").read_text()
+    push_to_hub(out, "me/tiny")
+    assert "me/tiny gets no tokenizer" in caplog.text

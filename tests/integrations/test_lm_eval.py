@@ -1,0 +1,87 @@
+"""lm-eval and transformers' pipeline, without hf_qknorm, give a converted checkpoint the scores that it has with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from children import child
+from tables import randomise
+from tiny import tiny_model
+
+from hf_qknorm import convert_checkpoint
+from hf_qknorm.demo.training import byte_tokenizer
+
+pytest.importorskip("lm_eval")
+
+ALONE = Path(__file__).parents[1] / "helpers" / "lm_eval_alone.py"
+LETTERS = """\
+task: letters
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/letters.jsonl}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: byte_perplexity}}]
+"""
+WORDS = """\
+task: words
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/words.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{start}}}}"
+doc_to_choice: "{{{{ends}}}}"
+doc_to_target: 0
+metric_list: [{{metric: acc}}]
+"""
+PACKAGE = """\
+import json, sys
+import hf_qknorm
+import lm_eval.tasks
+from transformers import pipeline
+
+folder, tasks, out = sys.argv[1:]
+text = pipeline("text-generation", model=folder, device="cpu")("ab", max_new_tokens=8, do_sample=False)
+manager = lm_eval.tasks.TaskManager(include_path=tasks)
+found = lm_eval.simple_evaluate(
+    model="hf", model_args={"pretrained": folder}, tasks=["letters", "words"], task_manager=manager, device="cpu",
+    batch_size=4,
+)
+print(json.dumps({"text": text[0]["generated_text"], "results": found["results"]}, default=str))
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """Two tasks on local text: a perplexity, and a choice between two ends of a line."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    lines = [line for line in lines if len(line) > 30][:16]
+    rows = [{"text": line} for line in lines[:8]]
+    (folder / "letters.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    choices = [{"start": line[:20], "ends": [line[20:], line[:19:-1]]} for line in lines]
+    (folder / "words.jsonl").write_text("\n".join(map(json.dumps, choices)))
+    for name, text in (("letters", LETTERS), ("words", WORDS)):
+        (folder / f"{name}.yaml").write_text(text.format(folder=folder))
+    return folder
+
+
+def test_the_scores_are_those_of_the_package(tmp_path, tasks):
+    randomise(tiny_model("llama", vocab_size=300, max_position_embeddings=256)).save_pretrained(tmp_path / "source")
+    byte_tokenizer().save_pretrained(tmp_path / "source")
+    out, folder = tmp_path / "results", tmp_path / "converted"
+    convert_checkpoint(tmp_path / "source", folder, "qk_norm_cap")
+    child(ALONE, folder, tasks, out, home=tmp_path / "home")
+    (file,) = out.rglob("results_*.json")
+    alone = json.loads(file.read_text())["results"]
+    own = json.loads(child(PACKAGE, folder, tasks, out, home=tmp_path / "home").splitlines()[-1])
+    assert (out / "text").read_text() == own["text"]
+    assert own["text"].startswith("ab")
+    found = {task: own["results"][task] for task in ("letters", "words")}
+    assert alone["letters"]["byte_perplexity,none"] == pytest.approx(found["letters"]["byte_perplexity,none"], rel=1e-5)
+    assert alone["letters"]["byte_perplexity,none"] > 10
+    assert alone["words"]["acc,none"] == found["words"]["acc,none"]

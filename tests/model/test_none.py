@@ -1,0 +1,119 @@
+"""The scheme "none" leaves no trace: a model that is patched with it saves as its base type."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from short_runs import StopAt, assert_equal_weights, trainer
+from tables import MODEL_TYPES, make_batch, sharp_model
+from tiny import TINY, tiny_config
+from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from hf_qknorm import (
+    SCHEMES,
+    LogitMonitor,
+    QKClip,
+    Scheme,
+    add_standalone,
+    calibrate,
+    patch_model,
+    set_blend,
+    unpatch_model,
+)
+from hf_qknorm.model.derived import QKNormModel, derived_config
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_files_are_those_of_the_unpatched_model(model_type, tmp_path):
+    model = sharp_model(model_type)
+    model.save_pretrained(tmp_path / "unpatched")
+    patch_model(model, "none")
+    calibrate(model, [make_batch("plain", labels=False)])
+    set_blend(model, 0.5)
+    model.save_pretrained(tmp_path / "patched")
+    model.config.save_pretrained(tmp_path / "config")
+    copy.deepcopy(model).save_pretrained(tmp_path / "copy")
+    expected = files(tmp_path / "unpatched")
+    assert files(tmp_path / "patched") == files(tmp_path / "copy") == expected
+    assert files(tmp_path / "config") == {"config.json": expected["config.json"]}
+    assert isinstance(model, QKNormModel)  # for LogitMonitor and QKClip
+    assert model.config.scheme == SCHEMES["none"]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+    assert type(again) is type(unpatch_model(model))
+
+
+@pytest.mark.parametrize("scheme", [Scheme(eps=1e-3), Scheme(gain="per_head")])
+def test_so_do_other_schemes_that_change_nothing(scheme, tmp_path):
+    patch_model(sharp_model("llama"), scheme).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("scheme", [Scheme(scale=0.3), Scheme(softcap=50.0), Scheme(v="rms")])
+def test_a_scheme_that_changes_something_is_saved(scheme, tmp_path):
+    patch_model(sharp_model("llama"), scheme).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qknorm_llama"
+
+
+def test_it_needs_no_code():
+    with pytest.raises(ValueError, match="saves as a plain llama: that needs no code"):
+        add_standalone(patch_model(sharp_model("llama"), "none"))
+
+
+def test_a_stored_none_stays_stored(tmp_path):
+    """It was converted so: a checkpoint keeps the type that it was loaded with."""
+    stored = AutoModelForCausalLM.from_config(derived_config("llama")(**TINY, qk_norm="none"))
+    stored.save_pretrained(tmp_path / "first")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
+    assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == "qknorm_llama"
+    assert files(tmp_path / "second") == files(tmp_path / "first")
+
+
+def test_another_scheme_in_the_config_is_saved(tmp_path):
+    model = patch_model(sharp_model("llama"), "none")
+    model.config.set_scheme(SCHEMES["soft_cap"])
+    model.config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["qk_norm"]["softcap"] == 50.0
+    assert "saves_as_base" not in saved
+
+
+def test_the_checkpoints_of_a_watched_run(tmp_path):
+    """Trainer's checkpoints are of the base type, and a run resumes from one as if it had not stopped."""
+
+    def run(folder, *callbacks, **options):
+        model = patch_model(sharp_model("llama"), "none")
+        monitor, clip = LogitMonitor(every=2, path=tmp_path / folder / "log.jsonl"), QKClip(model, threshold=2.0)
+        made = trainer(model, tmp_path / folder, save_strategy="steps", save_steps=4)
+        for callback in (monitor, clip, *callbacks):
+            made.add_callback(callback)
+        made.train(**options)
+        return model
+
+    whole = run("whole")
+    run("stopped", StopAt(4))
+    checkpoint = tmp_path / "stopped" / "checkpoint-4"
+    assert json.loads((checkpoint / "config.json").read_text())["model_type"] == "llama"
+    resumed = run("stopped", resume_from_checkpoint=str(checkpoint))
+    assert_equal_weights(resumed, whole)
+    assert type(AutoModelForCausalLM.from_pretrained(checkpoint)).__name__ == "LlamaForCausalLM"
+
+
+def test_a_tower(tmp_path):
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4
+    )
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=tiny_config("llama"), image_token_index=63)
+    )
+    model.save_pretrained(tmp_path / "unpatched")
+    patch_model(model, "none").save_pretrained(tmp_path / "patched")
+    assert files(tmp_path / "patched") == files(tmp_path / "unpatched")

@@ -1,0 +1,215 @@
+"""The report of a calibration stays with the model: saved, loaded, and marked as stale once the weights change."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_qknorm import Calibration, calibrate, patch_model, set_blend, set_knee, unpatch_model
+from hf_qknorm.files.names import REPORT
+from hf_qknorm.model.record import ATTRIBUTE, is_changed, own_tensors, sample, sample_all
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+BATCHES = [torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def calibrated(family: str = "llama", **options):
+    model = patch_model(tiny_model(family), "qk_norm_cap")
+    return model, calibrate(model, BATCHES, **options)
+
+
+def saved(model, folder: Path) -> Calibration:
+    model.save_pretrained(folder)
+    return Calibration.load(folder / REPORT)
+
+
+def loaded(folder: Path, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_neox"])  # two whose stored names differ
+def test_the_report_is_saved_and_loaded_with_the_model(tmp_path, family):
+    model, report = calibrated(family)
+    assert saved(model, tmp_path / "first") == report
+    assert saved(loaded(tmp_path / "first"), tmp_path / "second") == report
+
+
+@pytest.mark.parametrize("keep", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_keep_the_report(tmp_path, keep):
+    model, report = calibrated()
+    assert saved(keep(model), tmp_path) == report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_cast_is_no_change(tmp_path, dtype):
+    model, report = calibrated()
+    model.save_pretrained(tmp_path)
+    assert saved(loaded(tmp_path, dtype=dtype), tmp_path / "cast") == report
+    assert saved(loaded(tmp_path / "cast", dtype=torch.float32), tmp_path / "back") == report
+
+
+def trained(model):
+    model(input_ids=BATCHES[0], labels=BATCHES[0]).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1e-4).step()
+    return model
+
+
+def merged(model):
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    return wrapped.merge_and_unload()
+
+
+def head_scaled(model):
+    model.lm_head.weight.data.mul_(1.01)
+    return model
+
+
+def knee_lowered(model):
+    set_knee(model, model.config.scheme.knee / 2 + 0.5)
+    return model
+
+
+def blended(model):
+    set_blend(model, 0.5)
+    return model
+
+
+@pytest.mark.parametrize("change", [trained, merged, head_scaled, knee_lowered, blended])
+def test_a_change_of_the_model_makes_the_report_stale(tmp_path, change):
+    model, report = calibrated(knee=4)
+    found = saved(change(model), tmp_path)
+    assert found.stale
+    assert found.chosen == report.chosen
+    assert saved(loaded(tmp_path), tmp_path / "again").stale
+
+
+def test_weights_that_return_make_the_report_current(tmp_path):
+    model, report = calibrated()
+    before = copy.deepcopy(model.state_dict())
+    assert saved(trained(model), tmp_path).stale
+    model.load_state_dict(before)
+    assert saved(model, tmp_path) == report
+
+
+def test_a_trainers_checkpoints_keep_the_report(tmp_path):
+    model, report = calibrated()
+    rows = [{"input_ids": row, "labels": row} for row in BATCHES[0]]
+    for name, rate in (("still", 0.0), ("moved", 1e-3)):
+        arguments = TrainingArguments(
+            tmp_path / name, learning_rate=rate, max_steps=1, save_steps=1, report_to=[], use_cpu=True, optim="sgd"
+        )
+        Trainer(model, arguments, train_dataset=rows).train()
+        found = Calibration.load(tmp_path / name / "checkpoint-1" / REPORT)
+        assert found.stale is (rate > 0)
+        assert found.chosen == report.chosen
+
+
+def test_a_save_uses_the_state_dict_that_it_is_given(tmp_path):
+    model, report = calibrated()
+    whole = copy.deepcopy(model.state_dict())
+    trained(model).save_pretrained(tmp_path, state_dict=whole)
+    assert Calibration.load(tmp_path / REPORT) == report
+
+
+def test_another_head_makes_the_report_stale(tmp_path):
+    calibrated()[0].save_pretrained(tmp_path)
+    assert saved(AutoModel.from_pretrained(tmp_path), tmp_path / "base").stale
+
+
+def test_without_a_calibration_no_report_stays_in_the_folder(tmp_path):
+    model, _ = calibrated()
+    model.save_pretrained(tmp_path)
+    patch_model(unpatch_model(model), "qk_norm").save_pretrained(tmp_path)
+    assert not (tmp_path / REPORT).exists()
+    assert not hasattr(loaded(tmp_path), ATTRIBUTE)
+
+
+def test_a_model_that_is_saved_as_its_base_type_has_no_report(tmp_path):
+    model = patch_model(tiny_model("llama"), "none")
+    calibrate(model, BATCHES)
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / REPORT).exists()
+
+
+def test_a_copy_by_the_name_of_a_model_in_memory_reads_no_report(tmp_path):
+    calibrated()[0].save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    calibrate(model, BATCHES, knee=2)
+    copied = AutoModelForCausalLM.from_pretrained(model.name_or_path)
+    assert copied.config.scheme.knee == 2
+    assert not hasattr(copied, ATTRIBUTE)
+
+
+def test_a_save_on_another_rank_writes_no_report(tmp_path):
+    calibrated()[0].save_pretrained(tmp_path, is_main_process=False)
+    assert not (tmp_path / REPORT).exists()
+
+
+def test_a_failed_calibration_leaves_the_report(tmp_path):
+    model, report = calibrated()
+    with pytest.raises(ValueError, match="max_loss_increase"):
+        calibrate(model, BATCHES, method="ones", max_loss_increase=-1.0)
+    assert saved(model, tmp_path) == report
+
+
+def test_a_report_of_an_older_version_gets_samples_when_it_is_loaded(tmp_path):
+    model, report = calibrated()
+    model.save_pretrained(tmp_path)
+    data = json.loads((tmp_path / REPORT).read_text())
+    del data["weights"]
+    (tmp_path / REPORT).write_text(json.dumps(data))
+    model = loaded(tmp_path)
+    assert saved(model, tmp_path) == report
+    assert saved(trained(model), tmp_path).stale
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"scheme": 3}', '{"scheme": {"q": "rms"}, "weights": {"a": "../b"}}']
+)
+def test_a_report_that_can_not_be_read_is_left_out_with_a_warning(tmp_path, text, caplog):
+    calibrated()[0].save_pretrained(tmp_path)
+    (tmp_path / REPORT).write_text(text)
+    assert not hasattr(loaded(tmp_path), ATTRIBUTE)
+    assert str(tmp_path / REPORT) in caplog.text
+
+
+def test_an_adapter_is_saved_without_the_report(tmp_path):
+    model, _ = calibrated()
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / REPORT).exists()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.0),
+        torch.zeros(0, 4),
+        torch.arange(10_000.0).view(100, 100).t(),
+        torch.arange(7),
+        torch.ones(5, dtype=torch.bool),
+        torch.randn(9, 9).to(torch.float8_e4m3fn),
+    ],
+)
+def test_any_tensor_has_a_sample(tensor):
+    assert sample(tensor) == sample(tensor.contiguous())
+    assert not is_changed({"x": sample(tensor)}, {"x": tensor})
+
+
+def test_samples_are_of_shared_tensors_once_and_of_no_offloaded_ones():
+    model = tiny_model("llama", tie_word_embeddings=True)
+    names = sample_all(own_tensors(model))
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    samples = sample_all({"here": torch.ones(3), "offloaded": torch.ones(3, device="meta")})
+    assert list(samples) == ["here"]
+    assert not is_changed(samples, {"here": torch.ones(3, device="meta")})
+    assert is_changed({}, {"here": torch.ones(3)})

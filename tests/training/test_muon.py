@@ -1,0 +1,238 @@
+"""MuonClip: torch's Muon and AdamW by hand on the same parameters, QK-Clip after them, and the Trainer."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from tables import make_batch, sharp_model
+from tiny import tiny_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from hf_qknorm import MuonClip, QKClip, patch_model
+from hf_qknorm.model.attention import patched_layers
+
+RATE, DECAY = 0.02, 0.1
+# By model type, the names of the parameters for Muon, and how those of several matrices are split.
+MATRICES = {
+    "llama": r"layers\.\d\.(self_attn|mlp)\.\w+\.weight",
+    "gemma2": r"layers\.\d\.(self_attn|mlp)\.\w+\.weight",
+    "qwen2": r"layers\.\d\.(self_attn|mlp)\.\w+\.weight",
+    "gpt2": r"h\.\d\.(attn|mlp)\.\w+\.weight",
+    "phi3": r"layers\.\d\.(self_attn|mlp)\.\w+\.weight",
+    "gpt_neox": r"layers\.\d\.(attention|mlp)\.\w+\.weight",
+    "mixtral": r"layers\.\d\.(self_attn\.\w+\.weight|mlp\.experts\.\w+)",
+    "deepseek_v3": r"layers\.\d\.(self_attn\.\w+_proj\w*\.weight|mlp\.([a-z_]+\.)?\w+_proj(\.weight)?)",
+}
+
+
+def matrices_of(name: str, x: Tensor) -> list[Tensor]:
+    """The matrices in a parameter or its gradient, as views; tiny models have 4 heads of 16, and 2 of keys."""
+    if name.endswith("c_attn.weight"):
+        return list(x.chunk(3, dim=1))
+    if name.endswith("qkv_proj.weight"):
+        return list(x.split([64, 32, 32]))
+    if name.endswith("query_key_value.weight"):
+        return list(x.view(4, 3, 16, -1).unbind(1))
+    return list(x.unbind()) if x.dim() == 3 else [x]
+
+
+class ByHand:
+    """torch.optim.Muon and AdamW on copies of the matrices and vectors of a model, which are written back."""
+
+    def __init__(self, model: PreTrainedModel, arguments: TrainingArguments) -> None:
+        self.model = model
+        pattern = re.compile(MATRICES[model.config.model_type.removeprefix("qknorm_")] + "$")
+        self.matrices = {
+            name: [part.detach().reshape(-1, part.shape[-1]).clone() for part in matrices_of(name, p)]
+            for name, p in model.named_parameters()
+            if pattern.search(name)
+        }
+        others = {name: p for name, p in model.named_parameters() if name not in self.matrices}
+        decayed = [p for name, p in others.items() if not re.search(r"norm|bias|ln_", name)]
+        plain = [p for name, p in others.items() if re.search(r"norm|bias|ln_", name)]
+        everything = [part for parts in self.matrices.values() for part in parts]
+        self.muon = torch.optim.Muon(everything, RATE, DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+        groups = [{"params": decayed, "weight_decay": DECAY}, {"params": plain, "weight_decay": 0.0}]
+        betas = arguments.adam_beta1, arguments.adam_beta2
+        self.adamw = torch.optim.AdamW(groups, RATE, betas, arguments.adam_epsilon)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, parts in self.matrices.items():
+            for part, grad in zip(parts, matrices_of(name, parameters[name].grad), strict=True):
+                part.grad = grad.reshape(part.shape)
+        self.muon.step()
+        self.adamw.step()
+        for name, parts in self.matrices.items():
+            for place, part in zip(matrices_of(name, parameters[name]), parts, strict=True):
+                place.copy_(part.view(place.shape))
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+
+def settings(**options: object) -> TrainingArguments:
+    """Arguments of a Trainer with the rate and decay of this file."""
+    fixed = {"learning_rate": RATE, "weight_decay": DECAY, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    return TrainingArguments(**{**fixed, **options})
+
+
+def train(model: PreTrainedModel, *optimizers: object, steps: int = 3) -> None:
+    model.train()
+    for _ in range(steps):
+        torch.manual_seed(0)
+        model(**make_batch("plain"), use_cache=False).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        optimizers[0].zero_grad()
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    weights = other.state_dict()
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(
+            x, weights[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("model_type", MATRICES)
+def test_a_step_is_torchs_muon_and_adamw_by_hand(model_type):
+    model = sharp_model(model_type)
+    other, start = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = MuonClip(model, settings(), threshold=None)
+    train(model, optimizer)
+    by_hand = ByHand(other, settings())
+    train(other, by_hand)
+    assert_same(model, other)
+    moved = [name for name, x in model.state_dict().items() if not torch.equal(x, start.state_dict()[name])]
+    assert set(moved) >= set(by_hand.matrices)
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    assert sum(counts) == len(list(model.parameters()))
+    assert counts[0] == len(by_hand.matrices)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "deepseek_v3"])
+def test_heads_are_clipped_after_the_step(model_type):
+    model = patch_model(sharp_model(model_type), "none")
+    other = copy.deepcopy(model)
+    train(model, MuonClip(model, settings(), threshold=1.0))
+    clipped = copy.deepcopy(other)
+    train(other, MuonClip(other, settings(), threshold=None), QKClip(other, 1.0))
+    assert_same(model, other)
+    train(clipped, MuonClip(clipped, settings(), threshold=None))
+    assert any(not torch.equal(x, clipped.state_dict()[name]) for name, x in model.state_dict().items())
+
+
+def test_an_unpatched_model_gets_none():
+    model = sharp_model("llama")
+    optimizer = MuonClip(model, settings(), threshold=1.0)
+    assert {layer.scheme.softcap for layer in patched_layers(model).values()} == {None}
+    train(model, optimizer, steps=1)
+    assert all(layer.observers for layer in patched_layers(model).values())
+    optimizer.clip.remove()
+    assert not any(layer.observers for layer in patched_layers(model).values())
+
+
+class Seen(TrainerCallback):
+    """The learning rates of all groups after each step."""
+
+    def __init__(self) -> None:
+        self.rates = []
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        self.rates.append({group["lr"] for group in optimizer.param_groups})
+
+
+def trainer(folder, model, *, own=False, callbacks=(), **options) -> Trainer:
+    """A Trainer with MuonClip, which it makes itself if `own`."""
+    rows = [{"input_ids": row, "labels": row} for row in make_batch("plain")["input_ids"].repeat(8, 1)]
+    fixed = {"max_steps": 6, "per_device_train_batch_size": 2, "save_steps": 3, "seed": 0, "logging_steps": 1}
+    arguments = settings(output_dir=str(folder), **{**fixed, **options})
+    if own:
+        given = {"optimizer_cls_and_kwargs": (lambda: MuonClip, {"arguments": arguments, "threshold": 2.0})}
+    else:
+        given = {"optimizers": (MuonClip(model, arguments, threshold=2.0), None)}
+    return Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks), **given)
+
+
+def test_the_trainers_schedule_sets_every_rate(tmp_path):
+    seen = Seen()
+    model = sharp_model("llama")
+    run = trainer(tmp_path, model, callbacks=[seen], lr_scheduler_type="linear", warmup_steps=2)
+    assert [group["weight_decay"] for group in run.optimizer.param_groups] == [DECAY, DECAY, 0.0]
+    run.train()
+    expected = [RATE * share for share in (0.5, 1.0, 0.75, 0.5, 0.25, 0.0)]
+    assert all(len(rates) == 1 for rates in seen.rates)
+    assert [next(iter(rates)) for rates in seen.rates] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_a_run_continues_from_its_checkpoint(tmp_path, model_type):
+    whole = sharp_model(model_type)
+    trainer(tmp_path, whole, gradient_accumulation_steps=2).train()
+    resumed = sharp_model(model_type, seed=1)
+    trainer(tmp_path, resumed, gradient_accumulation_steps=2).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+    )
+    assert_same(resumed, whole)
+
+
+def test_a_saved_state_continues_with_its_experts(tmp_path):
+    whole, resumed = sharp_model("mixtral"), sharp_model("mixtral", seed=1)
+    optimizer, again = MuonClip(whole, settings()), MuonClip(resumed, settings())
+    train(whole, optimizer)
+    torch.save((whole.state_dict(), optimizer.state_dict()), tmp_path / "state.pt")
+    train(whole, optimizer)
+    weights, state = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed.load_state_dict(weights)
+    again.load_state_dict(state)
+    train(resumed, again)
+    assert_same(resumed, whole)
+
+
+def test_the_trainer_may_make_the_optimiser(tmp_path):
+    given, own = (patch_model(sharp_model("llama"), "none") for _ in range(2))
+    trainer(tmp_path / "given", given).train()
+    run = trainer(tmp_path / "own", own, own=True)
+    run.train()
+    assert_same(own, given)
+
+
+def test_frozen_and_tied_weights():
+    model = tiny_model("llama", tie_word_embeddings=True)
+    model.model.layers[0].requires_grad_(False)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = MuonClip(model, settings())
+    muon, *others = optimizer.param_groups
+    assert len(muon["params"]) == 7
+    assert sum(p is model.lm_head.weight for group in others for p in group["params"]) == 1
+    train(model, optimizer, steps=1)
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+
+
+def test_models_with_norms_train_with_muon_alone():
+    model = sharp_model("gemma4_text")
+    with pytest.raises(ValueError, match=r"norms both its queries and its keys.*\(in MuonClip: threshold=None\)"):
+        MuonClip(model, settings())
+    train(model, MuonClip(model, settings(), threshold=None), steps=1)
+
+
+def test_refusals():
+    model = tiny_model("llama")
+    with pytest.raises(TypeError, match="takes a transformers PreTrainedModel, got Linear"):
+        MuonClip(nn.Linear(2, 2), settings())
+    arguments = settings()
+    arguments.deepspeed = "zero2.json"
+    with pytest.raises(ValueError, match="does not support DeepSpeed"):
+        MuonClip(model, arguments)
+    for layer in model.model.layers:
+        layer.requires_grad_(False)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no trainable linear layer"):
+        MuonClip(model, settings())
+    with pytest.raises(ValueError, match="threshold"):
+        MuonClip(tiny_model("llama"), settings(), threshold=-1.0)
