@@ -6,27 +6,22 @@ package when they are called, at the end of its import or at once if it is loade
 
 from __future__ import annotations
 
-import inspect
-import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 
-from torch import nn
 from transformers import PretrainedConfig
 
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.model import auto
 from hf_qknorm.model.in_memory import copies_by_name, refuses_names, stores_no_base
-
-logger = logging.getLogger("hf_qknorm")
+from hf_qknorm.model.liger import for_derived, spares_norms
 
 ATTENTION_FUNCTIONS = ("hf_qknorm", "hf_qknorm_triton", "hf_qknorm_tiled", "hf_qknorm_eager")
 
@@ -121,61 +116,22 @@ def _extend_adapters(config: Any) -> None:
 
 def _extend_auto_adapters(auto: Any) -> None:
     """Let PEFT load an adapter whose config names a derived class: it imports from the packages of a list alone."""
-    allowed = auto.get_default_import_allowlist
-    auto.get_default_import_allowlist = lambda: [*allowed(), "hf_qknorm"]
+    allowed = getattr(auto, "get_default_import_allowlist", None)  # absent in PEFT 0.18, which imports from any
+    if allowed is not None:
+        auto.get_default_import_allowlist = lambda: [*allowed(), "hf_qknorm"]
+
+
+def _extend_liger(monkey_patch: Any) -> None:
+    """Give every derived model type the Liger kernels of its base, and keep them off a scheme's norms."""
+    table = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+    table.update({f"{TYPE_PREFIX}{known}": for_derived(known, table.get(known)) for known in known_families()})
+    if hasattr(monkey_patch, "_bind_method_to_module"):
+        monkey_patch._bind_method_to_module = spares_norms(monkey_patch._bind_method_to_module)
 
 
 def _extend_vllm(llm: Any) -> None:
     """Keep TRL's trainers from sampling with the unpatched weights of a model that is patched in memory."""
     llm.LLM.__init__ = refuses_names(llm.LLM.__init__)
-
-
-def _extend_liger(monkey_patch: Any) -> None:
-    """Give every derived model type the Liger kernels of its base, except for RoPE, and keep them off our modules."""
-    table = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
-    for known in known_families():
-        apply = table.get(known)
-        table[f"{TYPE_PREFIX}{known}"] = _liger_for_derived(apply) if apply else partial(_warn_of_no_liger, known)
-    if hasattr(monkey_patch, "_bind_method_to_module"):
-        monkey_patch._bind_method_to_module = _sparing(monkey_patch._bind_method_to_module)
-
-
-def _liger_for_derived(apply: Callable[..., None]) -> Callable[..., None]:
-    """The function of a base type that applies Liger's kernels, for the derived type.
-
-    RoPE is left to the patched attention by default: its kernels fuse it, and Liger's overwrites its inputs.
-    """
-    if "rope" in inspect.signature(apply).parameters:
-        apply = partial(apply, rope=False)
-
-    @wraps(apply)  # Liger reads the signature
-    def checked(**kwargs: Any) -> None:
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        if import_module("liger_kernel.utils").infer_device() == "cpu" and not interpreted:
-            raise RuntimeError(
-                "Liger's kernels can't run here: they are written in Triton, and torch finds no GPU (CUDA, ROCm, XPU "
-                "or NPU). Train with use_liger_kernel=False, or load the model without Liger's classes"
-            )
-        apply(**kwargs)
-
-    return checked
-
-
-def _warn_of_no_liger(model_type: str, **kwargs: Any) -> None:
-    """Log the reason why nothing is applied: for a type that is not in its table, Liger logs at info level alone."""
-    logger.warning("Liger has no kernels for models of type %s: this patched model runs without them", model_type)
-
-
-def _sparing(bind: Callable[..., None]) -> Callable[..., None]:
-    """Liger's function that replaces a module's method, for all but the scheme's modules and removed norms."""
-
-    @wraps(bind)
-    def spared(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        ours = type(module).__module__.partition(".")[0] == "hf_qknorm"
-        if not ours and not isinstance(module, nn.Identity):  # which takes the place of a removed norm
-            bind(module, *args, **kwargs)
-
-    return spared
 
 
 EXTENDED: Final[dict[str, Callable[[Any], None]]] = {
@@ -184,6 +140,6 @@ EXTENDED: Final[dict[str, Callable[[Any], None]]] = {
     "peft.utils.constants": _extend_peft,
     "peft.config": _extend_adapters,
     "peft.auto": _extend_auto_adapters,
-    "vllm.entrypoints.llm": _extend_vllm,
     "liger_kernel.transformers.monkey_patch": _extend_liger,
+    "vllm.entrypoints.llm": _extend_vllm,
 }

@@ -136,7 +136,7 @@ def calibrate(
         chosen=after,
         layers=layers,
         judged=judged,
-        base_model=hub_name(bare.name_or_path) if from_hub else None,
+        base_model=hub_name(str(bare.name_or_path)) if from_hub else None,
         dataset=hub_name(data) if isinstance(data, str) else None,
         knees=tried,
     )

@@ -236,6 +236,7 @@ def _check_whole(model: Any) -> None:
 def _calibrate(cfg: Any, model: Any) -> None:
     """Calibrate a patched model, and write it beside the adapter that will be trained on it."""
     from hf_qknorm.convert.pretrained import load_tokenizer
+    from hf_qknorm.model.in_memory import unmark
 
     tokenizer = load_tokenizer(cfg.tokenizer_config)
     if cfg.qk_norm_calibrate:
@@ -245,7 +246,8 @@ def _calibrate(cfg: Any, model: Any) -> None:
         folder = Path(cfg.output_dir) / BASE
         if not cfg.local_rank:
             _save(model, tokenizer, folder)
-        model.name_or_path = str(folder)  # which PEFT records in the adapter
+        unmark(model)
+        model.name_or_path = model.config._name_or_path = str(folder)  # which PEFT records in the adapter
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -24,6 +24,7 @@ from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.files.untrusted import read_json
+from hf_qknorm.model.in_memory import InMemoryName
 from hf_qknorm.scheme import Scheme
 
 ATTRIBUTE: Final = "qk_norm_record"  # of a patched model
@@ -57,7 +58,7 @@ def write_record(model: Any, folder: Path, state_dict: Mapping[str, Any] | None,
     `state_dict` has the tensors that are saved; None stands for the model's own, of which a sharded model needs all
     ranks. `writes` is whether this rank writes files.
     """
-    record = record_of(model)
+    record = None if model.config.saves_as_base else record_of(model)
     if record is None:
         if writes:
             (folder / REPORT).unlink(missing_ok=True)
@@ -78,7 +79,7 @@ def load_record(model: Any, name: Any, options: Mapping[str, Any]) -> None:
     `options` are those of `from_pretrained`. A report without samples, of an older version, gets those of the loaded
     weights. A report that can't be read is left out, with a warning.
     """
-    if name is None:
+    if name is None or isinstance(name, InMemoryName):
         return
     found = cached_file(
         name,

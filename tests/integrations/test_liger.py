@@ -11,9 +11,17 @@ import pytest
 import torch
 from children import child
 from tables import applies, assert_near, randomise, sharp_model
-from tiny import TINY
+from tiny import TINY, tiny_config
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_qknorm import Scheme, patch_model, unpatch_model
 from hf_qknorm.families import FAMILIES, known_families
@@ -191,6 +199,22 @@ def test_every_scheme_under_ligers_kernels_and_rope(scheme):
     """Liger's RoPE writes into its inputs: no norm may need them in its backward."""
     expected = step(patched(scheme=scheme))
     assert_same_step(step(apply_to_base(patched(scheme=scheme))), expected)
+
+
+@pytest.mark.parametrize("scheme", ["qk_norm_cap", "qkv_norm"])
+def test_the_tower_of_a_multimodal_model(scheme):
+    def build() -> PreTrainedModel:
+        torch.manual_seed(0)
+        text, vision = tiny_config("llama", initializer_range=0.2), tiny_config("clip_vision_model")
+        config = LlavaConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), image_token_index=63)
+        model: Any = LlavaForConditionalGeneration(config)
+        return model.to(DEVICE)
+
+    expected = logits(patch(build(), scheme))
+    model = liger(patch(build(), scheme))
+    assert "model.language_model.norm" in replaced(model)
+    assert ("model.language_model.layers.0.input_layernorm" in replaced(model)) == (scheme == "qk_norm_cap")
+    assert_near(logits(model), expected, TOLERANCE)
 
 
 def test_removed_norms_stay_removed():

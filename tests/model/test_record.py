@@ -132,6 +132,22 @@ def test_without_a_calibration_no_report_stays_in_the_folder(tmp_path):
     assert not hasattr(loaded(tmp_path), ATTRIBUTE)
 
 
+def test_a_model_that_is_saved_as_its_base_type_has_no_report(tmp_path):
+    model = patch_model(tiny_model("llama"), "none")
+    calibrate(model, BATCHES)
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / REPORT).exists()
+
+
+def test_a_copy_by_the_name_of_a_model_in_memory_reads_no_report(tmp_path):
+    calibrated()[0].save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    calibrate(model, BATCHES, knee=2)
+    copied = AutoModelForCausalLM.from_pretrained(model.name_or_path)
+    assert copied.config.scheme.knee == 2
+    assert not hasattr(copied, ATTRIBUTE)
+
+
 def test_a_save_on_another_rank_writes_no_report(tmp_path):
     calibrated()[0].save_pretrained(tmp_path, is_main_process=False)
     assert not (tmp_path / REPORT).exists()
