@@ -274,7 +274,8 @@ def _print_saved(report: dict[str, Any], calibration: Calibration, out: Path, pr
     progress.print(
         f"   calibrated with {calibration.title}{bound}\n   first plot: {out / PLOT}\n   checkpoint: {out / MODEL}, "
         f"reloaded in a new process as {reloaded['class']}: logits differ by {reloaded['largest_difference']:g}\n\n"
-        f"trained on: {steps} more steps from unpatched and from calibrated, on the same text in the same order\n{RUN_HEADER}"
+        f"trained on: {steps} more steps from unpatched and from calibrated, on the same text in the same order\n"
+        f"{RUN_HEADER}"
     )
 
 
