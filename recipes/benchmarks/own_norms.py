@@ -6,8 +6,8 @@ A Qwen3 of 4 layers and 4 query heads of 32 trains from random weights: 200 step
 nine tenths of the text, AdamW with weight decay 0.1 on matrices, gradients clipped at 1, 20 steps of warm-up, then a
 constant rate. Within a seed all arms see the same batches. "cap" is the scheme `soft_cap`, "clip" keeps |gain| of the
 norms of queries and keys at most 2 after each step, "decay" decays these gains by 0.1 too. The gradient norm is that
-before clipping, after the first 40 steps. The held-out loss is over 8 batches of the last tenth. One run of each arm at
-both rates was seen before the seeds and the arms were fixed. An interrupted comparison continues where it stopped.
+before clipping, after the first 40 steps. The held-out loss is over 8 batches of the last tenth. Single runs of
+most arms were seen before rates and arms were fixed. An interrupted comparison continues where it stopped.
 Writes a page and its runs; prints Markdown.
 """
 
