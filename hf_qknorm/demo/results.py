@@ -85,7 +85,9 @@ def summary(runs: list[Run], usual: float) -> str:
             end = _above(run.rise, "its start")
             lines.append(f"   the {run.model} model ends {end}, with logits up to {run.max_logit:.0f};")
         apart = pair[1].loss - pair[0].loss
-        compared = f",\n   {_above(apart, f'the {pair[0].model} model')}." if math.isfinite(apart) else "."
+        compared = (
+            f",\n   and {_above(apart, f'the end of the {pair[0].model} model')}." if math.isfinite(apart) else "."
+        )
         lines[-1] = lines[-1].removesuffix(";") + compared
     return "\n".join(lines)
 

@@ -30,7 +30,6 @@ from hf_qknorm.demo.results import RUN_HEADER, Measured, Run, conversion_table, 
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files.atomic_io import is_leftover, new_folder
-from hf_qknorm.files.names import REPORT as CALIBRATION
 from hf_qknorm.files.names import unknown_files
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub.card import write_card
@@ -105,7 +104,9 @@ def run_demo(settings: Settings) -> dict[str, Any]:
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
         with new_folder(out, check) as folder:
-            _save_model(models["calibrated"], tokenizer, calibration, folder / MODEL)
+            models["calibrated"].eval().save_pretrained(folder / MODEL)  # with the record of its calibration
+            tokenizer.save_pretrained(folder / MODEL)
+            write_card(folder / MODEL)
             report["reloaded"] = _reload(models["calibrated"], batches["held_out"][0], folder / MODEL)
             _write(report, conversion, runs, folder)
         _print_saved(report, calibration, out, progress)
@@ -178,7 +179,7 @@ def _train_base(base: Any, batches: Batches, progress: Progress) -> None:
     train(base, batches["base"], rate=BASE_RATE, warmup=20, decay=True, desc=None, each_step=each_step)
     loss = mean_loss(base, batches["held_out"])
     steps = len(batches["base"])
-    progress.print(f"1. a Llama of {count / 1e6:.1f} million parameters: loss {loss:.3f} after {steps} steps\n")
+    progress.print(f"trained: a Llama of {count / 1e6:.1f} million parameters: loss {loss:.3f} after {steps} steps\n")
 
 
 def _convert(
@@ -193,7 +194,7 @@ def _convert(
     calibration = calibrate(converted, batches["calibration"])
     conversion["calibrated"] = measure(converted)
     progress.advance(CONVERSION * _tokens(batches["calibration"]))
-    progress.print(f"2. converted: {converted.config.scheme}\n{conversion_table(conversion)}")
+    progress.print(f"converted: {converted.config.scheme}\n{conversion_table(conversion)}")
     return models, conversion, calibration
 
 
@@ -201,14 +202,6 @@ def _measure(model: Any, batches: list[Tensor]) -> Measured:
     with logit_statistics(model) as statistics:
         loss = mean_loss(model, batches)
     return Measured(loss, max(float(layer.max_logit.max()) for layer in statistics.values()))
-
-
-def _save_model(model: Any, tokenizer: Any, calibration: Calibration, folder: Path) -> None:
-    folder.mkdir()
-    calibration.save(folder / CALIBRATION)
-    model.eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_card(folder)
 
 
 def _reload(model: Any, batch: Tensor, folder: Path) -> dict[str, Any]:
@@ -249,6 +242,7 @@ def _train_on(
                     if not step:
                         runs.append(run)
 
+            torch.manual_seed(settings.seed)  # the same dropout in all runs
             warmup = settings.steps // 10
             train(model, batches["continued"], rate=rate, warmup=warmup, decay=True, desc=None, each_step=each_step)
             progress.print(run.row(settings.steps))
@@ -280,7 +274,8 @@ def _print_saved(report: dict[str, Any], calibration: Calibration, out: Path, pr
     progress.print(
         f"   calibrated with {calibration.title}{bound}\n   first plot: {out / PLOT}\n   checkpoint: {out / MODEL}, "
         f"reloaded in a new process as {reloaded['class']}: logits differ by {reloaded['largest_difference']:g}\n\n"
-        f"3. {steps} more steps from unpatched and from calibrated, on the same text in the same order\n{RUN_HEADER}"
+        f"trained on: {steps} more steps from unpatched and from calibrated, on the same text in the same order\n"
+        f"{RUN_HEADER}"
     )
 
 

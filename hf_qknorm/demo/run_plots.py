@@ -25,7 +25,7 @@ def plot_results(conversion: Mapping[str, Measured], runs: list[Run], path: Path
     for axes, (value, (label, digits)) in zip(panels, VALUES.items(), strict=True):
         _draw_runs(axes, runs, value, digits)
         plotting.finish_axes(axes, STEPS, f"{label} (nats per token)" if value == "loss" else f"{label} (log scale)")
-        axes.set_title(f"2. Trained on: {label.partition(',')[0]}", fontsize=10, color=plotting.INK)
+        axes.set_title(f"Trained on: {label.partition(',')[0]}", fontsize=10, color=plotting.INK)
     logits = panels[1]
     logits.set_yscale("log")
     logits.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -48,7 +48,7 @@ def _draw_conversion(axes: Any, conversion: Mapping[str, Measured]) -> None:
     axes.axhline(0, color=plotting.COLOURS["unpatched"], linewidth=1.5)
     axes.margins(x=0.2, y=0.15)
     plotting.finish_axes(axes, f"(loss of the unpatched model: {base:.3f})", "rise in held-out loss (nats per token)")
-    axes.set_title("1. Converted: rise in loss", fontsize=10, color=plotting.INK)
+    axes.set_title("Converted: rise in loss", fontsize=10, color=plotting.INK)
 
 
 def _draw_runs(axes: Any, runs: list[Run], value: str, digits: int) -> None:
