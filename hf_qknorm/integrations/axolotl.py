@@ -57,11 +57,10 @@ class QKNormPlugin(BasePlugin):
         """Check the file's keys, before axolotl validates them, and set the base model of an adapter."""
         self.training = not (cfg.get("inference") or cfg.get("merge_lora"))
         _check_adapter(cfg)
-        scheme = _scheme(cfg)
-        if scheme is None:
+        scheme, stored = _scheme(cfg), _stored_scheme(cfg["base_model"], cfg.get("revision_of_model"))
+        if scheme is None and stored is None:
             return
         _leave_out_kernels(cfg)
-        stored = _stored_scheme(cfg["base_model"], cfg.get("revision_of_model"))
         if stored is None and _is_named(cfg) and (not self.training or cfg.get("lora_model_dir")):
             cfg.setdefault("tokenizer_config", cfg.get("base_model_config") or cfg["base_model"])
             cfg["base_model"] = str(_written_base(cfg))
@@ -69,7 +68,7 @@ class QKNormPlugin(BasePlugin):
             stored = _stored_scheme(cfg["base_model"], None)
         if stored is not None:
             _check_same(cfg, *stored)
-        elif self.training:
+        elif self.training and scheme is not None:
             _check_patchable(cfg, scheme)
 
     def pre_model_load(self, cfg: Any) -> None:

@@ -126,6 +126,7 @@ def test_a_patched_base_model_stays_as_it_is(keys, adapter, folder):
     for name, value in load_file("converted/model.safetensors").items():
         assert torch.equal(model.state_dict()[name], value), name
     assert cfg.lora_modules_to_save == (["k_norm", "q_norm"] if adapter else None)
+    assert cfg.lora_qkv_kernel is (False if adapter else None)
 
 
 def test_a_patched_base_model_with_another_scheme_is_refused(folder):
