@@ -1,7 +1,7 @@
 """Fine-tune a converted model with LoRA: patch, calibrate, wrap. The gains of the norms train as well.
 
     python recipes/lora.py
-    python recipes/lora.py --checkpoint gpt2 --text corpus.txt --scheme qk_norm --max_steps 500
+    python recipes/lora.py --checkpoint gpt2 --text corpus.txt --max_steps 500
     torchrun --nproc-per-node 2 recipes/lora.py --checkpoint gpt2 --text corpus.txt --bf16 true
 
 Patch and calibrate before PEFT wraps the model: the norms then see the projections' output with the adapters' part.
@@ -34,7 +34,6 @@ from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save
 class Options(BaseOptions):
     """The recipe's options, beside the Trainer's arguments."""
 
-    scheme: str = "qk_norm"
     rank: int = field(default=8, metadata={"help": "rank of the adapters"})
     targets: str = field(default="all-linear", metadata={"help": "modules with adapters: a pattern, or all-linear"})
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from doc_examples import make_folder, names
 from pages import NAMES, NO_RUN, ROOT, WRITTEN, Snippet, all_snippets, snippets, text_of
@@ -28,8 +29,8 @@ import hf_qknorm_command
 from hf_qknorm import SCHEMES
 from hf_qknorm.ops.norms import NORMS
 
-LANGUAGES = ("python", "bash", "text")
-ANYWHERE = ("lm_eval", "mypy", "ruff")  # commands whose arguments are not checked
+LANGUAGES = ("python", "bash", "text", "yaml")
+ANYWHERE = ("axolotl", "lm_eval", "mypy", "ruff", "swift")  # commands whose arguments are not checked
 PYTHON = all_snippets(WRITTEN, "python")
 SHELL = all_snippets(WRITTEN, "bash")
 CARDS = all_snippets([name for name in NAMES if name.startswith("model_cards/")], "python")
@@ -149,6 +150,11 @@ def test_commands_of_a_recipes_docstring_are_understood(script, monkeypatch):
     for command in shell_commands(textwrap.dedent(block[0]) if block else ""):
         if command[0] != "compute-sanitizer":
             check(command, monkeypatch)
+
+
+@pytest.mark.parametrize("snippet", all_snippets(WRITTEN, "yaml"), ids=str)
+def test_yaml_is_a_mapping(snippet):
+    assert isinstance(yaml.safe_load(snippet.code), dict)
 
 
 @pytest.mark.parametrize(

@@ -130,4 +130,4 @@ def _bounds(axes: Any, bounds: Sequence[float | None]) -> None:
     for i, bound in enumerate(bounds):
         if bound is not None:
             axes.text(1.02, i, f"≤ {bound:.0f}", **style)
-    axes.set_xlabel("worst head (| median), ≤ bound", color=plotting.INK)
+    axes.set_xlabel("worst head (| median), ≤ bound", color=plotting.INK, fontsize=9)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from hf_qknorm.files import progress
+
 FORMAT = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, about {remaining} left"
 
 
@@ -18,7 +20,8 @@ class Progress:
     """A bar over the whole demo; `print` prints above it. Its unit is the work of training on one token."""
 
     def __init__(self, total: int) -> None:
-        self.bar = tqdm(total=total, desc="starting", bar_format=FORMAT, mininterval=1, smoothing=0.02, leave=False)
+        options: dict[str, Any] = {"bar_format": FORMAT, "mininterval": 1, "smoothing": 0.02}
+        self.bar = progress.progress_bar(total=total, desc="starting", **options)
 
     def stage(self, name: str) -> None:
         """Name the current stage beside the bar."""
@@ -37,11 +40,11 @@ class Progress:
 @contextmanager
 def progress_bar(total: int) -> Iterator[Progress]:
     """Yield a `Progress`; its bar is removed when the block ends."""
-    progress = Progress(total)
+    shown = Progress(total)
     try:
-        yield progress
+        yield shown
     finally:
-        progress.bar.close()
+        shown.bar.close()
 
 
 def evaluation_work(tokens: int) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from hf_qknorm.files.progress import progress_bar
 
 LENGTH = 256
 BATCH = 8
@@ -82,7 +83,7 @@ def train(
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=rate, betas=(0.9, 0.95))
     model.train()
     each_step(0)
-    bar = tqdm(batches, desc=desc, unit="step", disable=desc is None)
+    bar = progress_bar(batches, desc=desc, unit="step", hidden=desc is None)
     for step, batch in enumerate(bar):
         factor = min((step + 1) / max(warmup, 1), 1.0)
         if decay:

@@ -9,9 +9,11 @@ from typing import Any
 from tqdm.auto import tqdm  # a widget in notebooks with ipywidgets, else text
 
 
-def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
-    """A tqdm bar that is removed at its end. `options` are tqdm's."""
-    return tqdm(items, disable=not (_on_terminal() or _in_notebook()), leave=False, **options)
+def progress_bar(items: Iterable[Any] | None = None, *, hidden: bool = False, **options: Any) -> Any:
+    """A tqdm bar that is removed at its end. `options` are tqdm's; TQDM_DISABLE=1 in the environment hides it too."""
+    if hidden or not (_on_terminal() or _in_notebook()):
+        options["disable"] = True
+    return tqdm(items, leave=False, **options)
 
 
 def _in_notebook() -> bool:

@@ -117,8 +117,8 @@ class QKNormPlugin(BasePlugin):
         if _is_on(cfg.qk_norm_monitor):
             every = 10 if cfg.qk_norm_monitor is True else cfg.qk_norm_monitor
             qk.LogitMonitor(every=every, path=Path(cfg.output_dir) / LOG).attach(trainer)
-        if _is_on(cfg.quack):
-            _wrap_optimizer(trainer, 1.0 if cfg.quack is True else cfg.quack)
+        if _is_on(cfg.quack):  # here, because axolotl calls no plugin's `create_optimizer`
+            qk.QuacK.attach(trainer, 1.0 if cfg.quack is True else cfg.quack)
 
 
 def _is_on(value: Any) -> bool:
@@ -258,14 +258,3 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
     logger.info("wrote the patched base model of the adapter to %s", folder)
-
-
-def _wrap_optimizer(trainer: Any, tau: float) -> None:
-    """Let the trainer wrap the optimiser that it creates: axolotl calls no plugin's `create_optimizer`."""
-    create = trainer.create_optimizer
-
-    def create_wrapped(*args: Any, **kwargs: Any) -> Any:
-        trainer.optimizer = qk.QuacK(create(*args, **kwargs), trainer.model, tau)
-        return trainer.optimizer
-
-    trainer.create_optimizer = create_wrapped

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from accelerate.utils import align_module_device
 from torch import nn
 
 
@@ -31,6 +33,20 @@ def input_device(model: Any) -> torch.device:
     """Return the device for a model's inputs: if its first weights are offloaded, where its hook computes."""
     device: torch.device = model.device
     return device if device.type != "meta" else execution_device(model) or torch.device("cpu")
+
+
+@contextmanager
+def loaded(module: nn.Module) -> Iterator[None]:
+    """A context in which offloaded weights of the module are in memory."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            stack.enter_context(align_module_device(part))
+        yield
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook runs the module or a part of it."""
+    return any(_hooks(part) for part in module.modules())
 
 
 def check_offload(model: nn.Module, layers: Iterable[str]) -> None:

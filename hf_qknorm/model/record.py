@@ -58,8 +58,8 @@ def write_record(model: Any, folder: Path, state_dict: Mapping[str, Any] | None,
     `state_dict` has the tensors that are saved; None stands for the model's own, of which a sharded model needs all
     ranks. `writes` is whether this rank writes files.
     """
-    record = None if model.config.saves_as_base else record_of(model)
-    if record is None:
+    record = record_of(model)
+    if record is None or model.config.saves_as_base:
         if writes:
             (folder / REPORT).unlink(missing_ok=True)
         return

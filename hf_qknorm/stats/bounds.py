@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_qknorm.model.accelerate_hooks import is_hooked, loaded
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
@@ -111,8 +112,9 @@ def _ranges(layer: QKNormAttention, key_layer: QKNormAttention) -> tuple[NormRan
 
 
 def _range(norm: HeadNorm, head_dim: int) -> NormRange:
-    gain = 1.0 if norm.weight is None else float(full_tensor(norm.weight.detach()).abs().max())
-    return NormRange(gain, _lengths(norm, head_dim))
+    with loaded(norm):
+        gain = 1.0 if norm.weight is None else float(full_tensor(norm.weight.detach()).abs().max())
+        return NormRange(gain, _lengths(norm, head_dim))
 
 
 def _own_range(norm: Any, heads: int, head_dim: int, together: bool) -> NormRange | None:
@@ -137,10 +139,12 @@ def _own_range(norm: Any, heads: int, head_dim: int, together: bool) -> NormRang
 @torch.no_grad()
 def _call(norm: nn.Module, x: Tensor) -> Tensor:
     """A norm's output for x, in fp64 on the CPU, whatever the place of its weights."""
-    if hasattr(norm, "_hf_hook"):  # accelerate's, which moves the weights
-        return norm(x.float()).double().cpu()
+    output: Tensor
+    if is_hooked(norm):  # the hook moves the weights
+        output = norm(x.float())
+        return output.double().cpu()
     values = {name: full_tensor(p.detach()).double().cpu() for name, p in norm.named_parameters()}
-    output: Tensor = functional_call(norm, values, (x,))
+    output = functional_call(norm, values, (x,))
     return output.double()
 
 

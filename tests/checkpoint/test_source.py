@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import configure, contents, loaded, logits, save
-from tables import sharp_model
+from tables import as_loaded, sharp_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model, plan_conversion
@@ -61,7 +61,7 @@ def test_of_two_saves_the_one_that_transformers_reads_is_read(first, last, tmp_p
 
 
 def test_left_over_shards_are_neither_pushed_nor_exported(tmp_path):
-    source = twice(patch_model(sharp_model("llama"), "none"), tmp_path / "source", "sharded", "single")
+    source = twice(as_loaded(patch_model(sharp_model("llama"), "none")), tmp_path / "source", "sharded", "single")
     with open_checkpoint(source) as opened, upload_files(opened, "me/tiny", None) as files:
         assert {name for name in files if "safetensors" in name} == {SINGLE}
     export_native(source, tmp_path / "out")
@@ -71,7 +71,7 @@ def test_left_over_shards_are_neither_pushed_nor_exported(tmp_path):
 
 
 def test_the_index_of_shards_is_pushed(tmp_path):
-    source = save(patch_model(sharp_model("llama"), "none"), tmp_path / "source", max_shard_size="60KB")
+    source = save(as_loaded(patch_model(sharp_model("llama"), "none")), tmp_path / "source", max_shard_size="60KB")
     with open_checkpoint(source) as opened, upload_files(opened, "me/tiny", None) as files:
         assert {name for name in files if "safetensors" in name} == {INDEX, *opened.weights.files}
 

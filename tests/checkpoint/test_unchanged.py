@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from folders import contents, save
-from tables import sharp_model
+from tables import as_loaded, sharp_model
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model
 from hf_qknorm.checkpoint import safetensors_files
@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 def source(tmp_path: Path) -> Path:
     """Save a patched checkpoint with a tokenizer, and another of the same layout beside it."""
     for name, scheme in (("source", "none"), ("other", "soft_cap")):
-        save(patch_model(sharp_model("llama", vocab_size=300), scheme), tmp_path / name)
+        save(as_loaded(patch_model(sharp_model("llama", vocab_size=300), scheme)), tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
     return tmp_path / "source"
 

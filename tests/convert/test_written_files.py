@@ -12,6 +12,7 @@ from hf_qknorm import Calibration, cli, convert_checkpoint, export_native, plan_
 from hf_qknorm.convert.remeasure import remeasure, remeasure_checkpoint
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOTS, REPORT
+from hf_qknorm.hub.card import render_card
 from hf_qknorm.ops.norms import NORMS, NormKind
 from hf_qknorm.patch import patch_model
 
@@ -132,6 +133,9 @@ def test_the_command_card_measures_again(source, tmp_path, capsys):
     again = AutoModelForCausalLM.from_pretrained(out)
     again.save_pretrained(tmp_path / "again")
     assert Calibration.load(tmp_path / "again" / REPORT) == report
+    again.lm_head.weight.data.mul_(0.5)
+    again.save_pretrained(out)
+    assert f"was measured on 512 tokens (loss {report.loss:.3f}). **Its weights have changed" in render_card(out)
 
 
 def test_a_model_in_memory_is_measured_as_it_is(source, tmp_path):

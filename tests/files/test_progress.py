@@ -33,6 +33,11 @@ def test_a_notebook_gets_a_bar():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", KERNEL + BAR], capture_output=True, text=True)
     assert "done" in done.stdout, done.stderr
     assert "counting" in done.stdout + done.stderr
+    silent = os.environ | {"TQDM_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KERNEL + BAR], capture_output=True, text=True, env=silent
+    )
+    assert "counting" not in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")

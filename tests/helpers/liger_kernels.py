@@ -23,23 +23,28 @@ from triton.runtime.interpreter import TensorHandle
 _convert_else = triton_interpreter._implicit_cvt
 
 
-def install() -> None:
+@contextmanager
+def interpreted() -> Iterator[None]:
     """Let the interpreter run Liger's kernels; do nothing where kernels are compiled.
 
     The kernels cast their arguments that are floats, which the interpreter passes as Python's. They call functions of
     CUDA's library, which it lacks. The first setting of a kernel serves: it can't measure which one is fastest.
     """
     if not triton.knobs.runtime.interpret:
+        yield
         return
     interpreter.install()
-    triton_interpreter._implicit_cvt = _convert
-    modules = [module for name, module in sys.modules.items() if name.startswith("liger_kernel.ops.")]
-    for module in modules:
+    for module in [module for name, module in sys.modules.items() if name.startswith("liger_kernel.ops.")]:
         for name, value in list(vars(module).items()):
             if isinstance(value, Autotuner):
                 value.configs = value.configs[:1]
             elif name in ("rsqrt", "tanh") and "libdevice" in getattr(value, "__module__", ""):
                 setattr(module, name, {"rsqrt": _rsqrt, "tanh": _tanh}[name])
+    triton_interpreter._implicit_cvt = _convert
+    try:
+        yield
+    finally:
+        triton_interpreter._implicit_cvt = _convert_else
 
 
 def _convert(argument: Any) -> Any:

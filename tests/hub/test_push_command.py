@@ -68,7 +68,7 @@ def test_convert_pushes_its_output(hub, source, tmp_path, capsys):
     calibrate = ["--calibrate", str(text), "--method", "moments"]
     assert cli.main(["convert", source, str(out), *calibrate, "--push", "me/tiny"]) == 0
     (commit,) = hub.commits("me/tiny")
-    assert capsys.readouterr().out.endswith(f"\nwritten: {out}\npushed: {hub.url}/me/tiny/commit/{commit.oid}\n")
+    assert capsys.readouterr().out.endswith(f"\npushed: {hub.url}/me/tiny/commit/{commit.oid}\n")
     for name in ("model.safetensors", REPORT):
         assert commit.files[name] == (out / name).read_bytes()
     for name in PLOTS:

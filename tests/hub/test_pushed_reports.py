@@ -9,7 +9,7 @@ import torch
 from push_cases import checkpoint, patched
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm import Calibration, calibrate, push_to_hub
+from hf_qknorm import Calibration, calibrate, push_to_hub, set_cap
 from hf_qknorm.files.names import LOSS_PLOT, PLOTS, REPORT
 from hf_qknorm.hub.card import write_card
 
@@ -72,12 +72,15 @@ def test_after_training_in_place_no_old_number_is_pushed(hub, tmp_path, writer, 
     assert PLOTS[0] not in card
 
 
-def test_the_card_in_the_folder_says_so_too_and_loses_its_plots(tmp_path):
+@pytest.mark.parametrize("change", ["weights", "scheme"])
+def test_the_card_in_the_folder_says_so_too_and_loses_its_plots(tmp_path, change):
     model, _ = calibrated()
     model.save_pretrained(tmp_path)
     assert len(write_card(tmp_path)) == 3
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1.01)
+    if change == "weights":
+        model.lm_head.weight.data.mul_(1.01)
+    else:
+        set_cap(model, 0.5)
     model.save_pretrained(tmp_path)
     assert write_card(tmp_path) == (tmp_path / "README.md",)
     assert "**Its weights have changed since**" in (tmp_path / "README.md").read_text()

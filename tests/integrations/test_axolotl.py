@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,16 @@ def build(cfg: Settings) -> Any:
     model = AutoModelForCausalLM.from_pretrained(cfg.base_model)
     plugin.post_model_build(cfg, model)
     return model
+
+
+def test_the_page_shows_the_keys_that_the_plugin_has():
+    fields = pytest.importorskip("hf_qknorm.integrations.axolotl_args", exc_type=ImportError).QKNormPluginArgs
+    page = (ROOT / "hf_qknorm/integrations/README.md").read_text(encoding="utf-8")
+    table = page.partition("## axolotl")[2].partition("\n- ")[0]
+    shown = yaml.safe_load(table.partition("```yaml")[2].partition("```")[0])
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(fields.model_fields)
+    assert shown["plugins"] == [PLUGIN]
+    assert {key for key in shown if key.startswith("qk")} <= fields.model_fields.keys()
 
 
 @pytest.mark.parametrize(

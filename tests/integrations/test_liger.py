@@ -29,12 +29,9 @@ from hf_qknorm.families import FAMILIES, known_families
 pytest.importorskip("liger_kernel")
 pytest.importorskip("triton")
 
-import liger_kernels
 from liger_kernel.transformers import AutoLigerKernelForCausalLM, _apply_liger_kernel_to_instance
 from liger_kernel.transformers.model import output_classes
-from liger_kernels import TABLE, replaced, without_traces
-
-liger_kernels.install()
+from liger_kernels import TABLE, interpreted, replaced, without_traces
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-4  # relative, fp32: Liger's kernels sum in another order
@@ -53,7 +50,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:Futur
 def _liger_stays_inside() -> Iterator[None]:
     for model_type in KNOWN:
         AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[model_type]]  # its modelling file is imported
-    with without_traces():
+    with interpreted(), without_traces():
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from tables import fingerprint, sharp_model
 from torch import nn
 
@@ -122,6 +123,19 @@ def test_the_largest_gain_is_that_of_the_stored_weights(model_type):
     largest = 2.0 if model_type in PLUS_ONE else 3.0
     for gains in largest_gains(model).values():
         assert gains == pytest.approx((largest, largest))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "stablelm", "llama"])
+def test_offloaded_norms_have_the_same_bound(model_type):
+    model, offloaded = (born(model_type) if model_type != "llama" else sharp_model("llama") for _ in range(2))
+    scheme = "qk_norm" if model_type == "llama" else "none"
+    bounds = logit_bounds(patch_model(model, scheme))
+    cpu_offload(patch_model(offloaded, scheme), execution_device="cpu")
+    assert {p.device.type for p in offloaded.parameters()} == {"meta"}
+    assert logit_bounds(offloaded) == pytest.approx(bounds)
+    for name, gains in largest_gains(model).items():
+        assert largest_gains(offloaded)[name] == pytest.approx(gains)
+    assert {p.device.type for p in offloaded.parameters()} == {"meta"}
 
 
 def test_a_full_width_norm_lets_one_head_have_all_of_it():
