@@ -270,6 +270,8 @@ def test_a_changed_function_of_a_known_name_is_read_key_by_key(name, changed, ki
 def test_transformers_functions_match_their_closed_forms(caplog):
     mask_functions._is_as_expected.cache_clear()
     for name in mask_functions._EXPECTED:
+        if name == "remap_positions_for_packed_sequence" and not hasattr(masking_utils, name):
+            continue  # transformers 5.17 lacks it
         factory = getattr(masking_utils, name)
         captured, _ = mask_functions._EXPECTED[name]
         values = captured.get("mask_functions", tuple(captured.values()))

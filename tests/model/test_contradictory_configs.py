@@ -53,8 +53,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads in no groups": ({"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor of"),
     "a window of text": ({"sliding_window": "4"}, "config.json: sliding_window is '4', expected a whole number"),
     "a negative window": ({"sliding_window": -1}, "config.json: sliding_window is -1, expected a whole number"),
-    "architectures": ({"architectures": 3}, "config.json: architectures is 3, expected a list of names"),
-    "no architecture": ({"architectures": [None]}, "config.json: architectures is .None., expected a list of names"),
+    "architectures": ({"architectures": 3}, "config.json.*architectures.*3"),
+    "no architecture": ({"architectures": [None]}, "config.json.*architectures.*None"),
     "a part without a type": (
         {"text_config": {"x": 1}},
         "config.json: text_config is .* expected no such setting",
