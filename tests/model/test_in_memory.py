@@ -131,6 +131,19 @@ def test_changes_to_a_patched_checkpoint_are_marked(patched, tmp_path):
     assert type(LlamaForCausalLM.from_pretrained(unpatched.name_or_path)) is LlamaForCausalLM
 
 
+def test_the_mark_from_before_a_patch_stays(patched, tmp_path):
+    """An unpatched model from a patched checkpoint is not the model of that name, whatever follows."""
+    patched.save_pretrained(tmp_path / "out")
+    model = unpatch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    with pytest.raises(ValueError, match="can't cap"):
+        patch_model(model, "soft_cap", attn_implementation="sdpa")
+    for scheme in ("none", "qk_norm"):
+        patch_model(model, scheme)
+        assert model.name_or_path.model() is model.config.name_or_path.model() is model
+        unpatch_model(model)
+        assert model.name_or_path.model() is model.config.name_or_path.model() is model
+
+
 def test_none_keeps_the_name(folder):
     model = patch_model(AutoModelForCausalLM.from_pretrained(folder), "none")
     assert type(model.name_or_path) is type(model.config.name_or_path) is str
