@@ -149,7 +149,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
             "training changes both together. Load the original checkpoint instead"
         )
     _remove_scheme(model)
-    _name_unpatched(model, marked=vars(model).pop("qk_norm_base_marked", True))  # a loaded model lacks it
+    _name_unpatched(model, marked=model.__dict__.pop("qk_norm_base_marked", True))  # a loaded model lacks it
     return model
 
 
