@@ -153,7 +153,7 @@ def copies_by_name(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stores_no_base(to_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the dict of PEFT's config name no base model for an adapter whose base model was changed in memory."""
+    """Let PEFT's config store a name that no tool can load, for an adapter whose base model was changed in memory."""
 
     @wraps(to_dict)
     def stored(self: Any) -> Any:
