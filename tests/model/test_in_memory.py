@@ -12,6 +12,8 @@ import torch
 import yaml
 from tables import KNEES, PAIRS, TRIED, make_batch, randomise, sharp_model
 from tiny import tiny_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -171,6 +173,12 @@ def test_a_model_that_cannot_be_copied_is_refused(patched, folder):
     gone = InMemoryName(folder, patch_model(sharp_model("llama"), SCHEMES["soft_cap"]))
     with pytest.raises(ValueError, match="it is no longer in memory"):
         LlamaForCausalLM.from_pretrained(gone)
+
+
+def test_a_sharded_model_is_refused(patched, process_group):
+    fully_shard(patched, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="its weights are sharded"):
+        LlamaForCausalLM.from_pretrained(patched.name_or_path)
 
 
 def test_an_unnamed_model_is_copied_by_its_empty_name():
