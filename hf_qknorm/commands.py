@@ -128,13 +128,14 @@ def _monitor(options: Namespace) -> None:
 
 
 def _card(options: Namespace) -> None:
-    from hf_qknorm.hub.card import write_card  # imports Jinja
+    from hf_qknorm.hub.card import check_card, write_card
 
     folder = user_path(options.checkpoint, "the checkpoint")
     with _reported(*(folder / name for name in ([REPORT] if options.texts else []) + [CARD])):
         if options.texts:
             from hf_qknorm.convert.remeasure import remeasure_checkpoint
 
+            check_card(folder, repo_id=options.repo)  # before the measurement, which may take long
             print(f"{remeasure_checkpoint(folder, options.texts, tokens=options.tokens).table()}\n")
         print(f"written: {', '.join(map(str, write_card(options.checkpoint, repo_id=options.repo)))}")
 

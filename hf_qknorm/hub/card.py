@@ -25,7 +25,7 @@ from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOTS, REPORT, TOK
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub import papers
 from hf_qknorm.hub.current_report import current_report
-from hf_qknorm.hub.metadata import auto_class, card_data, is_generated_card, predictions_of
+from hf_qknorm.hub.metadata import auto_class, card_data, inherited_fields, is_generated_card, predictions_of
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.stats.report import MEASURED, Calibration
@@ -77,6 +77,13 @@ def write_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) ->
     return tuple(path / name for name in (CARD, *plots, *kept))
 
 
+def check_card(folder: Path, *, repo_id: str | None = None) -> None:
+    """Raise what `write_card` raises for `repo_id` and for the README.md in `folder`. Writes nothing."""
+    check_optional_repo_id(repo_id, "repo_id")
+    inherited_fields(folder / CARD)
+    _must_keep_card(folder)
+
+
 def with_repository(text: str, repo_id: str) -> str:
     """Return the text of a card with the name `repo_id` for the placeholder, and without the note on it."""
     return text.replace(f"{PLACEHOLDER_NOTE}\n\n", "").replace(PLACEHOLDER, repo_id)
@@ -97,15 +104,22 @@ def _render(folder: Path, report: Calibration | None, repo_id: str | None) -> st
 
 def _keep_card(folder: Path) -> list[str]:
     """Copy a README.md that hf_qknorm did not generate to README.original.md; return that name, if it is new."""
+    if not _must_keep_card(folder):
+        return []
+    replace_file(folder / KEPT_CARD, lambda temporary: shutil.copyfile(folder / CARD, temporary))
+    return [KEPT_CARD]
+
+
+def _must_keep_card(folder: Path) -> bool:
+    """Whether a README.md would be lost. Raises FileExistsError for a different README.original.md."""
     card, kept = folder / CARD, folder / KEPT_CARD
     if card.is_symlink() or not card.is_file() or is_generated_card(card):
-        return []  # the target of a link is not replaced
-    if os.path.lexists(kept):
-        if kept.is_file() and filecmp.cmp(card, kept, shallow=False):
-            return []
-        raise FileExistsError(f"{card} would be replaced, and its copy {kept} exists already: move one of them away")
-    replace_file(kept, lambda temporary: shutil.copyfile(card, temporary))
-    return [KEPT_CARD]
+        return False  # the target of a link is not replaced
+    if not os.path.lexists(kept):
+        return True
+    if kept.is_file() and filecmp.cmp(card, kept, shallow=False):
+        return False
+    raise FileExistsError(f"{card} would be replaced, and its copy {kept} exists already: move one of them away")
 
 
 @cache

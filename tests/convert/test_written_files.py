@@ -138,6 +138,27 @@ def test_the_command_card_measures_again(source, tmp_path, capsys):
     assert f"was measured on 512 tokens (loss {report.loss:.3f}). **Its weights have changed" in render_card(out)
 
 
+@pytest.mark.parametrize(
+    ("readme", "options", "message"),
+    [
+        ("# Theirs", [], "README.original.md exists already: move one of them away"),
+        ("---\nlicense: [mit\n---\n", [], "its front matter can't be read"),
+        ("# Ours", ["--repo", "a/b/c"], "repo_id is 'a/b/c', expected a name on the Hub"),
+    ],
+)
+def test_a_card_that_can_not_be_written_is_refused_before_the_measurement(
+    source, tmp_path, readme, options, message, capsys
+):
+    out, corpus = tmp_path / "out", tmp_path / "corpus.txt"
+    corpus.write_text(TEXT)
+    convert_checkpoint(source, out, "qk_norm")
+    (out / CARD).write_text(readme)
+    (out / KEPT_CARD).write_text("older")
+    assert cli.main(["card", str(out), "--texts", str(corpus), *options]) == 1
+    assert message in capsys.readouterr().err
+    assert not (out / REPORT).exists()
+
+
 def test_a_model_in_memory_is_measured_as_it_is(source, tmp_path):
     convert_checkpoint(source, tmp_path / "out", {"q": "rms", "k": "rms", "v": "rms", "pre_norm": False})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").train()
