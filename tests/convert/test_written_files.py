@@ -54,6 +54,18 @@ def test_a_converted_checkpoint_keeps_its_report_when_it_is_saved(source, tmp_pa
     assert Calibration.load(tmp_path / "again" / REPORT) == report == Calibration.load(out / REPORT)
 
 
+def test_files_of_another_conversion_are_not_taken_over(source, tmp_path):
+    convert_checkpoint(source, tmp_path / "first", "soft_cap", calibration=[TEXT])
+    for name in (CARD, CODE_FILE, REPORT, *PLOTS):
+        (source / name).write_bytes((tmp_path / "first" / name).read_bytes())
+    plan = plan_conversion(source, tmp_path / "out", "qk_norm", standalone=False)
+    assert plan.written == ("config.json", CARD)
+    convert_checkpoint(source, tmp_path / "out", "qk_norm", standalone=False)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"config.json", "model.safetensors", CARD, *plan.files}
+    assert not {CARD, CODE_FILE, REPORT, *PLOTS} & set(plan.files)
+
+
 def test_without_calibration_the_card_says_so(source, tmp_path):
     convert_checkpoint(source, tmp_path / "out", "qk_norm", standalone=False)
     card = (tmp_path / "out" / CARD).read_text()
