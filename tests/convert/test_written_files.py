@@ -120,6 +120,13 @@ def test_the_last_lines_show_how_to_load(source, tmp_path, options, capsys):
         assert lines[-1] == f"without hf_qknorm: model = {loading}"
 
 
+def test_the_last_lines_name_the_home_folder(source, tmp_path, monkeypatch, capsys):
+    """A shell does not expand a quoted ~, nor does from_pretrained."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["convert", str(source), "~/out", "--scheme", "soft_cap"]) == 0
+    assert capsys.readouterr().out.endswith(f"from_pretrained({str(tmp_path / 'out')!r}, trust_remote_code=True)\n")
+
+
 def test_the_command_card_measures_again(source, tmp_path, capsys):
     out, corpus = tmp_path / "out", tmp_path / "corpus.txt"
     corpus.write_text(TEXT)
