@@ -110,14 +110,11 @@ def test_an_export_takes_over_neither_card_nor_plots_nor_report(source, tmp_path
 def test_the_last_lines_show_how_to_load(source, tmp_path, options, capsys):
     out = str(tmp_path / "out")
     assert cli.main(["convert", str(source), out, "--scheme", "qk_norm", *options]) == 0
-    *_, title, own = (lines := capsys.readouterr().out.splitlines())[
-        : None if options[:1] == ["--no-standalone"] else -1
-    ]
-    assert title == "load it"
-    assert own == f"with hf_qknorm:    import hf_qknorm; model = AutoModelForCausalLM.from_pretrained({out!r})"
+    model = f"AutoModelForCausalLM.from_pretrained({out!r}"
+    expected = ["load it", f"with hf_qknorm:    import hf_qknorm; model = {model})"]
     if options != ["--no-standalone"]:
-        loading = f"AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True)"
-        assert lines[-1] == f"without hf_qknorm: model = {loading}"
+        expected.append(f"without hf_qknorm: model = {model}, trust_remote_code=True)")
+    assert capsys.readouterr().out.splitlines()[-len(expected) - 1 :] == ["", *expected]
 
 
 def test_the_last_lines_name_the_home_folder(source, tmp_path, monkeypatch, capsys):
