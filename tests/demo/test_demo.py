@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,6 +121,18 @@ def test_a_demo_of_other_schemes(here, capsys, scheme):
     assert cli.main([*DEMO, "--scheme", scheme, "--steps", "1"]) == 0
     assert json.loads((here / "out" / "report.json").read_text())["reloaded"]["largest_difference"] == 0
     assert "before any cap" in capsys.readouterr().out or scheme == "soft_cap"
+
+
+@pytest.mark.parametrize(("checkpoint", "expected"), [(None, 1), ("CKPT", 2)])
+def test_the_small_llama_computes_with_one_thread(here, monkeypatch, checkpoint, expected):
+    monkeypatch.setattr(demo_run, "_run", lambda *_: {"threads": torch.get_num_threads()})
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert demo_run.run_demo(demo_run.Settings(checkpoint=checkpoint)) == {"threads": expected}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def run(model: str, rate: float, *points: tuple[float, float]) -> Run:
