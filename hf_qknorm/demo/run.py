@@ -41,6 +41,7 @@ from hf_qknorm.stats.logit_statistics import logit_statistics
 from hf_qknorm.stats.measure import require_causal
 from hf_qknorm.stats.records import to_json
 from hf_qknorm.stats.report import Calibration, save_json
+from hf_qknorm.training.logit_log import nan_as_inf
 
 HELD_OUT = 0.1  # the last tenth of the text
 HELD_OUT_BATCHES, CALIBRATION_BATCHES = 4, 8
@@ -208,7 +209,7 @@ def _convert(
 def _measure(model: Any, batches: list[Tensor]) -> Measured:
     with logit_statistics(model) as statistics:
         loss = mean_loss(model, batches)
-    return Measured(loss, max(float(layer.max_logit.max()) for layer in statistics.values()))
+    return Measured(loss, max((float(layer.max_logit.max()) for layer in statistics.values()), key=nan_as_inf))
 
 
 def _reload(model: Any, batch: Tensor, folder: Path) -> dict[str, Any]:

@@ -145,8 +145,8 @@ def test_the_summary_says_how_both_models_ended():
         run("calibrated", 0.01, (2.01, 30), (2.2, 60), (1.91, 50)),
         run("unpatched", 0.001, (2.0, 40), (1.9, 41), (1.8, 42)),
         run("calibrated", 0.001, (2.0, 40), (1.9, 41), (1.8001, 42)),
-        run("unpatched", 0.1, (2.0, 40), (float("nan"), 41)),
-        run("calibrated", 0.1, (2.0, 40), (1.9, 41)),
+        run("unpatched", 0.1, (2.0, 40), (float("nan"), float("nan")), (float("nan"), 41)),
+        run("calibrated", 0.1, (2.0, 40), (1.95, 40), (1.9, 41)),
         run("unpatched", 0.2, (2.0, 40), (1.9, 41)),
     ]
     assert summary(runs, 0.001) == (
@@ -159,7 +159,7 @@ def test_the_summary_says_how_both_models_ended():
         "   the calibrated model ends 0.200 nats below its start, with logits up to 42,\n"
         "   and level with the end of the unpatched model.\n"
         "At a rate of 0.1, 100 times 0.001:\n"
-        "   the unpatched model ends at a loss that is not finite, with logits up to 41;\n"
+        "   the unpatched model ends at a loss that is not finite, with logits up to nan;\n"
         "   the calibrated model ends 0.100 nats below its start, with logits up to 41."
     )
     assert summary(runs[:1], 0.001) == ""
