@@ -107,6 +107,9 @@ class MuonClip(Optimizer):
             self.clipped = self.clip.step()
         return loss
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self).copy()  # torch's has groups and state alone, and a copy needs the rest
+
     def _step_muon(self) -> None:
         """Muon's step on all matrices, those of fused projections and of experts one by one."""
         fused = {id(projection.weight): (along, outputs) for projection, along, outputs in self.fused}

@@ -256,6 +256,16 @@ def test_a_step_that_the_scaler_skips_changes_nothing():
     assert_same(model, before)
 
 
+def test_a_copy_trains_on_with_the_copied_model():
+    model = sharp_model("llama")
+    optimizer = MuonClip(model, settings(), threshold=None)
+    train(model, optimizer)
+    copied, again = copy.deepcopy((model, optimizer))
+    train(model, optimizer)
+    train(copied, again)
+    assert_same(copied, model)
+
+
 @pytest.mark.parametrize(("model_type", "threshold"), [("llama", -1.0), ("qwen3", 100.0)])
 def test_a_model_that_is_refused_stays_as_it_is(model_type, threshold):
     model = tiny_model(model_type)
