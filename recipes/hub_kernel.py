@@ -30,7 +30,8 @@ from hf_qknorm.files.atomic_io import new_folder
 PACKAGE = "hf_qknorm"
 SOURCES = Path(hf_qknorm.__file__).parent
 PARTS = Path(__file__).with_suffix("")  # the files of the kernel that are not the package's
-ORG = "org"  # in these files, for the publisher
+NAME = "qknorm-attention"
+PLACEHOLDER = f"org/{NAME}"  # in these files, for the repository
 NAMESPACE = f"{PACKAGE}.ops._ops"  # the module that each build replaces by one with a namespace of its own
 ALLOWED = {*sys.stdlib_module_names, "torch", "triton"}  # what a kernel may import
 PYTHON = (3, 9)  # the oldest version whose syntax a kernel may use
@@ -70,7 +71,8 @@ def build(org: str, folder: Path) -> None:
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", org):
         raise ValueError(f"expected the name of a user or an organisation on the Hub, got {org!r}")
-    parts = {path.name: path.read_text(encoding="utf-8").replace(f"{ORG}/", f"{org}/") for path in PARTS.iterdir()}
+    files = (path for path in PARTS.iterdir() if path.is_file())
+    parts = {path.name: path.read_text(encoding="utf-8").replace(PLACEHOLDER, f"{org}/{NAME}") for path in files}
     general = tomllib.loads(parts["build.toml"])["general"]
     code = kernel_code(parts.pop("attention_function.py"))
 
@@ -111,9 +113,8 @@ def kernel_code(entry: str) -> dict[str, str]:
         for target in targets(name, text):
             for parent in parents(target):
                 if parent not in (*found, NAMESPACE):
-                    waiting[parent] = (
-                        f"# From {PACKAGE} {hf_qknorm.__version__}. Apache-2.0.\n{source(parent).read_text()}"
-                    )
+                    code = source(parent).read_text(encoding="utf-8")
+                    waiting[parent] = f"# From {PACKAGE} {hf_qknorm.__version__}. Apache-2.0.\n{code}"
     return {place(name): relative(name, text) for name, text in sorted(found.items())}
 
 
@@ -214,7 +215,7 @@ def main() -> None:
     build(options.org, options.output)
     variants = sorted(path.name for path in (options.output / "build").glob("torch-*"))
     print(f"written: {options.output} ({', '.join(variants)})")
-    print(f"try it:  LOCAL_KERNELS={options.org}/qknorm-attention={options.output.resolve()} python your_script.py")
+    print(f"try it:  LOCAL_KERNELS={options.org}/{NAME}={options.output.resolve()} python your_script.py")
 
 
 if __name__ == "__main__":

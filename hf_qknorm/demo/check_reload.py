@@ -12,8 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_qknorm  # noqa: F401  (registers the converted checkpoint's classes)
 
 
-def main(checkpoint: str, expected: str) -> dict[str, object]:
-    """The class of the checkpoint's model, and the largest difference of its logits from those in `expected`."""
+def main(checkpoint: str, expected: str, threads: str) -> dict[str, object]:
+    """The class of the checkpoint's model, and the largest difference of its logits from those in `expected`.
+
+    `threads` is the number of threads that gave these, because the last digits of sums depend on it.
+    """
+    torch.set_num_threads(int(threads))
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     AutoTokenizer.from_pretrained(checkpoint)  # raises if it was not saved
     stored = load_file(expected)
@@ -23,4 +27,4 @@ def main(checkpoint: str, expected: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    json.dump(main(*sys.argv[1:3]), sys.stdout)
+    json.dump(main(*sys.argv[1:]), sys.stdout)

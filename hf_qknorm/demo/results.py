@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hf_qknorm.files.formatting import format_fixed
+from hf_qknorm.training.logit_log import nan_as_inf
 
 LEVEL = 5e-4  # nats; smaller differences round to zero
 
@@ -45,8 +46,8 @@ class Run:
 
     @property
     def max_logit(self) -> float:
-        """The largest |logit| of all measurements."""
-        return max(each.max_logit for each in self.measured.values())
+        """The largest |logit| of all measurements; NaN counts as larger than any number."""
+        return max((each.max_logit for each in self.measured.values()), key=nan_as_inf)
 
     def row(self, steps: int) -> str:
         """A line of the table under `RUN_HEADER`; it names the last step if that is before `steps`."""

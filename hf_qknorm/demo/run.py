@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
 from hf_qknorm.convert.text import check_batches, check_text, default_length, load_text, sample_batches, tokenize
 from hf_qknorm.demo.progress import Progress, evaluation_work, format_seconds, progress_bar, seconds_per_token, threads
 from hf_qknorm.demo.results import RUN_HEADER, Measured, Run, conversion_table, summary
-from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, small_llama, train
+from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, one_thread, small_llama, train
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files.atomic_io import is_leftover, new_folder
 from hf_qknorm.files.names import unknown_files
@@ -40,6 +41,7 @@ from hf_qknorm.stats.logit_statistics import logit_statistics
 from hf_qknorm.stats.measure import require_causal
 from hf_qknorm.stats.records import to_json
 from hf_qknorm.stats.report import Calibration, save_json
+from hf_qknorm.training.logit_log import nan_as_inf
 
 HELD_OUT = 0.1  # the last tenth of the text
 HELD_OUT_BATCHES, CALIBRATION_BATCHES = 4, 8
@@ -73,7 +75,8 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     """Run the demo: print its progress and results, write the folder `settings.out`, and return the report.
 
     The folder appears once the model is converted, whole. From then on report and plot are replaced after each run, and
-    when the demo is interrupted. The folder of an earlier demo is replaced.
+    when the demo is interrupted. The folder of an earlier demo is replaced. The small Llama computes with one thread,
+    the model of `settings.checkpoint` with as many as torch has.
 
     Raises FileExistsError, before any work, if the folder has other files, the checkpoint or the text in it.
     """
@@ -85,6 +88,11 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     scheme = Scheme.of(settings.scheme)
     check_text(settings.data)
     logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the tables have all that the log would say
+    with one_thread() if settings.checkpoint is None else nullcontext():
+        return _run(settings, scheme, out, check)
+
+
+def _run(settings: Settings, scheme: Scheme, out: Path, check: Callable[[], None]) -> dict[str, Any]:
     torch.manual_seed(settings.seed)
     tokenizer, batches, base = _prepare(settings, scheme)
     work = _work(batches, trains_base=settings.checkpoint is None)
@@ -201,7 +209,7 @@ def _convert(
 def _measure(model: Any, batches: list[Tensor]) -> Measured:
     with logit_statistics(model) as statistics:
         loss = mean_loss(model, batches)
-    return Measured(loss, max(float(layer.max_logit.max()) for layer in statistics.values()))
+    return Measured(loss, max((float(layer.max_logit.max()) for layer in statistics.values()), key=nan_as_inf))
 
 
 def _reload(model: Any, batch: Tensor, folder: Path) -> dict[str, Any]:
@@ -211,7 +219,7 @@ def _reload(model: Any, batch: Tensor, folder: Path) -> dict[str, Any]:
     with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
         expected = Path(temporary, "expected.safetensors")
         save_file({"input_ids": batch, "logits": logits.contiguous()}, expected)
-        command = [sys.executable, "-m", "hf_qknorm.demo.check_reload", str(folder), str(expected)]
+        command = [sys.executable, "-m", "hf_qknorm.demo.check_reload", folder, expected, str(torch.get_num_threads())]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         raise RuntimeError(f"the saved checkpoint could not be loaded in a new process:\n{finished.stderr}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +48,20 @@ def small_llama(layers: int = 4) -> PreTrainedModel:
             eos_token_id=0,
         )
     )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread inside the block.
+
+    The small Llama's operators are short: on a busy machine further threads spend most of their time waiting.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @torch.no_grad()

@@ -36,9 +36,9 @@ class QKClip(TrainerCallback):
     """Trainer callback: after each optimiser step, clips the heads with a logit over `threshold` (default 100).
 
     It sees all forward passes with gradients since the last step, of all micro-batches and ranks, before any cap and
-    without padding. Large negative logits do not count, as published. No T×S tensor is formed; logits are computed only
-    for heads whose vectors are long enough to pass the threshold. The scheme "none" suffices. In a bare loop, call
-    `clip.step()` after every `optimizer.step()`:
+    without padding. Large negative logits do not count, as published, nor do infinite ones, as after an overflow in
+    fp16. No T×S tensor is formed; logits are computed only for heads whose vectors are long enough to pass the
+    threshold. The scheme "none" suffices. In a bare loop, call `clip.step()` after every `optimizer.step()`:
 
         >>> clip = qk.QKClip(qk.patch_model(model, "none"), threshold=1e-3)
         >>> ids = torch.arange(8)[None]
@@ -129,6 +129,7 @@ class QKClip(TrainerCallback):
         self.largest.clear()
         if world_size() > 1:
             dist.all_reduce(flat, dist.ReduceOp.MAX)
+        flat = torch.where(flat.isfinite(), flat, -math.inf)  # an overflow has no factor: threshold / ∞ would be 0
         if not bool((flat > self.threshold).any()):  # one synchronisation instead of one per layer
             return {}
         found = zip(self.heads, torch.split(flat, list(self.heads.values())), strict=True)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.patch import patch_model
+from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.training.clip import QKClip
 from hf_qknorm.training.head_weights import fused_outputs
 
@@ -47,9 +47,10 @@ class MuonClip(Optimizer):
         >>> [(group["use_muon"], group["lr"], group["weight_decay"]) for group in trainer.optimizer.param_groups]
         [(True, 0.002, 0.1), (False, 0.002, 0.1), (False, 0.002, 0.0)]
 
-    Muon takes the weights of linear layers, and of experts one by one. AdamW takes embeddings, the output head, routers
-    that are no linear layers, gains and biases, with weight decay by the Trainer's rule. A fused projection to queries,
-    keys and values is orthogonalised in its three parts; any other matrix, such as `gate_up_proj`, as a whole.
+    Muon takes the weights of linear layers, and of experts one by one where they are stored as `[experts, …, …]`. AdamW
+    takes all else, such as embeddings, the output head, routers that are no linear layers, convolutions, gains and
+    biases, with weight decay by the Trainer's rule. A fused projection to queries, keys and values is orthogonalised in
+    its three parts; any other matrix, such as `gate_up_proj`, as a whole.
 
     A model that is not patched gets the scheme "none", which changes no number and lets QK-Clip see the logits. With
     `threshold=None` there is no QK-Clip, as for models whose queries and keys have norms: the size of their logits does
@@ -69,10 +70,10 @@ class MuonClip(Optimizer):
         decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))  # it uses no Trainer
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         matrices = {id(p) for p in hidden_matrices(model)}
-        hidden = [p for name, p in trained.items() if id(p) in matrices and name in decayed]
+        hidden = [p for p in trained.values() if id(p) in matrices]
         if not hidden:
             raise ValueError(f"{type(model).__name__} has no trainable linear layer in its hidden layers for Muon")
-        others = {name: p for name, p in trained.items() if not any(p is matrix for matrix in hidden)}
+        others = {name: p for name, p in trained.items() if id(p) not in matrices}
         settings = {"lr": arguments.learning_rate, "weight_decay": arguments.weight_decay}
         # of the parts only their settings and steps are used: groups and state are this optimiser's
         self.muon = Muon(
@@ -87,12 +88,8 @@ class MuonClip(Optimizer):
             {**self.adamw.defaults, "use_muon": False, "params": plain, "weight_decay": 0.0},
         ]
         self.fused = list(fused_outputs(model))
-        self.clip: QKClip | None = None
+        self.clip = None if threshold is None else _qk_clip(model, threshold)
         self.clipped: dict[str, Tensor] = {}
-        if threshold is not None:
-            if not patched_layers(model):
-                patch_model(model, "none")
-            self.clip = QKClip(model, threshold)
         super().__init__([group for group in groups if group["params"]], settings)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -109,6 +106,9 @@ class MuonClip(Optimizer):
         if self.clip is not None:
             self.clipped = self.clip.step()
         return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self).copy()  # torch's has groups and state alone, and a copy needs the rest
 
     def _step_muon(self) -> None:
         """Muon's step on all matrices, those of fused projections and of experts one by one."""
@@ -147,6 +147,18 @@ class MuonClip(Optimizer):
             place.index_copy_(along, rows, part)
         self.muon.param_groups = []
         self.muon.state.clear()
+
+
+def _qk_clip(model: Any, threshold: float) -> QKClip:
+    """QK-Clip on a model, which gets the scheme "none" if it is not patched, and stays as it is if it is refused."""
+    if patched_layers(model):
+        return QKClip(model, threshold)
+    patch_model(model, "none")
+    try:
+        return QKClip(model, threshold)
+    except ValueError:
+        unpatch_model(model)
+        raise
 
 
 def hidden_matrices(model: nn.Module) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -122,6 +123,18 @@ def test_a_demo_of_other_schemes(here, capsys, scheme):
     assert "before any cap" in capsys.readouterr().out or scheme == "soft_cap"
 
 
+@pytest.mark.parametrize(("checkpoint", "expected"), [(None, 1), ("CKPT", 2)])
+def test_the_small_llama_computes_with_one_thread(here, monkeypatch, checkpoint, expected):
+    monkeypatch.setattr(demo_run, "_run", lambda *_: {"threads": torch.get_num_threads()})
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert demo_run.run_demo(demo_run.Settings(checkpoint=checkpoint)) == {"threads": expected}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def run(model: str, rate: float, *points: tuple[float, float]) -> Run:
     return Run(model, rate, {step: Measured(*point) for step, point in enumerate(points)})
 
@@ -132,8 +145,8 @@ def test_the_summary_says_how_both_models_ended():
         run("calibrated", 0.01, (2.01, 30), (2.2, 60), (1.91, 50)),
         run("unpatched", 0.001, (2.0, 40), (1.9, 41), (1.8, 42)),
         run("calibrated", 0.001, (2.0, 40), (1.9, 41), (1.8001, 42)),
-        run("unpatched", 0.1, (2.0, 40), (float("nan"), 41)),
-        run("calibrated", 0.1, (2.0, 40), (1.9, 41)),
+        run("unpatched", 0.1, (2.0, 40), (float("nan"), float("nan")), (float("nan"), 41)),
+        run("calibrated", 0.1, (2.0, 40), (1.95, 40), (1.9, 41)),
         run("unpatched", 0.2, (2.0, 40), (1.9, 41)),
     ]
     assert summary(runs, 0.001) == (
@@ -146,7 +159,7 @@ def test_the_summary_says_how_both_models_ended():
         "   the calibrated model ends 0.200 nats below its start, with logits up to 42,\n"
         "   and level with the end of the unpatched model.\n"
         "At a rate of 0.1, 100 times 0.001:\n"
-        "   the unpatched model ends at a loss that is not finite, with logits up to 41;\n"
+        "   the unpatched model ends at a loss that is not finite, with logits up to nan;\n"
         "   the calibrated model ends 0.100 nats below its start, with logits up to 41."
     )
     assert summary(runs[:1], 0.001) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,7 +80,11 @@ def test_the_code_imports_itself_relatively_and_nothing_else_but_torch_and_trito
                 assert {name.partition(".")[0] for name in names} <= hub_kernel.ALLOWED, f"{path}: {names}"
 
 
-def test_the_publisher_is_named_everywhere(tmp_path):
+def test_the_publisher_is_named_everywhere(tmp_path, monkeypatch):
+    parts = tmp_path / "hub_kernel"
+    shutil.copytree(hub_kernel.PARTS, parts)
+    (parts / "__pycache__").mkdir(exist_ok=True)  # as after pytest in this folder
+    monkeypatch.setattr(hub_kernel, "PARTS", parts)
     hub_kernel.build("someone", tmp_path / "kernel")
     text = "".join(path.read_text() for path in (tmp_path / "kernel").rglob("*") if path.is_file())
     assert "someone/qknorm-attention" in text

@@ -259,6 +259,22 @@ def test_bfloat16():
     assert float(dense_maxima(layer, *recorder.heads[name][0], make_batch("plain")).max()) <= 2.0 * 1.02
 
 
+@pytest.mark.parametrize("overflow", [math.inf, math.nan])
+def test_heads_with_logits_that_overflowed_are_unchanged(overflow):
+    """A factor of threshold / ∞ would set their weights to zero, where the gradient scaler skips the step."""
+    model = made("gpt2")  # RoPE would make all of the head's logits NaN
+    before, clip = copy.deepcopy(model), QKClip(model, threshold=1e6)
+    bias = clip.layers["transformer.h.0.attn"].c_attn.bias
+    with torch.no_grad():
+        bias[0] = overflow
+    model(**make_batch("plain"))
+    assert not clip.largest["transformer.h.0.attn"].isfinite().all()
+    with torch.no_grad():
+        bias[0] = before.transformer.h[0].attn.c_attn.bias[0]
+    assert clip.step() == {}
+    assert all(torch.equal(p, other) for p, other in zip(model.parameters(), before.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("kind", ["none", "boolean", "additive", "by head", "ranges"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_largest_logits_equal_those_of_all_logits(kind, window):

@@ -24,6 +24,7 @@ MATRICES = {
     "gpt2": r"h\.\d\.(attn|mlp)\.\w+\.weight",
     "phi3": r"layers\.\d\.(self_attn|mlp)\.\w+\.weight",
     "gpt_neox": r"layers\.\d\.(attention|mlp)\.\w+\.weight",
+    "dbrx": r"blocks\.\d\.(norm_attn_norm\.attn\.\w+|ffn\.router\.layer)\.weight",
     "mixtral": r"layers\.\d\.(self_attn\.\w+\.weight|mlp\.experts\.\w+)",
     "deepseek_v3": r"layers\.\d\.(self_attn\.\w+_proj\w*\.weight|mlp\.([a-z_]+\.)?\w+_proj(\.weight)?)",
 }
@@ -33,7 +34,7 @@ def matrices_of(name: str, x: Tensor) -> list[Tensor]:
     """The matrices in a parameter or its gradient, as views; tiny models have 4 heads of 16, and 2 of keys."""
     if name.endswith("c_attn.weight"):
         return list(x.chunk(3, dim=1))
-    if name.endswith("qkv_proj.weight"):
+    if name.endswith(("qkv_proj.weight", "Wqkv.weight")):
         return list(x.split([64, 32, 32]))
     if name.endswith("query_key_value.weight"):
         return list(x.view(4, 3, 16, -1).unbind(1))
@@ -222,6 +223,59 @@ def test_models_with_norms_train_with_muon_alone():
     train(model, MuonClip(model, settings(), threshold=None), steps=1)
 
 
+def test_linear_layers_count_by_their_class_and_not_by_their_name():
+    model = tiny_model("roberta-prelayernorm")  # the Trainer takes all of its parameters for those of norms
+    muon = MuonClip(model, settings(), threshold=None).param_groups[0]
+    layers = [module.weight for module in model.base_model.encoder.modules() if isinstance(module, nn.Linear)]
+    assert {id(p) for p in muon["params"]} == {id(weight) for weight in layers}
+    assert muon["weight_decay"] == DECAY
+
+
+def test_a_closure_gives_the_loss_and_is_clipped():
+    model, other = sharp_model("llama"), sharp_model("llama")
+    train(model, MuonClip(model, settings(), threshold=1.0), steps=1)
+    optimizer = MuonClip(other.train(), settings(), threshold=1.0)
+
+    def closure() -> Tensor:
+        torch.manual_seed(0)
+        loss = other(**make_batch("plain"), use_cache=False).loss
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    assert optimizer.clipped
+    assert_same(model, other)
+
+
+def test_a_step_that_the_scaler_skips_changes_nothing():
+    model = patch_model(sharp_model("llama"), "none")
+    before = copy.deepcopy(model)
+    optimizer, scaler = MuonClip(model, settings(), threshold=1.0), torch.amp.GradScaler("cpu")
+    (scaler.scale(model(**make_batch("plain")).loss) * torch.inf).backward()
+    scaler.step(optimizer)
+    assert_same(model, before)
+
+
+def test_a_copy_trains_on_with_the_copied_model():
+    model = sharp_model("llama")
+    optimizer = MuonClip(model, settings(), threshold=None)
+    train(model, optimizer)
+    copied, again = copy.deepcopy((model, optimizer))
+    train(model, optimizer)
+    train(copied, again)
+    assert_same(copied, model)
+
+
+@pytest.mark.parametrize(("model_type", "threshold"), [("llama", -1.0), ("qwen3", 100.0)])
+def test_a_model_that_is_refused_stays_as_it_is(model_type, threshold):
+    model = tiny_model(model_type)
+    kind, name = type(model), model.name_or_path
+    with pytest.raises(ValueError, match="threshold"):
+        MuonClip(model, settings(), threshold=threshold)
+    assert not patched_layers(model)
+    assert (type(model), model.name_or_path, type(model.name_or_path)) == (kind, name, str)
+
+
 def test_refusals():
     model = tiny_model("llama")
     with pytest.raises(TypeError, match="takes a transformers PreTrainedModel, got Linear"):
@@ -234,5 +288,3 @@ def test_refusals():
         layer.requires_grad_(False)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no trainable linear layer"):
         MuonClip(model, settings())
-    with pytest.raises(ValueError, match="threshold"):
-        MuonClip(tiny_model("llama"), settings(), threshold=-1.0)
