@@ -18,18 +18,19 @@ pytest.importorskip("ipykernel")
 
 NOTEBOOK = Path(__file__).parents[2] / "recipes" / "quickstart.ipynb"
 LARGEST = 100_000  # bytes
+WIDGET = "application/vnd.jupyter.widget-view+json"  # a progress bar, where ipywidgets is installed
 LOADED = r"QKNormLlamaForCausalLM, q=rms, k=rms, softcap=50.0(, knee=\S+)?; the logits differ by 0\n"
 
 
 def kinds(notebook: Any) -> list[list[str]]:
-    """What each code cell shows: the richest form of each output, without what goes to stderr."""
+    """The outputs of each code cell, each in its richest form, without stderr and progress bars."""
     return [
         [
             next(kind for kind in ("image/png", "text/html", "text/plain") if kind in output["data"])
             if "data" in output
             else output["output_type"]
             for output in cell["outputs"]
-            if output.get("name") != "stderr"
+            if output.get("name") != "stderr" and WIDGET not in output.get("data", {})
         ]
         for cell in notebook.cells
         if cell.cell_type == "code"
