@@ -47,7 +47,8 @@ def _convert(options: Namespace) -> None:
     if options.dry_run:
         print("\ndry run: nothing was written")
         return
-    with _reported(user_path(options.destination, "the destination")):
+    destination = user_path(options.destination, "the destination")
+    with _reported(destination):
         report = convert_checkpoint(
             *places,
             max_loss_increase=options.max_loss_increase,
@@ -58,17 +59,17 @@ def _convert(options: Namespace) -> None:
             print(f"\n{report.table()}\n\n{report}")
         elif options.scheme.norms:
             print("\nthe gains are fresh, and the model has lost part of what it learned: --calibrate TEXT keeps it")
-        print(f"\nwritten: {options.destination}\n\n{_loading(options.destination, options.standalone)}")
+        print(f"\nwritten: {destination}\n\n{_loading(destination, options.standalone)}")
         if options.push is not None:
-            _push_folder(options.destination, options.push, private=options.private)
+            _push_folder(destination, options.push, private=options.private)
 
 
-def _loading(folder: str, standalone: bool) -> str:
+def _loading(folder: Path, standalone: bool) -> str:
     """The lines that load a checkpoint, with hf_qknorm and without."""
     from hf_qknorm.checkpoint.config import read_config
     from hf_qknorm.hub.metadata import auto_class
 
-    model = f"{auto_class(read_config(user_path(folder, 'the destination')))}.from_pretrained({folder!r}"
+    model = f"{auto_class(read_config(folder))}.from_pretrained({str(folder)!r}"
     lines = [f"with hf_qknorm:    import hf_qknorm; model = {model})"]
     if standalone:
         lines.append(f"without hf_qknorm: model = {model}, trust_remote_code=True)")
@@ -128,13 +129,14 @@ def _monitor(options: Namespace) -> None:
 
 
 def _card(options: Namespace) -> None:
-    from hf_qknorm.hub.card import write_card  # imports Jinja
+    from hf_qknorm.hub.card import check_card, write_card
 
     folder = user_path(options.checkpoint, "the checkpoint")
     with _reported(*(folder / name for name in ([REPORT] if options.texts else []) + [CARD])):
         if options.texts:
             from hf_qknorm.convert.remeasure import remeasure_checkpoint
 
+            check_card(folder, repo_id=options.repo)  # before the measurement, which may take long
             print(f"{remeasure_checkpoint(folder, options.texts, tokens=options.tokens).table()}\n")
         print(f"written: {', '.join(map(str, write_card(options.checkpoint, repo_id=options.repo)))}")
 
@@ -180,7 +182,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found and (found.st_ino, found.st_mtime_ns)
 
 
-def _push_folder(folder: str, repo: str, **options: Any) -> None:
+def _push_folder(folder: str | Path, repo: str, **options: Any) -> None:
     try:
         print(f"pushed: {push_to_hub(folder, repo, **options)}")
     except KeyboardInterrupt as stop:

@@ -97,6 +97,7 @@ def patch_model(
     _log(model, scheme)
     if not scheme.pre_norm:
         fold_pre_norms(model)
+    model.qk_norm_base_marked = isinstance(model.name_or_path, InMemoryName)
     if not scheme.changes_nothing:
         mark_in_memory(model)
     return model
@@ -137,7 +138,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     for path, key in patched.items():
         tower: Any = unpatch_model(model.get_submodule(path))
         _set_config(model, with_config(model.config, key, tower.config))
-        _name_unpatched(model, loaded=isinstance(tower.config.name_or_path, InMemoryName))
+        _name_unpatched(model, marked=isinstance(tower.config.name_or_path, InMemoryName))
     if patched:
         return model
     if not isinstance(model, QKNormModel):
@@ -147,15 +148,14 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
             "the scheme folded the norm before attention into the projections (pre_norm=False), which can't be undone: "
             "training changes both together. Load the original checkpoint instead"
         )
-    loaded = "qk_norm_base_backend" not in vars(model)
     _remove_scheme(model)
-    _name_unpatched(model, loaded)
+    _name_unpatched(model, marked=model.__dict__.pop("qk_norm_base_marked", True))  # a loaded model lacks it
     return model
 
 
-def _name_unpatched(model: PreTrainedModel, loaded: bool) -> None:
-    """Give an unpatched model its name back, unless it was `loaded` by it with its scheme."""
-    if loaded:
+def _name_unpatched(model: PreTrainedModel, marked: bool) -> None:
+    """Mark the names of an unpatched model, or make them plain, as they were before it was patched."""
+    if marked:
         mark_in_memory(model)
     else:
         unmark(model)
@@ -189,6 +189,7 @@ def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig
 
 def _set_config(model: PreTrainedModel, config: PretrainedConfig) -> None:
     old = model.config
+    config._name_or_path = old.name_or_path  # a copy of the config has a plain string
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config

@@ -12,13 +12,15 @@ from hf_qknorm_command.findings import Finding, find_versions
 def examine(code: str) -> Iterator[Finding]:
     """Yield all findings about this machine. `code` is the version of the package's code."""
     yield from find_versions(code)
+    topic, problem = "import", "the package can't be imported"
     try:
         from hf_qknorm import doctor
-    except Exception as error:  # a broken installation raises anything
-        text = f"the package can't be imported: {type(error).__name__}: {' '.join(str(error).split())}"
-        yield Finding("import", text, "problem")
-        return
-    yield from doctor.find_machine()
+
+        topic, problem = "machine", "the examination failed"
+        yield from doctor.find_machine()
+    except Exception as error:  # broken installations, drivers and compilers raise anything
+        text = f"{problem}: {type(error).__name__}: {' '.join(str(error).split())}"
+        yield Finding(topic, text, "problem")
 
 
 def run(code: str, as_json: bool) -> None:

@@ -1,7 +1,7 @@
 """Train from random weights with a scheme, or with QuacK or QK-Clip instead.
 
     python recipes/scratch.py
-    python recipes/scratch.py --config gpt2 --tokenizer gpt2 --text corpus.txt --scheme qk_norm_cap --learning_rate 1e-2
+    python recipes/scratch.py --config gpt2 --tokenizer gpt2 --text corpus.txt --scheme qk_norm --learning_rate 1e-2
     torchrun --nproc-per-node 2 recipes/scratch.py --config gpt2 --tokenizer gpt2 --text corpus.txt --bf16 true
 
 Without arguments the recipe trains a byte-level Llama of three million parameters on the source code of Python's

@@ -122,6 +122,18 @@ def test_a_package_that_can_not_be_imported_is_a_problem(capsys, monkeypatch):
     assert error == "hf-qknorm: the doctor found problems with import\n"
 
 
+def test_a_machine_that_can_not_be_examined_is_a_problem(capsys, monkeypatch):
+    def busy() -> int:
+        raise RuntimeError("all devices are\nbusy")
+
+    monkeypatch.setattr(torch.cuda, "device_count", busy)
+    status, found, error = examined(capsys)
+    assert status == 1
+    assert found["CPU"]["level"] == "ok"
+    assert found["machine"]["text"] == "the examination failed: RuntimeError: all devices are busy"
+    assert error == "hf-qknorm: the doctor found problems with machine\n"
+
+
 def test_wrong_numbers_and_failures_are_problems(capsys, monkeypatch):
     eager = functions.eager_attention
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.files.names import CONFIG, FOLDERS, KEPT_CARD, PLOTS, REPORT, TOKENIZER_FILES
+from hf_qknorm.files.names import CODE_FILE, CONFIG, FOLDERS, KEPT_CARD, PLOTS, REPORT, TOKENIZER_FILES
 from hf_qknorm.files.untrusted import read_json
 
 # Weights in any format, and the state of a Trainer: they do not belong to the converted model.
@@ -18,7 +18,7 @@ WEIGHT_SUFFIXES = (
     ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pickle", ".pkl", ".pt", ".pth",
     ".safetensors", ".tflite",
 )  # fmt: skip
-_NOT_COPIED = (CONFIG, "trainer_state.json", REPORT, KEPT_CARD, *PLOTS)
+_NOT_COPIED = (CONFIG, "trainer_state.json", REPORT, KEPT_CARD, CODE_FILE, *PLOTS)
 _WEIGHT_INDEX = re.compile(r".+\.index(\.[\w-]+)?\.json")  # of weights in any format, or of a variant such as fp16
 _MAPPINGS = ("generation_config.json", "tokenizer_config.json")
 _JSON_BYTES = 512 * 2**20  # the largest tokenizers have 30 MB

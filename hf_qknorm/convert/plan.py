@@ -20,6 +20,7 @@ from hf_qknorm.convert.calibrate import Knee, resolve_method
 from hf_qknorm.convert.memory import parse_size
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.names import CARD, CODE_FILE, CONFIG, INDEX, KEPT_CARD, REPORT
+from hf_qknorm.hub.metadata import is_generated_card
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.fold import fold_weight
@@ -165,7 +166,7 @@ def _written(source: Source, options: Options) -> Iterator[str]:
     if options.method is not None:
         yield REPORT
     yield CARD
-    if Path(CARD) in source.files:
+    if Path(CARD) in source.files and not is_generated_card(source.folder / CARD):
         yield f"{KEPT_CARD} (the source's {CARD})"
 
 

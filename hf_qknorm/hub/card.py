@@ -25,7 +25,7 @@ from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOTS, REPORT, TOK
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub import papers
 from hf_qknorm.hub.current_report import current_report
-from hf_qknorm.hub.metadata import auto_class, card_data, is_generated_card, predictions_of
+from hf_qknorm.hub.metadata import auto_class, card_data, inherited_fields, is_generated_card, predictions_of
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.stats.report import MEASURED, Calibration
@@ -33,6 +33,7 @@ from hf_qknorm.stats.tables import mean
 from hf_qknorm.version import __version__
 
 PLACEHOLDER = "OWNER/NAME"
+PLACEHOLDER_NOTE = f"(Replace `{PLACEHOLDER}` by the folder of this checkpoint or its name on the Hub.)"
 ROWS = 8  # layers in the table, those with the largest logits
 SPECIAL = re.compile(r"([\\`*_{}\[\]#|~$!])")  # characters with a meaning in Markdown
 
@@ -52,16 +53,7 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -
     patched, for an invalid report or card, and for a report of another scheme.
     """
     path = user_path(folder, "the checkpoint")
-    config = read_config(path)
-    if not isinstance(config, QKNormConfig):
-        raise ValueError(f"{path} holds a plain {config.model_type}: convert it first (hf-qknorm convert)")
-    report = current_report(path)
-    if report is not None and not report.stale and report.scheme != config.scheme:
-        raise ValueError(
-            f"{path / REPORT} has the scheme {report.scheme}, and config.json has {config.scheme}: remove the report, "
-            "or calibrate again"
-        )
-    return _template().render(**_context(path, config, report, repo_id))
+    return _render(path, current_report(path), repo_id)
 
 
 def write_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -> tuple[Path, ...]:
@@ -71,7 +63,8 @@ def write_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) ->
     raises, and FileExistsError for a different README.original.md, before it writes anything.
     """
     path = user_path(folder, "the checkpoint")
-    text, report = render_card(path, repo_id=repo_id), current_report(path)
+    report = current_report(path)
+    text = _render(path, report, repo_id)
     kept = _keep_card(path)
     plots: list[str] = []
     if report is not None and not report.stale:
@@ -84,17 +77,49 @@ def write_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) ->
     return tuple(path / name for name in (CARD, *plots, *kept))
 
 
+def check_card(folder: Path, *, repo_id: str | None = None) -> None:
+    """Raise what `write_card` raises for `repo_id` and for the README.md in `folder`. Writes nothing."""
+    check_optional_repo_id(repo_id, "repo_id")
+    inherited_fields(folder / CARD)
+    _must_keep_card(folder)
+
+
+def with_repository(text: str, repo_id: str) -> str:
+    """Return the text of a card with the name `repo_id` for the placeholder, and without the note on it."""
+    return text.replace(f"{PLACEHOLDER_NOTE}\n\n", "").replace(PLACEHOLDER, repo_id)
+
+
+def _render(folder: Path, report: Calibration | None, repo_id: str | None) -> str:
+    """`render_card` with the folder's report."""
+    config = read_config(folder)
+    if not isinstance(config, QKNormConfig):
+        raise ValueError(f"{folder} holds a plain {config.model_type}: convert it first (hf-qknorm convert)")
+    if report is not None and not report.stale and report.scheme != config.scheme:
+        raise ValueError(
+            f"{folder / REPORT} has the scheme {report.scheme}, and config.json has {config.scheme}: remove the "
+            "report, or calibrate again"
+        )
+    return _template().render(**_context(folder, config, report, repo_id))
+
+
 def _keep_card(folder: Path) -> list[str]:
     """Copy a README.md that hf_qknorm did not generate to README.original.md; return that name, if it is new."""
+    if not _must_keep_card(folder):
+        return []
+    replace_file(folder / KEPT_CARD, lambda temporary: shutil.copyfile(folder / CARD, temporary))
+    return [KEPT_CARD]
+
+
+def _must_keep_card(folder: Path) -> bool:
+    """Whether a README.md would be lost. Raises FileExistsError for a different README.original.md."""
     card, kept = folder / CARD, folder / KEPT_CARD
     if card.is_symlink() or not card.is_file() or is_generated_card(card):
-        return []  # the target of a link is not replaced
-    if os.path.lexists(kept):
-        if kept.is_file() and filecmp.cmp(card, kept, shallow=False):
-            return []
-        raise FileExistsError(f"{card} would be replaced, and its copy {kept} exists already: move one of them away")
-    replace_file(kept, lambda temporary: shutil.copyfile(card, temporary))
-    return [KEPT_CARD]
+        return False  # the target of a link is not replaced
+    if not os.path.lexists(kept):
+        return True
+    if kept.is_file() and filecmp.cmp(card, kept, shallow=False):
+        return False
+    raise FileExistsError(f"{card} would be replaced, and its copy {kept} exists already: move one of them away")
 
 
 @cache
@@ -136,7 +161,7 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "metadata": Markdown(front.to_yaml()),
         "name": name,
         "repo": Markdown(repo_id or PLACEHOLDER),  # checked: letters, digits and -_./ alone
-        "has_repo": repo_id is not None,
+        "note": Markdown(PLACEHOLDER_NOTE) if repo_id is None else None,
         "bases": [Markdown(base) for base in bases],  # checked, too
         "config": config,
         "auto_class": Markdown(auto_class(config)),

@@ -18,7 +18,7 @@ from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.names import CARD, CONFIGS, FOLDERS, INDEX, KEPT_CARD, LICENCE, REPORT, TEMPLATES, TOKENIZER_FILES
 from hf_qknorm.files.paths import user_path
-from hf_qknorm.hub.card import PLACEHOLDER, write_card
+from hf_qknorm.hub.card import render_card, with_repository, write_card
 from hf_qknorm.hub.current_report import current_report
 from hf_qknorm.hub.metadata import is_generated_card, stated_results
 from hf_qknorm.hub.private import check_private, remove_local_origins
@@ -77,14 +77,14 @@ def upload_files(source: Source, repo_id: str, token: str | None) -> Iterator[di
         add_standalone(staged)
         if (report := current_report(source.folder, source.weights)) is not None:
             report.save(staged / REPORT)
-        _add_card(staged, repo_id)
+        _add_card(staged, source.folder, repo_id)
         files = {path.relative_to(staged).as_posix(): path for path in sorted(staged.rglob("*")) if path.is_file()}
         check_private(files, source, token)
         yield files | {name: source.folder / name for name in source.weights.files}
 
 
-def _add_card(staged: Path, repo_id: str) -> None:
-    """Render card and plots. The text of a card by hf_qknorm, which may have been edited, stays if its results hold."""
+def _add_card(staged: Path, folder: Path, repo_id: str) -> None:
+    """Render card and plots. A card by hf_qknorm that was edited in `folder` stays, if its results hold."""
     card = staged / CARD
     text = card.read_text(encoding="utf-8") if is_generated_card(card) else None
     stated = stated_results(card) if text is not None else {}
@@ -92,5 +92,5 @@ def _add_card(staged: Path, repo_id: str) -> None:
     (staged / KEPT_CARD).unlink(missing_ok=True)  # for the user's folder only
     if stated and stated != stated_results(card):
         logger.warning("%s states results that are not in the report: a new card is uploaded, without its edits", CARD)
-    elif text is not None:
-        card.write_text(text.replace(PLACEHOLDER, repo_id), encoding="utf-8")
+    elif text is not None and text != render_card(folder):
+        card.write_text(with_repository(text, repo_id), encoding="utf-8")

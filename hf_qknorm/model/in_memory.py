@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import yaml
 
-LOADING: Final = ("dtype", "device_map")
+LOADING: Final = ("dtype", "torch_dtype", "device_map")
 
 logger = logging.getLogger("hf_qknorm")
 
@@ -43,34 +43,28 @@ class InMemoryName(str):
     def load(self, cls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return a copy of the model, without the hooks on it, and transformers' account of the loading.
 
-        Of the `options` of `from_pretrained`, the dtype, the device and the attention backend are used. Raises
-        ValueError if the model is no `cls`, or can't be copied.
+        Of the `options` of `from_pretrained`, the dtype (by default `model.dtype`), the device and the attention
+        backend are used. Raises ValueError if the model is no `cls`, or can't be copied.
         """
         caller, model = f"{cls.__name__}.from_pretrained", self.model()
-        if model is None:
-            raise self.refusal(caller, "it is no longer in memory")
-        if not isinstance(model, cls):
-            raise self.refusal(caller, f"it is a {type(model).__name__}")
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise self.refusal(caller, "some of its weights are offloaded")
-        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-            raise self.refusal(caller, "DeepSpeed ZeRO-3 shards its weights")
+        reason = "it is no longer in memory" if model is None else _why_not_copied(model, cls, options)
+        if reason is not None:
+            raise self.refusal(caller, reason)
         logger.warning(
             "%s(%r): the model of this name was changed in memory, and is copied as it is now", caller, str(self)
         )
         config = copy.deepcopy(model.config)
-        settings = {"dtype": model.dtype, **{name: options[name] for name in LOADING if options.get(name) is not None}}
-        requested = options.get("attn_implementation") or getattr(options.get("config"), "_attn_implementation", None)
-        if requested in (None, config._attn_implementation):  # TRL requests that of the whole for every tower
-            parts = {key: part for key in config.sub_configs if (part := getattr(config, key, None)) is not None}
-            requested = {key: part._attn_implementation for key, part in {"": config, **parts}.items()}
-        settings["attn_implementation"] = requested
+        settings = {name: options[name] for name in LOADING if options.get(name) is not None}
+        dtype = settings.pop("torch_dtype", model.dtype)  # the old name of dtype
+        settings = {"dtype": dtype, **settings, "attn_implementation": _backend(config, options)}
         weights = {name: weight.clone() for name, weight in model.state_dict().items()}
         loaded, info = type(model).from_pretrained(
             None, config=config, state_dict=weights, output_loading_info=True, **settings
         )
         if missing := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
             raise self.refusal(caller, f"another tool has changed its weights' names, such as {missing[0]}")
+        if model.can_generate():  # transformers reads these settings from a file
+            loaded.generation_config = copy.deepcopy(model.generation_config)
         for named in (loaded.config, *_named_modules(loaded)):
             named.name_or_path = str(self)
         mark_in_memory(loaded)
@@ -89,9 +83,40 @@ class InMemoryName(str):
         return f"{self} (changed in memory, not saved: put the folder of the saved model here)" if self else ""
 
 
-# Cards hold the name, and the dumper of `yaml.dump` writes an instance of a subclass as a call of Python.
-for _dumper in (yaml.Dumper, yaml.SafeDumper):
-    _dumper.add_representer(InMemoryName, lambda dumper, name: dumper.represent_str(str(name)))
+def _why_not_copied(model: Any, cls: Any, options: dict[str, Any]) -> str | None:
+    """The reason why `cls.from_pretrained` can't copy a model with these options; None if it can."""
+    from torch.distributed.tensor import DTensor  # here, since it takes long to import
+
+    parameters = list(model.parameters())
+    if not isinstance(model, cls):
+        return f"it is a {type(model).__name__}"
+    if any(parameter.is_meta for parameter in parameters):
+        return "some of its weights are offloaded"
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return "DeepSpeed ZeRO-3 shards its weights"
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        return "its weights are sharded"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "its weights are quantised"
+    if options.get("quantization_config") is not None:
+        return "quantization_config needs weights from the disk"
+    return None
+
+
+def _backend(config: Any, options: dict[str, Any]) -> str | dict[str, str]:
+    """Return the attention backend that the options ask for; by default the one of each part of the model."""
+    requested: str | None = options.get("attn_implementation")
+    requested = requested or getattr(options.get("config"), "_attn_implementation", None)
+    if requested not in (None, config._attn_implementation):  # TRL requests that of the whole for every tower
+        return requested
+    parts = {key: part for key in config.sub_configs if (part := getattr(config, key, None)) is not None}
+    return {key: part._attn_implementation for key, part in {"": config, **parts}.items()}
+
+
+# Cards hold the name, and a dumper of YAML writes an instance of a subclass as a call of Python, or refuses it.
+for _dumper in ("Dumper", "SafeDumper", "CDumper", "CSafeDumper"):
+    if hasattr(yaml, _dumper):  # those in C are optional
+        getattr(yaml, _dumper).add_representer(InMemoryName, lambda dumper, name: dumper.represent_str(str(name)))
 
 
 def mark_in_memory(model: Any) -> None:
@@ -128,11 +153,11 @@ def copies_by_name(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stores_no_base(to_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the dict of PEFT's config name no base model for an adapter whose base model was changed in memory."""
+    """Let PEFT's config store a name that no tool can load, for an adapter whose base model was changed in memory."""
 
     @wraps(to_dict)
     def stored(self: Any) -> Any:
-        name = self.base_model_name_or_path
+        name = getattr(self, "base_model_name_or_path", None)  # not every config has a base model
         return to_dict(self) | ({"base_model_name_or_path": name.unsaved()} if isinstance(name, InMemoryName) else {})
 
     return stored

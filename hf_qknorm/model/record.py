@@ -1,9 +1,9 @@
 """The record of a calibration on a patched model: its report as JSON data, and samples of the weights it was made of.
 
 A save writes the record beside the weights. It is marked stale if the weights, or the scheme, are not those that were
-measured. A sample of a tensor is a digest of a few of its elements: reading 64 elements of each tensor takes a fraction
-of a second for any model, and training, merging an adapter or quantising changes some of them. Elements are also
-digested as rounded to bfloat16 and float16, so that a cast is no change.
+measured. A sample of a tensor is a digest of 64 of its elements or fewer. Reading them takes a fraction of a second,
+but a sharded tensor is gathered first. Training, merging an adapter or quantising changes some of them. Elements are
+also digested as rounded to bfloat16 and float16, so that a cast is no change.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.stats.bounds import logit_bound
+from hf_qknorm.stats.bounds import logit_bounds
 from hf_qknorm.stats.distributed import ONE_PROCESS, Batches, Ranks, full_tensor
 from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, logit_statistics, watched_layers
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Numbers, Prediction
@@ -134,11 +134,11 @@ def layer_reports(
     model: Any, before: dict[str, LayerStatistics], after: dict[str, LayerStatistics]
 ) -> dict[str, LayerReport]:
     """The report of each layer: its statistics unpatched (if measured) and patched, its gains and its bound."""
-    reports = {}
+    reports, bounds = {}, logit_bounds(model)
     for name, layer in patched_layers(model).items():
         norms, seen = head_norms(layer), after[name]
         gains = _gain(norms.get("q_norm"), len(seen.rms_q)), _gain(norms.get("k_norm"), len(seen.rms_k))
-        reports[name] = LayerReport(before.get(name), seen, *gains, logit_bound(layer))
+        reports[name] = LayerReport(before.get(name), seen, *gains, bounds[name])
     return reports
 
 

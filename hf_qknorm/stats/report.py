@@ -160,7 +160,9 @@ class Calibration:
         readers: dict[str, Any] = dict.fromkeys(("base_model", "dataset"), check_optional_repo_id)
         readers |= {"cap": check_positive, "layers": partial(records.read_layers, record=LayerReport), "knees": _knees}
         readers |= {"scheme": lambda value, _: Scheme.from_dict(value), "weights": check_samples, "stale": _flag}
-        return cls(**records.read_fields(data, cls, "report", versioned=True, **readers))
+        report = cls(**records.read_fields(data, cls, "report", versioned=True, **readers))
+        _check_sides(report)
+        return report
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -191,6 +193,18 @@ def _knees(value: Any, where: str) -> dict[float, Prediction]:
             raise ValueError(f"{where}[{i}].knee is {knee}, expected a finite number ≥ 0")
         found[knee] = Prediction.from_dict({key: x for key, x in item.items() if key != "knee"}, f"{where}[{i}]")
     return found
+
+
+def _check_sides(report: Calibration) -> None:
+    """Raise ValueError unless a report has either all numbers of the unpatched model or, by its method, none."""
+    compared = report.method != MEASURED
+    predicted = compared and report.chosen is not None
+    sides: dict[str, tuple[Any, bool]] = {"base": (report.base, predicted), "ones": (report.ones, predicted)}
+    sides |= {f"layers.{name}.before": (layer.before, compared) for name, layer in report.layers.items()}
+    for name, (side, expected) in sides.items():
+        if (side is not None) != expected:
+            found, wanted = ("null", "numbers") if expected else ("not null", "null")
+            raise ValueError(f"report.{name} is {found}, expected {wanted} with the method {report.method!r}")
 
 
 def _flag(value: Any, where: str) -> bool:

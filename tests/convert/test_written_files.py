@@ -54,6 +54,18 @@ def test_a_converted_checkpoint_keeps_its_report_when_it_is_saved(source, tmp_pa
     assert Calibration.load(tmp_path / "again" / REPORT) == report == Calibration.load(out / REPORT)
 
 
+def test_files_of_another_conversion_are_not_taken_over(source, tmp_path):
+    convert_checkpoint(source, tmp_path / "first", "soft_cap", calibration=[TEXT])
+    for name in (CARD, CODE_FILE, REPORT, *PLOTS):
+        (source / name).write_bytes((tmp_path / "first" / name).read_bytes())
+    plan = plan_conversion(source, tmp_path / "out", "qk_norm", standalone=False)
+    assert plan.written == ("config.json", CARD)
+    convert_checkpoint(source, tmp_path / "out", "qk_norm", standalone=False)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"config.json", "model.safetensors", CARD, *plan.files}
+    assert not {CARD, CODE_FILE, REPORT, *PLOTS} & set(plan.files)
+
+
 def test_without_calibration_the_card_says_so(source, tmp_path):
     convert_checkpoint(source, tmp_path / "out", "qk_norm", standalone=False)
     card = (tmp_path / "out" / CARD).read_text()
@@ -98,14 +110,18 @@ def test_an_export_takes_over_neither_card_nor_plots_nor_report(source, tmp_path
 def test_the_last_lines_show_how_to_load(source, tmp_path, options, capsys):
     out = str(tmp_path / "out")
     assert cli.main(["convert", str(source), out, "--scheme", "qk_norm", *options]) == 0
-    *_, title, own = (lines := capsys.readouterr().out.splitlines())[
-        : None if options[:1] == ["--no-standalone"] else -1
-    ]
-    assert title == "load it"
-    assert own == f"with hf_qknorm:    import hf_qknorm; model = AutoModelForCausalLM.from_pretrained({out!r})"
+    model = f"AutoModelForCausalLM.from_pretrained({out!r}"
+    expected = ["load it", f"with hf_qknorm:    import hf_qknorm; model = {model})"]
     if options != ["--no-standalone"]:
-        loading = f"AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True)"
-        assert lines[-1] == f"without hf_qknorm: model = {loading}"
+        expected.append(f"without hf_qknorm: model = {model}, trust_remote_code=True)")
+    assert capsys.readouterr().out.splitlines()[-len(expected) - 1 :] == ["", *expected]
+
+
+def test_the_last_lines_name_the_home_folder(source, tmp_path, monkeypatch, capsys):
+    """A shell does not expand a quoted ~, nor does from_pretrained."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["convert", str(source), "~/out", "--scheme", "soft_cap"]) == 0
+    assert capsys.readouterr().out.endswith(f"from_pretrained({str(tmp_path / 'out')!r}, trust_remote_code=True)\n")
 
 
 def test_the_command_card_measures_again(source, tmp_path, capsys):
@@ -136,6 +152,27 @@ def test_the_command_card_measures_again(source, tmp_path, capsys):
     again.lm_head.weight.data.mul_(0.5)
     again.save_pretrained(out)
     assert f"was measured on 512 tokens (loss {report.loss:.3f}). **Its weights have changed" in render_card(out)
+
+
+@pytest.mark.parametrize(
+    ("readme", "options", "message"),
+    [
+        ("# Theirs", [], "README.original.md exists already: move one of them away"),
+        ("---\nlicense: [mit\n---\n", [], "its front matter can't be read"),
+        ("# Ours", ["--repo", "a/b/c"], "repo_id is 'a/b/c', expected a name on the Hub"),
+    ],
+)
+def test_a_card_that_can_not_be_written_is_refused_before_the_measurement(
+    source, tmp_path, readme, options, message, capsys
+):
+    out, corpus = tmp_path / "out", tmp_path / "corpus.txt"
+    corpus.write_text(TEXT)
+    convert_checkpoint(source, out, "qk_norm")
+    (out / CARD).write_text(readme)
+    (out / KEPT_CARD).write_text("older")
+    assert cli.main(["card", str(out), "--texts", str(corpus), *options]) == 1
+    assert message in capsys.readouterr().err
+    assert not (out / REPORT).exists()
 
 
 def test_a_model_in_memory_is_measured_as_it_is(source, tmp_path):

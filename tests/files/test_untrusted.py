@@ -103,7 +103,7 @@ REPORT = Calibration(
     Scheme(q="rms", knee=4.0),
     50.0,
     Prediction(1.0),
-    None,
+    Prediction(3.0),
     Prediction(2.0),
     {"layers.0": LAYER},
     knees={0.0: Prediction(1.5), 4.0: Prediction(2.0, 0.1, 0.9)},
@@ -113,6 +113,7 @@ REPORT = Calibration(
 def test_each_part_of_schemes_and_reports():
     for data in variants(SCHEME):
         outcome(lambda data=data: Scheme.from_dict(data))
+    assert Calibration.from_dict(REPORT.to_dict()) == REPORT
     for data in variants(REPORT.to_dict()):
         report = outcome(lambda data=data: Calibration.from_dict(data))
         assert report is None or report.table()

@@ -176,7 +176,7 @@ def run_calibrations(folder: Path, rank: int) -> None:
                 state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
                 backward(model, rank)
                 if rank == 0:
-                    save_file(state, folder / f"{name} {case} {way} calibrated.safetensors")
+                    model.save_pretrained(folder / f"{name} {case} {way} calibrated", state_dict=state)
 
 
 def main(path: str, step: str | None = None) -> None:

@@ -98,7 +98,13 @@ def test_a_card_has_the_numbers_of_the_report(tmp_path):
 )
 def test_a_card_states_the_text_that_judged_the_model(tmp_path, method, judged, clause):
     edit(checkpoint(tmp_path), method=method, judged=judged, tokens=120)
-    assert clause in render_card(tmp_path)
+    text = render_card(tmp_path)
+    assert clause in text
+    assert f"by the method `{method}`" in text
+
+
+def test_code_in_a_card_is_not_escaped(tmp_path):
+    assert "its model type, `qknorm_gpt_neox`." in render_card(checkpoint(tmp_path, family="gpt_neox", report=False))
 
 
 def test_a_card_has_knee_and_bound(tmp_path):

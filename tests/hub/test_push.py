@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hf_qknorm import Scheme, patch_model, push_to_hub, set_blend
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import REPORT
-from hf_qknorm.hub.card import PLACEHOLDER, write_card
+from hf_qknorm.hub.card import PLACEHOLDER_NOTE, write_card
 from hf_qknorm.hub.upload_files import open_checkpoint
 
 CODE, WEIGHTS = "modeling_qknorm.py", "model.safetensors"
@@ -97,12 +98,27 @@ def test_weights_and_reports_of_an_earlier_push_are_deleted(hub, tmp_path):
 def test_an_edited_card_keeps_its_text(hub, out):
     write_card(out)
     card = (out / "README.md").read_text()
-    assert PLACEHOLDER in card
+    assert PLACEHOLDER_NOTE in card
     (out / "README.md").write_text(f"{card}\nMy own words.\n")
     push_to_hub(out, "me/tiny")
     (commit,) = hub.commits("me/tiny")
-    assert commit.files["README.md"].decode() == f"{card}\nMy own words.\n".replace(PLACEHOLDER, "me/tiny")
+    pushed = commit.files["README.md"].decode()
+    assert pushed.endswith("\nMy own words.\n")
+    assert 'from_pretrained("me/tiny")' in pushed
+    assert not re.search(r"OWNER/NAME|\(Replace", pushed)
     assert (out / "README.md").read_text() == f"{card}\nMy own words.\n"
+
+
+def test_a_card_without_edits_is_written_anew_for_the_repository(hub, out):
+    """The folder has neither a name on the Hub nor stand-alone code, which the push adds."""
+    write_card(out)
+    assert "**Without hf_qknorm**, this checkpoint does not load" in (out / "README.md").read_text()
+    push_to_hub(out, "me/tiny")
+    (commit,) = hub.commits("me/tiny")
+    pushed = commit.files["README.md"].decode()
+    assert "\n# tiny\n" in pushed
+    assert 'from_pretrained("me/tiny", trust_remote_code=True)' in pushed
+    assert not re.search(r"does not load|OWNER/NAME|\(Replace", pushed)
 
 
 @pytest.mark.parametrize(("private", "asked"), [(None, None), (True, "private"), (False, "public")])

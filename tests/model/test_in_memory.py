@@ -12,6 +12,8 @@ import torch
 import yaml
 from tables import KNEES, PAIRS, TRIED, make_batch, randomise, sharp_model
 from tiny import tiny_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -77,6 +79,18 @@ def test_the_copy_has_the_model_in_memory_and_the_options(auto, patched, folder,
     assert again.name_or_path.model() is again.config.name_or_path.model() is again
 
 
+def test_the_copy_generates_as_the_model_does(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config.eos_token_id = [5, 7]
+    again = AutoModelForCausalLM.from_pretrained(patch_model(model, "qk_norm").name_or_path)
+    assert again.generation_config.to_dict() == model.generation_config.to_dict()
+    assert again.generation_config is not model.generation_config
+
+
+def test_the_old_name_of_the_dtype(patched):
+    assert LlamaForCausalLM.from_pretrained(patched.name_or_path, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
 def test_configs_and_plain_names_are_the_unpatched_models(patched, folder):
     assert patched.name_or_path == patched.config.name_or_path == patched.model.name_or_path == str(folder)
     assert AutoConfig.from_pretrained(patched.name_or_path).model_type == "llama"
@@ -95,7 +109,8 @@ def test_anywhere_else_the_name_is_a_string(patched, folder, tmp_path):
         assert type(other) is str
         assert other == name
     assert yaml.safe_load(yaml.dump({"base_model": name})) == json.loads(json.dumps({"base_model": name}))
-    assert yaml.safe_load(yaml.safe_dump([name])) == [str(folder)]
+    for dumper in (yaml.SafeDumper, yaml.CDumper, yaml.CSafeDumper):
+        assert yaml.safe_load(yaml.dump([name], Dumper=dumper)) == [str(folder)]
     patched.save_pretrained(tmp_path / "out")
     assert str(folder) not in (tmp_path / "out" / "config.json").read_text()
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out").name_or_path) is str
@@ -118,6 +133,19 @@ def test_changes_to_a_patched_checkpoint_are_marked(patched, tmp_path):
     assert type(LlamaForCausalLM.from_pretrained(unpatched.name_or_path)) is LlamaForCausalLM
 
 
+def test_the_mark_from_before_a_patch_stays(patched, tmp_path):
+    """An unpatched model from a patched checkpoint is not the model of that name, whatever follows."""
+    patched.save_pretrained(tmp_path / "out")
+    model = unpatch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    with pytest.raises(ValueError, match="can't cap"):
+        patch_model(model, "soft_cap", attn_implementation="sdpa")
+    for scheme in ("none", "qk_norm"):
+        patch_model(model, scheme)
+        assert model.name_or_path.model() is model.config.name_or_path.model() is model
+        unpatch_model(model)
+        assert model.name_or_path.model() is model.config.name_or_path.model() is model
+
+
 def test_none_keeps_the_name(folder):
     model = patch_model(AutoModelForCausalLM.from_pretrained(folder), "none")
     assert type(model.name_or_path) is type(model.config.name_or_path) is str
@@ -131,6 +159,12 @@ def test_a_model_that_cannot_be_copied_is_refused(patched, folder):
     with pytest.raises(ValueError, match="DeepSpeed ZeRO-3 shards its weights"):
         LlamaForCausalLM.from_pretrained(name)
     del patched.lm_head.weight.ds_id
+    with pytest.raises(ValueError, match="quantization_config needs weights from the disk"):
+        LlamaForCausalLM.from_pretrained(name, quantization_config={"quant_method": "bitsandbytes"})
+    patched.hf_quantizer = object()  # as on a checkpoint that is loaded quantised
+    with pytest.raises(ValueError, match="its weights are quantised"):
+        LlamaForCausalLM.from_pretrained(name)
+    del patched.hf_quantizer
     patched.model.layers[0].self_attn.q_proj.other = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"changed its weights' names, such as .*q_proj\.other\.bias"):
         LlamaForCausalLM.from_pretrained(name)
@@ -139,6 +173,12 @@ def test_a_model_that_cannot_be_copied_is_refused(patched, folder):
     gone = InMemoryName(folder, patch_model(sharp_model("llama"), SCHEMES["soft_cap"]))
     with pytest.raises(ValueError, match="it is no longer in memory"):
         LlamaForCausalLM.from_pretrained(gone)
+
+
+def test_a_sharded_model_is_refused(patched, process_group):
+    fully_shard(patched, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="its weights are sharded"):
+        LlamaForCausalLM.from_pretrained(patched.name_or_path)
 
 
 def test_an_unnamed_model_is_copied_by_its_empty_name():

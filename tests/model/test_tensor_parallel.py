@@ -13,7 +13,9 @@ from tables import as_loaded, make_batch, randomise, sharp_model
 from tensor_parallel_run import CALIBRATIONS, calibration_batches
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_qknorm import Scheme, calibrate, patch_model, unpatch_model
+from hf_qknorm import Calibration, Scheme, calibrate, patch_model, unpatch_model
+from hf_qknorm.files.names import REPORT
+from hf_qknorm.model.record import is_changed
 
 NORMED = {"q": "rms", "k": "layer", "v": "rms", "softcap": 5.0}
 SCHEMES = {
@@ -87,6 +89,9 @@ def test_two_processes_calibrate_as_one_does(gain, name, folders):
         torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-9, msg=key)
     reports = [json.loads((folders[gain] / f"reports {rank}.json").read_text())[name] for rank in range(2)]
     assert reports[0] == reports[1]
+    written = Calibration.load(folders[gain] / f"calibrated {name}" / REPORT)
+    assert not written.stale
+    assert not is_changed(written.weights, found.state_dict())
     for layer, numbers in report.to_dict()["layers"].items():  # of the heads of both
         for side in ("before", "after"):
             for statistic, values in numbers[side].items():

@@ -8,7 +8,7 @@ from accelerate import cpu_offload
 from tables import fingerprint, sharp_model
 from torch import nn
 
-from hf_qknorm import FAMILIES, inspect_model, patch_model, unpatch_model
+from hf_qknorm import FAMILIES, calibrate, inspect_model, patch_model, unpatch_model
 from hf_qknorm.families import known_families
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.stats.bounds import largest_gains, logit_bounds
@@ -152,6 +152,14 @@ def test_each_layer_that_shares_keys_has_the_bound_of_its_keys():
         model.model.layers[1].self_attn.k_norm.weight.mul_(3)  # layer 3 uses these keys
     factors = [after / before[name] for name, after in logit_bounds(model).items()]
     assert factors == pytest.approx([1, 3, 1, 3])
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_a_report_has_the_bound_of_layers_that_share_keys(model_type):
+    model = patch_model(born(model_type), "soft_cap")
+    bounds = {name: layer.bound for name, layer in calibrate(model, [TOKENS] * 2).layers.items()}
+    assert bounds == logit_bounds(model)
+    assert None not in bounds.values()
 
 
 def test_a_model_whose_attention_another_tool_has_replaced_is_not_watched():

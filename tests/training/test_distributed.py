@@ -32,7 +32,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_qknorm import calibrate
+from hf_qknorm import Calibration, calibrate
+from hf_qknorm.files.names import REPORT, SINGLE
+from hf_qknorm.model.record import is_changed
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "accelerate"
 SHARDED = [(case, way) for case in CASES for way in WAYS if way != "DDP"]
@@ -146,7 +148,8 @@ def test_calibration_under_ddp_is_that_of_one_process(name, kind, ran):
 def test_calibration_of_a_sharded_model_is_that_of_one_process(name, case, way, ran):
     model = made(case)
     report = calibrate(model, calibration_batches(), max_tokens=4 * 24, **CALIBRATIONS[name])
-    found = load_file(ran / f"{name} {case} {way} calibrated.safetensors")
+    folder = ran / f"{name} {case} {way} calibrated"
+    found = load_file(folder / SINGLE)
     expected = model.state_dict()
     assert found.keys() == expected.keys()
     for key, value in expected.items():  # a sharded matrix product may round differently
@@ -154,6 +157,9 @@ def test_calibration_of_a_sharded_model_is_that_of_one_process(name, case, way, 
     reports = [(ran / f"{name} {case} {way} {rank}.json").read_text() for rank in range(2)]
     assert reports[0] == reports[1]
     assert repr(report.scheme) in reports[0]
+    written = Calibration.load(folder / REPORT)
+    assert not written.stale
+    assert not is_changed(written.weights, found)
 
 
 def test_training_a_sharded_models_gains_is_refused(process_group):
