@@ -219,7 +219,8 @@ def _reload(model: Any, batch: Tensor, folder: Path) -> dict[str, Any]:
     with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
         expected = Path(temporary, "expected.safetensors")
         save_file({"input_ids": batch, "logits": logits.contiguous()}, expected)
-        command = [sys.executable, "-m", "hf_qknorm.demo.check_reload", folder, expected, str(torch.get_num_threads())]
+        arguments = [str(folder), str(expected), str(torch.get_num_threads())]
+        command = [sys.executable, "-m", "hf_qknorm.demo.check_reload", *arguments]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         raise RuntimeError(f"the saved checkpoint could not be loaded in a new process:\n{finished.stderr}")
