@@ -82,6 +82,9 @@ class Inspection:
         """The measurements, the layers at the highest risk, and the advice, as a page of text."""
         return page_text(self._page())
 
+    def __str__(self) -> str:
+        return self.table()
+
     def _repr_html_(self) -> str:
         return page_html(self._page())
 

@@ -105,6 +105,14 @@ class QKNormConfig(_Config):
         return base
 
     @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return transformers' dict without the type of an unpatched model, of which `from_pretrained` would warn."""
+        config_dict, unused = super().get_config_dict(*args, **kwargs)
+        if config_dict.get("model_type") == cls.base_model_type and "qk_norm" not in config_dict:
+            config_dict = {key: value for key, value in config_dict.items() if key != "model_type"}
+        return config_dict, unused
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build the config as transformers does. A scheme in `kwargs`, in any form, replaces the file's."""
         given = {key: kwargs.pop(key) for key in OWN_SETTINGS if key in kwargs}

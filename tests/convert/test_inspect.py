@@ -115,7 +115,7 @@ def test_a_patched_model_is_measured_as_it_is(scheme):
     base, now = predictions(model, [{"input_ids": tokens(2, 20)}])
     assert (found.base, found.patched, found.trials) == (base, now, {})
     assert found.cap == (model.config.attn_logit_softcapping or 50)
-    assert str(found.scheme) in found.table()
+    assert str(found.scheme) in str(found) == found.table()
     if scheme == "qk_norm_cap":
         assert found.keeps
         assert "Advice: leave it as it is" in found.table()
