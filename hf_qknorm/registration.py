@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.model import auto
+from hf_qknorm.model.adapter_weights import keeps_gains
 from hf_qknorm.model.in_memory import copies_by_name, refuses_names, stores_no_base
 from hf_qknorm.model.liger import for_derived, spares_norms
 
@@ -114,6 +115,11 @@ def _extend_adapters(config: Any) -> None:
     config.PeftConfigMixin.to_dict = stores_no_base(config.PeftConfigMixin.to_dict)
 
 
+def _extend_adapter_loading(peft_model: Any) -> None:
+    """Let PEFT refuse an adapter with gains for a model without norms, instead of leaving them out."""
+    peft_model.set_peft_model_state_dict = keeps_gains(peft_model.set_peft_model_state_dict)
+
+
 def _extend_auto_adapters(auto: Any) -> None:
     """Let PEFT load an adapter whose config names a derived class: it imports from the packages of a list alone."""
     allowed = getattr(auto, "get_default_import_allowlist", None)  # absent in PEFT 0.18, which imports from any
@@ -140,6 +146,7 @@ EXTENDED: Final[dict[str, Callable[[Any], None]]] = {
     "peft.utils.constants": _extend_peft,
     "peft.config": _extend_adapters,
     "peft.auto": _extend_auto_adapters,
+    "peft.peft_model": _extend_adapter_loading,
     "liger_kernel.transformers.monkey_patch": _extend_liger,
     "vllm.entrypoints.llm": _extend_vllm,
 }

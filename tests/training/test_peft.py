@@ -104,6 +104,21 @@ def test_adapters_are_saved_and_loaded_beside_a_patched_checkpoint(tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_an_adapter_with_gains_is_refused_by_an_unpatched_model(model_type, tmp_path):
+    model = adapted(patch_model(sharp_model(model_type), "qk_norm"), modules_to_save=["q_norm", "k_norm"])
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds \S+\.[qk]_norm\.\w+, the gain of a norm that this"):
+        peft.PeftModel.from_pretrained(sharp_model(model_type), tmp_path)
+    peft.PeftModel.from_pretrained(patch_model(sharp_model(model_type), "qk_norm"), tmp_path)
+
+
+def test_an_adapter_of_a_model_with_its_own_norms_loads(tmp_path):
+    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["q_norm", "k_norm"])
+    peft.get_peft_model(sharp_model("qwen3"), settings).save_pretrained(tmp_path)
+    peft.PeftModel.from_pretrained(sharp_model("qwen3"), tmp_path)
+
+
 def test_adapters_added_by_transformers_add_adapter():
     model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
     before = model(**make_batch("left")).logits
