@@ -115,11 +115,7 @@ def calibrate(
             fit_gains(bare, fitted, held_out, steps=steps, projections=method == "fit_qk")
         compared = evaluate(bare, held_out, cap, ranks)
         before, after = compared.base, compared.own
-        if max_loss_increase is not None and before and after and not after.loss - before.loss <= max_loss_increase:
-            raise ValueError(
-                f"the loss rises by {after.loss - before.loss:.4f} nats ({before.loss:.4f} to {after.loss:.4f}), more "
-                f'than max_loss_increase={max_loss_increase:g}. A larger knee, or knee="auto", keeps more'
-            )
+        _check_rise(before, after, max_loss_increase)
         layers = layer_reports(bare, compared.before, compared.after)
     broadcast_attention(model, ranks)
     if bare.config.scheme.norms:
@@ -143,6 +139,15 @@ def calibrate(
     report = ranks.broadcast(report)
     set_record(bare, report.to_dict())
     return report
+
+
+def _check_rise(before: Prediction | None, after: Prediction | None, limit: float | None) -> None:
+    """Raise ValueError if the loss rises by more than the limit, or is NaN."""
+    if limit is not None and before and after and not after.loss - before.loss <= limit:
+        raise ValueError(
+            f"the loss rises by {after.loss - before.loss:.4f} nats ({before.loss:.4f} to {after.loss:.4f}), more "
+            f'than max_loss_increase={limit:g}. A larger knee, or knee="auto", keeps more'
+        )
 
 
 def resolve_method(
