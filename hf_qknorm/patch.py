@@ -39,7 +39,7 @@ def patch_model(
     """Put a scheme on every attention layer of `model`, in place, and return the model.
 
     `scheme` is a preset's name, a `Scheme`, or its JSON form. The model's class and its config's class become derived
-    ones, which train, save and load like those of any transformers model. With the scheme "none" the model saves as its
+    ones, which train, save and load as any transformers model does. With the scheme "none" the model saves as its
     base type.
 
     New gains are 1: a pretrained model loses part of what it knew until `calibrate` fits them. With `pre_norm=False`

@@ -1,4 +1,4 @@
-"""Findings of `hf-qknorm doctor`, and those about versions. It imports nothing of the package, nor torch."""
+"""The findings of `hf-qknorm doctor`, and the comparison of versions. It imports nothing of the package, nor torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def find_versions(code: str) -> Iterator[Finding]:
 
 
 def check_version(name: str, number: str | None, needed: str) -> Finding:
-    """Compare a package's version, None if it is not installed, with the needed ones and with those of the tests.
+    """Compare a package's version, None if it is not installed, with the needed and the tested versions.
 
     Every release of a tested minor version counts as tested.
 
@@ -95,6 +95,6 @@ def _stale(code: str) -> str:
 
 
 def _requirements() -> dict[str, str]:
-    """The versions that the package needs, without those of extras, by name."""
+    """The versions that the package needs, by name, without the extras."""
     found = [Requirement(line) for line in (requires(PROJECT) or [])] if _installed(PROJECT) else []
     return {r.name: str(r.specifier) for r in found if r.marker is None or r.marker.evaluate({"extra": ""})}

@@ -26,7 +26,7 @@ OVERWRITE = "replace a checkpoint at the destination, if the folder holds nothin
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like those of the commands."""
+    """A parser whose errors are one line, as the commands' errors are."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"hf-qknorm: {' '.join(message.split())} (see {self.prog} --help)\n")

@@ -33,7 +33,7 @@ PARTS = Path(__file__).with_suffix("")  # the files of the kernel that are not t
 NAME = "qknorm-attention"
 PLACEHOLDER = f"org/{NAME}"  # in these files, for the repository
 NAMESPACE = f"{PACKAGE}.ops._ops"  # the module that each build replaces by one with a namespace of its own
-ALLOWED = {*sys.stdlib_module_names, "torch", "triton"}  # what a kernel may import
+ALLOWED = {*sys.stdlib_module_names, "torch", "triton"}  # packages that a kernel may import
 PYTHON = (3, 9)  # the oldest version whose syntax a kernel may use
 
 OPS = '''"""The namespace of this build's operators in `torch.ops`: unique, so that several builds can be loaded."""

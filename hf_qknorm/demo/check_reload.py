@@ -1,4 +1,4 @@
-"""A script of the demo, for a new process: load a converted checkpoint, and compare its logits with those in a file."""
+"""A script of the demo, for a new process: load a converted checkpoint, and compare its logits with stored ones."""
 
 from __future__ import annotations
 

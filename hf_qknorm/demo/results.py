@@ -93,9 +93,9 @@ def summary(runs: list[Run], usual: float) -> str:
     return "\n".join(lines)
 
 
-def _above(difference: float, what: str) -> str:
+def _above(difference: float, reference: str) -> str:
     if not math.isfinite(difference):
         return "at a loss that is not finite"
     if abs(difference) < LEVEL:
-        return f"level with {what}"
-    return f"{abs(difference):.3f} nats {'above' if difference > 0 else 'below'} {what}"
+        return f"level with {reference}"
+    return f"{abs(difference):.3f} nats {'above' if difference > 0 else 'below'} {reference}"

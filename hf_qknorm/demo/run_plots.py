@@ -1,4 +1,4 @@
-"""The demo's plot: what the conversion changes, and the runs of continued training."""
+"""The demo's plot: the rise in loss from the conversion, and the runs of continued training."""
 
 from __future__ import annotations
 

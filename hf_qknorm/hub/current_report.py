@@ -12,9 +12,9 @@ from hf_qknorm.stats.report import Calibration
 
 
 def current_report(folder: Path, weights: Weights | None = None) -> Calibration | None:
-    """Return the report in `folder`, marked as stale if the weights are not those that were measured; None without one.
+    """Return the report in `folder`, marked as stale if other weights were measured; None without one.
 
-    `weights` are by default those of the folder; without any, the report's own mark counts. Reads 64 elements of each
+    `weights` are by default the folder's; without any, the report's own mark counts. Reads 64 elements of each
     tensor. Raises ValueError, naming the file, for a report or weights that can't be read.
     """
     if not (folder / REPORT).is_file():

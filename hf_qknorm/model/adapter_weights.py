@@ -11,7 +11,7 @@ PREFIX: Final = "base_model.model."  # of the names in an adapter
 
 
 def keeps_gains(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Let PEFT's `set_peft_model_state_dict` refuse gains that it would leave out: those without a norm in the model.
+    """Let PEFT's `set_peft_model_state_dict` refuse gains that it would leave out, for lack of a norm in the model.
 
     Raises ValueError before anything is loaded.
     """

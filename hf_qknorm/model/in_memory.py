@@ -120,7 +120,7 @@ for _dumper in ("Dumper", "SafeDumper", "CDumper", "CSafeDumper"):
 
 
 def mark_in_memory(model: Any) -> None:
-    """Mark the names of `model` and its config: the weights in memory are no longer those of that checkpoint."""
+    """Mark the names of `model` and its config: the weights in memory differ from that checkpoint."""
     model.config._name_or_path = InMemoryName(model.config.name_or_path, model)
     for module in _named_modules(model):
         module.name_or_path = InMemoryName(module.name_or_path, model)

@@ -1,7 +1,7 @@
 """The record of a calibration on a patched model: its report as JSON data, and samples of the weights it was made of.
 
-A save writes the record beside the weights. It is marked stale if the weights, or the scheme, are not those that were
-measured. A sample of a tensor is a digest of 64 of its elements or fewer. Reading them takes a fraction of a second,
+A save writes the record beside the weights. It is marked stale if the weights or the scheme have changed since the
+measurement. A sample of a tensor is a digest of 64 of its elements or fewer. Reading them takes a fraction of a second,
 but a sharded tensor is gathered first. Training, merging an adapter or quantising changes some of them. Elements are
 also digested as rounded to bfloat16 and float16, so that a cast is no change.
 """
@@ -76,8 +76,8 @@ def write_record(model: Any, folder: Path, state_dict: Mapping[str, Any] | None,
 def load_record(model: Any, name: Any, options: Mapping[str, Any]) -> None:
     """Take up the record beside the weights of the checkpoint `name`, a folder or a Hub name, if there is one.
 
-    `options` are those of `from_pretrained`. A report without samples, of an older version, gets those of the loaded
-    weights. A report that can't be read is left out, with a warning.
+    `options` are the arguments of `from_pretrained`. A report without samples, of an older version, gets samples of the
+    loaded weights. A report that can't be read is left out, with a warning.
     """
     if name is None or isinstance(name, InMemoryName):
         return
@@ -112,7 +112,7 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def sample_all(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the samples of tensors, without those that are offloaded or quantised."""
+    """Return the samples of tensors, except offloaded and quantised ones."""
     samples = {name: sample(tensor) for name, tensor in tensors.items()}
     return {name: digests for name, digests in samples.items() if digests}
 

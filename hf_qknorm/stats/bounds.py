@@ -1,6 +1,6 @@
 """The bound on a layer's attention logits for any input, from its norms; `ops/README.md` derives it.
 
-The norms are those of a scheme, or those that a model such as Qwen3 has of its own.
+The norms belong to a scheme, or to the model itself, as in Qwen3.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def rotary_scale(layer: QKNormAttention) -> float:
 
 
 def _key_layer(layer: QKNormAttention, layers: Mapping[str, QKNormAttention]) -> QKNormAttention:
-    """The layer that computes the keys of `layer`: in Gemma 3n and 4 some layers share those of another."""
+    """The layer that computes the keys of `layer`: in Gemma 3n and 4 some layers share the keys of another."""
     if not getattr(layer, "is_kv_shared_layer", False):
         return layer
     return next(x for x in layers.values() if x.store_full_length_kv and x.layer_type == layer.layer_type)

@@ -16,7 +16,7 @@ from hf_qknorm.scheme import SCHEMES
 
 @contextmanager
 def watchable_layers(model: Any) -> Iterator[dict[str, QKNormAttention]]:
-    """The attention modules of `model` by name; those of an unpatched model have the scheme "none" inside the block.
+    """The attention modules of `model` by name; in an unpatched model they have the scheme "none" inside the block.
 
     "none" changes no number. Unlike `patch_model` this leaves the model's class and config alone, and reaches into
     wrappers such as DDP's and PEFT's. After the block the modules are as before.

@@ -22,14 +22,17 @@ from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights
 from hf_qknorm.training.logit_log import LayerSample, LogitSample
 
 GradientNorms = tuple[Tensor | None, Tensor | None]  # of the weights of queries and of keys
-QUERIES, KEYS = ("q", "uq", "qr"), ("k", "uk")  # parts that belong to a head; of a latent, those behind it
+QUERIES, KEYS = (
+    ("q", "uq", "qr"),
+    ("k", "uk"),
+)  # parts that belong to a head; of latent attention, the parts behind the latent
 MEANS = ("entropy", "over_cap", "rms_q", "rms_k", "rms_v")
 
 
 class LogitSampler:
     """Watches the first forward pass of a model in the mode `training`, by default its present mode.
 
-    An unpatched model has the scheme "none" until `close()`. Gains and bounds are those at the start.
+    An unpatched model has the scheme "none" until `close()`. Gains and bounds are measured at the start.
 
     A `compiled` model runs eagerly until `close()`: a compiled program ignores new hooks, and another program would be
     compiled for the sampled steps. Compiled modules in the model are found without the argument.

@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 class MuonClip(Optimizer):
     """An optimiser for the Trainer: Muon and AdamW by one learning rate, and QK-Clip at `threshold` after each step.
 
-    Learning rate, weight decay and AdamW's settings are those of `arguments`, and the Trainer makes the schedule:
+    Learning rate, weight decay and AdamW's settings come from `arguments`, and the Trainer makes the schedule:
 
         >>> from transformers import Trainer, TrainingArguments
         >>> arguments = TrainingArguments(learning_rate=2e-3, weight_decay=0.1, use_cpu=True)
@@ -111,7 +111,7 @@ class MuonClip(Optimizer):
         return vars(self).copy()  # torch's has groups and state alone, and a copy needs the rest
 
     def _step_muon(self) -> None:
-        """Muon's step on all matrices, those of fused projections and of experts one by one."""
+        """Take Muon's step on all matrices; fused projections and experts count as several."""
         fused = {id(projection.weight): (along, outputs) for projection, along, outputs in self.fused}
         groups, copies = [], []
         for group in (group for group in self.param_groups if group["use_muon"]):

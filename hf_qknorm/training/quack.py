@@ -77,7 +77,7 @@ class QuacK(Optimizer):
     def attach(cls, trainer: Trainer, tau: float = 1.0) -> Trainer:
         """Wrap the optimiser that a Trainer makes from its arguments, or was given; returns the Trainer.
 
-        Learning rate, betas, weight decay and schedule are thus those of the Trainer's arguments. `tau` is QuacK's.
+        Learning rate, betas, weight decay and schedule thus come from the Trainer's arguments. `tau` is QuacK's.
 
             >>> trainer = qk.QuacK.attach(trainer)
             >>> trainer.train().global_step

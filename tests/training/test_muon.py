@@ -7,15 +7,16 @@ import re
 
 import pytest
 import torch
-from tables import make_batch, sharp_model
+from tables import make_batch, sharp_model, swept
 from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from hf_qknorm import MuonClip, QKClip, patch_model
+from hf_qknorm import FAMILIES, MuonClip, QKClip, patch_model
 from hf_qknorm.model.attention import patched_layers
 
 RATE, DECAY = 0.02, 0.1
+SHARED = ("zamba", "zamba2")  # layers share the weights of their attention, which would be clipped twice
 # By model type, the names of the parameters for Muon, and how those of several matrices are split.
 MATRICES = {
     "llama": r"layers\.\d\.(self_attn|mlp)\.\w+\.weight",
@@ -39,6 +40,12 @@ def matrices_of(name: str, x: Tensor) -> list[Tensor]:
     if name.endswith("query_key_value.weight"):
         return list(x.view(4, 3, 16, -1).unbind(1))
     return list(x.unbind()) if x.dim() == 3 else [x]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Sweep over one family of each style, or with `--all-families` over all with a language model."""
+    if "swept_type" in metafunc.fixturenames:
+        metafunc.parametrize("swept_type", [name for name in swept(metafunc.config) if name not in SHARED])
 
 
 class ByHand:
@@ -288,3 +295,20 @@ def test_refusals():
         layer.requires_grad_(False)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no trainable linear layer"):
         MuonClip(model, settings())
+
+
+def test_it_steps_and_clips_in_every_family(swept_type, tmp_path):
+    """Models with norms of their own take no threshold."""
+    model = sharp_model(swept_type)
+    threshold = None if FAMILIES[swept_type].own_norms else 1e-2
+    optimizer = MuonClip(model, TrainingArguments(str(tmp_path), learning_rate=1e-3, use_cpu=True), threshold)
+    model(input_ids=make_batch("plain")["input_ids"])[0].float().square().mean().backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.step()
+    after = dict(model.named_parameters())
+    assert all(after[name].isfinite().all() for name in before)
+    assert any(group["use_muon"] for group in optimizer.param_groups)
+    moved = [name for name in before if not torch.equal(after[name], before[name])]
+    assert len(moved) > len(before) / 2
+    assert bool(optimizer.clipped) == (threshold is not None)
+    assert all((factors < 1).any() for factors in optimizer.clipped.values())

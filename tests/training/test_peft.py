@@ -115,8 +115,15 @@ def test_an_adapter_with_gains_is_refused_by_an_unpatched_model(model_type, tmp_
 
 def test_an_adapter_of_a_model_with_its_own_norms_loads(tmp_path):
     settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["q_norm", "k_norm"])
-    peft.get_peft_model(sharp_model("qwen3"), settings).save_pretrained(tmp_path)
-    peft.PeftModel.from_pretrained(sharp_model("qwen3"), tmp_path)
+    model = peft.get_peft_model(sharp_model("qwen3"), settings)
+    trained = {name: p for name, p in model.named_parameters() if "_norm.modules_to_save" in name}
+    with torch.no_grad():
+        for number, gain in enumerate(trained.values(), start=2):
+            gain.fill_(number)
+    model.save_pretrained(tmp_path)
+    loaded = dict(peft.PeftModel.from_pretrained(sharp_model("qwen3"), tmp_path).named_parameters())
+    assert len(trained) == 4
+    assert all(torch.equal(loaded[name], gain) for name, gain in trained.items())
 
 
 def test_adapters_added_by_transformers_add_adapter():
