@@ -41,8 +41,9 @@ PROMPTS = [{"prompt": "What is it? "}, {"prompt": "Why? "}]
 ONLINE = {"max_completion_length": 4, "num_generations": 2, "beta": 0.1}
 
 
-def lengths(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(text)) for text in completions]
+def places(completions: list[str], **_: Any) -> list[float]:
+    """Rewards that differ whatever is sampled: with equal ones there is no gradient."""
+    return [float(place) for place in range(len(completions))]
 
 
 # Trainer, rows, settings, arguments of the trainer, and values that a reference equal to the policy gives at the start.
@@ -51,8 +52,8 @@ METHODS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], dict[str, An
     "Reward": ("Reward", PAIRS, {}, {}, {}),
     "DPO": ("DPO", PAIRS, {}, {}, {"loss": math.log(2), "rewards/margins": 0.0}),
     "KTO": ("KTO", UNPAIRED, {}, {}, {"loss": 0.5, "kl": 0.0}),
-    "GRPO": ("GRPO", PROMPTS, ONLINE, {"reward_funcs": lengths}, {"kl": 0.0}),
-    "RLOO": ("RLOO", PROMPTS, ONLINE, {"reward_funcs": lengths}, {"kl": 0.0}),
+    "GRPO": ("GRPO", PROMPTS, ONLINE, {"reward_funcs": places}, {"kl": 0.0}),
+    "RLOO": ("RLOO", PROMPTS, ONLINE, {"reward_funcs": places}, {"kl": 0.0}),
 }
 REFERRING = [name for name, (*_, start) in METHODS.items() if start]
 
