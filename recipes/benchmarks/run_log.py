@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
+import multiprocessing
 import platform
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +53,43 @@ class Runs:
             self.rows.append(found)
         self.used.append(found)
         return found["result"]
+
+    def run_all(
+        self, wanted: list[Row], run: Callable[[Row], Row | None], jobs: int = 1, minutes: float = math.inf
+    ) -> bool:
+        """Store `run(settings)` for each of the settings without a result, in `jobs` processes with a thread each.
+
+        No run starts after `minutes`. A run that returns None stored its state, and continues when it is called again.
+        Returns whether all settings have a result, which `get` then returns. With several processes `run` must be a
+        function of a module, or a `functools.partial` of one.
+        """
+        known = [row["settings"] for row in self.rows]
+        missing = [settings for settings in wanted if settings not in known]
+        left = len(missing)
+        for settings, result in _results(missing, run, jobs, time.monotonic() + 60 * minutes):
+            if result is not None:
+                self.get(settings, lambda result=result: result)  # type: ignore[misc]
+                self.used.pop()
+                left -= 1
+                print(f"{left} to do; done: {settings}", flush=True)
+        return left == 0
+
+
+def _results(
+    wanted: list[Row], run: Callable[[Row], Row | None], jobs: int, end: float
+) -> Iterator[tuple[Row, Row | None]]:
+    """Yield settings and results of runs as they finish; none starts after the time `end`."""
+    waiting = iter(wanted)
+    if jobs == 1:
+        yield from ((settings, run(settings)) for settings in takewhile(lambda _: time.monotonic() < end, waiting))
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        running = {pool.submit(run, settings): settings for settings in islice(waiting, jobs)}
+        while running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
+            if time.monotonic() < end:
+                running |= {pool.submit(run, settings): settings for settings in islice(waiting, jobs - len(running))}
 
 
 def made() -> dict[str, str]:
