@@ -10,7 +10,8 @@ from pathlib import Path
 
 from arms import ALL_ARMS
 from run_log import Row
-from stability_table import MARGINS, REFERENCES, Grid, Sweep
+from stability_table import MARGINS, REFERENCES, Sweep
+from stability_verdicts import verdicts
 
 ENDS = {"qkv": "QKV", "proj": "Proj", "fc1": "FC1", "fc2": "FC2"}
 
@@ -30,15 +31,16 @@ def rate_cell(rate: float | None, baseline: float | None = None, top: float | No
     return f"{least}{rate:g}" + (f" ({least}×{rate / baseline:.3g})" if baseline else "")
 
 
-def mean_cell(values: list[float]) -> str:
+def mean_cell(values: list[float], signed: bool = False) -> str:
     """The mean and the standard deviation."""
     spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3f}{spread}"
+    mean = statistics.fmean(values)
+    return f"{mean:+.3f}{spread}" if signed else f"{mean:.3f}{spread}"
 
 
 def factor_cell(found: Sweep, arm: str) -> str:
-    """The range of an arm's largest stable rate over the baseline's, by all margins and references."""
-    rates = [(found.stable(arm, *way), found.stable("baseline", *way)) for way in found.ways()]
+    """The range of an arm's largest stable rate over the baseline's, in every way to judge."""
+    rates = list(zip(found.stable_everyway(arm), found.stable_everyway("baseline"), strict=True))
     factors = [rate / other for rate, other in rates if rate is not None and other is not None]
     if len(factors) < len(rates):
         return "–"
@@ -123,16 +125,23 @@ def observed(found: Sweep) -> list[str]:
     return lines + over_rates(found, lambda runs: ", ".join(f"{last(runs, kind):.3g}" for kind in ENDS))
 
 
-def between(found: Sweep, reference: str) -> list[str]:
-    """The table of arms' distances from another arm, seed by seed."""
+def between(found: Sweep, reference: str, other: str | None = None) -> list[str]:
+    """The table of arms' distances from an arm, seed by seed; and their share of the distance of an `other` arm."""
 
-    def apart(grid: Grid, rate: float) -> str:
-        pairs = zip(grid.runs[rate], found.grids[reference].runs[rate], strict=False)
-        differences = [run["held_out"] - other["held_out"] for run, other in pairs]
-        return f"{'+' if statistics.fmean(differences) > 0 else ''}{mean_cell(differences)}"
+    def apart(arm: str, rate: float) -> list[float]:
+        pairs = zip(found.grids[arm].runs[rate], found.grids[reference].runs[rate], strict=False)
+        return [run["held_out"] - against["held_out"] for run, against in pairs]
 
-    rows = [[arm, *(apart(grid, rate) for rate in found.rates)] for arm, grid in found.grids.items()]
-    return table(["arm", *(f"{rate:g}" for rate in found.rates)], [row for row in rows if row[0] != reference])
+    def whole(arm: str) -> float:
+        return statistics.fmean(statistics.fmean(apart(arm, rate)) for rate in found.rates)
+
+    shown = [arm for arm in found.grids if arm != reference]
+    rows = [[arm, *(f"{mean_cell(apart(arm, rate), signed=True)}" for rate in found.rates)] for arm in shown]
+    head = ["arm", *(f"{rate:g}" for rate in found.rates)]
+    if other in found.grids:
+        head.append(f"share of {other}'s")
+        rows = [[*cells, f"{whole(cells[0]) / whole(other):.0%}"] for cells in rows]
+    return table(head, rows)
 
 
 def steps_cell(runs: list[Row]) -> str:
@@ -152,17 +161,18 @@ def page(sweeps: dict[str, Sweep], about: list[str], plots: dict[str, list[Path]
     lines += [f"A bigram table scores {found.bigram:.3f} on the held-out text, a trigram table {found.trigram:.3f}."]
     lines += ["Losses are in nats a character, with the standard deviation over the seeds.", "", "## The sweep", ""]
     if "baseline" in found.grids:
-        lines += [*summary(found), *stable_rates(found)]
+        lines += [*summary(found), *verdicts(found), *stable_rates(found)]
         lines += ["Held-out loss, with the number of seeds above the bigram (b) or else above the trigram (t):", ""]
         lines += [*over_rates(found, loss_cell(found), grams=True), *observed(found), *_images(plots["rates"])]
-    for part, title in {"qkv": "Between qk_norm and qkv_norm", "quack": "QuacK and a constant factor"}.items():
+    titles = {"qkv": "Between qk_norm and qkv_norm", "quack": "QuacK and a constant factor"}
+    for part, title in titles.items():
         found = sweeps[part]
         if not found.grids:
             continue
         lines += [f"## {title}", "", "Held-out loss, with the same marks:", ""]
         lines += over_rates(found, loss_cell(found), grams=True)
-        reference = next(iter(found.grids))
-        lines += [f"Distance from `{reference}`, seed by seed:", "", *between(found, reference)]
+        reference, other = next(iter(found.grids)), "qkv_norm" if part == "qkv" else None
+        lines += [f"Distance from `{reference}`, seed by seed:", "", *between(found, reference, other)]
         if part == "quack":
             lines += [
                 "Mean |Δlogit| that the queries' part of a step causes, and the keys' part; medians of the steps:"

@@ -95,9 +95,21 @@ class Sweep:
         best = self.grids[arm if reference == "own" else "baseline"].best[0]
         return self.grids[arm].stable(best + margin)
 
-    def ways(self) -> list[tuple[str, float]]:
-        """Return every reference with every margin."""
-        return [(reference, margin) for reference in REFERENCES for margin in MARGINS]
+    def limits(self) -> dict[str, dict[str, float]]:
+        """Return every way to judge: its name, and the loss that each arm's runs must end under."""
+        found = {
+            f"{meaning} + {margin:g}": {
+                arm: self.grids[arm if reference == "own" else "baseline"].best[0] + margin for arm in self.grids
+            }
+            for reference, meaning in REFERENCES.items()
+            for margin in MARGINS
+        }
+        tables = {"the trigram table": self.trigram, "the bigram table": self.bigram}
+        return found | {name: dict.fromkeys(self.grids, loss) for name, loss in tables.items()}
+
+    def stable_everyway(self, arm: str) -> list[float | None]:
+        """Return the largest stable rate of an arm in every way to judge."""
+        return [self.grids[arm].stable(losses[arm]) for losses in self.limits().values()]
 
     @classmethod
     def of(cls, rows: list[Row], arms: list[str], rates: tuple[float, ...], ngrams: tuple[float, float]) -> Sweep:

@@ -21,6 +21,7 @@ from observations import COLUMNS, Observations
 from run_log import Runs, thinned
 from stability_page import factor_cell, rate_cell
 from stability_table import MARGINS, Sweep, diverged, largest_stable
+from stability_verdicts import verdicts
 from sweep import FOLDS, Characters, Size, train
 
 from hf_qknorm import QKClip
@@ -104,7 +105,22 @@ def test_arms_are_held_against_their_own_best_and_the_baselines():
     assert found.grids["baseline"].stable_seeds(0.2) == [2e-3, 1e-3]
     assert found.grids["baseline"].stable(TRIGRAM) == 1e-3
     assert math.isnan(found.grids["baseline"].mean(4e-3))
-    assert factor_cell(found, "qk_norm") == "×1 to ≥ ×2 (higher in 4 of 8)"
+    assert factor_cell(found, "qk_norm") == "×1 to ≥ ×2 (higher in 6 of 10)"
+
+
+def test_orderings_name_the_arms_that_are_first():
+    found = sweep_of(
+        {
+            "baseline": {1e-3: [2.0], 2e-3: [2.4], 4e-3: [3.5]},
+            "soft_cap": {1e-3: [2.0], 2e-3: [2.4], 4e-3: [NAN]},
+            "qk_norm": {1e-3: [2.0], 2e-3: [2.0], 4e-3: [2.1]},
+        }
+    )
+    text = "\n".join(verdicts(found))
+    assert "in all of the 10 ways: qk_norm; in none of the 10 ways: soft_cap" in text
+    assert "the trigram table: qk_norm (0.004 or more) > baseline, soft_cap (0.001)" in text
+    assert "the bigram table: qk_norm (0.004 or more) > baseline, soft_cap (0.002)" in text
+    assert "qk_norm 0.03, baseline" in text  # sensitivities
 
 
 def test_the_sensitivity_counts_a_run_without_a_loss_as_one_that_did_not_learn():
