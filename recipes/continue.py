@@ -40,9 +40,22 @@ sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
 import torch
 from continued_arms import ARMS, TAUS
-from continued_run import FAULTS, SIZES, Sources, corpus, prepare, run_one
-from run_log import Row, Runs
+from continued_page import (
+    Faulty,
+    conclusions,
+    faults_section,
+    grid,
+    plots_section,
+    precision_section,
+    rates_section,
+)
+from continued_plots import plot_rates, plot_steps
+from continued_run import AFTER, FAULTS, SIZES, Sources, corpus, prepare, run_one
+from run_log import Row, Runs, provenance
+from stability_table import Grid
 from transformers import HfArgumentParser
+
+from hf_qknorm.files.atomic_io import replace_text
 
 TUNING_SEED = 99
 PARTS = ("rates", "fp32", "faults")
@@ -88,9 +101,10 @@ class Plan:
 
     def __init__(self, options: Options) -> None:
         size, sources, self.options = SIZES[options.size], options.sources, options
+        self.text = corpus(sources.text, sources.checkpoint, size.characters)
         self.common = {
             "model": sources.name,
-            "text": corpus(sources.text, sources.checkpoint, size.characters).name,
+            "text": self.text.name,
             "known": corpus(sources.known, sources.checkpoint, size.characters).name,
             "size": asdict(size),
         }
@@ -136,13 +150,62 @@ class Plan:
         return {part: wanted for part, wanted in every.items() if part in self.options.parts}
 
 
-def best_tau(plan: Plan, runs: Runs) -> float:
-    """Return the τ with the smallest mean loss of the tuning runs; 1 without any."""
+def best_tau(plan: Plan, runs: Runs) -> tuple[float, dict[float, float]]:
+    """Return the τ with the smallest mean loss of the tuning runs (1 without any), and all of these means."""
     losses: dict[float, list[float]] = {}
     for settings in plan.tuning():
-        losses.setdefault(settings["tau"], []).append(runs.get(settings, dict)["held_out"])
-    means = {tau: statistics.mean(ends) for tau, ends in losses.items()}
-    return min(means, key=means.__getitem__) if means else 1.0
+        if (run := runs.find(settings)) is not None:
+            losses.setdefault(settings["tau"], []).append(run["held_out"])
+    means = {tau: statistics.fmean(ends) for tau, ends in losses.items()}
+    return min(means, key=means.__getitem__, default=1.0), means
+
+
+def grids(wanted: list[Row], runs: Runs) -> dict[str, Grid]:
+    """The runs by arm and rate."""
+    found: dict[str, dict[float, list[Row]]] = {}
+    for settings in wanted:
+        if (run := runs.find(settings)) is not None:
+            found.setdefault(settings["arm"], {}).setdefault(settings["rate"], []).append(run)
+    return {arm: grid(rates) for arm, rates in found.items()}
+
+
+def write(plan: Plan, runs: Runs, tau: float, means: dict[float, float]) -> str:
+    """Write the page and its plots beside the runs; return the page."""
+    options, parts, size = plan.options, plan.parts(tau), SIZES[plan.options.size]
+    arms = grids(parts["rates"], runs)
+    plots = [options.out.with_name(f"{options.out.name}{ending}.png") for ending in ("", "-steps")]
+    ngrams = plan.text.ngrams()
+    plot_rates(arms, ngrams, plots[0])
+    plot_steps(arms, plots[1])
+    paragraphs = (__doc__ or "").split("\n\n")
+    lines = [f"# Continued training: {plan.common['model']}", "", paragraphs[0], "", *paragraphs[2:4], ""]
+    lines.insert(-2, "")
+    lines += [
+        f"`{size}`; it knows {plan.common['known']}, and learns {plan.common['text']}; seeds: {options.seeds}.",
+        "",
+    ]
+    if ngrams:
+        tables = " and ".join(f"{loss:.3f} (a {name} table)" for name, loss in ngrams.items())
+        lines += [f"Tables that count the new text's tokens, with 0.1 added to each count, reach {tables}.", ""]
+    lines += [provenance(runs.used), "", *conclusions(arms), *plots_section(plots[:1]), *rates_section(arms)]
+    if "faults" in parts:
+        cases: dict[tuple[str, str], Faulty] = {}
+        for settings in parts["faults"]:
+            if (run := runs.find(settings)) is not None:
+                case = cases.setdefault(
+                    (settings["arm"], settings["fault"]), Faulty(settings["arm"], settings["fault"])
+                )
+                case.runs.append(run)
+                case.whole.append(runs.get({**settings, "fault": "none"}, dict))
+        lines += faults_section(list(cases.values()), size.steps // 2, AFTER)
+    if "fp32" in parts:
+        lines += precision_section(arms, grids(parts["fp32"], runs))
+    if means:
+        tried = ", ".join(f"{mean:.4f} with {each:g}" for each, mean in means.items())
+        lines += [f"QuacK's τ, by the mean loss of its tuning runs: {tried}.", ""]
+    text = "\n".join([*lines, *plots_section(plots[1:])]).rstrip() + "\n"
+    replace_text(options.out.with_suffix(".md"), text)
+    return text
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -151,18 +214,18 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     end = time.monotonic() + 60 * options.minutes
     runs, plan = Runs(options.out.with_suffix(".jsonl")), Plan(options)
-    if not prepare(options.sources, SIZES[options.size], end):
-        print("time is up: call again to continue")
-        return
     run = partial(run_one, sources=options.sources, end=end)
 
     def finish(wanted: list[Row]) -> bool:
         return runs.run_all(wanted, run, options.jobs, (end - time.monotonic()) / 60)
 
-    finish(plan.tuning())
-    tau = best_tau(plan, runs)
-    for part, wanted in plan.parts(tau).items():
-        print(f"{part}: {'done' if finish(wanted) else 'to be continued'}", flush=True)
+    starts = {ARMS[arm].start for arm in options.arms}
+    whole = prepare(options.sources, SIZES[options.size], starts, end) and finish(plan.tuning())
+    tau, means = best_tau(plan, runs)
+    if whole and all(finish(wanted) for wanted in plan.parts(tau).values()):
+        print(write(plan, runs, tau, means))
+    else:
+        print("Time is up: give the same command again to continue.")
 
 
 if __name__ == "__main__":

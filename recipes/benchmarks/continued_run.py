@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from continued_arms import ARMS, STARTS, Arm, adamw
+from ngrams import ngram_loss
 from run_log import Row, thinned
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -25,6 +26,7 @@ FAULTS = ("noise", "rate")  # one batch of random tokens; the rate doubled for f
 DOUBLED = 5
 AFTER = 20  # steps after a fault in which the model is looked at
 CALIBRATED = 24  # batches, for a start
+BYTES = 300  # tokens at most for which tables of n-grams are counted
 POINTS = 30  # of the training loss that are kept
 
 
@@ -85,6 +87,14 @@ class Corpus:
         self.name = f"{name}, {len(text):,} characters, CRC {zlib.crc32(text.encode()):08x}"
         cut = len(text) * 9 // 10
         self.seen, self.held_out = tokenize(tokenizer, text[:cut]), tokenize(tokenizer, text[cut:])
+        self.vocabulary = len(tokenizer)
+
+    def ngrams(self) -> dict[str, float]:
+        """The losses of a bigram and a trigram table on the held-out text; none for a vocabulary beyond bytes."""
+        if self.vocabulary > BYTES:
+            return {}
+        tables = {"bigram": 2, "trigram": 3}
+        return {name: ngram_loss(self.seen, self.held_out, self.vocabulary, n) for name, n in tables.items()}
 
     def training(self, size: Size, seed: int) -> list[Tensor]:
         return sample_batches(self.seen, size.steps, size.batch, size.length, seed=100 + seed)
@@ -216,14 +226,15 @@ def load(folder: Path | str) -> Any:
     return model
 
 
-def prepare(sources: Sources, size: Size, end: float = math.inf) -> bool:
-    """Make the models to start from, where they are missing; returns whether all are there at the time `end`."""
+def prepare(sources: Sources, size: Size, names: set[str], end: float = math.inf) -> bool:
+    """Make the starts of these names, where they are missing; returns whether all are there at the time `end`."""
     if not (sources.folder / "unpatched").exists() and not _base(sources, size, end):
         return False
     known = corpus(sources.known, sources.checkpoint, size.characters)
     batches = sample_batches(known.seen, CALIBRATED, size.judging, size.length, seed=1)
-    for name, start in STARTS.items():
+    for name in sorted(names):
         if not (folder := sources.folder / name).exists():
+            start = STARTS[name]
             model = load(sources.folder / "unpatched").to(sources.device)
             if start.scheme is not None:
                 patch_model(model, start.scheme)
