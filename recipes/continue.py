@@ -49,7 +49,7 @@ from continued_page import (
     precision_section,
     rates_section,
 )
-from continued_plots import plot_rates, plot_steps
+from continued_plots import FRONT, plot_rates, plot_steps
 from continued_run import AFTER, FAULTS, SIZES, Sources, corpus, prepare, run_one
 from run_log import Row, Runs, provenance
 from stability_table import Grid
@@ -169,41 +169,44 @@ def grids(wanted: list[Row], runs: Runs) -> dict[str, Grid]:
     return {arm: grid(rates) for arm, rates in found.items()}
 
 
+def faulty(wanted: list[Row], runs: Runs) -> list[Faulty]:
+    """The runs with faults, and the same runs without, by arm and fault."""
+    cases: dict[tuple[str, str], Faulty] = {}
+    for settings in wanted:
+        key = settings["arm"], settings["fault"]
+        run, whole = runs.find(settings), runs.find({**settings, "fault": "none"})
+        if run is not None and whole is not None:
+            case = cases.setdefault(key, Faulty(*key))
+            case.runs.append(run)
+            case.whole.append(whole)
+    return list(cases.values())
+
+
 def write(plan: Plan, runs: Runs, tau: float, means: dict[float, float]) -> str:
     """Write the page and its plots beside the runs; return the page."""
-    options, parts, size = plan.options, plan.parts(tau), SIZES[plan.options.size]
+    options, parts, size, ngrams = plan.options, plan.parts(tau), SIZES[plan.options.size], plan.text.ngrams()
     arms = grids(parts["rates"], runs)
-    plots = [options.out.with_name(f"{options.out.name}{ending}.png") for ending in ("", "-steps")]
-    ngrams = plan.text.ngrams()
+    plots = [options.out.with_name(f"{options.out.name}{ending}.png") for ending in ("", "-steps", "-front")]
     plot_rates(arms, ngrams, plots[0])
     plot_steps(arms, plots[1])
-    paragraphs = (__doc__ or "").split("\n\n")
-    lines = [f"# Continued training: {plan.common['model']}", "", paragraphs[0], "", *paragraphs[2:4], ""]
-    lines.insert(-2, "")
-    lines += [
-        f"`{size}`; it knows {plan.common['known']}, and learns {plan.common['text']}; seeds: {options.seeds}.",
-        "",
-    ]
-    if ngrams:
-        tables = " and ".join(f"{loss:.3f} (a {name} table)" for name, loss in ngrams.items())
-        lines += [f"Tables that count the new text's tokens, with 0.1 added to each count, reach {tables}.", ""]
-    lines += [provenance(runs.used), "", *conclusions(arms), *plots_section(plots[:1]), *rates_section(arms)]
+    plot_rates({arm: arms[arm] for arm in FRONT if arm in arms}, ngrams, plots[2])
+    sections = [*rates_section(arms)]
     if "faults" in parts:
-        cases: dict[tuple[str, str], Faulty] = {}
-        for settings in parts["faults"]:
-            if (run := runs.find(settings)) is not None:
-                case = cases.setdefault(
-                    (settings["arm"], settings["fault"]), Faulty(settings["arm"], settings["fault"])
-                )
-                case.runs.append(run)
-                case.whole.append(runs.get({**settings, "fault": "none"}, dict))
-        lines += faults_section(list(cases.values()), size.steps // 2, AFTER)
+        sections += faults_section(faulty(parts["faults"], runs), size.steps // 2, AFTER)
     if "fp32" in parts:
-        lines += precision_section(arms, grids(parts["fp32"], runs))
+        sections += precision_section(arms, grids(parts["fp32"], runs))
     if means:
         tried = ", ".join(f"{mean:.4f} with {each:g}" for each, mean in means.items())
-        lines += [f"QuacK's τ, by the mean loss of its tuning runs: {tried}.", ""]
-    text = "\n".join([*lines, *plots_section(plots[1:])]).rstrip() + "\n"
+        sections += [f"QuacK's τ, by the mean loss of its tuning runs: {tried}.", ""]
+    question, _, setting, rules, *_ = (__doc__ or "").split("\n\n")
+    about = f"`{size}`; it knows {plan.common['known']}, and learns {plan.common['text']}; {options.seeds} seeds."
+    tables = " and ".join(f"{loss:.3f} (a {name} table)" for name, loss in ngrams.items())
+    counted = f"Tables that count the new text's tokens, with 0.1 added to each count, reach {tables}."
+    top = [f"# Continued training: {plan.common['model']}", question, setting, rules, about]
+    lines = [line for paragraph in [*top, *([counted] if ngrams else []), provenance(runs.used)]
+             for line in (paragraph, "")]  # fmt: skip
+    lines += [*conclusions(arms), *plots_section(plots[:1]), *sections, *plots_section(plots[1:2])]
+    text = "\n".join(lines).rstrip() + "\n"
     replace_text(options.out.with_suffix(".md"), text)
     return text
 

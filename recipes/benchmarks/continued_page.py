@@ -144,13 +144,13 @@ def conclusions(arms: dict[str, Grid]) -> list[str]:
     }
     for verdict, words in (("better", "better than"), ("level", "level with"), ("worse", "worse than")):
         named = [f"{arm} ({apart})" for arm, apart in best.items() if apart.verdict == verdict]
-        found.append(f"- Each at its best rate, these end {words} the unpatched model: {', '.join(named) or 'none'}.")
+        found.append(f"- Each at its best rate, these end {words} the unpatched model: {'; '.join(named) or 'none'}.")
     for rate in base.rates[-2:]:
         order = sorted(arms, key=lambda arm: arms[arm].mean(rate))
-        losses = ", ".join(f"{arm} {arms[arm].mean(rate) - loss:+.2f}" for arm in order)
+        losses = "; ".join(f"{arm} {arms[arm].mean(rate) - loss:+.2f}" for arm in order)
         found.append(f"- At {rate:g}, above the unpatched model's best ({loss:.3f} at {usual:g}): {losses}.")
     steady = sorted(arms, key=lambda arm: statistics.fmean(arms[arm].sensitivities()))
-    found.append(f"- From the least sensitive to the rate to the most: {', '.join(steady)}.")
+    found.append(f"- From the least sensitive to the rate to the most: {'; '.join(steady)}.")
     return [*found, ""]
 
 

@@ -29,7 +29,7 @@ STYLES = {
     "Muon, QK-Clip 100": ("#8d5a97", "--", "X"),
     "QuacK": ("#3c8d5a", "-", "d"),
 }  # colours that colour-blind people can tell apart, with a marker each
-FRONT = ("unpatched", "soft_cap", "QK-Clip 30", "qk_norm_cap, knee", "qk_norm_cap, knee lowered")
+FRONT = ("unpatched", "soft_cap", "QK-Clip 30", "QuacK", *(arm for arm in STYLES if arm.startswith("qk_norm_cap")))
 
 
 def plot_rates(arms: Mapping[str, Grid], ngrams: Mapping[str, float], path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_recipe_writes_every_arm_fault_and_precision(recipe, text, tmp_path,
         assert words in page
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(rows) == 4 * 1 + 3 * 3 * 2 + 2 * 2 * 2 + 2 * 3  # τ; arms, rates, seeds; arms, faults, seeds; fp32
-    for name in ("out.png", "out-steps.png"):
+    for name in ("out.png", "out-steps.png", "out-front.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     recipe.main(command)  # all is done: the same page
     assert (tmp_path / "out.md").read_text() == page
@@ -145,7 +145,7 @@ def test_the_conclusions_name_each_arm_once_a_rule():
     assert "capped (-0.200" in lines[0]
     assert "none" in lines[1]
     assert "none" in lines[2]
-    assert lines[-2].endswith("capped, unpatched.")
+    assert lines[-2].endswith("capped; unpatched.")
 
 
 def test_the_base_is_the_checkpoint_where_one_is_given(sources, text, tmp_path):
