@@ -11,6 +11,7 @@ from functools import cached_property
 from run_log import Row
 
 MARGINS = (0.1, 0.2, 0.3, 0.5)  # nats above the reference: diverged
+REFERENCES = {"own": "the arm's own best", "baseline": "the baseline's best"}
 
 
 def diverged(run: Row, bigram: float, limit: float = math.inf) -> bool:
@@ -88,6 +89,15 @@ class Sweep:
     rates: tuple[float, ...]
     bigram: float
     trigram: float
+
+    def stable(self, arm: str, reference: str, margin: float) -> float | None:
+        """Return an arm's largest stable rate by the margin above the reference, a key of `REFERENCES`."""
+        best = self.grids[arm if reference == "own" else "baseline"].best[0]
+        return self.grids[arm].stable(best + margin)
+
+    def ways(self) -> list[tuple[str, float]]:
+        """Return every reference with every margin."""
+        return [(reference, margin) for reference in REFERENCES for margin in MARGINS]
 
     @classmethod
     def of(cls, rows: list[Row], arms: list[str], rates: tuple[float, ...], ngrams: tuple[float, float]) -> Sweep:
