@@ -165,10 +165,17 @@ def draw(sweeps: dict[str, Sweep], out: Path) -> dict[str, list[Path]]:
     return drawn
 
 
-def write(sweeps: dict[str, Sweep], rows: list[Row], settings: str, out: Path) -> None:
+def progress(rows: list[Row], seeds: int) -> str:
+    """Count the runs of each part that are done."""
+    done = [(row["settings"]["arm"], row["settings"]["rate"]) for row in rows]
+    counts = {name: sum(arm in part.arms and rate in part.rates for arm, rate in done) for name, part in PARTS.items()}
+    whole = {name: len(part.arms) * len(part.rates) * seeds for name, part in PARTS.items()}
+    return "Runs that are done: " + ", ".join(f"{name} {counts[name]} of {whole[name]}" for name in PARTS) + "."
+
+
+def write(sweeps: dict[str, Sweep], about: list[str], out: Path) -> None:
     """Write the page with its plots, and print it."""
-    about = [*(__doc__ or "").split("\n\n")[2:4], settings, provenance(rows)]
-    written = page(sweeps, about, draw(sweeps, out))
+    written = page(sweeps, [*(__doc__ or "").split("\n\n")[2:4], *about], draw(sweeps, out))
     replace_text(out.with_suffix(".md"), written)
     print(written)
 
@@ -189,8 +196,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Sweep]:
     rows = [row for row in runs.rows if row["settings"].items() >= shared.items()]
     ngrams = text.ngram_losses()
     sweeps = {name: Sweep.of(rows, list(part.arms), part.rates, ngrams) for name, part in PARTS.items()}
-    if rows:
-        write(sweeps, rows, f"`{size}`, text: {text.name}.", options.out)
+    about = [f"`{size}`, text: {text.name}.", progress(rows, options.seeds)]
+    write(sweeps, [*about, provenance(rows)] if rows else about, options.out)
     if not whole:
         print("Some runs are still to do: give the same command again.")
     return sweeps

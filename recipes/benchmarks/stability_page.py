@@ -159,9 +159,9 @@ def page(sweeps: dict[str, Sweep], about: list[str], plots: dict[str, list[Path]
     found = sweeps["rates"]
     lines = ["# The largest stable learning rate", "", *(line for paragraph in about for line in (paragraph, ""))]
     lines += [f"A bigram table scores {found.bigram:.3f} on the held-out text, a trigram table {found.trigram:.3f}."]
-    lines += ["Losses are in nats a character, with the standard deviation over the seeds.", "", "## The sweep", ""]
+    lines += ["Losses are in nats a character, with the standard deviation over the seeds.", ""]
     if "baseline" in found.grids:
-        lines += [*summary(found), *verdicts(found), *stable_rates(found)]
+        lines += ["## The sweep", "", *summary(found), *verdicts(found), *stable_rates(found)]
         lines += ["Held-out loss, with the number of seeds above the bigram (b) or else above the trigram (t):", ""]
         lines += [*over_rates(found, loss_cell(found), grams=True), *observed(found), *_images(plots["rates"])]
     titles = {"qkv": "Between qk_norm and qkv_norm", "quack": "QuacK and a constant factor"}

@@ -24,7 +24,7 @@ from stability_table import MARGINS, Sweep, diverged, largest_stable
 from stability_verdicts import verdicts
 from sweep import FOLDS, Characters, Size, train
 
-from hf_qknorm import QKClip
+from hf_qknorm import QKClip, logit_statistics
 from hf_qknorm.demo.training import decay_groups
 from hf_qknorm.model.attention import patched_layers
 
@@ -201,6 +201,7 @@ def test_a_sweep_without_time_is_continued_later(text, tmp_path, capsys):
     assert not any(found.grids for found in sweep_stability(text, tmp_path, "--minutes", "0").values())
     assert "still to do" in capsys.readouterr().out
     assert rows(tmp_path / "stability.jsonl") == []
+    assert "Runs that are done: rates 0 of 56, qkv 0 of 16, quack 0 of 27." in (tmp_path / "stability.md").read_text()
 
 
 def test_unknown_arms_are_refused(text, tmp_path):
@@ -350,6 +351,11 @@ def test_observations_are_those_of_the_whole_attention_matrix(scheme):
     found = {name: column[0] for name, column in seen.columns.items() if column}
     assert found["logit"] == pytest.approx(float(logits[..., visible].abs().max()), rel=1e-3)
     assert found["qkv"] == pytest.approx(float(out.pow(2).mean().sqrt()), rel=1e-3)
+    with logit_statistics(model) as statistics, torch.no_grad():
+        model(input_ids=ids)
+    (layer_statistics,) = statistics.values()
+    assert found["proj"] == pytest.approx(float(layer_statistics.rms_out), rel=1e-3)
+    assert found["fc2"] == pytest.approx(float(layer_statistics.rms_mlp), rel=1e-3)
     shares = torch.softmax(logits.masked_fill(~visible, -INF), -1)
     entropy = torch.special.entr(shares).sum(-1).mean((0, 2)) / torch.arange(1, 17).log().mean()
     assert found["entropy"] == pytest.approx(float(entropy.mean()), rel=1e-3)
