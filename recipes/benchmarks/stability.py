@@ -14,7 +14,8 @@ limits are (`baseline` at 0.016 and 0.064, `qkv_norm` at 0.002, `qk_norm` at 0.0
 - A run has diverged if a loss is not finite, if its held-out loss is above that of a bigram table, or if it is more
   than a margin above a reference. Four margins are shown: 0.1, 0.2, 0.3 and 0.5 nats. Three references are shown: the
   arm's own best (the smallest mean over the seeds at any rate), the baseline's best, and each seed's own best.
-- A rate is stable if no seed diverges at it or at any smaller one.
+- A rate is stable if no seed diverges at it, or at any rate from the arm's best one up to it. At rates below the best,
+  a run learns too slowly; it does not diverge.
 - The sensitivity to the learning rate is that of Wortsman et al. 2023 (arXiv 2309.14322): the mean over the rates of
   min(loss, loss at initialisation), less the best loss. It is computed for each seed.
 - A run has learned more than pairs of characters if it ends under the bigram's loss, and uses attention if it ends

@@ -32,8 +32,9 @@ def rate_cell(rate: float | None, baseline: float | None = None, top: float | No
 
 
 def mean_cell(values: list[float], signed: bool = False) -> str:
-    """The mean and the standard deviation."""
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    """The mean and, of several finite values, the standard deviation."""
+    several = len(values) > 1 and all(map(math.isfinite, values))
+    spread = f" ± {statistics.stdev(values):.3f}" if several else ""
     mean = statistics.fmean(values)
     return f"{mean:+.3f}{spread}" if signed else f"{mean:.3f}{spread}"
 
@@ -42,12 +43,14 @@ def factor_cell(found: Sweep, arm: str) -> str:
     """The range of an arm's largest stable rate over the baseline's, in every way to judge."""
     rates = list(zip(found.stable_everyway(arm), found.stable_everyway("baseline"), strict=True))
     factors = [rate / other for rate, other in rates if rate is not None and other is not None]
-    if len(factors) < len(rates):
+    if not factors:
         return "–"
     least = "≥ " if any(rate == found.rates[-1] for rate, _ in rates) else ""
     low, high = (f"×{end(factors):.3g}" for end in (min, max))
+    low = "none" if any(rate is None for rate, _ in rates) else low
     extent = low if low == high and not least else f"{low} to {least}{high}"
-    return f"{extent} (higher in {sum(factor > 1 for factor in factors)} of {len(factors)})"
+    higher = sum((rate or 0.0) > (other or 0.0) for rate, other in rates)
+    return f"{extent} (higher in {higher} of {len(rates)})"
 
 
 def summary(found: Sweep) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from ngrams import ngram_loss
 from observations import COLUMNS, Observations
 from run_log import Runs, thinned
-from stability_page import factor_cell, rate_cell
+from stability_page import factor_cell, mean_cell, rate_cell
 from stability_table import MARGINS, Sweep, diverged, largest_stable
 from stability_verdicts import verdicts
 from sweep import FOLDS, Characters, Size, train
@@ -106,6 +106,20 @@ def test_arms_are_held_against_their_own_best_and_the_baselines():
     assert found.grids["baseline"].stable(TRIGRAM) == 1e-3
     assert math.isnan(found.grids["baseline"].mean(4e-3))
     assert factor_cell(found, "qk_norm") == "×1 to ≥ ×2 (higher in 6 of 10)"
+
+
+def test_rates_below_the_best_are_slow_and_not_unstable():
+    found = sweep_of(
+        {
+            "baseline": {1e-3: [2.9], 2e-3: [2.0], 4e-3: [2.05]},
+            "qk_norm": {1e-3: [NAN, NAN], 2e-3: [NAN, 2.0], 4e-3: [2.0, 2.0]},
+        }
+    )
+    assert found.stable("baseline", "own", 0.1) == 4e-3
+    assert found.stable("qk_norm", "own", 0.1) == 4e-3
+    assert found.grids["qk_norm"].stable(1.9) is None
+    assert factor_cell(found, "qk_norm") == "×1 to ≥ ×1 (higher in 0 of 10)"
+    assert mean_cell(found.grids["qk_norm"].losses(2e-3)) == "nan"
 
 
 def test_orderings_name_the_arms_that_are_first():
