@@ -129,21 +129,28 @@ def observed(found: Sweep) -> list[str]:
 
 
 def between(found: Sweep, reference: str, other: str | None = None) -> list[str]:
-    """The table of arms' distances from an arm, seed by seed; and their share of the distance of an `other` arm."""
+    """The table of arms' distances from an arm, seed by seed; and their share of the distance of an `other` arm.
+
+    There is no share where the other arm's distance is within two standard errors of 0.
+    """
 
     def apart(arm: str, rate: float) -> list[float]:
         pairs = zip(found.grids[arm].runs[rate], found.grids[reference].runs[rate], strict=False)
         return [run["held_out"] - against["held_out"] for run, against in pairs]
 
-    def whole(arm: str) -> float:
-        return statistics.fmean(statistics.fmean(apart(arm, rate)) for rate in found.rates)
-
-    shown = [arm for arm in found.grids if arm != reference]
-    rows = [[arm, *(f"{mean_cell(apart(arm, rate), signed=True)}" for rate in found.rates)] for arm in shown]
+    distances = {
+        arm: [distance for rate in found.rates for distance in apart(arm, rate)]
+        for arm in found.grids
+        if arm != reference
+    }
+    rows = [[arm, *(mean_cell(apart(arm, rate), signed=True) for rate in found.rates)] for arm in distances]
     head = ["arm", *(f"{rate:g}" for rate in found.rates)]
-    if other in found.grids:
+    whole = distances.get(other or "", [0.0])
+    error = statistics.stdev(whole) / len(whole) ** 0.5 if len(whole) > 1 else math.inf
+    if abs(statistics.fmean(whole)) > 2 * error:
         head.append(f"share of {other}'s")
-        rows = [[*cells, f"{whole(cells[0]) / whole(other):.0%}"] for cells in rows]
+        shares = {arm: statistics.fmean(values) / statistics.fmean(whole) for arm, values in distances.items()}
+        rows = [[*cells, f"{shares[cells[0]]:.0%}"] for cells in rows]
     return table(head, rows)
 
 

@@ -19,7 +19,7 @@ import torch
 from ngrams import ngram_loss
 from observations import COLUMNS, Observations
 from run_log import Runs, thinned
-from stability_page import factor_cell, mean_cell, rate_cell
+from stability_page import between, factor_cell, mean_cell, rate_cell
 from stability_table import MARGINS, Sweep, diverged, largest_stable
 from stability_verdicts import verdicts
 from sweep import FOLDS, Characters, Size, train
@@ -120,6 +120,20 @@ def test_rates_below_the_best_are_slow_and_not_unstable():
     assert found.grids["qk_norm"].stable(1.9) is None
     assert factor_cell(found, "qk_norm") == "×1 to ≥ ×1 (higher in 0 of 10)"
     assert mean_cell(found.grids["qk_norm"].losses(2e-3)) == "nan"
+
+
+def test_the_share_of_a_distance_is_shown_where_there_is_one():
+    near, far = {1e-3: [2.0, 2.1]} | {rate: [2.0, 2.0] for rate in (2e-3, 4e-3)}, [2.1, 2.12]
+    by_arm = {
+        "qk_norm": near,
+        "qkv_norm": dict.fromkeys(near, far),
+        "qkv_norm with pre-norm": dict.fromkeys(near, [2.05, 2.06]),
+    }
+    text = "\n".join(between(sweep_of(by_arm), "qk_norm", "qkv_norm"))
+    assert "| share of qkv_norm's |" in text
+    assert "| qkv_norm | +0.060 ± 0.057 | +0.110 ± 0.014 | +0.110 ± 0.014 | 100% |" in text
+    assert "| +0.055 ± 0.007 | 41% |" in text
+    assert "share" not in "\n".join(between(sweep_of(by_arm | {"qkv_norm": near}), "qk_norm", "qkv_norm"))
 
 
 def test_orderings_name_the_arms_that_are_first():
