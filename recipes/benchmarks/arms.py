@@ -43,6 +43,24 @@ class ConstantQuacK(QuacK):
             yield from parameter_factors(parts, factors)
 
 
+class WeightsQuacK(QuacK):
+    """QuacK by the norms of the weights alone, as published: neither biases nor the norm before attention count."""
+
+    def __init__(self, optimizer: Optimizer, model: Any) -> None:
+        super().__init__(optimizer, model)
+        self.start: dict[str, dict[str, Tensor]] = {}
+
+    def _scales(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for layer, parts in self.layers.items():
+            norms = {name: part.norms(part.weight.detach()) for name, part in parts.items()}
+            first = self.start.setdefault(layer, norms)
+            yield from parameter_factors(parts, {"q": first["k"] / norms["k"], "k": first["q"] / norms["q"]})
+
+
+def weights_quack(model: Any, optimizer: Optimizer) -> Optimizer:
+    return WeightsQuacK(optimizer, model)
+
+
 def quack(model: Any, optimizer: Optimizer, tau: float = 1.0) -> Optimizer:
     return QuacK(optimizer, model, tau)
 
@@ -108,12 +126,13 @@ QKV_ARMS = {
     "qkv_norm with pre-norm, small value gain": Arm(QKV_AND_PRE, change=small_values),
 }
 
-# QuacK's factor τ, and its ablation: a constant factor α in place of the ratio of norms.
+# QuacK's factor τ, and its ablations: norms of weights alone, and a constant factor α in place of the ratio.
 QUACK_ARMS = {
     "baseline": ARMS["baseline"],
     **{f"QuacK, τ = {tau:g}": Arm(around=partial(quack, tau=tau)) for tau in (0.1, 0.3)},
     "QuacK": ARMS["QuacK"],
     "QuacK, τ = 3": Arm(around=partial(quack, tau=3.0)),
+    "QuacK, weights alone": Arm(around=weights_quack),
     **{f"constant, α = {alpha:g}": Arm(around=partial(constant, tau=alpha)) for alpha in (0.03, 0.1, 0.3)},
 }
 

@@ -20,11 +20,11 @@ limits are (`baseline` at 0.016 and 0.064, `qkv_norm` at 0.002, `qk_norm` at 0.0
 - A run has learned more than pairs of characters if it ends under the bigram's loss, and uses attention if it ends
   under the trigram's.
 
-`--parts` selects: `rates` is this sweep. `qkv` trains arms between `qk_norm` and `qkv_norm` at two rates, to find what
-separates them. `quack` trains QuacK with several τ, and its ablation with a constant factor, at three rates. `--arms`
-selects among their arms. By default the text is the source code of Python's library. `--size gpu` has six layers, 384
-wide, in bfloat16 autocast, for texts of up to 30 million characters. An interrupted sweep continues where it stopped,
-and no run starts after `--minutes`. Writes a page, its runs and its plots.
+`--parts` selects: `rates` is this sweep. `qkv` trains arms between `qk_norm` and `qkv_norm` at two rates, to find the
+cause of their distance. `quack` trains QuacK with several τ, by the norms of weights alone, and with a constant factor,
+at three rates. `--arms` selects among their arms. By default the text is the source code of Python's library. `--size
+gpu` has six layers, 384 wide, in bfloat16 autocast, for texts of up to 30 million characters. An interrupted sweep
+continues where it stopped, and no run starts after `--minutes`. Writes a page, its runs and its plots.
 """
 
 from __future__ import annotations

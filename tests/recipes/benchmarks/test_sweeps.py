@@ -270,6 +270,23 @@ def test_a_constant_factor_scales_steps_of_queries_and_keys_alone(text):
         torch.testing.assert_close(steps[1][name], step * factor, atol=1e-7, rtol=1e-4)
 
 
+def test_weights_alone_scale_steps_by_the_other_sides_norm_as_published():
+    size = stability.SIZES["quick"]
+    model: Any = size.build(20, "none")
+    weight = model.transformer.h[0].attn.c_attn.weight
+    optimizer = arms.ALL_ARMS["QuacK, weights alone"].around(model, torch.optim.SGD([weight], lr=1.0))
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()  # notes the initial norms
+    with torch.no_grad():
+        weight[:, size.width : 2 * size.width] *= 4  # keys
+        model.transformer.h[0].attn.c_attn.bias.fill_(9)
+    before, weight.grad = weight.detach().clone(), torch.ones_like(weight)
+    optimizer.step()
+    steps = (before - weight.detach()).split(size.width, dim=1)
+    for step, expected in zip(steps, (0.25, 1, 1), strict=True):
+        torch.testing.assert_close(step, torch.full_like(step, expected))
+
+
 def test_each_arm_between_the_norms_changes_its_part_alone():
     size = stability.SIZES["quick"]
 
