@@ -31,7 +31,7 @@ def _demo(options: Namespace) -> None:
 def _convert(options: Namespace) -> None:
     if options.private and options.push is None:
         raise ValueError("--private goes with --push REPO")
-    for name in ("method", "knee", "max_loss_increase", "max_memory"):
+    for name in ("method", "knee", "max_loss_increase", "length", "max_memory"):
         if options.calibration is None and getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for a calibration: give --calibrate TEXT as well")
     if options.push is not None:
@@ -39,7 +39,7 @@ def _convert(options: Namespace) -> None:
     if options.calibration is not None:
         check_text(options.calibration)
     places = (options.source, options.destination, options.scheme)
-    names = ("calibration", "method", "knee", "standalone", "overwrite", "allow_pickle")
+    names = ("calibration", "method", "knee", "length", "standalone", "overwrite", "allow_pickle")
     planned = {name: getattr(options, name) for name in names}
     print(plan_conversion(*places, **planned))
     if options.push is not None:
@@ -96,7 +96,8 @@ def _inspect(options: Namespace) -> None:
     check_writable(*files)
     check_files(out, names, sources=[options.checkpoint, options.texts], marker=(names[0], "advice"))
     with _reported(*files):
-        found = inspect_checkpoint(options.checkpoint, texts=options.texts, tokens=options.tokens, cap=options.cap)
+        measured = {name: getattr(options, name) for name in ("texts", "tokens", "length", "cap")}
+        found = inspect_checkpoint(options.checkpoint, **measured)
         print(found.table())
         out.mkdir(parents=True, exist_ok=True)
         found.save(numbers)
@@ -137,7 +138,8 @@ def _card(options: Namespace) -> None:
             from hf_qknorm.convert.remeasure import remeasure_checkpoint
 
             check_card(folder, repo_id=options.repo)  # before the measurement, which may take long
-            print(f"{remeasure_checkpoint(folder, options.texts, tokens=options.tokens).table()}\n")
+            report = remeasure_checkpoint(folder, options.texts, tokens=options.tokens, length=options.length)
+            print(f"{report.table()}\n")
         print(f"written: {', '.join(map(str, write_card(options.checkpoint, repo_id=options.repo)))}")
 
 

@@ -22,6 +22,8 @@ GAINS: Final = ("shared", "per_head", "scalar", "none")
 # Gains with one entry per channel: a bias needs one of them.
 CHANNEL_GAINS: Final = ("shared", "per_head")
 
+LONGEST: Final = 2**31 - 1  # tokens
+
 # The fields of version 0.1.0, which the config.json of every checkpoint holds. An older checkpoint may lack a later
 # field, whose default changes nothing.
 STORED: Final = ("q", "k", "v", "gain", "bias", "p", "scale", "softcap", "pre_norm", "eps")
@@ -43,6 +45,10 @@ class Scheme:
     `knee` > 0 adds `knee` times the mean square of the norm's inputs in calibration text (for "layer" of x − mean x,
     for "lp" the mean |x|ᵖ). Shorter vectors then keep their length, up to a constant, and longer ones are bounded.
     Without calibration this mean is 1.
+    `length_scale` L multiplies each query by log n / log L, n the number of keys that it sees: its position + 1, or
+    the sliding window. Attention then stays as sharp over longer text. Nothing changes at position L − 1, so that L is
+    the length a model was trained at. None means no factor. This is SSMax (Nakanishi 2025, arXiv 2501.19399) with a
+    fixed s = 1/log L for all heads.
 
     Raises ValueError, naming the field, for a value or combination that is not possible.
 
@@ -64,6 +70,7 @@ class Scheme:
     pre_norm: bool = True
     eps: float = 1e-6
     knee: float = 0.0
+    length_scale: int | None = None
 
     def __post_init__(self) -> None:
         named, ordered = (*NORMS, "auto"), tuple(name for name, kind in NORMS.items() if kind.any_order)
@@ -81,6 +88,9 @@ class Scheme:
         for name in ("p", "scale", "softcap", "eps", "knee"):  # 50 and 50.0 are the same scheme, in JSON too
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
+        length = self.length_scale
+        whole = isinstance(length, int) and not isinstance(length, bool)
+        self._require("length_scale", length is None or (whole and 2 <= length <= LONGEST), f"2 to {LONGEST}, or None")
         expected = f"p = 2, or {_listed(ordered)} among q, k and v: no other norm has an order"
         self._require("p", self.p == 2 or not {*ordered}.isdisjoint(self.norms), expected)
         expected = f"a norm on q, k or v, and gain {_listed(CHANNEL_GAINS)}: a bias has the gain's shape"
@@ -102,7 +112,7 @@ class Scheme:
     @property
     def changes_nothing(self) -> bool:
         """Whether attention is the model's own, as with "none"."""
-        return not self.norms and self.scale is None and self.softcap is None
+        return not self.norms and self.scale is self.softcap is self.length_scale is None
 
     def resolve(self, norm: str) -> Scheme:
         """Return the scheme with "auto" replaced by `norm`, the norm that the model itself uses."""
@@ -114,8 +124,8 @@ class Scheme:
         return NORMS[norm].biased and self.gain in CHANNEL_GAINS if self.bias is None else self.bias
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scheme as JSON-ready data. Without a knee it has the fields of version 0.1."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "knee" or self.knee}
+        """Return the scheme as JSON-ready data. Without a knee and a length scale it has the fields of version 0.1."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name in STORED or value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Scheme:

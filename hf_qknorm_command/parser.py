@@ -22,6 +22,7 @@ from hf_qknorm_command.values import (
     parse_scheme,
 )
 
+LENGTHS = "the length of the sequences that the text is cut into, by default 256, or half of learned positions"
 OVERWRITE = "replace a checkpoint at the destination, if the folder holds nothing else"
 
 
@@ -103,6 +104,7 @@ def _add_convert(commands: Any) -> None:
     add("--knee", type=parse_knee, metavar="auto|NUMBER", help=f"{knees}, or with --method the scheme's")
     limit = "with --calibrate, the largest rise in loss; a conversion that loses more is not written"
     add("--max-loss-increase", type=FINITE, metavar="NATS", help=limit)
+    add("--length", type=COUNT, metavar="TOKENS", help=f"with --calibrate, {LENGTHS}")
     memory = "with --calibrate, the most memory to use, as 8GB: by default all that is free; layers that do not fit"
     add("--max-memory", type=parse_memory, metavar="SIZE", help=f"{memory} are read from the disk in each pass")
     add("--dry-run", action="store_true", help="check everything, print the plan, and write nothing")
@@ -121,6 +123,7 @@ def _add_inspect(commands: Any) -> None:
     text = "text like the model's own: a file, a folder, or a Hub dataset; by default Python's standard library"
     add("--texts", metavar="TEXT", help=text)
     add("--tokens", type=COUNT, default=16_384, help="how many tokens to use, by default %(default)s")
+    add("--length", type=COUNT, metavar="TOKENS", help=LENGTHS)
     add("--cap", type=CAP, help="the cap to compare logits with; by default the model's own, or 50")
     files = "folder for inspect.json, heatmap.png and knees.png, by default %(default)s"
     add("--out", metavar="FOLDER", default="./qknorm-inspect", help=files)
@@ -148,6 +151,7 @@ def _add_card(commands: Any) -> None:
     text = "measure the model on this text, a file, a folder or a Hub dataset, and write the report that the card has"
     add("--texts", metavar="TEXT", help=text)
     add("--tokens", type=COUNT, default=16_384, help="with --texts, how many tokens to use, by default %(default)s")
+    add("--length", type=COUNT, metavar="TOKENS", help=f"with --texts, {LENGTHS}")
     add("--repo", metavar="REPO", help="the checkpoint's name on the Hub, for the card")
 
 

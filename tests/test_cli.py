@@ -42,14 +42,15 @@ def test_convert(tmp_path, capsys):
         "exists and is not empty: give another destination, or overwrite=True (--overwrite)" in capsys.readouterr().err
     )
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    options = ["--calibrate", str(tmp_path / "corpus.txt"), "--method", "moments", "--overwrite"]
+    options = ["--calibrate", str(tmp_path / "corpus.txt"), "--method", "moments", "--overwrite", "--length", "48"]
     scheme = ["--scheme", '{"q": "rms", "k": "rms", "gain": "per_head"}']
     assert cli.main(["convert", source, str(out), *options, *scheme]) == 0
     text = capsys.readouterr().out
     assert "fresh gains" in text
     assert f"written: {out}" in text
     assert AutoModelForCausalLM.from_pretrained(out).config.scheme.gain == "per_head"
-    assert json.loads((out / "qk_norm_report.json").read_text())["method"] == "moments"
+    report = json.loads((out / "qk_norm_report.json").read_text())
+    assert (report["method"], report["length"]) == ("moments", 48)
     assert cli.main(["convert", source, str(tmp_path / "new"), *options, "--max-loss-increase", "-9"]) == 1
     assert "more than max_loss_increase=-9. A larger knee" in capsys.readouterr().err
 

@@ -75,6 +75,7 @@ def schemes(draw: st.DrawFn) -> Scheme:
         pre_norm=pre_norm,
         eps=draw(positive),
         knee=draw(st.just(0) | positive) if normed and pre_norm else 0,
+        length_scale=draw(st.none() | st.integers(2, 2**31 - 1)),
     )
 
 

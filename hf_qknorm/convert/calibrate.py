@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from hf_qknorm.convert.fit import check_movable, fit_gains
 from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms, rescale_folded_weights
 from hf_qknorm.convert.knees import KNEES, restored_attention, search_knee
-from hf_qknorm.convert.text import batches_for, check_batches
+from hf_qknorm.convert.text import batches_for, check_batches, context_length, longest_sequence
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.model.attention import require_base
@@ -135,6 +135,8 @@ def calibrate(
         base_model=hub_name(str(bare.name_or_path)) if from_hub else None,
         dataset=hub_name(data) if isinstance(data, str) else None,
         knees=tried,
+        length=longest_sequence(batches),
+        context=context_length(bare.config),
     )
     report = ranks.broadcast(report)
     set_record(bare, report.to_dict())

@@ -34,7 +34,7 @@ from hf_qknorm.convert.plan import (
     stored_name,
 )
 from hf_qknorm.convert.pretrained import load_tokenizer
-from hf_qknorm.convert.text import as_batches, check_batches, check_text, default_length, regrouped
+from hf_qknorm.convert.text import as_batches, check_batches, check_text, longest_sequence, regrouped, sequence_length
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import new_folder
@@ -60,6 +60,7 @@ def plan_conversion(
     calibration: Any = None,
     method: str | None = None,
     knee: Knee | None = None,
+    length: int | None = None,
     standalone: bool = True,
     overwrite: bool = False,
     allow_pickle: bool = False,
@@ -78,7 +79,7 @@ def plan_conversion(
     """
     destination = user_path(dst, "dst")
     check_new(destination, overwrite=overwrite)
-    options = Options(Scheme.of(scheme), method, knee, standalone=standalone).checked(calibration)
+    options = Options(Scheme.of(scheme), method, knee, length=length, standalone=standalone).checked(calibration)
     with _open_convertible(src, options, allow_pickle) as (source, options):
         check_folder(destination, overwrite=overwrite, sources=[source.folder, calibration])
         return make_plan(source, destination, options)
@@ -93,6 +94,7 @@ def convert_checkpoint(
     method: str | None = None,
     knee: Knee | None = None,
     max_loss_increase: float | None = None,
+    length: int | None = None,
     max_memory: int | str | None = None,
     standalone: bool = True,
     overwrite: bool = False,
@@ -102,6 +104,7 @@ def convert_checkpoint(
 
     With `calibration` (texts or batches, as for `calibrate`) the model is loaded and calibrated with `method` and
     `knee`; the report is returned, and saved beside the weights. Without it gains are fresh, and no model is built.
+    `length` is that of the sequences that texts are cut into, by default 256, or half of learned positions.
     `max_memory` limits the memory of the process, in bytes or as "8GB"; default: what machine, cgroups and process
     limits leave. Layers that do not fit are read from the disk in each forward pass, of up to 64 sequences then.
 
@@ -120,7 +123,8 @@ def convert_checkpoint(
     >>> report.scheme.q
     'rms'
     """
-    options = Options(Scheme.of(scheme), method, knee, max_loss_increase, max_memory, standalone).checked(calibration)
+    options = Options(Scheme.of(scheme), method, knee, max_loss_increase, length, max_memory, standalone)
+    options = options.checked(calibration)
     if isinstance(calibration, str | Path):
         check_text(str(calibration))
     destination = user_path(dst, "dst")
@@ -171,6 +175,7 @@ def _open_convertible(src: str | Path, options: Options, allow_pickle: bool) -> 
             )
         try:
             options = replace(options, scheme=options.scheme.resolve(family_of(source.config).norm))
+            sequence_length(source.config, options.length)
             check_scheme(model_type, source.config, options.scheme)
         except ValueError as error:
             raise ValueError(f"{source.folder / CONFIG}: {error}") from error
@@ -202,11 +207,11 @@ def _calibrate(
 
     Returns the report, the new or changed values by their stored names, and the names of the model's tensors.
     """
-    tokenizer, length = partial(load_tokenizer, source.folder), default_length(source.config)
+    tokenizer, length = partial(load_tokenizer, source.folder), sequence_length(source.config, options.length)
     batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=MAX_TOKENS))
     check_batches(batches, source.config)  # before the weights are read
-    longest = max(batch["input_ids"].shape[1] for batch in batches)
-    with place_weights(source, longest, memory_left(options.max_memory), destination) as (placement, sequences):
+    memory = memory_left(options.max_memory)
+    with place_weights(source, longest_sequence(batches), memory, destination) as (placement, sequences):
         if sequences is not None:
             batches = regrouped(batches, sequences)
         loading = {"config": copy.deepcopy(source.config), "dtype": "auto", "use_safetensors": True, **placement}

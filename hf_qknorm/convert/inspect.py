@@ -50,7 +50,7 @@ def inspect_model(
     unpatched model is also measured with the schemes that may suit it, and with the knees that `calibrate` tries.
 
     Raises ValueError for a model that can't be patched, data with fewer than 16 tokens to predict, a cap that is not a
-    finite number > 0, and logits that are not finite.
+    finite number > 0, a length that is not possible, and logits that are not finite.
 
     >>> found = qk.inspect_model(model, texts, max_tokens=1024)
     >>> found.base.kl, found.scheme is None, found.tokens <= 1024
@@ -82,7 +82,8 @@ def inspect_model(
         model=model.name_or_path or type(model).__name__,
         model_type=model.config.model_type,
         tokens=sum(batch["input_ids"].numel() for batch in batches),
-        length=max(batch["input_ids"].shape[1] for batch in batches),
+        length=text.longest_sequence(batches),
+        context=text.context_length(model.config),
         cap=measured.cap,
         scheme=scheme,
         base=base,
@@ -99,7 +100,12 @@ def inspect_model(
 
 
 def inspect_checkpoint(
-    checkpoint: str, *, texts: str | None = None, tokens: int = 16_384, cap: float | None = None
+    checkpoint: str,
+    *,
+    texts: str | None = None,
+    tokens: int = 16_384,
+    length: int | None = None,
+    cap: float | None = None,
 ) -> Inspection:
     """`inspect_model` for a checkpoint (a folder or a Hub name) and `texts` (a source for `load_text`).
 
@@ -107,7 +113,7 @@ def inspect_checkpoint(
 
     Raises, before the weights are read, FileNotFoundError for a folder or a text that does not exist, OSError without a
     tokenizer, and ValueError for pickled or broken weights, a model that is not supported or no causal language model,
-    an impossible cap, and too little text.
+    an impossible cap or length, and too little text.
     """
     if cap is not None:
         check_positive(cap, "cap")
@@ -115,8 +121,9 @@ def inspect_checkpoint(
     with open_source(checkpoint) as source:
         if not isinstance(source.config, QKNormConfig):
             family_of(source.config)
-        with loaded_with_text(source, texts, tokens) as (model, batch, sequences):
-            return inspect_model(model, [batch], max_tokens=tokens, cap=cap, batch_size=sequences)
+        length = text.sequence_length(source.config, length)
+        with loaded_with_text(source, texts, tokens, length) as (model, batch, sequences):
+            return inspect_model(model, [batch], max_tokens=tokens, cap=cap, batch_size=sequences, length=length)
 
 
 def _measure(model: Any, batches: Batches, cap: float | None) -> Measurements:

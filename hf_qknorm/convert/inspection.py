@@ -25,6 +25,7 @@ from hf_qknorm.stats.tables import (
     Points,
     Table,
     bound_cell,
+    context_note,
     mean,
     over_names,
     page_text,
@@ -43,7 +44,8 @@ class Inspection:
     patched, takes no norms, or predicts no tokens). `scheme` is the model's (None if it is unpatched), `bounds` the
     largest |logit| for any input, by layer, where norms bound it, and `gains` the largest |gain| of the norms of
     queries and of keys, by layer; the norms are the scheme's or the model's own. Shares of large logits are relative to
-    `cap`. `even` is the entropy (nats) of even attention, by layer.
+    `cap`. `even` is the entropy (nats) of even attention, by layer. `length` is that of the longest
+    sequence of the text, `context` the longest that the model is for (None where unknown).
 
     >>> found = qk.inspect_model(model, texts)
     >>> found.largest == max(risk.max_logit for risk in found.risks)
@@ -67,6 +69,7 @@ class Inspection:
     knees: KneeTrials | None = None
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     gains: Mapping[str, tuple[float | None, float | None]] = dataclasses.field(default_factory=dict)
+    context: int | None = None
 
     @property
     def largest(self) -> float:
@@ -101,7 +104,8 @@ class Inspection:
         reading = "; ".join([READING, *[GAINS] * bool(self.gains), *[BOUND] * bool(self.bounds)])
         reading = textwrap.fill(reading, WIDTH)
         advice = Points(f"Advice: {'leave it as it is' if self.keeps else self.advice.name}", self.advice.reasons)
-        return (title, predicted, *self._knee_table(), self._layer_table(), reading, advice)
+        note = context_note(self.length, self.context)
+        return (title, predicted, *self._knee_table(), self._layer_table(), reading, note, advice)
 
     def _layer_table(self) -> Table:
         bounded, kneed = bool(self.bounds), self.scheme is not None and bool(self.scheme.knee)

@@ -18,8 +18,11 @@ from hf_qknorm.stats.measure import require_causal
 
 
 @contextmanager
-def loaded_with_text(source: Source, texts: str | None, tokens: int) -> Iterator[tuple[Any, dict[str, Tensor], int]]:
-    """Yield a checkpoint's model, up to `tokens` tokens of `texts`, and the sequences of a forward pass that fit.
+def loaded_with_text(
+    source: Source, texts: str | None, tokens: int, length: int
+) -> Iterator[tuple[Any, dict[str, Tensor], int]]:
+    """Yield a checkpoint's model, up to `tokens` tokens of `texts`, and the sequences of `length` tokens that fit into
+    a forward pass.
 
     `texts` is a source for `load_text`. If the checkpoint does not fit into memory, layers are read from the disk in
     each forward pass.
@@ -33,5 +36,5 @@ def loaded_with_text(source: Source, texts: str | None, tokens: int) -> Iterator
     text.check_batches([{"input_ids": ids[None]}], source.config)
     scratch = Path(tempfile.gettempdir(), source.folder.name)
     memory = memory_left(None)
-    with place_weights(source, text.default_length(source.config), memory, scratch) as (placement, sequences):
+    with place_weights(source, length, memory, scratch) as (placement, sequences):
         yield load_causal(source, "auto", **placement), {"input_ids": ids}, sequences or SEQUENCES

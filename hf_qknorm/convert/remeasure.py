@@ -10,7 +10,14 @@ from torch import nn
 
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert.measured_checkpoint import loaded_with_text
-from hf_qknorm.convert.text import batches_for, check_batches, check_text
+from hf_qknorm.convert.text import (
+    batches_for,
+    check_batches,
+    check_text,
+    context_length,
+    longest_sequence,
+    sequence_length,
+)
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.hub.card import has_tokenizer
@@ -67,17 +74,19 @@ def remeasure(
         judged=tokens,
         base_model=(record_of(bare) or {}).get("base_model"),
         dataset=hub_name(data) if isinstance(data, str) else None,
+        length=longest_sequence(batches),
+        context=context_length(bare.config),
     )
     report = ranks.broadcast(report)
     set_record(bare, report.to_dict())
     return report
 
 
-def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384) -> Calibration:
+def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384, length: int | None = None) -> Calibration:
     """`remeasure` for the patched checkpoint in `folder`; write the report beside its weights, atomically.
 
     Raises, before the weights are read, FileNotFoundError for a folder, a tokenizer or a text that does not exist, and
-    ValueError for broken weights, a model that is not patched, and too little text.
+    ValueError for broken weights, a model that is not patched, an impossible length, and too little text.
     """
     check_text(texts)
     with open_source(folder) as source:
@@ -87,8 +96,9 @@ def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384) -> C
             raise FileNotFoundError(
                 f"{folder} has no tokenizer, which a measurement needs: save one there (tokenizer.save_pretrained)"
             )
-        with loaded_with_text(source, texts, tokens) as (model, batch, sequences):
-            report = remeasure(model, [batch], max_tokens=tokens, batch_size=sequences)
+        length = sequence_length(source.config, length)
+        with loaded_with_text(source, texts, tokens, length) as (model, batch, sequences):
+            report = remeasure(model, [batch], max_tokens=tokens, batch_size=sequences, length=length)
             names = [*own_tensors(model)]
         stored = {name: source.weights.mapped(name) for name in names if name in source.weights}
         report = replace(report, weights=sample_all(stored), dataset=hub_name(texts))

@@ -118,14 +118,34 @@ def sample_batches(ids: Tensor, count: int, batch: int, length: int, seed: int) 
     return [torch.stack([ids[i : i + length] for i in starts.tolist()]) for starts in places]
 
 
+def context_length(config: Any) -> int | None:
+    """The length of the longest sequence that a model with this config is for; None if the config has none."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or None
+
+
+def sequence_length(config: Any, length: int | None) -> int:
+    """Return `length`, or the default. Raises ValueError for one under 2, or beyond learned positions."""
+    if length is None:
+        return default_length(config)
+    context = context_length(config) if _learns_positions(config) else None
+    if length < 2 or (context and length > context):
+        limit = f"2 to {context}, the model's learned positions" if context else "2 or more"
+        raise ValueError(f"length={length}: expected {limit}")
+    return length
+
+
 def default_length(config: Any) -> int:
     """The default length of sequences: 256, or the number of positions if that is smaller.
 
     Where positions are learned, queries and keys depend on them: the length is half of the positions, at most 1024.
     """
     positions = getattr(config, "max_position_embeddings", None) or LENGTH
-    learned = getattr(config, "rope_parameters", None) is None
-    return min(positions, max(LENGTH, min(positions // 2, LEARNED_LENGTH)) if learned else LENGTH)
+    longest = max(LENGTH, min(positions // 2, LEARNED_LENGTH)) if _learns_positions(config) else LENGTH
+    return min(positions, longest)
+
+
+def _learns_positions(config: Any) -> bool:
+    return getattr(config, "rope_parameters", None) is None
 
 
 def batches_for(
@@ -138,7 +158,7 @@ def batches_for(
             raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
         return load_tokenizer(model.name_or_path) if tokenizer is None else tokenizer
 
-    length = length or default_length(model.config)
+    length = sequence_length(model.config, length)
     return list(as_batches(data, load, batch=batch, length=length, max_tokens=max_tokens))
 
 
@@ -181,6 +201,11 @@ def regrouped(batches: Sequence[Mapping[str, Tensor]], most: int, least: int = 8
         parts = {key: torch.split(torch.cat([batch[key] for batch in alike]), most) for key in alike[0]}
         found += [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
     return found
+
+
+def longest_sequence(batches: Sequence[Mapping[str, Tensor]]) -> int:
+    """The number of tokens of the longest sequence, padding included."""
+    return max(batch["input_ids"].shape[1] for batch in batches)
 
 
 def check_batches(batches: Sequence[Mapping[str, Tensor]], config: Any) -> None:

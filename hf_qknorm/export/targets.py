@@ -144,6 +144,11 @@ def find_target(config: Any) -> Target:
     """Return the target of a patched model's config. Raises ValueError, with what would be lost, if there is none."""
     base, scheme = config.base_model_type, config.scheme
     norms, capped = set(scheme.norms), scheme.softcap is not None
+    if scheme.length_scale is not None:
+        raise ValueError(
+            f"length_scale={scheme.length_scale} would be lost: no model of transformers multiplies its queries by "
+            "log n / log L"
+        )
     if not norms and (not capped or FAMILIES[base].own_cap):
         if scheme.scale is not None and base not in SEPARATE:
             raise ValueError(

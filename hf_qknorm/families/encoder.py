@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_qknorm.families.separate import output, output_out_proj, project
-from hf_qknorm.families.style import QKV, Projected, Style
+from hf_qknorm.families.style import NO_POSITIONS, QKV, Projected, Style
 
 WEIGHTS = ("query", "key", "value")
 
@@ -37,6 +37,7 @@ BERT = Style(
     WEIGHTS,
     dropout=lambda module: module.dropout.p,
     heads=lambda module: (module.num_attention_heads, module.num_attention_heads, module.attention_head_size),
+    no_length_scale=NO_POSITIONS,
 )
-VIT = Style(project, output, QKV, length=length)
+VIT = Style(project, output, QKV, length=length, no_length_scale=NO_POSITIONS)
 CLIP = replace(VIT, output=output_out_proj, dropout=lambda module: module.dropout, scale=lambda module: module.scale)

@@ -9,6 +9,8 @@ from typing import Any
 from hf_qknorm.families.style import Style
 from hf_qknorm.scheme import Scheme
 
+SEES_ALL = "its queries see all tokens, and the scale counts those up to a query's position"
+
 
 # Which layers attend through the window `config.sliding_window`: those for which transformers builds the mask with it.
 def nowhere(module: Any) -> bool:
@@ -74,6 +76,10 @@ class Family:
         """Whether any model of this family attends through a sliding window."""
         return self.slides is not nowhere
 
+    def _no_length_scale(self, config: Any) -> str:
+        """The reason why a model with this config can't have a length scale; "" if it can."""
+        return self.style.no_length_scale if self.is_causal(config) else SEES_ALL
+
     def refusal(self, config: Any, scheme: Scheme) -> str | None:
         """Return the reason why a model with this config can't have `scheme`, or None."""
         if getattr(config, "add_cross_attention", False):
@@ -91,6 +97,8 @@ class Family:
                 f"cannot do with a norm after it: got the scheme {scheme}. Only a cap can be added, as with "
                 'scheme="soft_cap" or Scheme(softcap=50.0); or set learning rates by head, with QuacK'
             )
+        if scheme.length_scale is not None and (reason := self._no_length_scale(config)):
+            return f"can't have length_scale={scheme.length_scale}: {reason}"
         if not scheme.pre_norm and not self.pre_norm:
             return (
                 "has no norm before attention that serves attention alone and has a gain to fold away: got the "

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_qknorm.families.separate import output_out_proj, project
-from hf_qknorm.families.style import QKV, Projected, Style, split_heads
+from hf_qknorm.families.style import NO_POSITIONS, QKV, Projected, Style, split_heads
 
 
 def project_gpt2(module: Any, hidden_states: Tensor) -> Projected:
@@ -51,4 +51,5 @@ BIGCODE = Style(
     dropout=lambda module: module.attn_dropout,
     heads=heads_bigcode,
     interleaved=lambda module: not module.multi_query,
+    no_length_scale=NO_POSITIONS,
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_qknorm.families import separate
 from hf_qknorm.families.separate import clip, has_window, output, output_out_proj
-from hf_qknorm.families.style import QKV, Projected, Rotated, Style, rotate, split_heads
+from hf_qknorm.families.style import QKV, SINKS, Projected, Rotated, Style, rotate, split_heads
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
@@ -78,4 +78,4 @@ HUNYUAN = Style(
 OLMOE = Style(project_olmoe, output, QKV, norms_together=True)
 LFM2 = Style(project_lfm2, output_out_proj, QKV, own_norms=("q_layernorm", "k_layernorm"), dropout=lambda module: 0.0)
 EXAONE4 = Style(project_transposed, output, QKV, rotates=rotates_exaone4)
-FLINT = Style(project, output, QKV, rotates=has_window)
+FLINT = Style(project, output, QKV, rotates=has_window, no_length_scale=SINKS)

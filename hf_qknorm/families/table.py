@@ -9,6 +9,7 @@ from typing import Final
 
 from hf_qknorm import families
 from hf_qknorm.families import FAMILIES, REFUSED, Family
+from hf_qknorm.families.family import SEES_ALL
 from hf_qknorm.families.style import Style
 from hf_qknorm.files.atomic_io import replace_text
 
@@ -47,6 +48,12 @@ def markdown() -> str:
         "",
         *(f"| {' | '.join(row)} |" for row in table),
         "",
+        "## Without a length scale",
+        "",
+        "These can't have `Scheme(length_scale=…)`:",
+        "",
+        *(f"- {reason}: {', '.join(names)}." for reason, names in _without_length_scale().items()),
+        "",
         "## Refused",
         "",
         "| model type | why |",
@@ -54,6 +61,16 @@ def markdown() -> str:
         *(f"| `{name}` | {why} |" for name, why in sorted(REFUSED.items())),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _without_length_scale() -> dict[str, list[str]]:
+    """The model types that can't have a length scale, by the reason."""
+    found: dict[str, list[str]] = {}
+    for name, family in FAMILIES.items():
+        reason = family.style.no_length_scale if family.causal else SEES_ALL
+        if reason:
+            found.setdefault(reason, []).append(f"`{name}`")
+    return found
 
 
 def _style_files() -> dict[int, str]:

@@ -45,7 +45,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         rotary = kernel_rotary(positions, self.family.rope)
         heads = Heads(q.to(v.dtype), k.to(v.dtype), v, q_norm, k_norm, rotary)  # a model's own norm may promote them
         slot: Any = None if cache is None else self.family.style.slot(self, **options)
-        if self._fits_one_kernel(heads, mask, cache, slot):
+        if self.scheme.length_scale is None and self._fits_one_kernel(heads, mask, cache, slot):
             if cache is not None:
                 cache.update(library.norm_rope_one(heads.k, k_norm, rotary), v, slot)
             return functions.attend_raw(self, heads, mask, **options)
@@ -54,8 +54,10 @@ class QKNormAttention(KneeStateDict, PlainAttention):
             count = k.shape[2]
             q = library.norm_rope_into(heads, static.keys, static.values, next_positions(static, count))
             count_written(static, count)
+            q = self._length_scaled(q, options)
             return self._call_backend(q, static.keys, static.values, mask, options)
         q, k = library.norm_rope(heads)
+        q = self._length_scaled(q, options)
         if cache is not None:
             k, v = cache.update(k, v, slot)
         return self._call_backend(q, k, v, mask, options)
@@ -189,15 +191,18 @@ def _active(module: Any) -> nn.Module | None:
 def start_blend(layer: QKNormAttention) -> None:
     """Give the layer's norms a blend of 0: the layer then computes as before, with the model's own scale.
 
-    Raises ValueError for a scheme's scale without a norm of q or k to carry it until `end_blend`.
+    Raises ValueError for a scheme's scale or length scale without a norm of q or k to carry it until `end_blend`.
     """
     norms = norm_copies(layer)
     factor = layer.logit_scale / layer.own_scale
     carriers = norms.get("q_norm", norms.get("k_norm", []))
     for carrier in carriers:
         carrier.rescale = factor
-    if not carriers and factor != 1:
-        raise ValueError(f"a blend can't bring in scale={layer.scheme.scale:g} without a norm on queries or keys")
+    scheme = layer.scheme
+    if not carriers and (factor != 1 or scheme.length_scale is not None):
+        field = "length_scale" if factor == 1 else "scale"
+        value = getattr(scheme, field)
+        raise ValueError(f"a blend can't bring in {field}={value:g} without a norm on queries or keys")
     device, _ = device_and_dtype(layer)
     for norm in chain(*norms.values()):
         norm.blend = torch.zeros((), device=device)

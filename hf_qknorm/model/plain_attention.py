@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family
+from hf_qknorm.model.length_scale import scaled_queries
 from hf_qknorm.scheme import Scheme
 
 
@@ -74,6 +75,7 @@ class PlainAttention(nn.Module):
         if style.prescaled:
             q, options = q * self.logit_scale, options | {"scaling": 1.0}
         q, k, v = style.rotate(self, q, k, v, positions, cache=cache, **options)
+        q = self._length_scaled(q, options)
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, fp32 gains or cos and sin promote them
         if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
             k, v = cache.update(k, v, style.slot(self, **options))
@@ -94,6 +96,18 @@ class PlainAttention(nn.Module):
         """Apply the scheme's norm of that name, if there is one, to x `[B, H, T, D]`."""
         norm = None if self.has_own_norms else self._modules.get(name)
         return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
+
+    def _length_scaled(self, q: Tensor, options: dict[str, Any]) -> Tensor:
+        """Multiply rotated queries `[B, H, T, D]` by the scheme's length scale, if it has one."""
+        length = self.scheme.length_scale
+        if length is None:
+            return q
+        return scaled_queries(q, options.get("position_ids"), length, self.window, self._blend())
+
+    def _blend(self) -> Tensor | None:
+        """The blend of the layer's norms; None outside of a blend."""
+        norms = (self._modules.get(name) for name in ("q_norm", "k_norm") if self.blending)
+        return next((norm.blend for norm in norms if norm is not None), None)
 
     @property
     def has_own_norms(self) -> bool:

@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_qknorm.model.accelerate_hooks import is_hooked, loaded
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
+from hf_qknorm.model.length_scale import largest_factor
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.stats.distributed import full_tensor
@@ -49,7 +50,7 @@ def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None
 
     The norms are the scheme's or the model's own. `key_layer` is the layer that computes the keys, by default the same
     one. None where queries or keys have no norm, or a blend is in progress. In models that scale queries by position,
-    the bound holds up to the model's maximum position.
+    and with a length scale, the bound holds up to the model's maximum position.
     """
     norms = head_norms(layer).values()
     q, k = _ranges(layer, key_layer or layer)
@@ -61,7 +62,7 @@ def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None
     else:  # each key head meets its group of query heads
         largest = float((queries.view(len(keys), -1) * keys[:, None]).max())
     rotary = 1.0 if layer.has_own_norms and layer.family.style.norms_rotated else rotary_scale(layer)
-    return abs(layer.logit_scale) * layer.family.style.query_scale(layer) * rotary**2 * largest
+    return abs(layer.logit_scale) * layer.family.style.query_scale(layer) * _length_scale(layer) * rotary**2 * largest
 
 
 def worst_bound(model: Any) -> float | None:
@@ -89,6 +90,12 @@ def rotary_scale(layer: QKNormAttention) -> float:
     _, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=kind)
     own = (rope.get(name) or 1.0 for name in ("short_mscale", "long_mscale"))  # Phi-3.5-MoE has these instead
     return float(max(1.0, factor, *own))
+
+
+def _length_scale(layer: QKNormAttention) -> float:
+    """The factor of the scheme's length scale at the model's last position; 1 without one."""
+    length = layer.scheme.length_scale
+    return 1.0 if length is None else largest_factor(layer.family.style.length(layer), length, layer.window)
 
 
 def _key_layer(layer: QKNormAttention, layers: Mapping[str, QKNormAttention]) -> QKNormAttention:

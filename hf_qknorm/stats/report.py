@@ -23,7 +23,7 @@ from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
 
 MEASURED = "measured"  # the method of a report on the patched model alone
 KNEES = 1_000  # limit on the knees in a report
-OMITTED = ("knees", "stale", "weights")  # from JSON where they are empty
+OMITTED = ("knees", "stale", "weights", "length", "context")  # from JSON where they are empty
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Calibration:
     `base` is the `Prediction` of the unpatched model, `ones` with fresh gains, `chosen` with the calibrated gains; all
     three are None for a model without a language-modelling head. Losses are in nats per token. `layers` has the
     `LayerReport` of every attention layer by name; its shares of large logits are relative to `cap`. `tokens` is the
-    number of tokens of the data, `judged` the number of them that all this was measured on. `base_model` and `dataset`
+    number of tokens of the data, `judged` the number of them that all this was measured on, in sequences of up to
+    `length`; `context` is the longest sequence that the model is for (None where unknown). `base_model` and `dataset`
     are the Hub names of the model and the text, None for local ones. `knees` has the prediction with each knee that was
     tried; the chosen one is `scheme.knee`.
 
@@ -63,6 +64,8 @@ class Calibration:
     knees: Mapping[float, Prediction] = dataclasses.field(default_factory=dict)
     stale: bool = False
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    length: int | None = dataclasses.field(default=None, repr=False)
+    context: int | None = dataclasses.field(default=None, repr=False)
 
     @property
     def base_loss(self) -> float | None:
@@ -146,6 +149,7 @@ class Calibration:
             f"loss, KL by knee: {knees}" if knees else "",
             tables.Table(rows, tables.rest(len(layers))),
             f"{reading};\n{tables.READING}.",
+            tables.context_note(self.length, self.context),
         )
 
     def to_dict(self) -> dict[str, Any]:

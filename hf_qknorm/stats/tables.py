@@ -63,6 +63,17 @@ def pair_of_means(q: Sequence[float] | None, k: Sequence[float] | None, form: st
     return "-" if q is None and k is None else ", ".join(cells)
 
 
+def context_note(length: int | None, context: int | None) -> str:
+    """A warning that text was shorter than the model's context; empty if it was not, or where one is unknown."""
+    if length is None or context is None or length >= context:
+        return ""
+    note = (
+        f"Measured in sequences of up to {length:,} tokens; the model's context has {context:,}. Later positions were "
+        "not measured, and a change of attention may cost more there. length (--length) sets longer sequences."
+    )
+    return textwrap.fill(note, WIDTH)
+
+
 def rest(layers: int) -> str:
     """The line below a table that leaves out layers."""
     return f"… and {layers - ROWS} calmer layers" if layers > ROWS else ""

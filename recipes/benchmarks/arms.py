@@ -16,13 +16,21 @@ from hf_qknorm import SCHEMES, QKClip, QuacK, Scheme
 from hf_qknorm.training.head_weights import parameter_factors
 
 
+def keep(model: Any, optimizer: Optimizer) -> Optimizer:
+    return optimizer
+
+
+def leave(model: Any) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Arm:
     """One way to train a GPT-2: a scheme, further changes of the new model, and a wrapper around the optimizer."""
 
     scheme: str | Scheme = "none"
-    around: Callable[[Any, Optimizer], Optimizer] = lambda model, optimizer: optimizer
-    change: Callable[[Any], None] = lambda model: None
+    around: Callable[[Any, Optimizer], Optimizer] = keep
+    change: Callable[[Any], None] = leave
     paper: float | None = None  # the largest rate that does not diverge, as second-hand reports give Rybakov's table
 
 

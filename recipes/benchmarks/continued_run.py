@@ -264,11 +264,12 @@ def _base(sources: Sources, size: Size, end: float) -> bool:
     result = run.train(known.training(longer, seed=0), judging, sources.folder / "base.pt", end)
     if result is not None:
         print(f"base: {result['held_out']:.4f} nats a token on the known text", flush=True)
-        _save(model, sources.folder / "unpatched")
+        _save(model, sources.folder / "unpatched", byte_tokenizer())
     return result is not None
 
 
-def _save(model: Any, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
+def _save(model: Any, folder: Path, tokenizer: Any = None) -> None:
     with new_folder(folder, lambda: None) as new:
         model.save_pretrained(new)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)

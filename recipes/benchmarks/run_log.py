@@ -71,7 +71,7 @@ class Runs:
         function of a module, or a `functools.partial` of one.
         """
         known = [row["settings"] for row in self.rows]
-        missing = [settings for settings in wanted if settings not in known]
+        missing = [settings for i, settings in enumerate(wanted) if settings not in known + wanted[:i]]
         left = len(missing)
         for settings, result in _results(missing, run, jobs, time.monotonic() + 60 * minutes):
             if result is not None:

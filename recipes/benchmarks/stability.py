@@ -37,12 +37,15 @@ from pathlib import Path
 import torch
 from arms import ALL_ARMS, ARMS, QKV_ARMS, QUACK_ARMS, Arm
 from observations import Observations
-from run_log import Row, Runs, thinned
-from stability_page import write_page
+from run_log import Row, Runs, provenance, thinned
+from stability_page import ENDS, page
 from stability_table import Sweep
 from sweep import Characters, Size, held_out_loss, train
+from sweep_plots import plot_losses, plot_outputs, plot_over_steps
 from torch.optim import Adam
 from transformers import HfArgumentParser
+
+from hf_qknorm.files.atomic_io import replace_text
 
 LOOKS = 20  # times that the model is observed
 POINTS = 40  # of its training loss that are kept
@@ -127,7 +130,7 @@ def wanted(options: Options, name: str) -> list[Row]:
     """Return the settings of all runs, in their order: seeds are completed one by one."""
     size = SIZES[options.size]
     shared = {"text": name, **asdict(size)}
-    runs = [
+    return [
         {"arm": arm, "rate": rate, "seed": seed, **shared}
         for part in options.parts
         for seed in range(options.seeds)
@@ -135,7 +138,39 @@ def wanted(options: Options, name: str) -> list[Row]:
         for rate in PARTS[part].rates
         if arm in options.arms
     ]
-    return [run for i, run in enumerate(runs) if run not in runs[:i]]
+
+
+def draw(sweeps: dict[str, Sweep], out: Path) -> dict[str, list[Path]]:
+    """Draw the plots of the parts that have runs beside `out`; return their paths by part."""
+    drawn: dict[str, list[Path]] = {part: [] for part in sweeps}
+
+    def path(part: str, name: str) -> Path:
+        drawn[part].append(out.with_name(f"{out.name}-{name}.png"))
+        return drawn[part][-1]
+
+    for part, names in {"rates": ("loss", "logits", "entropy"), "quack": ("quack-loss", "quack-steps")}.items():
+        found = sweeps[part]
+        results = {arm: grid.runs for arm, grid in found.grids.items()}
+        if not results:
+            continue
+        lines = {"bigram table": found.bigram, "trigram table": found.trigram}
+        plot_losses(results, lines, path(part, names[0]))
+        if part == "quack":
+            plot_over_steps(results, "query_step", "mean |Δlogit| of the queries' steps", path(part, names[1]))
+            continue
+        plot_over_steps(results, "logit", "largest |logit|, before any cap (dashed: 50)", path(part, names[1]), 50)
+        plot_over_steps(results, "lowest", "smallest share of uniform attention's entropy", path(part, names[2]))
+        shown = {arm: results[arm] for arm in ("baseline", "qk_norm", "QK_FC_norm") if arm in results}
+        plot_outputs(shown, ENDS, path(part, "outputs"))
+    return drawn
+
+
+def write(sweeps: dict[str, Sweep], rows: list[Row], settings: str, out: Path) -> None:
+    """Write the page with its plots, and print it."""
+    about = [*(__doc__ or "").split("\n\n")[2:4], settings, provenance(rows)]
+    written = page(sweeps, about, draw(sweeps, out))
+    replace_text(out.with_suffix(".md"), written)
+    print(written)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Sweep]:
@@ -150,10 +185,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Sweep]:
         options.jobs,
         options.minutes,
     )
-    rows = [row for row in runs.rows if row["settings"].items() >= {"text": text.name, **asdict(size)}.items()]
+    shared = {"text": text.name, **asdict(size)}
+    rows = [row for row in runs.rows if row["settings"].items() >= shared.items()]
     ngrams = text.ngram_losses()
     sweeps = {name: Sweep.of(rows, list(part.arms), part.rates, ngrams) for name, part in PARTS.items()}
-    print(write_page(sweeps, rows, (__doc__ or ""), f"`{size}`, text: {text.name}.", options.out))
+    if rows:
+        write(sweeps, rows, f"`{size}`, text: {text.name}.", options.out)
     if not whole:
         print("Some runs are still to do: give the same command again.")
     return sweeps

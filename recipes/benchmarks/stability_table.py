@@ -11,6 +11,7 @@ from functools import cached_property
 from run_log import Row
 
 MARGINS = (0.1, 0.2, 0.3, 0.5)  # nats above the reference: diverged
+REFERENCES = {"own": "the arm's own best", "baseline": "the baseline's best"}
 
 
 def diverged(run: Row, bigram: float, limit: float = math.inf) -> bool:
@@ -88,6 +89,27 @@ class Sweep:
     rates: tuple[float, ...]
     bigram: float
     trigram: float
+
+    def stable(self, arm: str, reference: str, margin: float) -> float | None:
+        """Return an arm's largest stable rate by the margin above the reference, a key of `REFERENCES`."""
+        best = self.grids[arm if reference == "own" else "baseline"].best[0]
+        return self.grids[arm].stable(best + margin)
+
+    def limits(self) -> dict[str, dict[str, float]]:
+        """Return every way to judge: its name, and the loss that each arm's runs must end under."""
+        found = {
+            f"{meaning} + {margin:g}": {
+                arm: self.grids[arm if reference == "own" else "baseline"].best[0] + margin for arm in self.grids
+            }
+            for reference, meaning in REFERENCES.items()
+            for margin in MARGINS
+        }
+        tables = {"the trigram table": self.trigram, "the bigram table": self.bigram}
+        return found | {name: dict.fromkeys(self.grids, loss) for name, loss in tables.items()}
+
+    def stable_everyway(self, arm: str) -> list[float | None]:
+        """Return the largest stable rate of an arm in every way to judge."""
+        return [self.grids[arm].stable(losses[arm]) for losses in self.limits().values()]
 
     @classmethod
     def of(cls, rows: list[Row], arms: list[str], rates: tuple[float, ...], ngrams: tuple[float, float]) -> Sweep:

@@ -179,6 +179,19 @@ def test_a_patched_model_is_inspected_with_its_bounds(tmp_path):
     assert inspect_model(sharp_model("llama"), [tokens(2, 20)]).bounds == {}
 
 
+def test_the_table_warns_of_text_that_is_shorter_than_the_context():
+    model = sharp_model("llama", max_position_embeddings=64)
+    found = inspect_model(model, [tokens(2, 20)])
+    assert (found.length, found.context) == (20, 64)
+    text = " ".join(found.table().split())
+    assert "Measured in sequences of up to 20 tokens; the model's context has 64. Later positions were not" in text
+    assert "later positions" not in inspect_model(model, [tokens(1, 64)]).table().lower()
+    with pytest.raises(ValueError, match="length=1: expected 2 or more"):
+        inspect_model(model, [tokens(2, 20)], length=1)
+    with pytest.raises(ValueError, match="length=65: expected 2 to 64, the model's learned positions"):
+        inspect_model(tiny_model("gpt2", n_positions=64), [tokens(2, 20)], length=65)
+
+
 def test_a_model_without_a_head_has_layers_and_no_predictions():
     found = inspect_model(sharp_model("llama").base_model, [tokens(2, 20)])
     assert (found.base, found.trials, found.knees) == (None, {}, None)

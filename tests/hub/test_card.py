@@ -48,6 +48,24 @@ def test_every_scheme_has_a_card(tmp_path, scheme, family, report):
     assert ("2602.05006" in text) is (scheme == "lp")
 
 
+@pytest.mark.parametrize("method", ["moments", "measured"])
+def test_a_card_warns_of_text_that_is_shorter_than_the_context(tmp_path, method):
+    report = edit(checkpoint(tmp_path), context=2048)
+    assert report.length == 20
+    if method == "measured":
+        alone = {name: dataclasses.replace(layer, before=None) for name, layer in report.layers.items()}
+        edit(tmp_path, method=method, base=None, ones=None, layers=alone, knees={})
+    text = render_card(tmp_path)
+    assert "tokens in sequences of up to 20" in text
+    warning = "**Long context was not measured**: the text was in sequences of up to 20 tokens, and the model's context"
+    assert f"{warning} has 2,048." in text
+    assert "2,048. Later positions" in text
+    edit(tmp_path, context=20)
+    assert "Long context" not in render_card(tmp_path)
+    edit(tmp_path, length=None, context=None)  # a report of version 0.1
+    assert "sequences of up to" not in render_card(tmp_path)
+
+
 def test_a_card_has_the_numbers_of_the_report(tmp_path):
     checkpoint(tmp_path)
     report = edit(
