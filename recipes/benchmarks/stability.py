@@ -14,7 +14,8 @@ limits are (`baseline` at 0.016 and 0.064, `qkv_norm` at 0.002, `qk_norm` at 0.0
 - A run has diverged if a loss is not finite, if its held-out loss is above that of a bigram table, or if it is more
   than a margin above a reference. Four margins are shown: 0.1, 0.2, 0.3 and 0.5 nats. Three references are shown: the
   arm's own best (the smallest mean over the seeds at any rate), the baseline's best, and each seed's own best.
-- A rate is stable if no seed diverges at it or at any smaller one.
+- A rate is stable if no seed diverges at it, or at any rate from the arm's best one up to it. At rates below the best,
+  a run learns too slowly; it does not diverge.
 - The sensitivity to the learning rate is that of Wortsman et al. 2023 (arXiv 2309.14322): the mean over the rates of
   min(loss, loss at initialisation), less the best loss. It is computed for each seed.
 - A run has learned more than pairs of characters if it ends under the bigram's loss, and uses attention if it ends
@@ -165,10 +166,17 @@ def draw(sweeps: dict[str, Sweep], out: Path) -> dict[str, list[Path]]:
     return drawn
 
 
-def write(sweeps: dict[str, Sweep], rows: list[Row], settings: str, out: Path) -> None:
+def progress(rows: list[Row], seeds: int) -> str:
+    """Count the runs of each part that are done."""
+    done = [(row["settings"]["arm"], row["settings"]["rate"]) for row in rows]
+    counts = {name: sum(arm in part.arms and rate in part.rates for arm, rate in done) for name, part in PARTS.items()}
+    whole = {name: len(part.arms) * len(part.rates) * seeds for name, part in PARTS.items()}
+    return "Runs that are done: " + ", ".join(f"{name} {counts[name]} of {whole[name]}" for name in PARTS) + "."
+
+
+def write(sweeps: dict[str, Sweep], about: list[str], out: Path) -> None:
     """Write the page with its plots, and print it."""
-    about = [*(__doc__ or "").split("\n\n")[2:4], settings, provenance(rows)]
-    written = page(sweeps, about, draw(sweeps, out))
+    written = page(sweeps, [*(__doc__ or "").split("\n\n")[2:4], *about], draw(sweeps, out))
     replace_text(out.with_suffix(".md"), written)
     print(written)
 
@@ -189,8 +197,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Sweep]:
     rows = [row for row in runs.rows if row["settings"].items() >= shared.items()]
     ngrams = text.ngram_losses()
     sweeps = {name: Sweep.of(rows, list(part.arms), part.rates, ngrams) for name, part in PARTS.items()}
-    if rows:
-        write(sweeps, rows, f"`{size}`, text: {text.name}.", options.out)
+    about = [f"`{size}`, text: {text.name}.", progress(rows, options.seeds)]
+    write(sweeps, [*about, provenance(rows)] if rows else about, options.out)
     if not whole:
         print("Some runs are still to do: give the same command again.")
     return sweeps

@@ -32,8 +32,9 @@ def rate_cell(rate: float | None, baseline: float | None = None, top: float | No
 
 
 def mean_cell(values: list[float], signed: bool = False) -> str:
-    """The mean and the standard deviation."""
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    """The mean and, of several finite values, the standard deviation."""
+    several = len(values) > 1 and all(map(math.isfinite, values))
+    spread = f" ± {statistics.stdev(values):.3f}" if several else ""
     mean = statistics.fmean(values)
     return f"{mean:+.3f}{spread}" if signed else f"{mean:.3f}{spread}"
 
@@ -42,12 +43,14 @@ def factor_cell(found: Sweep, arm: str) -> str:
     """The range of an arm's largest stable rate over the baseline's, in every way to judge."""
     rates = list(zip(found.stable_everyway(arm), found.stable_everyway("baseline"), strict=True))
     factors = [rate / other for rate, other in rates if rate is not None and other is not None]
-    if len(factors) < len(rates):
+    if not factors:
         return "–"
     least = "≥ " if any(rate == found.rates[-1] for rate, _ in rates) else ""
     low, high = (f"×{end(factors):.3g}" for end in (min, max))
+    low = "none" if any(rate is None for rate, _ in rates) else low
     extent = low if low == high and not least else f"{low} to {least}{high}"
-    return f"{extent} (higher in {sum(factor > 1 for factor in factors)} of {len(factors)})"
+    higher = sum((rate or 0.0) > (other or 0.0) for rate, other in rates)
+    return f"{extent} (higher in {higher} of {len(rates)})"
 
 
 def summary(found: Sweep) -> list[str]:
@@ -159,9 +162,9 @@ def page(sweeps: dict[str, Sweep], about: list[str], plots: dict[str, list[Path]
     found = sweeps["rates"]
     lines = ["# The largest stable learning rate", "", *(line for paragraph in about for line in (paragraph, ""))]
     lines += [f"A bigram table scores {found.bigram:.3f} on the held-out text, a trigram table {found.trigram:.3f}."]
-    lines += ["Losses are in nats a character, with the standard deviation over the seeds.", "", "## The sweep", ""]
+    lines += ["Losses are in nats a character, with the standard deviation over the seeds.", ""]
     if "baseline" in found.grids:
-        lines += [*summary(found), *verdicts(found), *stable_rates(found)]
+        lines += ["## The sweep", "", *summary(found), *verdicts(found), *stable_rates(found)]
         lines += ["Held-out loss, with the number of seeds above the bigram (b) or else above the trigram (t):", ""]
         lines += [*over_rates(found, loss_cell(found), grams=True), *observed(found), *_images(plots["rates"])]
     titles = {"qkv": "Between qk_norm and qkv_norm", "quack": "QuacK and a constant factor"}

@@ -59,8 +59,9 @@ class Grid:
         return min((pair for pair in means if math.isfinite(pair[0])), default=(math.nan, math.nan))
 
     def stable(self, limit: float) -> float | None:
-        """Return the largest rate at which, and below which, no seed diverged or ended above `limit`."""
-        return largest_stable(self.rates, lambda rate: any(diverged(x, self.bigram, limit) for x in self.runs[rate]))
+        """Return the largest rate up to which, from the best one on, no seed diverged or ended above `limit`."""
+        rates = tuple(rate for rate in self.rates if not rate < self.best[1])
+        return largest_stable(rates, lambda rate: any(diverged(x, self.bigram, limit) for x in self.runs[rate]))
 
     def of_seed(self, seed: int) -> Grid:
         return Grid({rate: [runs[seed]] for rate, runs in self.runs.items()}, self.bigram)

@@ -19,12 +19,12 @@ import torch
 from ngrams import ngram_loss
 from observations import COLUMNS, Observations
 from run_log import Runs, thinned
-from stability_page import factor_cell, rate_cell
+from stability_page import factor_cell, mean_cell, rate_cell
 from stability_table import MARGINS, Sweep, diverged, largest_stable
 from stability_verdicts import verdicts
 from sweep import FOLDS, Characters, Size, train
 
-from hf_qknorm import QKClip
+from hf_qknorm import QKClip, logit_statistics
 from hf_qknorm.demo.training import decay_groups
 from hf_qknorm.model.attention import patched_layers
 
@@ -106,6 +106,20 @@ def test_arms_are_held_against_their_own_best_and_the_baselines():
     assert found.grids["baseline"].stable(TRIGRAM) == 1e-3
     assert math.isnan(found.grids["baseline"].mean(4e-3))
     assert factor_cell(found, "qk_norm") == "×1 to ≥ ×2 (higher in 6 of 10)"
+
+
+def test_rates_below_the_best_are_slow_and_not_unstable():
+    found = sweep_of(
+        {
+            "baseline": {1e-3: [2.9], 2e-3: [2.0], 4e-3: [2.05]},
+            "qk_norm": {1e-3: [NAN, NAN], 2e-3: [NAN, 2.0], 4e-3: [2.0, 2.0]},
+        }
+    )
+    assert found.stable("baseline", "own", 0.1) == 4e-3
+    assert found.stable("qk_norm", "own", 0.1) == 4e-3
+    assert found.grids["qk_norm"].stable(1.9) is None
+    assert factor_cell(found, "qk_norm") == "×1 to ≥ ×1 (higher in 0 of 10)"
+    assert mean_cell(found.grids["qk_norm"].losses(2e-3)) == "nan"
 
 
 def test_orderings_name_the_arms_that_are_first():
@@ -201,6 +215,7 @@ def test_a_sweep_without_time_is_continued_later(text, tmp_path, capsys):
     assert not any(found.grids for found in sweep_stability(text, tmp_path, "--minutes", "0").values())
     assert "still to do" in capsys.readouterr().out
     assert rows(tmp_path / "stability.jsonl") == []
+    assert "Runs that are done: rates 0 of 56, qkv 0 of 16, quack 0 of 27." in (tmp_path / "stability.md").read_text()
 
 
 def test_unknown_arms_are_refused(text, tmp_path):
@@ -350,6 +365,11 @@ def test_observations_are_those_of_the_whole_attention_matrix(scheme):
     found = {name: column[0] for name, column in seen.columns.items() if column}
     assert found["logit"] == pytest.approx(float(logits[..., visible].abs().max()), rel=1e-3)
     assert found["qkv"] == pytest.approx(float(out.pow(2).mean().sqrt()), rel=1e-3)
+    with logit_statistics(model) as statistics, torch.no_grad():
+        model(input_ids=ids)
+    (layer_statistics,) = statistics.values()
+    assert found["proj"] == pytest.approx(float(layer_statistics.rms_out), rel=1e-3)
+    assert found["fc2"] == pytest.approx(float(layer_statistics.rms_mlp), rel=1e-3)
     shares = torch.softmax(logits.masked_fill(~visible, -INF), -1)
     entropy = torch.special.entr(shares).sum(-1).mean((0, 2)) / torch.arange(1, 17).log().mean()
     assert found["entropy"] == pytest.approx(float(entropy.mean()), rel=1e-3)
