@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_qknorm.model.attention import NORM_NAMES, QKNormAttention, head_norms
 from hf_qknorm.model.knees import beyond_knee
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.stats.block_outputs import block_outputs
 from hf_qknorm.stats.logits import measure, visible_keys
 from hf_qknorm.stats.watchable import watchable_layers
 
@@ -37,6 +38,9 @@ class LogitStatistics:
     - `entropy` `[H]`: the attention entropy in nats; `even`: the entropy of uniform attention over visible keys, a
       scalar; both are means, in which each forward pass has the same weight
     - `rms_q` `[H]`, `rms_k`, `rms_v` `[Hk]`: the root mean square of queries, keys and values before any norm
+    - `rms_out`, `rms_mlp`: the root mean square, over tokens and channels, of the outputs of the attention's output
+      projection and of the MLP's, scalars; of the whole MLP for a mixture of experts. NaN where a model has no MLP
+      beside attention (Nemotron-H), or another tool computes the projection without its module
     - `beyond_q` `[H]`, `beyond_k` `[Hk]`: the shares of queries and keys beyond the knee of their norm, that is with a
       mean |x|ᵖ over ε^(p/2); NaN without a knee
 
@@ -52,7 +56,8 @@ class LogitStatistics:
     entropies: list[Tensor] = field(default_factory=list)
     # `[3, H]`: visible logits, those over cap/2, those over the cap
     counts: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    # by norm ("q_norm", …) `[3, H]`: tokens, the sum of their mean squares, tokens beyond the knee
+    # by norm ("q_norm", …) `[3, H]`: tokens, the sum of their mean squares, tokens beyond the knee; and
+    # by output ("out", "mlp") `[3, 1]`
     lengths: dict[str, Tensor] = field(default_factory=dict)
     evens: list[Tensor] = field(default_factory=list)
 
@@ -63,11 +68,13 @@ class LogitStatistics:
     rms_q = _computed(lambda self: self._mean("q_norm", 1, self.max_logit).sqrt())
     rms_v = _computed(lambda self: self._mean("v_norm", 1, self.max_logit).sqrt())
     rms_k = _computed(lambda self: self._mean("k_norm", 1, self.rms_v).sqrt())
+    rms_out = _computed(lambda self: self._mean("out", 1, self.max_logit[:1]).sqrt()[0])
+    rms_mlp = _computed(lambda self: self._mean("mlp", 1, self.max_logit[:1]).sqrt()[0])
     beyond_q = _computed(lambda self: self._mean("q_norm", 2, self.max_logit))
     beyond_k = _computed(lambda self: self._mean("k_norm", 2, self.rms_v))
 
     def _mean(self, norm: str, row: int, like: Tensor) -> Tensor:
-        if norm not in self.lengths:  # a model with its own norms, and projections of another layout
+        if norm not in self.lengths:  # projections of another layout, or an output that was not found
             return torch.full_like(like, torch.nan)
         return self.lengths[norm][row] / self.lengths[norm][0]
 
@@ -102,6 +109,7 @@ def watched_layers(
         for name, layer in layers.items():
             hook = _hook_projections if layer.has_own_norms else _hook_norms
             hook(layer, watchers[name], stack)
+            _hook_outputs(block_outputs(model, name), watchers[name], stack)
         passes.observe(model, watchers, stack)
         yield collected
 
@@ -169,6 +177,7 @@ class _Watcher:
     ) -> None:
         self.name, self.collected, self.passes, self.cap, self.rows = name, collected, passes, cap, rows
         self.lengths: dict[str, Tensor] = {}
+        self.tokens = (-1, -1)  # of the present pass: sequences, and their length
 
     @torch.no_grad()
     def before_norm(self, name: str, x: Tensor, norm: HeadNorm | None = None) -> None:
@@ -188,6 +197,17 @@ class _Watcher:
         values = torch.stack([weight, square, beyond])
         self.lengths[name] = torch.where(weight > 0, values, 0.0).sum((1, 2))
 
+    def output(self, name: str, x: Tensor) -> None:
+        """Record an output `[B, T, C]` or `[B·T, C]` of the layer's block."""
+        if not self.passes.watching:
+            return
+        if x.dim() == 2 and len(x) == self.tokens[0] * self.tokens[1]:
+            x = x.view(*self.tokens, -1)
+        if x.dim() == 3:
+            self.before_norm(name, x.unsqueeze(2))
+        if self.name in self.collected:  # else the layer's attention comes later
+            self._keep_lengths()
+
     @torch.no_grad()
     def __call__(
         self, layer: QKNormAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
@@ -196,7 +216,7 @@ class _Watcher:
             return
         if "v_norm" not in self.lengths:  # a model with its own norms, and values of another width
             self.before_norm("v_norm", v[:, :, -q.shape[2] :].transpose(1, 2))
-        batch, rows = q.shape[0], self.rows
+        batch, rows, self.tokens = q.shape[0], self.rows, (q.shape[0], q.shape[2])
         q, k = q[:rows], k[:rows]
         mask = mask[:rows] if isinstance(mask, Tensor) and mask.shape[0] == batch else mask
         seen = visible_keys(layer, q, k, mask, options, self.passes.real(rows, q.shape[2], q.device))
@@ -207,8 +227,12 @@ class _Watcher:
         entry.entropies.append(found.entropy)
         entry.evens.append(even)
         entry.counts = entry.counts.to(q.device) + torch.stack([found.seen, found.over_half, found.over_cap])
+        self._keep_lengths()
+
+    def _keep_lengths(self) -> None:
+        kept = self.collected[self.name].lengths
         for name, new in self.lengths.items():
-            entry.lengths[name] = entry.lengths[name] + new if name in entry.lengths else new
+            kept[name] = kept[name] + new if name in kept else new
         self.lengths.clear()
 
 
@@ -239,3 +263,13 @@ def _hook_projections(layer: QKNormAttention, watcher: _Watcher, stack: ExitStac
                 watcher.before_norm(name, out.view(*out.shape[:-1], -1, head_dim))
 
         stack.callback(projection.register_forward_hook(look).remove)
+
+
+def _hook_outputs(modules: Mapping[str, nn.Module], watcher: _Watcher, stack: ExitStack) -> None:
+    """Pass the outputs of the block's modules to the watcher."""
+    for name, module in modules.items():
+
+        def look(_: nn.Module, __: Any, out: Any, name: str = name) -> None:
+            watcher.output(name, out[0] if isinstance(out, tuple) else out)
+
+        stack.callback(module.register_forward_hook(look).remove)

@@ -29,7 +29,7 @@ from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.stats.distributed import world_size
 from hf_qknorm.stats.logit_statistics import PassFilter
 from hf_qknorm.stats.logits import visible_keys
-from hf_qknorm.training.head_weights import attention_head_weights, parameter_factors
+from hf_qknorm.training.head_weights import attention_head_weights, normed_sides, parameter_factors
 
 
 class QKClip(TrainerCallback):
@@ -177,7 +177,7 @@ def _exponents(name: str, layer: QKNormAttention) -> dict[str, float]:
     """The exponents of a head's factor for the weights of its parts; for q·k they add up to 1."""
     if layer.family.latent:
         return {"uq": 0.5, "uk": 0.5, "qr": 1.0}
-    normed = {side for side in ("q", "k") if layer.has_own_norms or getattr(layer.scheme, side) is not None}
+    normed = normed_sides(layer, layer.family)
     if len(normed) == 2:
         raise ValueError(
             f"{name} norms both its queries and its keys: the size of its logits does not depend on that of the "

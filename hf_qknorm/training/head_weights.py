@@ -1,4 +1,4 @@
-"""The weights of each head's queries and keys: which outputs of which projection, their norms, and how to scale them.
+"""The weights of each head's queries and keys: which outputs of which projection, their sizes, and how to scale them.
 
 For patched and unpatched models, and for sharded weights (DTensor), whose shards may divide a head.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,23 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.families import FAMILIES, Family, family_of
 from hf_qknorm.model.attention import own_layers, patched_layers
+from hf_qknorm.stats.distributed import full_tensor
+from hf_qknorm.training.input_norms import GainAndBias, InputNorm, input_norm
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The heads' queries, or keys, in a projection: head h has the `width` outputs from `begin` + h·`stride` on."""
+    """The heads' queries, or keys, in a projection: head h has the `width` outputs from `begin` + h·`stride` on.
+
+    `norm` is the norm whose result the projection takes; None without one.
+    """
 
     projection: Any
     heads: int
     width: int
     stride: int
     begin: int = 0
+    norm: InputNorm | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -39,13 +45,51 @@ class HeadWeights:
         head, place = (torch.arange(n, device=device) for n in (self.heads, self.width))
         return self.begin + self.stride * head[:, None] + place
 
-    def norms(self, weight: Tensor | None = None) -> Tensor:
-        """The Frobenius norm of each head's part of the weight, or of a gradient, `[heads]`, in fp32 at least."""
-        weight = self.weight.detach() if weight is None else weight
+    def norms(self, weight: Tensor) -> Tensor:
+        """The Frobenius norm of each head's part of the weight, or of its gradient, `[heads]`, in fp32 at least."""
         wide = torch.promote_types(weight.dtype, torch.float32)
-        rows = torch.linalg.vector_norm(weight, dim=_inputs(self.projection), dtype=wide)
-        rows = rows.full_tensor() if isinstance(rows, DTensor) else rows
+        rows = full_tensor(torch.linalg.vector_norm(weight, dim=_inputs(self.projection), dtype=wide))
         return torch.linalg.vector_norm(rows[self.outputs(rows.device)], dim=1)
+
+
+class Sizes(NamedTuple):
+    """Root mean squares by part, in fp32 at least: of the projections' inputs (scalars) and of each head's outputs.
+
+    The mean is over isotropic inputs: g·x̂ + β with the gain and bias of the norm in front, or x̂ without a norm. x̂ has
+    a mean square of 1. The outputs' numbers, `[heads]`, are √(‖W·diag(g)‖² + ‖W·β + b‖²), of their length.
+    """
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+
+@torch.no_grad()
+def sizes(parts: dict[str, HeadWeights]) -> Sizes:
+    """The present sizes of a layer's parts; with sharded weights every rank must call this."""
+    norms: dict[InputNorm | None, GainAndBias] = {None: (None, None)}
+    norms |= {part.norm: part.norm.gain_and_bias() for part in parts.values() if part.norm is not None}
+    squares = {p.projection: _mean_squares(p.projection, p.norm, norms[p.norm]) for p in parts.values()}
+    inputs, outputs = {}, {}
+    for name, part in parts.items():
+        (gain, bias), found = norms[part.norm], squares[part.projection]
+        square = found.new_ones(()) if gain is None else gain.square().mean()
+        inputs[name] = (square if bias is None else square + bias.square().mean()).sqrt()
+        outputs[name] = found[part.outputs(found.device)].sum(1).sqrt()
+    return Sizes(inputs, outputs)
+
+
+def _mean_squares(projection: Any, norm: InputNorm | None, gain_and_bias: GainAndBias) -> Tensor:
+    """The mean square of each output of a projection, `[outputs]`, over the inputs that `Sizes` describes."""
+    inputs, weight = _inputs(projection), projection.weight.detach()
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    gain, bias = (None if x is None else _beside(x.unsqueeze(1 - inputs), weight) for x in gain_and_bias)
+    scaled = weight if gain is None else weight * gain
+    if norm is not None and norm.centred:
+        scaled = scaled - scaled.sum(inputs, keepdim=True) / weight.shape[inputs]
+    squares = full_tensor(scaled.square().sum(inputs))
+    constant = torch.zeros_like(squares) if bias is None else full_tensor((weight * bias).sum(inputs))
+    constant = constant if projection.bias is None else constant + full_tensor(projection.bias.detach())
+    return squares + constant.square()
 
 
 def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]]:
@@ -58,8 +102,8 @@ def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]
     Raises ValueError for a model without a layer of a known family, and for projections without a plain weight.
     """
     return {
-        name: _latent_parts(name, layer) if family.latent else _parts(name, layer, family)
-        for name, layer, family in _layers(model)
+        name: (_latent_parts if family.latent else _parts)(name, layer, family, input_norm(model, name, layer, family))
+        for name, layer, family in attention_layers(model)
     }
 
 
@@ -69,9 +113,9 @@ def fused_outputs(model: nn.Module) -> Iterator[tuple[Any, int, list[Tensor]]]:
     The outputs are indices, those of the queries, of the keys and of the values. Raises ValueError as
     `attention_head_weights` does.
     """
-    for name, layer, family in _layers(model):
+    for name, layer, family in attention_layers(model):
         if len(family.style.weights) == 1:
-            parts = _parts(name, layer, family)
+            parts = _parts(name, layer, family, None)
             projection = parts["q"].projection
             q, k = (part.outputs(torch.device("cpu")).flatten() for part in parts.values())
             others = torch.ones(_size(projection), dtype=torch.bool)
@@ -79,7 +123,7 @@ def fused_outputs(model: nn.Module) -> Iterator[tuple[Any, int, list[Tensor]]]:
             yield projection, 1 - _inputs(projection), [q, k, others.nonzero().flatten()]
 
 
-def _layers(model: nn.Module) -> list[tuple[str, Any, Family]]:
+def attention_layers(model: nn.Module) -> list[tuple[str, Any, Family]]:
     """Name, module and family of each attention layer, patched or not. Raises ValueError without any."""
     layers: dict[str, tuple[Any, Family]] = {n: (layer, layer.family) for n, layer in patched_layers(model).items()}
     for prefix, module in model.named_modules():
@@ -92,26 +136,37 @@ def _layers(model: nn.Module) -> list[tuple[str, Any, Family]]:
     return [(name, *found) for name, found in layers.items()]
 
 
+def normed_sides(layer: Any, family: Family) -> list[str]:
+    """The sides of the layer, "q" and "k", that the model or a scheme norms."""
+    own, scheme = family.has_norms(layer.config), getattr(layer, "scheme", None)
+    return [side for side in ("q", "k") if own or getattr(scheme, side, None) is not None]
+
+
 def parameter_factors(
     parts: dict[str, HeadWeights], factors: dict[str, Tensor]
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield the projections' weights and biases, sharded or not, with a factor for each output, which broadcasts.
 
-    `factors` are those of parts, `[heads]`. Other outputs have the factor 1. Projections without a factor are left out.
+    `factors` are those of parts, `[heads]`, or `[2, heads]` for weights and for biases. Other outputs have the factor
+    1. Projections without a factor are left out.
     """
     vectors: dict[Any, Tensor] = {}
     for name, factor in factors.items():
         part = parts[name]
-        vector = vectors.setdefault(part.projection, factor.new_ones(_size(part.projection)))
-        vector[part.outputs(vector.device)] = factor[:, None]
-    for projection, vector in vectors.items():
+        vector = vectors.setdefault(part.projection, factor.new_ones(2, _size(part.projection)))
+        vector[:, part.outputs(vector.device)] = factor.expand(2, -1)[..., None]
+    for projection, (weights, biases) in vectors.items():
         for p in projection.parameters(recurse=False):
-            along = vector.to(p.device)
-            along = along.unsqueeze(_inputs(projection)) if p.dim() == 2 else along
-            if isinstance(p, DTensor):
-                mesh = p.device_mesh
-                along = DTensor.from_local(along, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            yield p, along
+            yield p, _beside(weights.unsqueeze(_inputs(projection)) if p.dim() == 2 else biases, p)
+
+
+def _beside(vector: Tensor, p: Tensor) -> Tensor:
+    """The vector where `p` is, replicated if `p` is sharded."""
+    vector = vector.to(p.device)
+    if not isinstance(p, DTensor):
+        return vector
+    mesh = p.device_mesh
+    return DTensor.from_local(vector, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _inputs(projection: nn.Module) -> int:
@@ -119,36 +174,43 @@ def _inputs(projection: nn.Module) -> int:
     return 0 if isinstance(projection, Conv1D) else 1
 
 
-def _parts(name: str, layer: Any, family: Family) -> dict[str, HeadWeights]:
+def _parts(name: str, layer: Any, family: Family, norm: InputNorm | None) -> dict[str, HeadWeights]:
     style = family.style
     heads, heads_kv, dim = style.heads(layer)
     if len(style.weights) > 1:  # the query projection may hold a gate, and heads may differ by layer
         q, k = (_projection(name, layer, part) for part in style.weights[:2])
         heads_kv = _size(k) // dim
         heads = heads_kv * getattr(layer, "num_key_value_groups", 1)
-        return {"q": HeadWeights(q, heads, dim, _size(q) // heads), "k": HeadWeights(k, heads_kv, dim, dim)}
+        return {
+            "q": HeadWeights(q, heads, dim, _size(q) // heads, norm=norm),
+            "k": HeadWeights(k, heads_kv, dim, dim, norm=norm),
+        }
     fused = _projection(name, layer, style.weights[0])
-    if style.interleaved(layer):
-        return {"q": HeadWeights(fused, heads, dim, 3 * dim), "k": HeadWeights(fused, heads, dim, 3 * dim, begin=dim)}
-    return {"q": HeadWeights(fused, heads, dim, dim), "k": HeadWeights(fused, heads_kv, dim, dim, begin=heads * dim)}
+    stride, keys = (3 * dim, dim) if style.interleaved(layer) else (dim, heads * dim)
+    return {
+        "q": HeadWeights(fused, heads, dim, stride, norm=norm),
+        "k": HeadWeights(fused, heads_kv, dim, stride, keys, norm),
+    }
 
 
-def _latent_parts(name: str, layer: Any) -> dict[str, HeadWeights]:
+def _latent_parts(name: str, layer: Any, family: Family, norm: InputNorm | None) -> dict[str, HeadWeights]:
     plain, turned, latent = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank
     has_latent = getattr(layer, "q_a_proj", None) is not None  # for the queries
     q = _projection(name, layer, "q_b_proj" if has_latent else "q_proj")
     down, up = (_projection(name, layer, part) for part in ("kv_a_proj_with_mqa", "kv_b_proj"))
+    q_norm, k_norm = InputNorm(layer.q_a_layernorm) if has_latent else norm, InputNorm(layer.kv_a_layernorm)
     head_dim = plain + turned
     heads = _size(q) // head_dim
     parts = {
-        "uq": HeadWeights(q, heads, plain, head_dim),
-        "qr": HeadWeights(q, heads, turned, head_dim, begin=plain),
-        "dkv": HeadWeights(down, 1, latent, latent),
-        "kr": HeadWeights(down, 1, turned, turned, begin=latent),
-        "uk": HeadWeights(up, heads, plain, _size(up) // heads),
+        "uq": HeadWeights(q, heads, plain, head_dim, norm=q_norm),
+        "qr": HeadWeights(q, heads, turned, head_dim, plain, q_norm),
+        "dkv": HeadWeights(down, 1, latent, latent, norm=norm),
+        "kr": HeadWeights(down, 1, turned, turned, latent, norm),
+        "uk": HeadWeights(up, heads, plain, _size(up) // heads, norm=k_norm),
     }
     if has_latent:
-        parts["dq"] = HeadWeights(_projection(name, layer, "q_a_proj"), 1, layer.q_lora_rank, layer.q_lora_rank)
+        width = layer.q_lora_rank
+        parts["dq"] = HeadWeights(_projection(name, layer, "q_a_proj"), 1, width, width, norm=norm)
     return parts
 
 

@@ -29,7 +29,8 @@ class LayerSample(Record):
 
     `grad_q` and `grad_k` are norms of gradients: one number per head, or one for the projection, or None without a
     gradient. `gain_q` and `gain_k` are the largest |gain| of the norms of queries and keys, `bound` the largest |logit|
-    that these norms let any input have; None without norms. The norms are the scheme's or the model's own.
+    that these norms let any input have; None without norms. The norms are the scheme's or the model's own. `rms_out`
+    and `rms_mlp` are None in logs of 0.1.0, and where no such output was seen.
     """
 
     cap: float
@@ -45,6 +46,13 @@ class LayerSample(Record):
     gain_q: float | None = None
     gain_k: float | None = None
     bound: float | None = None
+    rms_out: float | None = None
+    rms_mlp: float | None = None
+
+    @property
+    def rms_qkv(self) -> float:
+        """The root mean square of queries, keys and values together."""
+        return math.sqrt(mean([x * x for x in (*self.rms_q, *self.rms_k, *self.rms_v)]))
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "layer") -> LayerSample:
@@ -82,7 +90,8 @@ class LogitSample:
     def scalars(self) -> dict[str, float]:
         """The numbers for a logger: the worst head, the least entropy, the mean of `over_cap`, each layer's maximum.
 
-        With norms also the largest |gain| of any, and the largest bound.
+        Of the layers' outputs, the largest rms: of queries, keys and values, of attention, and of the MLP. With norms
+        also the largest |gain| of any, and the largest bound.
         """
         (name, head, largest), (_, _, least) = self.worst(), self.sharpest()
         layers = list(self.layers.values())
@@ -93,11 +102,14 @@ class LogitSample:
             "attention/min_entropy": least,
             "attention/over_cap": mean([share for layer in layers for share in layer.over_cap]),
             **{f"attention/max_logit/{i}": max(x.max_logit, key=nan_as_inf) for i, x in enumerate(layers)},
-            **{f"attention/{name}": max(known, key=nan_as_inf) for name, known in self._norms() if known},
+            **{f"attention/{name}": max(known, key=nan_as_inf) for name, known in self._by_layer() if known},
         }
 
-    def _norms(self) -> Iterator[tuple[str, list[float]]]:
+    def _by_layer(self) -> Iterator[tuple[str, list[float]]]:
         layers = self.layers.values()
+        yield "max_rms_qkv", [x.rms_qkv for x in layers]
+        yield "max_rms_out", [x.rms_out for x in layers if x.rms_out is not None]
+        yield "max_rms_mlp", [x.rms_mlp for x in layers if x.rms_mlp is not None]
         yield "max_gain", [gain for x in layers for gain in (x.gain_q, x.gain_k) if gain is not None]
         yield "max_bound", [x.bound for x in layers if x.bound is not None]
 

@@ -1,4 +1,4 @@
-"""The plot of a `LogitMonitor` log: maps of layers × steps, and the curves of the worst heads."""
+"""The plot of a `LogitMonitor` log: maps of layers × steps, the curves of the worst heads, and those of the outputs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.ticker import MaxNLocator
 
 from hf_qknorm.stats import plotting
@@ -17,6 +18,8 @@ Samples = Sequence[LogitSample]
 
 WORST = 6  # heads with a curve
 CURVES = ("#c8553d", "#2a7f9e", "#4d4d4d", "#d99a2b", "#7a5195", "#5b8c5a")
+OUTPUTS = {"rms_qkv": "queries, keys, values", "rms_out": "attention output", "rms_mlp": "MLP output"}
+DEPTH = "viridis"  # of the outputs' curves, one per layer
 DRAWN = 400  # columns: of a longer log, a column shows the worst of several samples
 
 
@@ -24,7 +27,8 @@ def draw_log(samples: Samples, path: str | Path) -> None:
     """Draw the samples from `read_log` as a PNG at `path`.
 
     The maps show the worst head of each layer: dark cells are at risk. Colours depend on the cap and on the entropy of
-    uniform attention. The curves below are those of the heads with the largest |logit| and with the least entropy.
+    uniform attention. The curves below are those of the heads with the largest |logit| and with the least entropy. The
+    last row has the root mean square of each layer's outputs.
 
     Raises ValueError without a sample.
     """
@@ -35,9 +39,10 @@ def draw_log(samples: Samples, path: str | Path) -> None:
     uniform = max(0.1, *(layer.even for sample in samples for layer in sample.layers.values()))
     shape = f"{len(layers)} layers of {len(last.max_logit)} heads"
     title = f"{len(samples)} samples of steps {samples[0].step} to {samples[-1].step}"
-    height = min(max(5.4 + 0.2 * len(layers), 6.4), 12.0)
+    height = min(max(8.0 + 0.2 * len(layers), 9.0), 14.6)
     figure = plotting.new_figure(12, height, f"Attention in training: {shape}, {title}")
-    maps, curves = figure.subplots(2, 2, height_ratios=(max(0.2 * len(layers), 1.2), 2.6))
+    grid = figure.add_gridspec(3, 6, height_ratios=(max(0.2 * len(layers), 1.2), 2.6, 2.6))
+    maps, curves = ([figure.add_subplot(grid[row, half]) for half in (slice(0, 3), slice(3, 6))] for row in (0, 1))
     size = -(-len(samples) // DRAWN)
     columns = [samples[i : i + size] for i in range(0, len(samples), size)]
     logits, entropies = _rows(columns, layers, "max_logit", max), _rows(columns, layers, "entropy", min)
@@ -57,6 +62,8 @@ def draw_log(samples: Samples, path: str | Path) -> None:
             label += f", {look}: {limit:g}"
     plotting.finish_axes(curves[0], "step", label, size=8)
     plotting.finish_axes(curves[1], "step", "attention entropy (nats)", size=8)
+    for i, (field, title) in enumerate(OUTPUTS.items()):
+        _outputs(figure.add_subplot(grid[2, 2 * i : 2 * i + 2]), samples, layers, field, title)
     plotting.save_figure(figure, path)
 
 
@@ -70,6 +77,27 @@ def _rows(
         return worst(plotting.known(chain(*found)), default=math.nan)
 
     return [[cell(column, name) for column in columns] for name in layers]
+
+
+def _outputs(axes: Any, samples: Samples, layers: Sequence[str], field: str, title: str) -> None:
+    """Draw the rms of an output over the steps, a curve per layer from dark (first) to light; a note without any."""
+    seen = False
+    for i, name in enumerate(layers):
+        found = [(sample.step, getattr(sample.layers[name], field)) for sample in samples if name in sample.layers]
+        found = [(step, value) for step, value in found if value is not None]
+        values = plotting.drawable(value for _, value in found)
+        if any(value > 0 for value in values):
+            seen = True
+            colour = colormaps[DEPTH](0.9 * i / max(len(layers) - 1, 1))
+            label = f"layer {i}" if i in (0, len(layers) - 1) else None
+            axes.plot([step for step, _ in found], values, color=colour, linewidth=1.2, label=label)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 5, 10]))
+    if seen:
+        axes.set_yscale("log")
+        plotting.legend_above(axes, size=8, columns=2)
+    else:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=plotting.INK)
+    plotting.finish_axes(axes, "step", f"rms: {title}", size=8)
 
 
 def _curves(axes: Any, samples: Samples, layers: Sequence[str], field: str, rank: Callable[..., float]) -> None:

@@ -27,6 +27,7 @@ QUERIES, KEYS = (
     ("k", "uk"),
 )  # parts that belong to a head; of latent attention, the parts behind the latent
 MEANS = ("entropy", "over_cap", "rms_q", "rms_k", "rms_v")
+OUTPUTS = ("out", "mlp")  # with the means rms_out and rms_mlp
 
 
 class LogitSampler:
@@ -80,19 +81,24 @@ class LogitSampler:
             means: dict[str, Any] = {
                 m: tuple(next(totals) / max(seen, 1) for _ in range(n)) for m, n in zip(MEANS, sizes, strict=True)
             }
+            outputs = [next(totals) / max(seen, 1) for _ in OUTPUTS]
             if seen:
                 q, k = (None if g is None else tuple(g.tolist()) for g in self.gradients.get(name, (None, None)))
                 gains, bound = self.gains.get(name, (None, None)), self.bounds.get(name)
                 sample = LayerSample(cap / seen, even / seen, top, **means, grad_q=q, grad_k=k)
-                layers[name] = replace(sample, gain_q=gains[0], gain_k=gains[1], bound=bound)
+                known = self.found[name].lengths if name in self.found else OUTPUTS
+                out, mlp = (x if part in known else None for part, x in zip(OUTPUTS, outputs, strict=True))
+                sample = replace(sample, gain_q=gains[0], gain_k=gains[1], bound=bound)
+                layers[name] = replace(sample, rms_out=out, rms_mlp=mlp)
         return LogitSample(step, layers) if layers else None
 
 
 def _packed(entry: LogitStatistics | None, heads: int, heads_kv: int) -> tuple[Tensor, Tensor]:
     """A layer's maxima `[H]`, and the numbers to sum over ranks: 1 if the layer was seen, the cap, and the means."""
     if entry is None:  # a layer that was skipped on this rank
-        return torch.full((heads,), -1.0), torch.zeros(3 + 3 * heads + 2 * heads_kv)
+        return torch.full((heads,), -1.0), torch.zeros(3 + 3 * heads + 2 * heads_kv + len(OUTPUTS))
     means = [getattr(entry, name).float() for name in MEANS]
+    means.append(torch.stack([entry.rms_out, entry.rms_mlp]).float())
     numbers = torch.stack([entry.even.new_tensor(1.0), entry.even.new_tensor(entry.cap), entry.even])
     return entry.max_logit.float(), torch.cat([numbers.float(), *means])
 

@@ -1,18 +1,23 @@
-"""QuacK: per-head learning rates of queries and keys that fall as the weights on the other side grow.
+"""QuacK: per-head learning rates of queries and keys that fall as the vectors on the other side grow.
 
-The size of W_K bounds how much a step of W_Q changes a logit, and the other way round. Each head's steps are therefore
-scaled by τ·‖W_K‖₀/‖W_K‖ and τ·‖W_Q‖₀/‖W_Q‖, with ‖·‖ the Frobenius norm of the head's weights, and ‖·‖₀ that norm
-before the first step. The model itself is not changed.
+A step ΔW_Q changes a logit by (ΔW_Q·x)·k, at most ‖ΔW_Q‖·‖x‖·‖k‖, with x the input of the projection. Each head's
+steps of W_Q are therefore scaled by τ·(|x|·|k|)₀/(|x|·|k|): |·| is the root mean square over isotropic inputs, and ₀
+its value before the first step. Those of W_K are scaled in the same way by |x|·|q|. Behind a norm with gain g and bias
+β, that is for x = g·x̂ + β and k = W_K·x + b, |k|² = ‖W_K·diag(g)‖² + ‖W_K·β + b‖², and |x|² is the mean of g² + β². A
+step of the projection's bias changes a logit by Δb·k, whatever x is: its factor is that of the weight without |x|.
 
-Source: Anson & Aitchison 2025 (arXiv 2511.21377), algorithm 1, and algorithm 2 for multi-head latent attention. Not in
-the paper: several query heads that share a key head count by the largest of their norms. A bias has the factor of its
-weight, because it meets the same weights on the other side; norms are those of weights alone, as published, because
-weights and biases multiply inputs of different size.
+Source: Anson & Aitchison 2025 (arXiv 2511.21377), lemma 1 and algorithm 1. The paper has inputs of length 1 and no
+biases: there |k| is ‖W_K‖, and |x| is constant. Not in the paper: gains and biases; and several query heads that share
+a key head count by the largest of their sizes. For latent attention the paper's algorithm 2 multiplies the norms of all
+weights from the input to the head. The models here norm their latents, so that the weights W_D before a latent do not
+change its size: they do not count for the others, and their own rates are relative to the latent before its norm, τ
+times the ratio of |W_D·x|/(|x|·|q|·|k|) to its initial value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +27,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_qknorm.files.untrusted import check_positive
-from hf_qknorm.training.head_weights import attention_head_weights, parameter_factors
+from hf_qknorm.stats.distributed import is_first_rank
+from hf_qknorm.training.head_weights import (
+    HeadWeights,
+    Sizes,
+    attention_head_weights,
+    attention_layers,
+    normed_sides,
+    parameter_factors,
+    sizes,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer  # slow to import
 
-PREFIX = "quack_"  # of the initial norms in a parameter's state
-PartNorms = dict[str, Tensor]  # part name → `[heads]`
+PREFIX = "quack_"  # of all entries in a parameter's state
+RATE = "quack_rate_"  # of the initial rates; 0.1.0 has the initial norms of weights alone, without "rate_"
+ByPart = dict[str, Tensor]  # part name → `[heads]`
+
+logger = logging.getLogger(__name__)
 
 
 def _delegated(name: str) -> Any:
@@ -53,7 +70,13 @@ class QuacK(Optimizer):
     The whole step is scaled, decoupled weight decay included: with SGD, AdamW and Muon this equals a learning rate per
     head. A copy of the weights of queries and keys (of values too, if fused) is kept during the step: 1.3 GB for an 8B
     Llama in bfloat16. Optimisers with their own weights (fp32 copies, slow weights) would undo the scaling.
-    `state_dict` holds the initial norms; after a state without them is loaded, the next step measures them anew.
+
+    Sizes count the gain and bias of the norm in front of attention, and the biases of the projections. Where no norm is
+    in front of attention (OLMo 2, BERT), the input counts as constant. Steps of that norm's own gain and bias change
+    logits too, and are not scaled. `state_dict` holds the initial rates; after a state without them is loaded, the next
+    step measures them anew. A state of 0.1.0 holds norms of weights alone: its rates go on from where they were.
+
+    Logs a warning for a model with norms of queries or keys, which remove the sizes that the rates depend on.
 
     Raises ValueError for a model with projections of an unknown kind, for an optimiser without their weights (as after
     FSDP1, which flattens them), for a head whose weights are all zero, and for a `tau` that is not positive. Source:
@@ -69,8 +92,10 @@ class QuacK(Optimizer):
     def __init__(self, optimizer: Optimizer, model: nn.Module, tau: float = 1.0) -> None:
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
         self.layers = attention_head_weights(model)
-        self.first: dict[tuple[str, str], Tensor] = {}  # initial norms by layer and part
+        self.first: dict[tuple[str, str], Tensor] = {}  # initial rates by layer and part, `[2, heads]`
+        self.former: dict[tuple[str, str], Tensor] = {}  # initial norms of weights from a state of 0.1.0, `[heads]`
         self._own()  # raises without these weights
+        _warn_of_norms(model)
         super().__setstate__({})  # sets up hooks and profiling; parameters belong to the wrapped optimiser
 
     @classmethod
@@ -121,22 +146,25 @@ class QuacK(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimiser's state, with the initial norms in the state of their parameters."""
+        """The wrapped optimiser's state, with the initial rates in the state of the weights."""
         state: dict[str, Any] = self.optimizer.state_dict()
         entries = dict(state["state"])
         for index, layer, name in self._numbered(state):
             if (layer, name) in self.first:
-                entries[index] = {**entries.get(index, {}), PREFIX + name: self.first[layer, name]}
+                entries[index] = {**entries.get(index, {}), RATE + name: self.first[layer, name]}
         return {**state, "state": entries}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; without initial norms in it, the next step's norms are the initial ones."""
+        """Load a state; without initial rates in it, the next step's rates are the initial ones."""
         entries = state_dict["state"]
-        self.first = {
-            (layer, name): entries[index][PREFIX + name].to(self.layers[layer][name].weight.device)
-            for index, layer, name in self._numbered(state_dict)
-            if PREFIX + name in entries.get(index, {})
-        }
+        self.first, self.former = (
+            {
+                (layer, name): entries[index][prefix + name].to(self.layers[layer][name].weight.device)
+                for index, layer, name in self._numbered(state_dict)
+                if prefix + name in entries.get(index, {})
+            }
+            for prefix in (RATE, PREFIX)
+        )
         plain = {
             index: {key: value for key, value in entry.items() if not str(key).startswith(PREFIX)}
             for index, entry in entries.items()
@@ -149,18 +177,22 @@ class QuacK(Optimizer):
     def _scales(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield the weights and biases of projections with the factors of their steps, which broadcast."""
         for layer, parts in self.layers.items():
-            norms = {name: part.norms() for name, part in parts.items()}
-            for name, norm in norms.items():
-                if (layer, name) in self.first:
-                    continue
-                if len(zero := (norm == 0).nonzero()):
-                    raise ValueError(
-                        f"{layer}: the weights {name!r} of head {int(zero[0])} are all zero, and QuacK's learning "
-                        "rates are relative to their norm before the first step: initialise or load them first"
-                    )
-                self.first[layer, name] = norm
-            now, first = (learning_rates(x) for x in (norms, {name: self.first[layer, name] for name in parts}))
-            yield from parameter_factors(parts, {name: self.tau * (now[name] / first[name]) for name in parts})
+            present = sizes(parts)
+            now = learning_rates(present)
+            if new := [name for name in parts if (layer, name) not in self.first]:
+                _check_sizes(layer, present, new)
+                goes_on = self._former_factors(layer, parts)
+                self.first |= {(layer, name): now[name] / goes_on[name] for name in new}
+            yield from parameter_factors(parts, {n: self.tau * (now[n] / self.first[layer, n]) for n in parts})
+
+    def _former_factors(self, layer: str, parts: dict[str, HeadWeights]) -> ByPart:
+        """The factors at which a run of 0.1.0 stopped, by part, in its sizes; 1 for parts without such a state."""
+        one = torch.ones((), device=next(iter(parts.values())).weight.device)
+        if any((layer, name) not in self.former for name in parts):
+            return dict.fromkeys(parts, one)
+        first = {name: self.former[layer, name] for name in parts}
+        now = {name: part.norms(part.weight.detach()) for name, part in parts.items()}
+        return {name: rate / _rates(first)[name] for name, rate in _rates(now).items()}
 
     def _numbered(self, state_dict: dict[str, Any]) -> Iterator[tuple[Any, str, str]]:
         """Yield, for the weight of each part that the optimiser has, its index in `state_dict`, layer and name."""
@@ -182,26 +214,51 @@ class QuacK(Optimizer):
         return own
 
 
-def learning_rates(norms: PartNorms) -> PartNorms:
-    """The learning rates of a layer's parts up to a constant, `[heads]`, from the norms of the parts."""
-    if "q" not in norms:
-        return _latent_rates(norms)
-    q, k = norms["q"], norms["k"]
+def learning_rates(present: Sizes) -> ByPart:
+    """The learning rates of a layer's parts up to a constant, `[2, heads]`: of the weights, and of the biases."""
+    rates = _rates(present.outputs)
+    return {name: torch.stack([rate / present.inputs[name], rate]) for name, rate in rates.items()}
+
+
+def _rates(outputs: ByPart) -> ByPart:
+    """The learning rates of the parts for inputs of constant size, from the sizes of their outputs, `[heads]`."""
+    if "q" not in outputs:
+        return _latent_rates(outputs)
+    q, k = outputs["q"], outputs["k"]
     group = len(q) // len(k)
     return {"q": 1 / k.repeat_interleave(group), "k": 1 / q.view(-1, group).amax(1)}
 
 
-def _latent_rates(norms: PartNorms) -> PartNorms:
-    """Algorithm 2, with ‖W_dq‖ = 1 for queries without a latent."""
-    uq, qr, uk, kr, dkv = (norms[name] for name in ("uq", "qr", "uk", "kr", "dkv"))
-    dq = norms.get("dq", torch.ones_like(dkv))
+def _latent_rates(outputs: ByPart) -> ByPart:
+    """The rates where norms follow the weights down to the latents, `dq` and `dkv`.
+
+    A step of these changes the normed latent by its size over that of the latent before the norm.
+    """
+    uq, qr, uk, kr, dkv = (outputs[name] for name in ("uq", "qr", "uk", "kr", "dkv"))
     plain, rotated = (uq * uk).amax(0, keepdim=True), qr.amax(0, keepdim=True)
-    factors = {
-        "uq": 1 / (dq * uk * dkv),
-        "uk": 1 / (uq * dq * dkv),
-        "qr": 1 / (dq * kr).expand_as(qr),
-        "dkv": 1 / (plain * dq),
-        "kr": 1 / (rotated * dq),
-        "dq": torch.minimum(1 / (plain * dkv), 1 / (rotated * kr)),
-    }
-    return {name: factors[name] for name in norms}
+    rates = {"uq": 1 / uk, "uk": 1 / uq, "qr": (1 / kr).expand_as(qr), "kr": 1 / rotated, "dkv": dkv / plain}
+    return rates if "dq" not in outputs else rates | {"dq": outputs["dq"] / torch.maximum(plain, rotated * kr)}
+
+
+def _check_sizes(layer: str, present: Sizes, names: Sequence[str]) -> None:
+    """Raise ValueError for a head whose queries or keys are zero."""
+    for name in names:
+        if len(zero := (present.outputs[name] * present.inputs[name] == 0).nonzero()):
+            raise ValueError(
+                f"{layer}: the weights {name!r} of head {int(zero[0])} are all zero, or the gain of the norm before "
+                "them, and QuacK's learning rates are relative to their size before the first step: initialise or load "
+                "them first"
+            )
+
+
+def _warn_of_norms(model: nn.Module) -> None:
+    """Log a warning for a model that norms its queries or keys, itself or by a scheme."""
+    normed = {name: normed_sides(layer, family) for name, layer, family in attention_layers(model)}
+    found = [name for name, sides in normed.items() if sides]
+    if found and is_first_rank():
+        sides = " and ".join({"q": "queries", "k": "keys"}[side] for side in normed[found[0]])
+        logger.warning(
+            f"QuacK on a model that norms its {sides} ({found[0]}, {len(found)} of {len(normed)} layers): QuacK's "
+            "rates follow the size of these vectors, which the norm removes, and logits do not depend on it. Leave "
+            "QuacK out, or train without these norms"
+        )

@@ -130,7 +130,15 @@ def ratio(times: list[float], others: list[float]) -> str:
 def page(times: dict[str, list[float]], mib: dict[str, float], options: Options) -> str:
     """Format the results as Markdown."""
     dtype = "bf16 autocast" if options.bf16 else "fp32"
-    lines = ["# What a training step costs", "", (__doc__ or "").split("\n\n")[2].strip(), ""]
+    command = f"python recipes/benchmarks/cost.py --size {options.size} --device {options.device} --bf16 {options.bf16}"
+    lines = [
+        "# What a training step costs",
+        "",
+        f"```\n{command}\n```",
+        "",
+        (__doc__ or "").split("\n\n")[2].strip(),
+        "",
+    ]
     lines += [provenance([{"made": made()}]), "", f"`{SIZES[options.size]}`, {dtype}, {options.turns} turns.", ""]
     lines += ["| | ms, median | min | max | of the baseline's | MiB | of the baseline's |", "|---" + "|---:" * 6 + "|"]
     for name, runs in times.items():

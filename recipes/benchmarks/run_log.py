@@ -54,6 +54,13 @@ class Runs:
         self.used.append(found)
         return found["result"]
 
+    def find(self, settings: Row) -> Row | None:
+        """Return the result of the run with these settings; None if there is none."""
+        found = next((row for row in self.rows if row["settings"] == settings), None)
+        if found is not None and found not in self.used:
+            self.used.append(found)
+        return None if found is None else found["result"]
+
     def run_all(
         self, wanted: list[Row], run: Callable[[Row], Row | None], jobs: int = 1, minutes: float = math.inf
     ) -> bool:
@@ -64,7 +71,7 @@ class Runs:
         function of a module, or a `functools.partial` of one.
         """
         known = [row["settings"] for row in self.rows]
-        missing = [settings for settings in wanted if settings not in known]
+        missing = [settings for i, settings in enumerate(wanted) if settings not in known + wanted[:i]]
         left = len(missing)
         for settings, result in _results(missing, run, jobs, time.monotonic() + 60 * minutes):
             if result is not None:

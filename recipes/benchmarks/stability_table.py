@@ -1,26 +1,26 @@
-"""The result of the sweep of learning rates: the rule that judges runs, and the page."""
+"""The rules that judge the runs of the sweep of learning rates."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 
-from arms import ARMS
 from run_log import Row
 
-MARGIN = 0.3  # nats above the baseline's best: diverged
-OTHER_MARGINS = (0.2, 0.5)  # shown as well: the influence of the choice
+MARGINS = (0.1, 0.2, 0.3, 0.5)  # nats above the reference: diverged
+REFERENCES = {"own": "the arm's own best", "baseline": "the baseline's best"}
 
 
-def diverged(result: Row, best: float, margin: float = MARGIN) -> bool:
-    """The rule: a loss that is not finite, or a held-out loss above `best` + `margin` at the end."""
-    finite = all(map(math.isfinite, [*result["losses"], result["held_out"]]))
-    return not finite or result["held_out"] > best + margin
+def diverged(run: Row, bigram: float, limit: float = math.inf) -> bool:
+    """The rule: a loss that is not finite, or a held-out loss above the bigram table's or above `limit` at the end."""
+    finite = all(map(math.isfinite, [*run["losses"], run["held_out"]]))
+    return not finite or run["held_out"] > min(bigram, limit)
 
 
-def largest_stable(rates: list[float], unstable: Callable[[float], bool]) -> float | None:
+def largest_stable(rates: tuple[float, ...], unstable: Callable[[float], bool]) -> float | None:
     """Return the last of the rising `rates` before the first unstable one; None if there is none."""
     stable = None
     for rate in rates:
@@ -31,59 +31,93 @@ def largest_stable(rates: list[float], unstable: Callable[[float], bool]) -> flo
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """All results, by arm and rate, one per seed."""
+class Grid:
+    """The runs of one arm: a list per rate, one run per seed; every rate has the same seeds."""
 
-    results: dict[str, dict[float, list[Row]]]
-    rates: list[float]
+    runs: dict[float, list[Row]]
+    bigram: float
 
-    def mean(self, arm: str, rate: float) -> float:
+    @cached_property
+    def rates(self) -> tuple[float, ...]:
+        return tuple(self.runs)
+
+    @cached_property
+    def seeds(self) -> int:
+        return len(next(iter(self.runs.values())))
+
+    def losses(self, rate: float) -> list[float]:
+        return [run["held_out"] for run in self.runs[rate]]
+
+    def mean(self, rate: float) -> float:
         """Return the held-out loss averaged over seeds; NaN if any seed has none."""
-        losses = [result["held_out"] for result in self.results[arm][rate]]
-        return sum(losses) / len(losses)
+        return statistics.fmean(self.losses(rate))
 
-    def best_of(self, arm: str) -> tuple[float, float]:
-        """Return the smallest mean loss and its rate; NaN if every rate lacks a loss."""
-        reached = [(self.mean(arm, rate), rate) for rate in self.rates]
-        return min((pair for pair in reached if math.isfinite(pair[0])), default=(math.nan, math.nan))
+    @cached_property
+    def best(self) -> tuple[float, float]:
+        """The smallest mean loss and its rate; NaN if every rate lacks a loss."""
+        means = [(self.mean(rate), rate) for rate in self.rates]
+        return min((pair for pair in means if math.isfinite(pair[0])), default=(math.nan, math.nan))
 
-    @property
-    def best(self) -> float:
-        """Return the baseline's loss at its best rate."""
-        return self.best_of("baseline")[0]
+    def stable(self, limit: float) -> float | None:
+        """Return the largest rate at which, and below which, no seed diverged or ended above `limit`."""
+        return largest_stable(self.rates, lambda rate: any(diverged(x, self.bigram, limit) for x in self.runs[rate]))
 
-    def broken(self, arm: str, rate: float, margin: float = MARGIN) -> int:
-        """Return the number of seeds that diverged."""
-        return sum(diverged(result, self.best, margin) for result in self.results[arm][rate])
+    def of_seed(self, seed: int) -> Grid:
+        return Grid({rate: [runs[seed]] for rate, runs in self.runs.items()}, self.bigram)
 
-    def stable(self, arm: str, margin: float = MARGIN) -> float | None:
-        return largest_stable(self.rates, lambda rate: self.broken(arm, rate, margin) > 0)
+    def stable_seeds(self, margin: float) -> list[float | None]:
+        """Return the largest stable rate of each seed, held against its own best."""
+        grids = map(self.of_seed, range(self.seeds))
+        return [grid.stable(grid.best[0] + margin) for grid in grids]
+
+    def sensitivities(self) -> list[float]:
+        """Return the sensitivity to the learning rate of each seed: see the recipe."""
+        found = []
+        for seed in range(self.seeds):
+            runs = [runs[seed] for runs in self.runs.values()]
+            bounded = [min(run["held_out"], run["initial"]) for run in runs if math.isfinite(run["held_out"])]
+            bounded += [run["initial"] for run in runs if not math.isfinite(run["held_out"])]
+            found.append(statistics.fmean(bounded) - min(bounded))
+        return found
 
 
-def rate_cell(rate: float | None, baseline: float | None, top: float | None = None) -> str:
-    """A rate and how many times the baseline's it is; at the `top` of the grid, where it may be more."""
-    if rate is None:
-        return "–"
-    least = "≥ " if rate == top else ""
-    return f"{least}{rate:g}" + (f" ({least}×{rate / baseline:.3g})" if baseline else "")
+@dataclass(frozen=True)
+class Sweep:
+    """The arms of a part that have runs at all of its rates, and the losses of n-gram tables."""
 
+    grids: dict[str, Grid]
+    rates: tuple[float, ...]
+    bigram: float
+    trigram: float
 
-def page(found: Sweep, about: list[str], plots: list[Path]) -> str:
-    """Format the results as Markdown, after paragraphs about the runs; `plots` are beside the page."""
-    margins = (MARGIN, *OTHER_MARGINS)
-    head = ["arm", *(f"largest stable rate, +{margin:g}" for margin in margins), "paper (830M)", "best loss, at rate"]
-    lines = ["# The largest stable learning rate", ""]
-    lines += [line for paragraph in about for line in (paragraph, "")]
-    lines += ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
-    for arm in found.results:
-        cells = [rate_cell(found.stable(arm, x), found.stable("baseline", x), found.rates[-1]) for x in margins]
-        loss, rate = found.best_of(arm)
-        cells += [rate_cell(ARMS[arm].paper, ARMS["baseline"].paper), f"{loss:.3f}, {rate:g}"]
-        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
-    lines += ["", "Held-out loss in nats a character, mean over the seeds, and how many of them diverged:", ""]
-    lines += [f"| arm | {' | '.join(f'{rate:g}' for rate in found.rates)} |", "|---" + "|---:" * len(found.rates) + "|"]
-    for arm in found.results:
-        cells = [f"{found.mean(arm, rate):.3f} ({found.broken(arm, rate)})" for rate in found.rates]
-        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
-    lines += [line for plot in plots for line in ("", f"![{plot.stem}]({plot.name})")]
-    return "\n".join(lines) + "\n"
+    def stable(self, arm: str, reference: str, margin: float) -> float | None:
+        """Return an arm's largest stable rate by the margin above the reference, a key of `REFERENCES`."""
+        best = self.grids[arm if reference == "own" else "baseline"].best[0]
+        return self.grids[arm].stable(best + margin)
+
+    def limits(self) -> dict[str, dict[str, float]]:
+        """Return every way to judge: its name, and the loss that each arm's runs must end under."""
+        found = {
+            f"{meaning} + {margin:g}": {
+                arm: self.grids[arm if reference == "own" else "baseline"].best[0] + margin for arm in self.grids
+            }
+            for reference, meaning in REFERENCES.items()
+            for margin in MARGINS
+        }
+        tables = {"the trigram table": self.trigram, "the bigram table": self.bigram}
+        return found | {name: dict.fromkeys(self.grids, loss) for name, loss in tables.items()}
+
+    def stable_everyway(self, arm: str) -> list[float | None]:
+        """Return the largest stable rate of an arm in every way to judge."""
+        return [self.grids[arm].stable(losses[arm]) for losses in self.limits().values()]
+
+    @classmethod
+    def of(cls, rows: list[Row], arms: list[str], rates: tuple[float, ...], ngrams: tuple[float, float]) -> Sweep:
+        """Sort log rows. The seeds of an arm are those with runs at all rates; an arm without any is left out."""
+        results = {(r["settings"]["arm"], r["settings"]["rate"], r["settings"]["seed"]): r["result"] for r in rows}
+        grids = {}
+        for arm in arms:
+            seeds = [s for s in range(len(rows)) if all((arm, rate, s) in results for rate in rates)]
+            if seeds:
+                grids[arm] = Grid({rate: [results[arm, rate, s] for s in seeds] for rate in rates}, ngrams[0])
+        return cls(grids, rates, *ngrams)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ngrams import ngram_loss
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_qknorm import Scheme, patch_model
@@ -22,11 +22,12 @@ from hf_qknorm.convert.text import load_text, sample_batches
 
 FOLDS = 10
 CHARACTERS = 1_200_000  # as many as tinyshakespeare has, of a text that has more
+JUDGED_AT_ONCE = 64  # sequences
 
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2's shape and training length; one forward of `judge` batches gives the held-out loss."""
+    """A GPT-2's shape and training: `steps` steps of `batch` sequences; at most `judge` sequences are for judging."""
 
     layers: int
     heads: int
@@ -36,7 +37,9 @@ class Size:
     steps: int
     warmup: int = 20
     dropout: float = 0.0
-    judge: int = 8
+    judge: int = 2048
+    characters: int = CHARACTERS
+    bf16: bool = False  # autocast
 
     def build(self, vocabulary: int, scheme: str | Scheme) -> PreTrainedModel:
         """Return a patched GPT-2 with random weights, in training mode."""
@@ -60,8 +63,8 @@ class Size:
 class Characters:
     """A text as character numbers; tenth `fold` is held out, the rest is for training."""
 
-    def __init__(self, source: str | None, fold: int = FOLDS - 1) -> None:
-        text = load_text(source, limit=CHARACTERS)
+    def __init__(self, source: str | None, fold: int = FOLDS - 1, limit: int = CHARACTERS) -> None:
+        text = load_text(source, limit=limit)
         crc = zlib.crc32(text.encode())
         self.name = (
             f"{Path(source).name if source else 'the standard library'}, {len(text):,} characters, CRC {crc:08x}"
@@ -72,13 +75,20 @@ class Characters:
         self.vocabulary = len(known)
         self.seen, self.held_out = torch.cat([ids[:start], ids[stop:]]), ids[start:stop]
 
+    def ngram_losses(self) -> tuple[float, float]:
+        """Return the losses of a bigram and of a trigram table on the held-out text."""
+        bigram, trigram = (ngram_loss(self.seen, self.held_out, self.vocabulary, order) for order in (2, 3))
+        return bigram, trigram
+
     def training(self, size: Size, seed: int) -> list[Tensor]:
         """Return a batch `[B, T]` for every step."""
         return sample_batches(self.seen, size.steps, size.batch, size.length, seed)
 
     def judging(self, size: Size) -> list[Tensor]:
-        """Return the held-out batches, the same for every run."""
-        return sample_batches(self.held_out, size.judge, size.batch, size.length, seed=10_000)
+        """Return the held-out text from its beginning in sequences that do not overlap, the same for every run."""
+        whole = len(self.held_out) // size.length
+        sequences = self.held_out[: whole * size.length].view(whole, size.length)[: size.judge]
+        return list(sequences.split(JUDGED_AT_ONCE))
 
 
 def train(
@@ -89,7 +99,7 @@ def train(
     warmup: int = 0,
     floor: float = 1.0,
     clip: float | None = None,
-    what: str = "training",
+    bf16: bool = False,
     after_step: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
     """Take one step per batch and return the losses. The run ends at a loss that is not finite.
@@ -105,10 +115,10 @@ def train(
     schedule = LambdaLR(optimizer, factor)
     losses = []
     after_step(0)
-    bar = tqdm(batches, desc=what, unit="step", leave=False)
-    for step, batch in enumerate(bar, start=1):
+    for step, batch in enumerate(batches, start=1):
         ids = batch.to(model.device)
-        loss = model(input_ids=ids, labels=ids).loss
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+            loss = model(input_ids=ids, labels=ids).loss
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             break
@@ -118,15 +128,14 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        bar.set_postfix(loss=f"{losses[-1]:.3f}")
         after_step(step)
     return losses
 
 
 @torch.no_grad()
 def held_out_loss(model: Any, batches: list[Tensor]) -> float:
-    """Return the loss over batches `[B, T]`, in nats per token."""
+    """Return the mean loss over the sequences of batches `[B, T]`, in nats per token."""
     model.eval()
-    losses = [float(model(input_ids=ids, labels=ids).loss) for ids in (batch.to(model.device) for batch in batches)]
+    losses = [float(model(input_ids=ids, labels=ids).loss) * len(ids) for ids in (b.to(model.device) for b in batches)]
     model.train()
-    return sum(losses) / len(losses)
+    return sum(losses) / sum(map(len, batches))

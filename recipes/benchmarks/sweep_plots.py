@@ -1,4 +1,4 @@
-"""Plots of the sweeps: loss over learning rate, largest logits over time, loss over the order of the norm."""
+"""Plots of the sweeps: loss over learning rate, observations over time, loss over the order of the norm."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from hf_qknorm.files.atomic_io import replace_file
@@ -21,54 +22,90 @@ COLOURS = (
     "#3c8d5a",
     "#d9a441",
     "#8d5a97",
-)  # safe for colour blindness
-MARKERS = "osv^DPX"
+    "#b58a6a",
+    "#e08bb1",
+)  # safe for colour blindness, with the markers
+MARKERS = "osv^DPX<>"
+
+Results = Mapping[str, Mapping[float, Sequence[Any]]]  # by arm and rate, one per seed
 
 
-def plot_losses(results: Mapping[str, Mapping[float, Sequence[Any]]], limit: float, path: Path) -> None:
-    """Plot held-out loss over learning rate: a line per arm (the mean of seeds), a dot per seed; above `limit` is
-    diverged.
-    """
-    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+def plot_losses(results: Results, lines: Mapping[str, float], path: Path) -> None:
+    """Plot held-out loss over learning rate: a line per arm (the mean of seeds), a dot per seed, and named `lines`."""
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axes = figure.subplots()
+    top = max(lines.values()) + 0.5
     for (arm, by_rate), colour, marker in zip(results.items(), COLOURS, MARKERS, strict=False):
         ends = {rate: [run["held_out"] for run in runs] for rate, runs in by_rate.items()}
         means = [statistics.mean(losses) for losses in ends.values()]
         axes.plot(list(ends), means, color=colour, marker=marker, markersize=5, label=arm)
         for rate, losses in ends.items():
             axes.plot([rate] * len(losses), losses, color=colour, linestyle="", marker=".", markersize=4, alpha=0.5)
-    axes.axhline(limit, color="#999999", linewidth=0.8, linestyle="--", label="diverged above")
-    axes.set_ylim(top=min(axes.get_ylim()[1], limit + 1))  # what went further is diverged all the same
-    rates = list(next(iter(results.values())))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axes.minorticks_off()
-    axes.set(xlabel="learning rate (Adam)", ylabel="held-out loss (nats a character)")
+    _level(axes, lines)
+    axes.set_ylim(top=min(axes.get_ylim()[1], top))  # a run that ended above is no better known by how far
+    _rate_axis(axes, list(next(iter(results.values()))))
+    axes.set_ylabel("held-out loss (nats a character)")
     _finish(figure, [axes], path)
 
 
-def plot_logits(results: Mapping[str, Mapping[float, Sequence[Any]]], path: Path) -> None:
-    """Plot the largest |logit| before any cap over steps: a column per rate, a line per arm (the median of seeds)."""
+def plot_over_steps(results: Results, column: str, label: str, path: Path, line: float | None = None) -> None:
+    """Plot an observed column over steps: a panel per rate, a line per arm (the median of seeds)."""
     rates = list(next(iter(results.values())))
     columns = min(4, len(rates))
-    lines = -(-len(rates) // columns)
-    figure = Figure(figsize=(3 * columns, 2.5 * lines + 0.6), layout="constrained")
-    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    rows = -(-len(rates) // columns)
+    figure = Figure(figsize=(3 * columns, 2.5 * rows + 0.8), layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     for axes, rate in zip(grid, rates, strict=False):
         for (arm, by_rate), colour in zip(results.items(), COLOURS, strict=False):
-            seen: dict[int, list[float]] = {}
-            for run in by_rate[rate]:
-                for step, logit in run["logits"]:
-                    seen.setdefault(step, []).append(logit if math.isfinite(logit) else math.inf)
-            axes.plot(list(seen), [statistics.median(x) for x in seen.values()], color=colour, linewidth=1.2, label=arm)
-        axes.axhline(50, color="#999999", linewidth=0.8, linestyle="--")
+            axes.plot(*_median(by_rate[rate], column), color=colour, linewidth=1.2, label=arm)
+        if line is not None:
+            axes.axhline(line, color="#999999", linewidth=0.8, linestyle="--")
         axes.set_yscale("log")
+        axes.minorticks_off()
         axes.set_title(f"rate {rate:g}", fontsize=9, color=INK)
     for axes in grid[len(rates) :]:
         axes.set_visible(False)
     figure.supxlabel("steps", fontsize=9)
-    figure.supylabel("largest |logit|, before any cap (dashed: 50)", fontsize=9)
+    figure.supylabel(label, fontsize=9)
     _finish(figure, grid, path)
+
+
+def plot_outputs(results: Results, layers: Mapping[str, str], path: Path) -> None:
+    """Plot the rms of layers' outputs over steps: a row per arm, a column per layer, a line per rate (of medians)."""
+    figure = Figure(figsize=(3 * len(layers), 2.1 * len(results) + 0.8), layout="constrained")
+    grid = figure.subplots(len(results), len(layers), sharex=True, sharey="col", squeeze=False)
+    for line, (arm, by_rate) in zip(grid, results.items(), strict=True):
+        for axes, (column, title) in zip(line, layers.items(), strict=True):
+            for place, (rate, runs) in enumerate(by_rate.items()):
+                shade = colormaps["viridis"](0.95 * place / max(len(by_rate) - 1, 1))
+                axes.plot(*_median(runs, column), color=shade, linewidth=1.2, label=f"{rate:g}")
+            axes.set_yscale("log")
+            axes.minorticks_off()
+            axes.set_title(f"{arm}: {title}", fontsize=9, color=INK)
+    figure.supxlabel("steps", fontsize=9)
+    figure.supylabel("root mean square of the outputs, by learning rate", fontsize=9)
+    _finish(figure, grid.flatten(), path)
+
+
+def _median(runs: Sequence[Any], column: str) -> tuple[list[float], list[float]]:
+    """The steps, and the medians of the runs that reached them; what is not finite is above all else."""
+    seen: dict[float, list[float]] = {}
+    for run in runs:
+        for step, value in zip(run["seen"]["step"], run["seen"][column], strict=False):
+            seen.setdefault(step, []).append(value if math.isfinite(value) else math.inf)
+    return list(seen), [statistics.median(values) for values in seen.values()]
+
+
+def _level(axes: Any, lines: Mapping[str, float]) -> None:
+    for (name, value), style in zip(lines.items(), ("--", ":"), strict=True):
+        axes.axhline(value, color="#999999", linewidth=1, linestyle=style, label=name)
+
+
+def _rate_axis(axes: Any, rates: list[float]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.minorticks_off()
+    axes.set_xlabel("learning rate (Adam)")
 
 
 def plot_orders(results: Mapping[tuple[float, str], Sequence[Any]], path: Path) -> None:

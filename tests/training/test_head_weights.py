@@ -60,7 +60,7 @@ def test_norms_and_factors_by_hand():
     part = HeadWeights(projection, heads=2, width=2, stride=3, begin=1)
     rows = projection.weight.detach().float()
     expected = torch.stack([rows[1:3].norm(), rows[4:6].norm()])
-    torch.testing.assert_close(part.norms(), expected)
+    torch.testing.assert_close(part.norms(projection.weight), expected)
     (weight, rows), (bias, outputs) = parameter_factors({"q": part}, {"q": torch.tensor([2.0, 3.0])})
     assert weight is projection.weight
     assert bias is projection.bias

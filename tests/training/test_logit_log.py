@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -135,4 +136,24 @@ def test_worst_and_sharpest():
         "attention/over_cap": 0.25,
         "attention/max_logit/0": 9.0,
         "attention/max_logit/1": 3.0,
+        "attention/max_rms_qkv": pytest.approx(math.sqrt((1 + 81) / 2)),
     }
+
+
+def test_scalars_have_the_largest_outputs():
+    layers = {
+        name: replace(sample(1).layers["layers.0"], rms_out=size, rms_mlp=None if name == "b" else 2 * size)
+        for name, size in (("a", 1.0), ("b", 3.0))
+    }
+    scalars = LogitSample(1, layers).scalars()
+    assert scalars["attention/max_rms_out"] == 3.0
+    assert scalars["attention/max_rms_mlp"] == 2.0
+    assert scalars["attention/max_rms_qkv"] == pytest.approx(math.sqrt((4 + 9 + 16 + 4 + 4) / 5))
+
+
+def test_a_log_without_outputs_is_read(tmp_path):
+    data = json.loads(sample(3).line())
+    for layer in data["layers"].values():
+        del layer["rms_out"], layer["rms_mlp"]
+    (tmp_path / "log").write_text(json.dumps(data) + "\n")
+    assert read_log(tmp_path / "log") == [sample(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def drawn(monkeypatch, tmp_path, found):
 def test_any_log_can_be_drawn(tmp_path, count, layers, heads, size):
     draw_log(samples(count, layers, heads, size), tmp_path / "map.png")
     height, width, _ = imread(tmp_path / "map.png").shape
-    assert 900 < height <= 1800
+    assert 1300 < height <= 2200
     assert width == 1800
     assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
 
@@ -78,6 +79,27 @@ def test_columns_of_long_logs_show_the_worst_of_several_samples(monkeypatch, tmp
     (row,) = left.images[0].get_array().tolist()
     values = [s.layers["layers.0"].max_logit[0] for s in found]
     assert row == [max(values[i : i + 3]) for i in range(0, len(values), 3)]
+
+
+def test_each_layer_has_a_curve_of_its_outputs(monkeypatch, tmp_path):
+    found = samples(5, 3, 2)
+    for i, one in enumerate(found):
+        for n, name in enumerate(one.layers):
+            one.layers[name] = replace(one.layers[name], rms_out=1.0 + n + i, rms_mlp=math.nan if i == 2 else 2.0 + i)
+    *_, qkv, out, mlp = drawn(monkeypatch, tmp_path, found).axes
+    assert [len(axes.lines) for axes in (qkv, out, mlp)] == [3, 3, 3]
+    assert [list(line.get_ydata()) for line in out.lines] == [[1.0 + n + i for i in range(5)] for n in range(3)]
+    assert math.isnan(mlp.lines[0].get_ydata()[2])
+    assert list(qkv.lines[0].get_ydata()) == [1.0] * 5
+    assert out.get_yscale() == "log"
+
+
+def test_an_older_log_has_no_curves_of_outputs(monkeypatch, tmp_path):
+    *_, qkv, out, mlp = drawn(monkeypatch, tmp_path, samples(3, 2, 2)).axes
+    assert len(qkv.lines) == 2
+    for axes in (out, mlp):
+        assert not axes.lines
+        assert [text.get_text() for text in axes.texts] == ["not recorded"]
 
 
 def test_an_empty_log_is_refused(tmp_path):

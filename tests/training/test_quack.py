@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_rows import ROWS, attention_layers, outputs_first
+from head_rows import ROWS, attention_layers, input_norms, input_size_by_hand, outputs_first, size_by_hand
 from optimised import OPTIMISERS, STEPS, assert_same, made, train
 from tables import sharp_model
 from tiny import tiny_model
@@ -18,24 +18,24 @@ CASES = [*((model_type, "adamw") for model_type in ROWS), *(("gpt2", kind) for k
 Norms = dict[str, list[float]]
 
 
-def by_hand(norms: Norms) -> Norms:
-    """The published factors, computed head by head."""
-    if "q" in norms:
-        group = len(norms["q"]) // len(norms["k"])
+def by_hand(sizes: Norms) -> Norms:
+    """The rates of biases, computed head by head; the weights' are these over the size of their inputs."""
+    if "q" in sizes:
+        group = len(sizes["q"]) // len(sizes["k"])
         return {
-            "q": [1 / norms["k"][h // group] for h in range(len(norms["q"]))],
-            "k": [1 / max(norms["q"][g * group : (g + 1) * group]) for g in range(len(norms["k"]))],
+            "q": [1 / sizes["k"][h // group] for h in range(len(sizes["q"]))],
+            "k": [1 / max(sizes["q"][g * group : (g + 1) * group]) for g in range(len(sizes["k"]))],
         }
-    uq, uk, qr = norms["uq"], norms["uk"], norms["qr"]
-    (dkv,), (kr,), (dq,) = norms["dkv"], norms["kr"], norms["dq"]
+    uq, uk, qr = sizes["uq"], sizes["uk"], sizes["qr"]
+    (dkv,), (kr,), (dq,) = sizes["dkv"], sizes["kr"], sizes["dq"]
     largest = max(a * b for a, b in zip(uq, uk, strict=True))
     return {
-        "uq": [1 / (dq * k * dkv) for k in uk],
-        "uk": [1 / (q * dq * dkv) for q in uq],
-        "qr": [1 / (dq * kr)] * len(qr),
-        "dq": [min(1 / (largest * dkv), 1 / (max(qr) * kr))],
-        "dkv": [1 / (largest * dq)],
-        "kr": [1 / (max(qr) * dq)],
+        "uq": [1 / k for k in uk],
+        "uk": [1 / q for q in uq],
+        "qr": [1 / kr] * len(qr),
+        "dq": [min(dq / largest, dq / (max(qr) * kr))],
+        "dkv": [dkv / largest],
+        "kr": [1 / max(qr)],
     }
 
 
@@ -43,29 +43,35 @@ class ByHand:
     """The rule as loops over heads around an optimiser's step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, model_type: str, tau: float) -> None:
-        self.optimizer, self.rows, self.tau = optimizer, ROWS[model_type], tau
-        self.layers = attention_layers(model, model_type)
-        self.first = [self.factors(layer) for layer in self.layers]
+        self.optimizer, self.model_type, self.rows, self.tau = optimizer, model_type, ROWS[model_type], tau
+        self.layers = list(zip(attention_layers(model, model_type), input_norms(model, model_type), strict=True))
+        self.first = [self.rates(*layer) for layer in self.layers]
         self.scales: list[float] = []
 
-    def factors(self, layer: Any) -> Norms:
-        return by_hand(
-            {
-                part: [float(outputs_first(layer, where)[0][rows].double().norm()) for rows in heads]
-                for part, (where, heads) in self.rows.items()
-            }
-        )
+    def rates(self, layer: Any, norms: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
+        """By part, the rates of the weights and those of the biases, one per head."""
+        sizes = {
+            part: [size_by_hand(layer, part, rows, self.model_type, norms[part]) for rows in heads]
+            for part, (_, heads) in self.rows.items()
+        }
+        return {
+            part: ([rate / input_size_by_hand(norms[part]) for rate in rates], rates)
+            for part, rates in by_hand(sizes).items()
+        }
 
     def step(self) -> None:
-        now = [self.factors(layer) for layer in self.layers]
-        old = [[[p.clone() for p in outputs_first(x, where)] for where, _ in self.rows.values()] for x in self.layers]
+        now = [self.rates(*layer) for layer in self.layers]
+        old = [
+            [[p.clone() for p in outputs_first(x, where)] for where, _ in self.rows.values()] for x, _ in self.layers
+        ]
         self.optimizer.step()
-        for layer, factors, first, before in zip(self.layers, now, self.first, old, strict=True):
+        for (layer, _), rates, first, before in zip(self.layers, now, self.first, old, strict=True):
             for (part, (where, heads)), was in zip(self.rows.items(), before, strict=True):
                 for head, rows in enumerate(heads):
-                    scale = self.tau * factors[part][head] / first[part][head]
-                    self.scales.append(scale)
-                    for p, start in zip(outputs_first(layer, where), was, strict=True):
+                    kinds = zip(rates[part], first[part], outputs_first(layer, where), was, strict=False)
+                    for rate, start_rate, p, start in kinds:  # the weight, and the bias if there is one
+                        scale = self.tau * rate[head] / start_rate[head]
+                        self.scales.append(scale)
                         p[rows] = (start[rows] + scale * (p[rows].double() - start[rows].double())).to(p.dtype)
 
     def zero_grad(self) -> None:
@@ -96,13 +102,20 @@ def test_scaled_steps_equal_a_learning_rate_per_head(kind):
     one_head = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
     model, expected = (sharp_model("llama", **one_head).double() for _ in range(2))
     train(model, QuacK(OPTIMISERS[kind](model.parameters()), model, tau=0.5))
-    q, k = (expected.model.layers[0].self_attn.get_submodule(name).weight for name in ("q_proj", "k_proj"))
+    layer = expected.model.layers[0]
+    q, k = (layer.self_attn.get_submodule(name).weight for name in ("q_proj", "k_proj"))
     rest = [p for p in expected.parameters() if p is not q and p is not k]
     optimizer = OPTIMISERS[kind]([{"params": [q]}, {"params": [k]}, {"params": rest}])
-    rate, first = optimizer.param_groups[0]["lr"], (float(k.detach().norm()), float(q.detach().norm()))
+
+    def sizes() -> list[float]:
+        """|x|·|k| and |x|·|q|."""
+        gain = layer.input_layernorm.weight.detach()
+        return [float((other.detach() * gain).norm() * gain.norm()) for other in (k, q)]
+
+    rate, first = optimizer.param_groups[0]["lr"], sizes()
     for _ in range(STEPS):
-        for group, start, other in zip(optimizer.param_groups, first, (k, q), strict=False):
-            group["lr"] = 0.5 * rate * start / float(other.detach().norm())
+        for group, start, now in zip(optimizer.param_groups, first, sizes(), strict=False):
+            group["lr"] = 0.5 * rate * start / now
         train(expected, optimizer, steps=1)
     for (name, p), other in zip(model.named_parameters(), expected.named_parameters(), strict=True):
         torch.testing.assert_close(p, other[1], rtol=1e-9, atol=1e-9, msg=name)
@@ -141,6 +154,7 @@ def test_the_steps_beside_a_frozen_side_are_unscaled():
     for part in (model, plain):
         for layer in part.model.layers:
             layer.self_attn.k_proj.weight.requires_grad_(False)
+            layer.input_layernorm.weight.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     train(model, QuacK(torch.optim.AdamW(trained, 1e-2), model))
     train(plain, torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], 1e-2))

@@ -51,6 +51,34 @@ def test_a_state_without_initial_norms_measures_them_anew():
     assert_same(model, other)
 
 
+def test_a_state_of_0_1_0_goes_on_at_its_rates():
+    """Its initial norms are those of weights alone, under other names."""
+    model = sharp_model("qwen2")
+    optimizer = QuacK(OPTIMISERS["adamw"](model.parameters()), model)
+    projections = [part.projection for parts in optimizer.layers.values() for part in parts.values()]
+    norms = [[p.weight.detach().view(-1, 16, 64).norm(dim=(1, 2)) for p in projections]]
+    train(model, optimizer, steps=2)
+    norms.append([p.weight.detach().view(-1, 16, 64).norm(dim=(1, 2)) for p in projections])
+    state = copy.deepcopy(optimizer.optimizer.state_dict())
+    indices = {id(p): n for n, p in enumerate(model.parameters())}
+    for projection, name, norm in zip(projections, "qkqk", norms[0], strict=True):
+        state["state"][indices[id(projection.weight)]][f"quack_{name}"] = norm
+    resumed = QuacK(OPTIMISERS["adamw"](model.parameters()), model, tau=0.5)
+    resumed.load_state_dict(state)
+    assert all(not str(key).startswith("quack") for entry in resumed.state.values() for key in entry)
+    scales = {id(p): scale for p, scale in resumed._scales()}
+    for place, (projection, now) in enumerate(zip(projections, norms[1], strict=True)):
+        other = place + 1 if place % 2 == 0 else place - 1
+        ratio = norms[0][other] / norms[1][other]
+        if place % 2:  # keys, by the largest of two queries
+            ratio = norms[0][other].view(2, 2).amax(1) / norms[1][other].view(2, 2).amax(1)
+        expected = 0.5 * ratio.repeat_interleave(16 * len(now) // len(ratio))
+        for p in (projection.weight, projection.bias):
+            torch.testing.assert_close(scales[id(p)].flatten(), expected)
+    assert max(float((a / b - 1).abs().max()) for a, b in zip(*norms, strict=True)) > 0.1
+    assert resumed.state_dict()["state"][indices[id(projections[0].weight)]].keys() >= {"quack_rate_q"}
+
+
 def test_copies_and_pickles_with_the_model():
     model = sharp_model("llama")
     optimizer = QuacK(OPTIMISERS["adamw"](model.parameters()), model)

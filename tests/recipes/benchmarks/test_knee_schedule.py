@@ -7,7 +7,7 @@ from typing import Any
 
 import knee_schedule
 import pytest
-from knee_schedule import ARMS, END, WAY, Compared
+from knee_schedule import ARMS, END, WAY, Compared, Size
 from tiny import tiny_model
 
 from hf_qknorm.demo.training import byte_tokenizer
@@ -32,6 +32,7 @@ def runs(*pairs: tuple[float, float]) -> list[dict[str, Any]]:
 def test_the_rule(knee, literal, kept):
     found = Compared("", blend=runs((2.0, 2.0), (2.0, 2.0)), knee=runs(*knee))
     assert (found.literal, found.kept) == (literal, kept)
+    assert ("allowed on the way" in "\n".join(knee_schedule.misses([found], Size()))) is not kept
     for limit in (END, WAY):
         assert f"{limit:g}" in knee_schedule.__doc__
 

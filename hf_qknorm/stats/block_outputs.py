@@ -1,0 +1,38 @@
+"""The modules whose outputs a decoder layer adds up: the attention's output projection, and the MLP's."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import nn
+
+OUT: Final = ("o_proj", "out_proj", "c_proj", "dense", "Wo")  # in the attention layer
+MLP: Final = ("mlp", "feed_forward", "mlp_block", "ffn", "block_sparse_moe", "shared_mlp", "fc2")  # beside it
+DOWN: Final = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2", "Wo")  # in the MLP
+
+
+def block_outputs(model: nn.Module, name: str) -> dict[str, nn.Module]:
+    """The output projections of the attention layer `name` ("out") and of the MLP that follows it ("mlp").
+
+    A mixture of experts has no projection of its own: its module stands for it. A layer with several MLPs is measured
+    at one. A module that is not found has no entry, such as an MLP in a layer of its own (Nemotron-H).
+    """
+    path = name.rpartition(".")[0]
+    layer, parent, grandparent = (model.get_submodule(x) for x in (name, path, path.rpartition(".")[0]))
+    if isinstance(parent, nn.ModuleList) and "mlps" in grandparent._modules:  # LongCat: two attention layers
+        mlps: Any = grandparent.get_submodule("mlps")
+        mlp = mlps[int(name.rpartition(".")[2])]
+    else:
+        mlp = _first(parent, MLP)
+    if mlp is None and not isinstance(grandparent, nn.ModuleList):  # DBRX
+        mlp = _first(grandparent, ("ffn",))
+    out = _first(layer, OUT)
+    if out is None and "output" in parent._modules:  # BERT: a module beside attention, and one beside the MLP
+        out, mlp = (_first(owner.get_submodule("output"), ("dense",)) for owner in (parent, grandparent))
+    mlp = mlp if mlp is None else _first(mlp, DOWN) or mlp
+    return {part: module for part, module in (("out", out), ("mlp", mlp)) if module is not None}
+
+
+def _first(owner: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    """The first child of these names."""
+    return next((module for name in names if (module := owner._modules.get(name)) is not None), None)

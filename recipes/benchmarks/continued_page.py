@@ -1,0 +1,161 @@
+"""The results of continued training: comparisons between arms, and the page."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from run_log import Row
+from stability_table import MARGINS, Grid
+
+BACK = 0.02  # nats above the run without a fault, at most: the run came back
+
+
+def grid(runs: dict[float, list[Row]]) -> Grid:
+    """The runs of an arm by rate, with the held-out loss before training as the initial one."""
+    rows = {rate: [{**run, "initial": run["way"][0][1]} for run in rows] for rate, rows in runs.items()}
+    return Grid(rows, bigram=math.inf)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of losses, paired over seeds: the mean, and its standard error (NaN for one seed)."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, losses: list[float], others: list[float]) -> Difference:
+        apart = [a - b for a, b in zip(losses, others, strict=True)]
+        error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else math.nan
+        return cls(statistics.fmean(apart), error)
+
+    @property
+    def verdict(self) -> str:
+        """The rule: better or worse by more than twice the standard error."""
+        if not abs(self.mean) > 2 * self.error:
+            return "level"
+        return "better" if self.mean < 0 else "worse"
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} ± {self.error:.3f}"
+
+
+def spread(values: list[float]) -> str:
+    """The mean and the standard deviation."""
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return f"{statistics.fmean(values):.3f} ± {deviation:.3f}"
+
+
+def largest_logit(run: Row) -> float:
+    """The largest |logit| before any cap that was seen after the first step."""
+    return max(logit for step, _, logit, _ in run["way"] if step)
+
+
+def last_entropy(run: Row) -> float:
+    """The smallest entropy of a head at the end, as a share of that of even attention."""
+    return float(run["way"][-1][3])
+
+
+def fall(run: Row, half: int, after: int) -> float:
+    """The largest held-out loss in the steps after the fault minus the loss at it."""
+    since = [(step - half, loss) for step, loss, *_ in run["way"] if 0 <= step - half <= after]
+    return max(loss for step, loss in since if step) - next(loss for step, loss in since if step == 0)
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in lines] + [""]
+
+
+def rates_section(arms: dict[str, Grid]) -> list[str]:
+    """The tables over arms and rates."""
+    base = arms["unpatched"]
+    rates = [f"{rate:g}" for rate in base.rates]
+    lines = ["Held-out loss in nats a token, mean ± standard deviation over the seeds:", ""]
+    lines += table(["arm", *rates], [[arm, *(spread(g.losses(x)) for x in g.rates)] for arm, g in arms.items()])
+    lines += ["The same minus the unpatched model's at the same rate, paired over seeds, ± standard error:", ""]
+    apart = {arm: [Difference.of(g.losses(x), base.losses(x)) for x in g.rates] for arm, g in arms.items()}
+    lines += table(["arm", *rates], [[arm, *map(str, cells)] for arm, cells in apart.items() if arm != "unpatched"])
+    lines += ["At each arm's best rate; the largest rate within a margin of its own best; sensitivity to the rate:", ""]
+    head = ["arm", "best rate", "loss there", "minus unpatched's best", "ends", *(f"within {x:g}" for x in MARGINS)]
+    rows = []
+    for arm, g in arms.items():
+        best, rate = g.best
+        there = Difference.of(g.losses(rate), base.losses(base.best[1]))
+        ends = ["", ""] if arm == "unpatched" else [str(there), there.verdict]
+        stable = [g.stable(best + margin) for margin in MARGINS]
+        cells = ["–" if x is None else f"{'≥ ' * (x == g.rates[-1])}{x:g}" for x in stable]
+        rows.append([arm, f"{rate:g}", f"{best:.3f}", *ends, *cells, spread(g.sensitivities())])
+    lines += table([*head, "sensitivity"], rows)
+    lines += ["Largest \\|logit\\| after the first step, before any cap, of any seed; smallest entropy share of a head"]
+    lines += ["at the end, the mean over the seeds:", ""]
+    rows = []
+    for arm, g in arms.items():
+        cells = [(max(map(largest_logit, runs)), statistics.fmean(map(last_entropy, runs))) for runs in g.runs.values()]
+        rows.append([arm, *(f"{logit:,.0f}; {share:.3f}" for logit, share in cells)])
+    return lines + table(["arm", *rates], rows)
+
+
+def precision_section(bf16: dict[str, Grid], fp32: dict[str, Grid]) -> list[str]:
+    """The runs in fp32 minus those in bf16 of the same seeds."""
+    rows = []
+    for arm, g in fp32.items():
+        same = [Difference.of(g.losses(x), bf16[arm].losses(x)[: g.seeds]).mean for x in g.rates]
+        rows.append([arm, *(f"{g.mean(x):.3f} ({apart:+.3f})" for x, apart in zip(g.rates, same, strict=True))])
+    rates = [f"{rate:g}" for rate in next(iter(fp32.values())).rates]
+    count = next(iter(fp32.values())).seeds
+    lead = f"Held-out loss in fp32 ({count} seed{'s' * (count > 1)}), and its distance from bf16 with the same seeds:"
+    return [lead, "", *table(["arm", *rates], rows)]
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """An arm's runs with a fault, and the same runs without."""
+
+    arm: str
+    fault: str
+    runs: list[Row] = field(default_factory=list)
+    whole: list[Row] = field(default_factory=list)
+
+
+def faults_section(faulty: list[Faulty], half: int, after: int) -> list[str]:
+    """How far each arm falls after a fault, and whether it comes back."""
+    rows = []
+    for case in faulty:
+        falls = [fall(run, half, after) for run in case.runs]
+        ends, others = ([run["held_out"] for run in runs] for runs in (case.runs, case.whole))
+        back = sum(end - other <= BACK for end, other in zip(ends, others, strict=True))
+        logit = max(map(largest_logit, case.runs))
+        rows.append([case.arm, case.fault, spread(falls), str(Difference.of(ends, others)), f"{back} of {len(ends)}",
+                     f"{logit:,.0f}"])  # fmt: skip
+    head = ["arm", "fault", "fall", "end, minus the run without", "came back", "largest \\|logit\\|"]
+    return ["Faults at half of the run:", "", *table(head, rows)]
+
+
+def conclusions(arms: dict[str, Grid]) -> list[str]:
+    """The answers of the rules, in sentences."""
+    base, found = arms["unpatched"], []
+    loss, usual = base.best
+    best = {
+        arm: Difference.of(g.losses(g.best[1]), base.losses(usual)) for arm, g in arms.items() if arm != "unpatched"
+    }
+    for verdict, words in (("better", "better than"), ("level", "level with"), ("worse", "worse than")):
+        named = [f"{arm} ({apart})" for arm, apart in best.items() if apart.verdict == verdict]
+        found.append(f"- Each at its best rate, these end {words} the unpatched model: {'; '.join(named) or 'none'}.")
+    for rate in base.rates[-2:]:
+        order = sorted(arms, key=lambda arm: arms[arm].mean(rate))
+        losses = "; ".join(f"{arm} {arms[arm].mean(rate) - loss:+.2f}" for arm in order)
+        found.append(f"- At {rate:g}, above the unpatched model's best ({loss:.3f} at {usual:g}): {losses}.")
+    steady = sorted(arms, key=lambda arm: statistics.fmean(arms[arm].sensitivities()))
+    found.append(f"- From the least sensitive to the rate to the most: {'; '.join(steady)}.")
+    found.append(
+        "- Twice a standard error is a weak test: with three seeds, chance alone passes it in 18 % of comparisons."
+    )
+    return [*found, ""]
+
+
+def plots_section(plots: list[Path]) -> list[str]:
+    return [line for plot in plots for line in (f"![{plot.stem}]({plot.name})", "")]
