@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -58,8 +58,6 @@ from run_log import Row, Runs, provenance
 from transformers import AutoTokenizer, HfArgumentParser
 
 from hf_qknorm.files.atomic_io import new_folder, replace_text
-
-TAUGHT = "taught to copy"
 
 
 @dataclass
@@ -104,15 +102,23 @@ def teach(source: Source, folder: Path) -> None:
 
 
 def all_sources(options: Options) -> dict[str, Source]:
-    """The checkpoints by name, and the first with RoPE again, taught to copy; that model is made if it is missing."""
+    """The checkpoints by name, and at the end the first with RoPE again, taught to copy."""
     size = SIZES[options.size]
     sources = {Path(at).name: Source(Path(at).name, at, options.text, size) for at in options.checkpoints}
     rotary = next(source for source in sources.values() if hasattr(source.model().config, "rope_parameters"))
-    folder = options.taught / rotary.name
-    if not folder.exists():
-        teach(rotary, folder)
-    name = f"{rotary.name}, {TAUGHT}"
-    return {**sources, name: Source(name, str(folder), options.text, size)}
+    taught = replace(rotary, name=f"{rotary.name}, taught to copy", checkpoint=str(options.taught / rotary.name))
+    return {**sources, taught.name: taught}
+
+
+def run_missing(options: Options, sources: dict[str, Source], wanted: list[Row], runs: Runs) -> None:
+    """Run what the log lacks; teach the model that copies, if it is needed and not there."""
+    *others, taught = sources.values()
+    known = [row["settings"] for row in runs.rows]
+    needed = any(settings["model"] == taught.name and settings not in known for settings in wanted)
+    if needed and not Path(taught.checkpoint).exists():
+        name = Path(taught.checkpoint).name
+        teach(next(source for source in others if source.name == name), Path(taught.checkpoint))
+    runs.run_all(wanted, partial(run_one, sources), options.jobs, options.minutes)
 
 
 def main(arguments: list[str] | None = None) -> str:
@@ -122,12 +128,15 @@ def main(arguments: list[str] | None = None) -> str:
     runs = Runs(options.out.with_suffix(".jsonl"))
     wanted = [{"model": name, "arm": arm, **asdict(size)} for name in sources for arm in ARMS]
     trained = wanted_trainings(list(sources)[-1], options.size, options.seeds)
-    runs.run_all([*wanted, *trained], partial(run_one, sources), options.jobs, options.minutes)
+    run_missing(options, sources, [*wanted, *trained], runs)
     known = [row["settings"] for row in runs.rows]
     sections: dict[str, dict[str, Row]] = {}
     for settings in wanted:
         if settings in known:
             sections.setdefault(settings["model"], {})[settings["arm"]] = runs.get(settings, dict)
+    sections = {name: found for name, found in sections.items() if BASE in found}
+    if not sections:
+        return "no unpatched model is measured yet"
     trainings = [(settings, runs.get(settings, dict)) for settings in trained if settings in known]
     plotted = options.out.with_suffix(".png")
     plot(sections, size.length, plotted)
