@@ -119,6 +119,11 @@ def test_the_readme_states_the_version_and_the_number_of_families():
     assert f"[{len(qk.FAMILIES)}](hf_qknorm/families/FAMILIES.md)" in text_of("README.md")
 
 
+def test_the_comparison_counts_the_model_types_with_norms():
+    normed = sum(bool(family.own_norms) for family in qk.FAMILIES.values())
+    assert f"{normed} of the {len(qk.FAMILIES)} types" in text_of("hf_qknorm/COMPARISON.md")
+
+
 def test_every_page_can_be_reached_from_the_readme():
     reached, new = set(), {"README.md"}
     while new:

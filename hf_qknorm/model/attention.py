@@ -38,8 +38,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
     def _norm_rotate_attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        heads = Heads(q, k, v)
-        if self.family.rope is None or not functions.takes_raw_heads(self, heads, mask, options):
+        if self.family.rope is None or not functions.takes_raw_heads(self, Heads(q, k, v), mask, options):
             return super()._norm_rotate_attend(q, k, v, mask, positions, cache, options)
         (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
         rotary = kernel_rotary(positions, self.family.rope)
@@ -53,8 +52,8 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         if static is not None:
             count = k.shape[2]
             q = library.norm_rope_into(heads, static.keys, static.values, next_positions(static, count))
-            count_written(static, count)
             q = self._length_scaled(q, options)
+            count_written(static, count)
             return self._call_backend(q, static.keys, static.values, mask, options)
         q, k = library.norm_rope(heads)
         q = self._length_scaled(q, options)
@@ -198,11 +197,9 @@ def start_blend(layer: QKNormAttention) -> None:
     carriers = norms.get("q_norm", norms.get("k_norm", []))
     for carrier in carriers:
         carrier.rescale = factor
-    scheme = layer.scheme
-    if not carriers and (factor != 1 or scheme.length_scale is not None):
-        field = "length_scale" if factor == 1 else "scale"
-        value = getattr(scheme, field)
-        raise ValueError(f"a blend can't bring in {field}={value:g} without a norm on queries or keys")
+    if not carriers and (factor != 1 or layer.scheme.length_scale is not None):
+        field = f"scale={layer.scheme.scale:g}" if factor != 1 else f"length_scale={layer.scheme.length_scale}"
+        raise ValueError(f"a blend can't bring in {field} without a norm on queries or keys")
     device, _ = device_and_dtype(layer)
     for norm in chain(*norms.values()):
         norm.blend = torch.zeros((), device=device)

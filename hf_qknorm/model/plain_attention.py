@@ -106,7 +106,7 @@ class PlainAttention(nn.Module):
 
     def _blend(self) -> Tensor | None:
         """The blend of the layer's norms; None outside of a blend."""
-        norms = (self._modules.get(name) for name in ("q_norm", "k_norm") if self.blending)
+        norms: list[Any] = [self._modules.get(name) for name in ("q_norm", "k_norm") if self.blending]
         return next((norm.blend for norm in norms if norm is not None), None)
 
     @property

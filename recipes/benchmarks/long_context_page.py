@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from run_log import Row
 
-BASE = "unpatched"
+BASE, SCALED = "unpatched", ", length scale"
 LOSS, SHARE, COPIES = 0.01, 0.05, 0.5  # nats, and shares of characters, of the rules
 
 
@@ -118,10 +118,95 @@ def copying_table(runs: dict[str, Row]) -> list[str]:
     return lines
 
 
+def mean_losses(run: Row, length: int, beyond: bool) -> float:
+    return statistics.fmean(part(run, length, beyond))
+
+
+def mean_copying(run: Row, length: int, beyond: bool) -> float:
+    """The share of right characters over all distances that are beyond the trained length, or within it."""
+    found = run["copying"]["random"]
+    return statistics.fmean(statistics.fmean(x["right"]) for d, x in found.items() if (int(d) >= length) == beyond)
+
+
+def training_section(trainings: list[tuple[Row, Row]], length: int) -> list[str]:
+    """The trained models by stage and arm: means over the seeds that all arms of a stage have."""
+    lines = ["## After training", ""] if trainings else []
+    for stage in dict.fromkeys(settings["stage"] for settings, _ in trainings):
+        found: dict[str, dict[int, Row]] = {}
+        for settings, run in trainings:
+            if settings["stage"] == stage:
+                found.setdefault(settings["arm"], {})[settings["seed"]] = run
+        seeds = sorted(set.intersection(*(set(runs) for runs in found.values())))
+        if not seeds or BASE not in found:
+            continue
+        arms = {arm: [runs[seed] for seed in seeds] for arm, runs in found.items()}
+        lines += [f"Trained {stage}, {len(seeds)} seeds:", "", *training_table(arms, length), ""]
+    return lines
+
+
+def training_table(arms: dict[str, list[Row]], length: int) -> list[str]:
+    lines = [f"| | loss within {length} | beyond | long context | copying within {length} | beyond | copying | "
+             "length scale |", "|---|---:|---:|---|---:|---:|---|---|"]  # fmt: skip
+    base = arms[BASE]
+    for arm, runs in arms.items():
+        losses = [[mean_losses(run, length, beyond) for run in runs] for beyond in (False, True)]
+        copied = [[mean_copying(run, length, beyond) for run in runs] for beyond in (False, True)]
+        theirs = [[mean_losses(run, length, beyond) for run in base] for beyond in (False, True)]
+        rises = [
+            [a - b for a, b in zip(mine, others, strict=True)] for mine, others in zip(losses, theirs, strict=True)
+        ]
+        apart = Difference.of(rises[1], rises[0])
+        lost = Difference.of([mean_copying(run, length, True) for run in base], copied[1])
+        cells = [f"{statistics.fmean(x):.3f} ± {Difference.of(x, [0.0] * len(x)).error:.3f}" for x in losses]
+        shares = [f"{statistics.fmean(x):.0%} ± {100 * Difference.of(x, [0.0] * len(x)).error:.0f}" for x in copied]
+        verdicts = ["", ""]
+        if arm != BASE:
+            verdicts = [f"{'**lost**' if apart.above(LOSS) else 'kept'} ({apart})",
+                        f"{'**lost**' if lost.above(SHARE) else 'kept'} ({100 * -lost.mean:+.0f} points)"]  # fmt: skip
+        plain = arms.get(arm.removesuffix(SCALED)) if arm.endswith(SCALED) else None
+        helped = "" if plain is None else scale_verdict(runs, plain, length)
+        row = [arm, *cells, verdicts[0], *shares, verdicts[1], helped]
+        lines.append(f"| {' | '.join(row)} |")
+    return lines
+
+
+def scale_verdict(scaled: list[Row], plain: list[Row], length: int) -> str:
+    """Whether the length scale helps, by the rule, with seeds as the unit."""
+    loss = Difference.of(*([mean_losses(run, length, True) for run in runs] for runs in (plain, scaled)))
+    copied = Difference.of(*([mean_copying(run, length, True) for run in runs] for runs in (scaled, plain)))
+    return verdict_of(loss, copied)
+
+
+def verdict_of(loss: Difference, copied: Difference) -> str:
+    """The verdict on a length scale, from what it takes off the loss and adds to the copying."""
+    word = "**helps**" if loss.above(LOSS) or copied.above(SHARE) else "no help"
+    points = f"{100 * copied.mean:+.0f} ± {100 * copied.error:.0f} points"
+    return f"{word} ({-loss.mean:+.3f} ± {loss.error:.3f} nats, {points})"
+
+
+def distant_rows(run: Row, length: int) -> list[float]:
+    """The shares of right characters of all rows with a distance beyond the trained length."""
+    found = run["copying"]["random"]
+    return [share for d, x in found.items() if int(d) >= length for share in x["right"]]
+
+
+def untrained_scale(runs: dict[str, Row], length: int) -> list[str]:
+    """The verdict on a length scale without training, for each arm that has one, with rows as the unit."""
+    lines = []
+    for arm, run in runs.items():
+        plain = runs.get(arm.removesuffix(SCALED)) if arm.endswith(SCALED) else None
+        if plain is not None:
+            loss = Difference.of(part(plain, length, True), part(run, length, True))
+            verdict = verdict_of(loss, Difference.of(distant_rows(run, length), distant_rows(plain, length)))
+            lines.append(f"- A length scale on {arm.removesuffix(SCALED)}, beyond {length}: {verdict}.")
+    return lines
+
+
 def model_section(name: str, runs: dict[str, Row], length: int) -> list[str]:
     """The tables of a model."""
     base = runs[BASE]
     lines = [f"## {name}", "", "Loss by position, and rises over it:", "", *positions_table(runs, length), ""]
+    lines += [*untrained_scale(runs, length), ""]
     able = "copies" if copies(base) else "**does not copy**"
     lines += [f"This model, unpatched, {able}. By the distance from a span to its copy:", "", *kinds_table(base), ""]
     if copies(base):
@@ -129,9 +214,17 @@ def model_section(name: str, runs: dict[str, Row], length: int) -> list[str]:
     return lines
 
 
-def page(sections: dict[str, dict[str, Row]], length: int, description: str, made: str, plot: str) -> str:
-    """Format the results as Markdown; `sections` are the runs by model and arm."""
+def page(
+    sections: dict[str, dict[str, Row]],
+    trainings: list[tuple[Row, Row]],
+    length: int,
+    description: str,
+    made: str,
+    plot: str,
+) -> str:
+    """Format the results as Markdown: `sections` are runs by model and arm, `trainings` settings and results."""
     lines = ["# Long context, before and after a conversion", "", description, "", made, "", f"![plot]({plot})", ""]
     for name, runs in sections.items():
         lines += model_section(name, runs, length)
+    lines += training_section(trainings, length)
     return "\n".join(lines)

@@ -189,7 +189,7 @@ def test_the_table_warns_of_text_that_is_shorter_than_the_context():
     with pytest.raises(ValueError, match="length=1: expected 2 or more"):
         inspect_model(model, [tokens(2, 20)], length=1)
     with pytest.raises(ValueError, match="length=65: expected 2 to 64, the model's learned positions"):
-        inspect_model(tiny_model("gpt2", n_positions=64), [tokens(2, 20)], length=65)
+        inspect_model(tiny_model("gpt2", max_position_embeddings=64), [tokens(2, 20)], length=65)
 
 
 def test_a_model_without_a_head_has_layers_and_no_predictions():

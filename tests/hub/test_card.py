@@ -66,6 +66,15 @@ def test_a_card_warns_of_text_that_is_shorter_than_the_context(tmp_path, method)
     assert "sequences of up to" not in render_card(tmp_path)
 
 
+def test_a_card_tells_of_a_length_scale(tmp_path):
+    text = render_card(checkpoint(tmp_path, Scheme(length_scale=256)))
+    assert "- The **queries** are multiplied by log n / log 256" in text
+    assert "with a length scale in its attention" in text
+    assert "the length scale counters that. The parts come from [Nakanishi 2025]" in " ".join(text.split())
+    assert "diverging training runs" not in text
+    assert "2501.19399" in text.partition("## Citation")[2]
+
+
 def test_a_card_has_the_numbers_of_the_report(tmp_path):
     checkpoint(tmp_path)
     report = edit(

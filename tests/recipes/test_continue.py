@@ -145,7 +145,7 @@ def test_the_conclusions_name_each_arm_once_a_rule():
     assert "capped (-0.200" in lines[0]
     assert "none" in lines[1]
     assert "none" in lines[2]
-    assert lines[-2].endswith("capped; unpatched.")
+    assert lines[-3].endswith("capped; unpatched.")
 
 
 def test_the_base_is_the_checkpoint_where_one_is_given(sources, text, tmp_path):

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import long_context
+import long_context_training
 import pytest
 import torch
 from long_context_page import BASE, COPIES, LOSS, SHARE, Difference, copies, copying_table, loses_context
@@ -68,16 +69,23 @@ def test_a_lesson_holds_its_span_twice():
 
 
 def test_all_arms_are_measured_and_logged(text, tmp_path, monkeypatch):
-    few = ("unpatched", "found knee", "`fit`, knee 0", "knee 0, longest rows")
+    few = ("unpatched", "found knee", "`fit`, knee 0", "knee 0, longest rows", "unpatched, length scale")
     monkeypatch.setattr(long_context, "ARMS", {arm: long_context.ARMS[arm] for arm in few})
+    trained = dict.fromkeys(long_context_training.TRAINED, ("unpatched",))
+    monkeypatch.setattr(long_context_training, "TRAINED", trained)
     tiny_model("llama", vocab_size=257).save_pretrained(tmp_path / "tiny")
     byte_tokenizer().save_pretrained(tmp_path / "tiny")
     command = ["--checkpoints", str(tmp_path / "tiny"), "--text", text, "--size", "quick"]
-    command += ["--taught", str(tmp_path / "taught"), "--out", str(tmp_path / "out")]
+    command += ["--seeds", "1", "--taught", str(tmp_path / "taught"), "--out", str(tmp_path / "out")]
     page = long_context.main(command)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["settings"]["arm"] for row in rows] == [*few, *few]
+    assert [row["settings"]["arm"] for row in rows[: 2 * len(few)]] == [*few, *few]
+    assert len(rows) == 2 * len(few) + 4
     assert (tmp_path / "out.png").exists()
     assert page.count("| knee 0, longest rows | 0 |") == 2
     assert "## tiny, taught to copy" in page
+    assert page.count("- A length scale on unpatched, beyond 32: ") == 2
+    for stage in long_context_training.STAGES["quick"]:
+        assert f"Trained {stage}, 1 seeds:" in page
+    assert page.count("| unpatched, length scale | ") == 4  # two models by position, two trainings
     assert long_context.main(command) == page  # from the log
