@@ -27,8 +27,9 @@ class LogitMonitor(TrainerCallback):
 
     A sample covers the first `rows` sequences of the step's first micro-batch on each rank. It has, per layer and head,
     the largest |logit|, the entropy (nats), the share of logits over the cap, the rms of q, k and v before any norm,
-    and the norms of the gradients of the projections to q and k after clipping; per layer, the largest gain of the
-    norms of queries and keys, of a scheme or of the model itself (Qwen3), and the bound that they set on |logit|.
+    and the norms of the gradients of the projections to q and k after clipping; per layer, the rms of the outputs of
+    attention and of the MLP, the largest gain of the norms of queries and keys, of a scheme or of the model itself
+    (Qwen3), and the bound that they set on |logit|.
     Recomputed and evaluation passes do not count. In sampled steps compiled models run eagerly, and kernels run
     without norm and RoPE in them.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import colormaps
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from hf_qknorm.stats import plotting
 from hf_qknorm.training.logit_log import LogitSample
@@ -94,6 +94,9 @@ def _outputs(axes: Any, samples: Samples, layers: Sequence[str], field: str, tit
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 5, 10]))
     if seen:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         plotting.legend_above(axes, size=8, columns=2)
     else:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=plotting.INK)
