@@ -214,6 +214,32 @@ def model_section(name: str, runs: dict[str, Row], length: int) -> list[str]:
     return lines
 
 
+def conclusions(sections: dict[str, dict[str, Row]], length: int) -> list[str]:
+    """The verdicts by the rules, a line per model and question."""
+    lines = []
+    for name, runs in sections.items():
+        base = runs[BASE]
+        inside, outside = (statistics.fmean(part(base, length, beyond)) for beyond in (False, True))
+        lines.append(f"- {name}, unpatched: {inside:.3f} nats within {length} positions, {outside:.3f} beyond.")
+        apart = {arm: loses_context(run, base, length) for arm, run in runs.items() if arm != BASE}
+        lost = [f"{arm} ({difference})" for arm, difference in apart.items() if difference.above(LOSS)]
+        gained = [f"{arm} ({d})" for arm, d in apart.items() if Difference(-d.mean, d.error).above(LOSS)]
+        lines.append(f"- {name}: long context is lost by {_listed(lost)}; the loss rises less beyond {length} than "
+                     f"within for {_listed(gained)}.")  # fmt: skip
+        if copies(base):
+            differences = {arm: lost_copying(run, base) for arm, run in runs.items() if arm != BASE}
+            far = [f"{arm} (at {', '.join(d for d, x in found.items() if x.above(SHARE))})"
+                   for arm, found in differences.items() if any(x.above(SHARE) for x in found.values())]  # fmt: skip
+            lines.append(f"- {name}: copying is lost by {_listed(far)}.")
+        else:
+            lines.append(f"- {name} does not copy, before or after: its distances say nothing about a conversion.")
+    return lines
+
+
+def _listed(items: list[str]) -> str:
+    return ", ".join(items) or "no arm"
+
+
 def page(
     sections: dict[str, dict[str, Row]],
     trainings: list[tuple[Row, Row]],
@@ -223,7 +249,8 @@ def page(
     plot: str,
 ) -> str:
     """Format the results as Markdown: `sections` are runs by model and arm, `trainings` settings and results."""
-    lines = ["# Long context, before and after a conversion", "", description, "", made, "", f"![plot]({plot})", ""]
+    lines = ["# Long context, before and after a conversion", "", description, "", made, ""]
+    lines += ["## In short", "", *conclusions(sections, length), "", f"![plot]({plot})", ""]
     for name, runs in sections.items():
         lines += model_section(name, runs, length)
     lines += training_section(trainings, length)

@@ -9,7 +9,7 @@ import long_context
 import long_context_training
 import pytest
 import torch
-from long_context_page import BASE, COPIES, LOSS, SHARE, Difference, copies, copying_table, loses_context
+from long_context_page import BASE, COPIES, LOSS, SHARE, Difference, conclusions, copies, copying_table, loses_context
 from long_context_tasks import KINDS, Draw
 from tiny import tiny_model
 
@@ -37,6 +37,18 @@ def test_the_rule_for_positions(losses, lost):
     base = run((1.0, 2.0), (1.0, 2.0))
     assert loses_context(run(*losses), base, length=4).above(LOSS) is lost
     assert f"{LOSS:g} nats" in long_context.__doc__
+
+
+def test_the_verdicts_in_words():
+    base, near = run((1.0, 2.0), (1.0, 2.0)), run((1.4, 2.0), (1.5, 2.0), right=0.5)
+    far = run((1.0, 2.4), (1.0, 2.5))
+    lines = conclusions({"a model": {BASE: base, "near": near, "far": far}}, length=4)
+    assert lines == [
+        "- a model, unpatched: 1.000 nats within 4 positions, 2.000 beyond.",
+        "- a model: long context is lost by far (+0.450 ± 0.050); the loss rises less beyond 4 than within for near "
+        "(-0.450 ± 0.050).",
+        "- a model: copying is lost by near (at 8).",
+    ]
 
 
 def test_the_rules_for_copying():
