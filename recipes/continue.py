@@ -1,6 +1,6 @@
 """Continue the training of a trained model on text of another kind, at rates from usual to a hundred times that.
 
-    python recipes/continue.py --checkpoint ../shared/checkpoints/llama-shakespeare \
+    python recipes/continue.py --checkpoint ../shared/checkpoints/llama-shakespeare \\
         --known ../shared/data/tinyshakespeare.txt --text ../shared/data/wikitext2-valid.txt
     python recipes/continue.py --size gpu --device cuda --known corpus.txt --text other.txt --minutes 9
 
@@ -35,6 +35,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
@@ -197,12 +198,20 @@ def write(plan: Plan, runs: Runs, tau: float, means: dict[float, float]) -> str:
         sections += precision_section(arms, grids(parts["fp32"], runs))
     if means:
         tried = ", ".join(f"{mean:.4f} with {each:g}" for each, mean in means.items())
-        sections += [f"QuacK's τ, by the mean loss of its tuning runs: {tried}.", ""]
-    question, _, setting, rules, *_ = (__doc__ or "").split("\n\n")
+        edge = " The best is the smallest tried: a smaller one may be better." if tau == min(means) else ""
+        sections += [f"QuacK's τ, by the mean loss of its tuning runs: {tried}.{edge}", ""]
+    question, commands, setting, rules, *_ = (__doc__ or "").split("\n\n")
     about = f"`{size}`; it knows {plan.common['known']}, and learns {plan.common['text']}; {options.seeds} seeds."
     tables = " and ".join(f"{loss:.3f} (a {name} table)" for name, loss in ngrams.items())
     counted = f"Tables that count the new text's tokens, with 0.1 added to each count, reach {tables}."
-    top = [f"# Continued training: {plan.common['model']}", question, setting, rules, about]
+    top = [
+        f"# Continued training: {plan.common['model']}",
+        f"```\n{dedent(commands)}\n```",
+        question,
+        setting,
+        rules,
+        about,
+    ]
     lines = [line for paragraph in [*top, *([counted] if ngrams else []), provenance(runs.used)]
              for line in (paragraph, "")]  # fmt: skip
     lines += [*conclusions(arms), *plots_section(plots[:1]), *sections, *plots_section(plots[1:2])]

@@ -75,7 +75,7 @@ def advise(measured: Measurements) -> Advice:
     if collapsed := sum(len(risk.collapsed) for risk in risks):
         reasons.append(
             f"heads that attend to hardly more than one token (entropy under {COLLAPSED:.0%} of even attention's) with "
-            f"|logit| over {measured.cap / 2:g}: {collapsed}. Training diverges there first"
+            f"|logit| over {measured.cap / 2:g}: {collapsed}"
         )
     if own is not None:
         loss = f"its cap of {own:g} bends the largest logit by {cap_loss(largest, own):.0%}"
@@ -120,7 +120,7 @@ def _beyond_cap_reasons(measured: Measurements) -> list[str]:
         return ["it caches a latent and takes no norms: QuacK and MuonClip bound its logits in training"]
     return [
         *_costly_knee_reasons(measured),
-        "for several times the usual learning rate, use qk_norm_cap and calibrate()",
+        "for larger learning rates, use qk_norm_cap and calibrate()",
         _fresh_gain_reason(measured),
     ]
 

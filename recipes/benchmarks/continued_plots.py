@@ -50,7 +50,7 @@ def plot_rates(arms: Mapping[str, Grid], ngrams: Mapping[str, float], path: Path
     for name, loss in ngrams.items():
         if low < loss < high:
             left.axhline(loss, color="#999999", linewidth=0.8, linestyle=":")
-            left.annotate(name, (left.get_xlim()[0], loss), fontsize=8, color=INK, va="bottom")
+            left.text(0.01, loss, name, transform=left.get_yaxis_transform(), fontsize=8, color=INK, va="bottom")
     left.set(ylabel="held-out loss at the end (nats a token)")
     right.set(ylabel="largest |logit| of the run, before any cap", yscale="log")
     for axes in (left, right):
