@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from typing import Any, Literal
@@ -22,7 +23,15 @@ from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.model.record import set_record
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.stats.distributed import Batches, broadcast_attention, gather_batches, ranks_of, reshard, unwrap
+from hf_qknorm.stats.distributed import (
+    Batches,
+    broadcast_attention,
+    gather_batches,
+    is_first_rank,
+    ranks_of,
+    reshard,
+    unwrap,
+)
 from hf_qknorm.stats.logit_statistics import CAP
 from hf_qknorm.stats.measure import evaluate, layer_reports, predictions, require_causal
 from hf_qknorm.stats.records import Prediction
@@ -34,6 +43,8 @@ START_BATCHES = 16  # enough for the gains that a fit starts from
 LOSS_BATCHES = 8  # the most batches, of at most a tenth of all, that are held out to judge gains and knee by
 
 Knee = float | Literal["auto"]
+
+logger = logging.getLogger(__name__)
 
 
 def calibrate(
@@ -112,6 +123,7 @@ def calibrate(
             text = batches if method == "moments" else fitted[:START_BATCHES]
             closed_form(text, float(knee)).apply(float(knee), gains=method != "ones")
         if method.startswith("fit"):
+            _warn_of_short_text(bare.config.scheme.length_scale, longest_sequence(batches))
             fit_gains(bare, fitted, held_out, steps=steps, projections=method == "fit_qk")
         compared = evaluate(bare, held_out, cap, ranks)
         before, after = compared.base, compared.own
@@ -184,6 +196,15 @@ def _reset_norms(model: Any, batches: Batches) -> None:
         norm.reset_parameters()
     if not model.config.scheme.pre_norm and not is_exact(model):
         rescale_folded_weights(model, batches[:START_BATCHES])
+
+
+def _warn_of_short_text(scale: int | None, longest: int) -> None:
+    """Log a warning of a fit on text that is shorter than the scheme's length scale."""
+    if scale is not None and longest < scale and is_first_rank():
+        logger.warning(
+            f"the gains are fitted on sequences of up to {longest} tokens, where length_scale={scale} makes logits "
+            f"smaller: the fit makes up for that in the gains, and logits are larger from there on. Give length={scale}"
+        )
 
 
 def _scheme_of(model: Any) -> Scheme:

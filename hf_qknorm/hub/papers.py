@@ -85,7 +85,7 @@ def change_sentences(scheme: Scheme) -> list[str]:
     if scheme.length_scale is not None:
         sentences.append(
             f"The **queries** are multiplied by log n / log {scheme.length_scale}, where n is the number of tokens "
-            "that a query sees: attention stays as sharp over longer text."
+            "that a query sees."
         )
     if scheme.softcap is not None:
         cap = f"{scheme.softcap:g}"

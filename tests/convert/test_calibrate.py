@@ -218,3 +218,11 @@ def test_fit_never_ends_worse_than_it_started(monkeypatch):
     inputs = [{"input_ids": batch} for batch in batches]
     fit_gains(model, inputs[2:], inputs[:2], steps=12)
     assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("method", "scale", "warned"), [("fit", 40, True), ("fit", 20, False), ("moments", 40, False)])
+def test_a_fit_on_text_shorter_than_the_length_scale_warns(method, scale, warned, caplog):
+    model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", length_scale=scale))
+    calibrate(model, [torch.arange(40).view(2, 20) % 60], method, steps=1)
+    found = [record.message for record in caplog.records if "length_scale" in record.message]
+    assert [f"Give length={scale}" in message for message in found] == [True] * warned
