@@ -132,6 +132,8 @@ def _monitor(options: Namespace) -> None:
 def _card(options: Namespace) -> None:
     from hf_qknorm.hub.card import check_card, write_card
 
+    if options.length is not None and not options.texts:
+        raise ValueError("--length is for a measurement: give --texts TEXT as well")
     folder = user_path(options.checkpoint, "the checkpoint")
     with _reported(*(folder / name for name in ([REPORT] if options.texts else []) + [CARD])):
         if options.texts:

@@ -48,7 +48,8 @@ class Scheme:
     `length_scale` L multiplies each query by log n / log L, n the number of keys that it sees: its position + 1, or
     the sliding window. Attention then stays as sharp over longer text. Nothing changes at position L − 1, so that L is
     the length a model was trained at. None means no factor. This is SSMax (Nakanishi 2025, arXiv 2501.19399) with a
-    fixed s = 1/log L for all heads.
+    fixed s = 1/log L for all heads. Padding at the left counts as tokens unless position_ids leave it out, as those of
+    `generate` do.
 
     Raises ValueError, naming the field, for a value or combination that is not possible.
 

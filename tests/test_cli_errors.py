@@ -140,6 +140,7 @@ ERRORS = [
     (["card", "FILE"], "FILE/config.json is missing"),
     (["card", "FOLDER"], "FOLDER/config.json is missing"),
     (["card", "MODEL"], "MODEL holds a plain llama: convert it first"),
+    (["card", "PATCHED", "--length", "64"], "--length is for a measurement: give --texts TEXT as well"),
     (["card", "PATCHED", "--repo", "a/b/c"], "repo_id is 'a/b/c', expected a name on the Hub"),
     (["push", "PATCHED", "a/b/c"], "the repository is 'a/b/c', expected a name on the Hub"),
     (["push", "PATCHED", "me/tiny"], "HF_HUB_OFFLINE is set"),

@@ -198,15 +198,12 @@ class _Watcher:
         self.lengths[name] = torch.where(weight > 0, values, 0.0).sum((1, 2))
 
     def output(self, name: str, x: Tensor) -> None:
-        """Record an output `[B, T, C]` or `[B·T, C]` of the layer's block."""
-        if not self.passes.watching:
+        """Record an output of the layer's block, behind its attention: `[B, T, C]`, or with its tokens in one row."""
+        batch, length = self.tokens
+        if not self.passes.watching or self.name not in self.collected or x.shape[:-1].numel() != batch * length:
             return
-        if x.dim() == 2 and len(x) == self.tokens[0] * self.tokens[1]:
-            x = x.view(*self.tokens, -1)
-        if x.dim() == 3:
-            self.before_norm(name, x.unsqueeze(2))
-        if self.name in self.collected:  # else the layer's attention comes later
-            self._keep_lengths()
+        self.before_norm(name, x.reshape(batch, length, 1, -1))
+        self._keep_lengths()
 
     @torch.no_grad()
     def __call__(

@@ -81,18 +81,19 @@ def _rows(
 
 def _outputs(axes: Any, samples: Samples, layers: Sequence[str], field: str, title: str) -> None:
     """Draw the rms of an output over the steps, a curve per layer from dark (first) to light; a note without any."""
-    seen = False
+    curves: dict[int, tuple[list[int], list[float]]] = {}  # by layer
     for i, name in enumerate(layers):
         found = [(sample.step, getattr(sample.layers[name], field)) for sample in samples if name in sample.layers]
         found = [(step, value) for step, value in found if value is not None]
         values = plotting.drawable(value for _, value in found)
         if any(value > 0 for value in values):
-            seen = True
-            colour = colormaps[DEPTH](0.9 * i / max(len(layers) - 1, 1))
-            label = f"layer {i}" if i in (0, len(layers) - 1) else None
-            axes.plot([step for step, _ in found], values, color=colour, linewidth=1.2, label=label)
+            curves[i] = [step for step, _ in found], values
+    for i, (steps, values) in curves.items():
+        colour = colormaps[DEPTH](0.9 * i / max(len(layers) - 1, 1))
+        label = f"layer {i}" if i in (min(curves), max(curves)) else None
+        axes.plot(steps, values, color=colour, label=label, **_style(steps, 1.2))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 5, 10]))
-    if seen:
+    if curves:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -114,10 +115,15 @@ def _curves(axes: Any, samples: Samples, layers: Sequence[str], field: str, rank
     worst = sorted((head for head in points if values[head]), key=lambda head: rank(values[head]))[:WORST]
     for (name, head), colour in zip(worst, CURVES, strict=False):
         steps, curve = zip(*points[name, head], strict=True)
-        style = {"linewidth": 1.4, "marker": "o" if len(steps) < 40 else "", "markersize": 3}
-        axes.plot(steps, curve, color=colour, label=f"layer {layers.index(name)}, head {head}", **style)
+        label = f"layer {layers.index(name)}, head {head}"
+        axes.plot(steps, curve, color=colour, label=label, **_style(steps, 1.4))
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
     if worst:
         plotting.legend_above(axes, size=8, columns=3)
+
+
+def _style(steps: Sequence[int], width: float) -> dict[str, Any]:
+    """The look of a curve: with few steps, of which a single one has no line, each has a marker."""
+    return {"linewidth": width, "marker": "o" if len(steps) < 40 else "", "markersize": 3}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,18 +77,17 @@ class LogitSampler:
             top = tuple(next(maxima) for _ in range(heads))
             seen, cap, even = (next(totals) for _ in range(3))
             sizes = (heads, heads, heads, heads_kv, heads_kv)
-            means: dict[str, Any] = {
+            fields: dict[str, Any] = {
                 m: tuple(next(totals) / max(seen, 1) for _ in range(n)) for m, n in zip(MEANS, sizes, strict=True)
             }
             outputs = [next(totals) / max(seen, 1) for _ in OUTPUTS]
             if seen:
                 q, k = (None if g is None else tuple(g.tolist()) for g in self.gradients.get(name, (None, None)))
-                gains, bound = self.gains.get(name, (None, None)), self.bounds.get(name)
-                sample = LayerSample(cap / seen, even / seen, top, **means, grad_q=q, grad_k=k)
+                gain_q, gain_k = self.gains.get(name, (None, None))
                 known = self.found[name].lengths if name in self.found else OUTPUTS
-                out, mlp = (x if part in known else None for part, x in zip(OUTPUTS, outputs, strict=True))
-                sample = replace(sample, gain_q=gains[0], gain_k=gains[1], bound=bound)
-                layers[name] = replace(sample, rms_out=out, rms_mlp=mlp)
+                fields |= {f"rms_{part}": x for part, x in zip(OUTPUTS, outputs, strict=True) if part in known}
+                fields |= {"grad_q": q, "grad_k": k, "gain_q": gain_q, "gain_k": gain_k, "bound": self.bounds.get(name)}
+                layers[name] = LayerSample(cap / seen, even / seen, top, **fields)
         return LogitSample(step, layers) if layers else None
 
 

@@ -152,6 +152,8 @@ class QuacK(Optimizer):
         for index, layer, name in self._numbered(state):
             if (layer, name) in self.first:
                 entries[index] = {**entries.get(index, {}), RATE + name: self.first[layer, name]}
+            elif (layer, name) in self.former:  # loaded from 0.1.0, before a step
+                entries[index] = {**entries.get(index, {}), PREFIX + name: self.former[layer, name]}
         return {**state, "state": entries}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -186,7 +188,10 @@ class QuacK(Optimizer):
             yield from parameter_factors(parts, {n: self.tau * (now[n] / self.first[layer, n]) for n in parts})
 
     def _former_factors(self, layer: str, parts: dict[str, HeadWeights]) -> ByPart:
-        """The factors at which a run of 0.1.0 stopped, by part, in its sizes; 1 for parts without such a state."""
+        """The factors at which a run of 0.1.0 stopped, by part, in its sizes; 1 for parts without such a state.
+
+        In latent attention they are those of the present rule: 0.1.0 counted the weights before a latent too.
+        """
         one = torch.ones((), device=next(iter(parts.values())).weight.device)
         if any((layer, name) not in self.former for name in parts):
             return dict.fromkeys(parts, one)

@@ -22,6 +22,7 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.length_scale import largest_factor, length_factors
 from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.stats.bounds import logit_bounds
+from hf_qknorm.stats.logits import _keys_seen, visible_keys
 
 LENGTH = 6
 ALONE = Scheme(length_scale=LENGTH)
@@ -113,6 +114,20 @@ def test_generation_gives_the_tokens_of_full_passes():
     assert torch.equal(found, model.generate(ids, cache_implementation="static", **options))
     for length in range(5, 11):
         assert logits(model, found[:, :length])[0, -1].argmax() == found[0, length]
+    draft = patched("llama", NORMED, seed=1)
+    assert torch.equal(found, model.generate(ids, assistant_model=draft, **options))
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+def test_generation_does_not_count_padding(way):
+    model, rows = patched("llama", NORMED), tokens(length=9)
+    mask = torch.ones_like(rows)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **way}
+    found = model.generate(rows.masked_fill(mask == 0, 0), attention_mask=mask, **options)
+    for row, begin in zip(range(2), (4, 0), strict=True):
+        alone = model.generate(rows[row : row + 1, begin:], **options)
+        assert torch.equal(found[row : row + 1, begin:], alone)
 
 
 def test_a_checkpoint_keeps_it_and_others_have_no_such_key(tmp_path):
@@ -193,13 +208,24 @@ def test_impossible_lengths(value):
 
 
 @pytest.mark.parametrize("model_type", [name for name, f in FAMILIES.items() if f.causal is True])
-def test_every_causal_family_states_whether_it_can(model_type):
-    """Families whose attention gets no positions, or has sinks, are refused: the others' layers run with the scale."""
+def test_queries_see_as_many_keys_as_positions_and_window_say(model_type):
+    """In every family that is not refused."""
     family = FAMILIES[model_type]
     if family.style.no_length_scale:
         pytest.skip("refused")
     model = tiny_model(model_type)
     check_scheme(model_type, model.config, ALONE)
-    qk.patch_model(model, ALONE)
-    assert not any(hasattr(layer, "sinks") for layer in patched_layers(model).values())
-    assert torch.isfinite(logits(model.eval(), tokens())).all()
+    layers = patched_layers(qk.patch_model(model, ALONE).eval())
+    counts: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def count(layer: Any, q: torch.Tensor, k: torch.Tensor, v: Any, mask: Any, options: dict[str, Any]) -> None:
+        seen = _keys_seen(q, visible_keys(layer, q, k, mask, options, None))
+        counts.append((seen[0, 0], (options["position_ids"][0] + 1).clamp_max(layer.window or q.shape[2])))
+
+    for layer in layers.values():
+        assert not hasattr(layer, "sinks")
+        layer.observers = (count,)
+    assert torch.isfinite(logits(model, tokens(length=40))).all()
+    assert len(counts) >= len(layers)
+    for seen, expected in counts:
+        assert torch.equal(seen, expected)

@@ -94,6 +94,15 @@ def test_each_layer_has_a_curve_of_its_outputs(monkeypatch, tmp_path):
     assert out.get_yscale() == "log"
 
 
+def test_a_single_sample_has_points_and_the_outermost_curves_are_named(monkeypatch, tmp_path):
+    found = samples(1, 4, 2)
+    for name in ("layers.1", "layers.2"):
+        found[0].layers[name] = replace(found[0].layers[name], rms_mlp=2.0)
+    *_, _, mlp = drawn(monkeypatch, tmp_path, found).axes
+    assert [line.get_marker() for line in mlp.lines] == ["o", "o"]
+    assert [text.get_text() for text in mlp.get_legend().get_texts()] == ["layer 1", "layer 2"]
+
+
 def test_an_older_log_has_no_curves_of_outputs(monkeypatch, tmp_path):
     *_, qkv, out, mlp = drawn(monkeypatch, tmp_path, samples(3, 2, 2)).axes
     assert len(qkv.lines) == 2
