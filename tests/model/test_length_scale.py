@@ -88,6 +88,16 @@ def test_all_ways_of_attention_agree(backend, scheme):
     torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_compiled_model_agrees_at_several_lengths():
+    model = patched("mistral", NORMED, num_hidden_layers=1)
+    model.set_attn_implementation("eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (16, 21):
+        ids = tokens(length=length)
+        torch.testing.assert_close(logits(compiled, ids, use_cache=False), logits(model, ids, use_cache=False))
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral"])
 def test_a_cache_left_padding_and_packing_count_the_tokens_that_a_query_sees(model_type):
     model, ids = patched(model_type, NORMED), tokens(rows=1)
