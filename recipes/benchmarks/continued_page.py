@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from run_log import Row
+from stability_page import mean_cell
 from stability_table import MARGINS, Grid
 
 BACK = 0.02  # nats above the run without a fault, at most: the run came back
@@ -29,24 +30,28 @@ class Difference:
     @classmethod
     def of(cls, losses: list[float], others: list[float]) -> Difference:
         apart = [a - b for a, b in zip(losses, others, strict=True)]
-        error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else math.nan
+        several = len(apart) > 1 and all(map(math.isfinite, apart))
+        error = statistics.stdev(apart) / len(apart) ** 0.5 if several else math.nan
         return cls(statistics.fmean(apart), error)
+
+    @classmethod
+    def at_best(cls, grid: Grid, base: Grid) -> Difference:
+        """The difference of two arms, each at its best rate; NaN if one of them diverged at every rate."""
+        if not (math.isfinite(grid.best[0]) and math.isfinite(base.best[0])):
+            return cls(math.nan, math.nan)
+        return cls.of(grid.losses(grid.best[1]), base.losses(base.best[1]))
 
     @property
     def verdict(self) -> str:
-        """The rule: better or worse by more than twice the standard error."""
+        """The rule: better or worse by more than twice the standard error; "diverged" without a difference."""
+        if math.isnan(self.mean):
+            return "diverged"
         if not abs(self.mean) > 2 * self.error:
             return "level"
         return "better" if self.mean < 0 else "worse"
 
     def __str__(self) -> str:
         return f"{self.mean:+.3f} ± {self.error:.3f}"
-
-
-def spread(values: list[float]) -> str:
-    """The mean and the standard deviation."""
-    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-    return f"{statistics.fmean(values):.3f} ± {deviation:.3f}"
 
 
 def largest_logit(run: Row) -> float:
@@ -75,7 +80,7 @@ def rates_section(arms: dict[str, Grid]) -> list[str]:
     base = arms["unpatched"]
     rates = [f"{rate:g}" for rate in base.rates]
     lines = ["Held-out loss in nats a token, mean ± standard deviation over the seeds:", ""]
-    lines += table(["arm", *rates], [[arm, *(spread(g.losses(x)) for x in g.rates)] for arm, g in arms.items()])
+    lines += table(["arm", *rates], [[arm, *(mean_cell(g.losses(x)) for x in g.rates)] for arm, g in arms.items()])
     lines += ["The same minus the unpatched model's at the same rate, paired over seeds, ± standard error:", ""]
     apart = {arm: [Difference.of(g.losses(x), base.losses(x)) for x in g.rates] for arm, g in arms.items()}
     lines += table(["arm", *rates], [[arm, *map(str, cells)] for arm, cells in apart.items() if arm != "unpatched"])
@@ -84,14 +89,17 @@ def rates_section(arms: dict[str, Grid]) -> list[str]:
     rows = []
     for arm, g in arms.items():
         best, rate = g.best
-        there = Difference.of(g.losses(rate), base.losses(base.best[1]))
+        there = Difference.at_best(g, base)
         ends = ["", ""] if arm == "unpatched" else [str(there), there.verdict]
         stable = [g.stable(best + margin) for margin in MARGINS]
         cells = ["–" if x is None else f"{'≥ ' * (x == g.rates[-1])}{x:g}" for x in stable]
-        rows.append([arm, f"{rate:g}", f"{best:.3f}", *ends, *cells, spread(g.sensitivities())])
+        rows.append([arm, f"{rate:g}", f"{best:.3f}", *ends, *cells, mean_cell(g.sensitivities())])
     lines += table([*head, "sensitivity"], rows)
     lines += ["Largest \\|logit\\| after the first step, before any cap, of any seed; smallest entropy share of a head"]
-    lines += ["at the end, the mean over the seeds:", ""]
+    lines += [
+        "at the end, the mean over the seeds. Both are seen on `looked` held-out batches, every `look` steps:",
+        "",
+    ]
     rows = []
     for arm, g in arms.items():
         cells = [(max(map(largest_logit, runs)), statistics.fmean(map(last_entropy, runs))) for runs in g.runs.values()]
@@ -108,7 +116,14 @@ def precision_section(bf16: dict[str, Grid], fp32: dict[str, Grid]) -> list[str]
     rates = [f"{rate:g}" for rate in next(iter(fp32.values())).rates]
     count = next(iter(fp32.values())).seeds
     lead = f"Held-out loss in fp32 ({count} seed{'s' * (count > 1)}), and its distance from bf16 with the same seeds:"
-    return [lead, "", *table(["arm", *rates], rows)]
+    top = next(iter(fp32.values())).rates[-1]
+    gaps = []
+    for arm in (arm for arm in fp32 if arm != "unpatched"):
+        pairs = [(grids[arm], grids["unpatched"]) for grids in (fp32, bf16)]
+        one, other = (Difference.of(g.losses(top)[:count], base.losses(top)[:count]).mean for g, base in pairs)
+        gaps.append(f"{arm} {one:+.3f} in fp32 and {other:+.3f} in bf16")
+    apart = f"At {top:g}, minus the unpatched model's loss, with the same seeds: {'; '.join(gaps)}."
+    return [lead, "", *table(["arm", *rates], rows), *([apart, ""] if gaps else [])]
 
 
 @dataclass(frozen=True)
@@ -129,30 +144,33 @@ def faults_section(faulty: list[Faulty], half: int, after: int) -> list[str]:
         ends, others = ([run["held_out"] for run in runs] for runs in (case.runs, case.whole))
         back = sum(end - other <= BACK for end, other in zip(ends, others, strict=True))
         logit = max(map(largest_logit, case.runs))
-        rows.append([case.arm, case.fault, spread(falls), str(Difference.of(ends, others)), f"{back} of {len(ends)}",
+        rows.append([case.arm, case.fault, mean_cell(falls), str(Difference.of(ends, others)), f"{back} of {len(ends)}",
                      f"{logit:,.0f}"])  # fmt: skip
     head = ["arm", "fault", "fall", "end, minus the run without", "came back", "largest \\|logit\\|"]
-    return ["Faults at half of the run:", "", *table(head, rows)]
+    note = "The runs without a fault are not looked at in these steps: the usual ups and downs are a part of each fall."
+    return ["Faults at half of the run:", "", *table(head, rows), note, ""]
 
 
 def conclusions(arms: dict[str, Grid]) -> list[str]:
     """The answers of the rules, in sentences."""
     base, found = arms["unpatched"], []
     loss, usual = base.best
-    best = {
-        arm: Difference.of(g.losses(g.best[1]), base.losses(usual)) for arm, g in arms.items() if arm != "unpatched"
-    }
+    best = {arm: Difference.at_best(g, base) for arm, g in arms.items() if arm != "unpatched"}
     for verdict, words in (("better", "better than"), ("level", "level with"), ("worse", "worse than")):
         named = [f"{arm} ({apart})" for arm, apart in best.items() if apart.verdict == verdict]
         found.append(f"- Each at its best rate, these end {words} the unpatched model: {'; '.join(named) or 'none'}.")
+    if failed := [arm for arm, apart in best.items() if apart.verdict == "diverged"]:
+        found.append(f"- Diverged at every rate, or compared with a model that did: {'; '.join(failed)}.")
     for rate in base.rates[-2:]:
-        order = sorted(arms, key=lambda arm: arms[arm].mean(rate))
-        losses = "; ".join(f"{arm} {arms[arm].mean(rate) - loss:+.2f}" for arm in order)
+        means = {arm: g.mean(rate) for arm, g in arms.items()}
+        order = sorted(arms, key=lambda arm: means[arm] if math.isfinite(means[arm]) else math.inf)
+        losses = "; ".join(f"{arm} {means[arm] - loss:+.2f}" for arm in order)
         found.append(f"- At {rate:g}, above the unpatched model's best ({loss:.3f} at {usual:g}): {losses}.")
     steady = sorted(arms, key=lambda arm: statistics.fmean(arms[arm].sensitivities()))
     found.append(f"- From the least sensitive to the rate to the most: {'; '.join(steady)}.")
     found.append(
-        "- Twice a standard error is a weak test: with three seeds, chance alone passes it in 18 % of comparisons."
+        "- Twice a standard error is a weak test: with three seeds, chance alone passes it in 18 % of comparisons. A "
+        "best rate is chosen on the text that judges it, among rates a factor of about three apart."
     )
     return [*found, ""]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hf_qknorm import KneeSchedule, calibrate, logit_statistics, patch_model, set_knee
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import byte_tokenizer, mean_loss
-from hf_qknorm.files.atomic_io import new_folder, replace_file
+from hf_qknorm.files.atomic_io import new_folder, replace_file, replace_text
 
 FAULTS = ("noise", "rate")  # one batch of random tokens; the rate doubled for five steps
 DOUBLED = 5
@@ -227,13 +228,19 @@ def load(folder: Path | str) -> Any:
 
 
 def prepare(sources: Sources, size: Size, names: set[str], end: float = math.inf) -> bool:
-    """Make the starts of these names, where they are missing; returns whether all are there at the time `end`."""
+    """Make the starts of these names, where they are missing; returns whether all are there at the time `end`.
+
+    Raises ValueError for a work folder with starts of another checkpoint, text or size.
+    """
+    known = corpus(sources.known, sources.checkpoint, size.characters)
+    _check_folder(sources, known, size)
     if not (sources.folder / "unpatched").exists() and not _base(sources, size, end):
         return False
-    known = corpus(sources.known, sources.checkpoint, size.characters)
     batches = sample_batches(known.seen, CALIBRATED, size.judging, size.length, seed=1)
     for name in sorted(names):
         if not (folder := sources.folder / name).exists():
+            if time.monotonic() > end:
+                return False
             start = STARTS[name]
             model = load(sources.folder / "unpatched").to(sources.device)
             if start.scheme is not None:
@@ -242,6 +249,18 @@ def prepare(sources: Sources, size: Size, names: set[str], end: float = math.inf
                 print(f"{sources.name}, {name}: {calibrate(model, batches, **start.calibration)}", flush=True)
             _save(model, folder)
     return True
+
+
+def _check_folder(sources: Sources, known: Corpus, size: Size) -> None:
+    path = Path(sources.checkpoint or "")
+    checkpoint = str(path.resolve()) if sources.checkpoint and path.exists() else sources.checkpoint
+    made = json.dumps({"checkpoint": checkpoint, "known": known.name, "size": asdict(size)})
+    note = sources.folder / "made.json"
+    if not note.exists():
+        note.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(note, made)
+    elif (found := note.read_text(encoding="utf-8")) != made:
+        raise ValueError(f"{sources.folder} holds models of {found}, expected {made}: give another folder by --work")
 
 
 def _base(sources: Sources, size: Size, end: float) -> bool:

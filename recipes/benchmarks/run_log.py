@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 from bench_tiled import commit, cpu_name
+from filelock import FileLock
 
 from hf_qknorm.files.atomic_io import replace_text
 
@@ -34,32 +35,47 @@ class Runs:
     """Finished runs, one line of JSON each: settings, result, and provenance."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
-        self.rows: list[Row] = [json.loads(line) for line in whole.splitlines()]
+        self.path, self.lock = path, FileLock(f"{path}.lock")
+        self.rows: list[Row] = []
         self.used: list[Row] = []  # those that were asked for: a file may hold other sweeps' as well
         self.made = made()
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, whole + "\n" * bool(whole))
+        with self.lock:
+            self._read()
 
     def get(self, settings: Row, run: Callable[[], Row]) -> Row:
         """Return the result of the run with these settings: an earlier one, or that of `run`, which is stored."""
-        found = next((row for row in self.rows if row["settings"] == settings), None)
+        found = self._row(settings)
         if found is None:
             line = json.dumps({"settings": settings, "result": run(), "made": self.made})
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-            found = json.loads(line)  # as it will be read again
-            self.rows.append(found)
+            with self.lock:
+                self._read()  # another process may have stored this run meanwhile
+                found = self._row(settings)
+                if found is None:
+                    with self.path.open("a", encoding="utf-8") as file:
+                        file.write(line + "\n")
+                    found = json.loads(line)  # as it will be read again
+                    self.rows.append(found)
         self.used.append(found)
         return found["result"]
 
     def find(self, settings: Row) -> Row | None:
         """Return the result of the run with these settings; None if there is none."""
-        found = next((row for row in self.rows if row["settings"] == settings), None)
+        found = self._row(settings)
         if found is not None and found not in self.used:
             self.used.append(found)
         return None if found is None else found["result"]
+
+    def _row(self, settings: Row) -> Row | None:
+        return next((row for row in self.rows if row["settings"] == settings), None)
+
+    def _read(self) -> None:
+        """Read the rows. A last line without its end is cut off: under the lock, its writer must have been killed."""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        lines, end, rest = text.rpartition("\n")
+        self.rows = [json.loads(line) for line in lines.splitlines()]
+        if rest or not self.path.exists():
+            replace_text(self.path, lines + end)
 
     def run_all(
         self, wanted: list[Row], run: Callable[[Row], Row | None], jobs: int = 1, minutes: float = math.inf
@@ -93,7 +109,10 @@ def _results(
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         running = {pool.submit(run, settings): settings for settings in islice(waiting, jobs)}
         while running:
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            done = wait(running, return_when=FIRST_COMPLETED).done
+            if any(future.exception() for future in done):
+                done = wait(running).done  # the results of the others are kept
+            for future in sorted(done, key=lambda future: future.exception() is not None):
                 yield running.pop(future), future.result()
             if time.monotonic() < end:
                 running |= {pool.submit(run, settings): settings for settings in islice(waiting, jobs - len(running))}

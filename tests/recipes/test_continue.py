@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +15,7 @@ import continued_run
 import pytest
 import torch
 from continued_arms import ARMS, STARTS, Start
-from continued_page import Difference, conclusions, fall, grid, largest_logit
+from continued_page import Difference, conclusions, fall, grid, largest_logit, rates_section
 from continued_run import AFTER, DOUBLED, SIZES, Run, Sources, prepare, run_one
 
 SIZE = SIZES["quick"]
@@ -129,6 +129,17 @@ def test_differences_are_judged_by_their_own_standard_error():
     assert Difference.of([1.2, 1.29, 1.11], [1.0, 1.1, 0.9]).verdict == "worse"
     assert Difference.of([1.0, 1.5], [1.2, 1.2]).verdict == "level"
     assert Difference.of([1.0], [2.0]).verdict == "level"  # one seed has no spread
+    assert Difference.of([1.0, math.nan], [2.0, 2.0]).verdict == "diverged"
+
+
+def test_tables_and_conclusions_bear_runs_that_diverged():
+    base = grid({1e-3: [row(3.0, 2.0), row(3.0, 2.1)], 1e-2: [row(3.0, math.nan), row(3.0, 2.6)]})
+    lost = grid({rate: [row(3.0, math.nan), row(3.0, math.nan)] for rate in (1e-3, 1e-2)})
+    arms = {"unpatched": base, "lost": lost}
+    lines = conclusions(arms)
+    assert "- Diverged at every rate, or compared with a model that did: lost." in lines
+    assert all("lost" not in line for line in lines[:3])
+    assert any(line.startswith("| unpatched | 2.050 ± 0.071 | nan |") for line in rates_section(arms))
 
 
 def test_a_fall_counts_from_the_fault_on():
@@ -146,6 +157,11 @@ def test_the_conclusions_name_each_arm_once_a_rule():
     assert "none" in lines[1]
     assert "none" in lines[2]
     assert lines[-3].endswith("capped; unpatched.")
+
+
+def test_a_work_folder_of_another_size_is_refused(sources):
+    with pytest.raises(ValueError, match="another folder by --work"):
+        prepare(sources, replace(SIZE, width=128), {"unpatched"})
 
 
 def test_the_base_is_the_checkpoint_where_one_is_given(sources, text, tmp_path):
