@@ -28,6 +28,7 @@ DOUBLED = 5
 AFTER = 20  # steps after a fault in which the model is looked at
 CALIBRATED = 24  # batches, for a start
 BYTES = 300  # tokens at most for which tables of n-grams are counted
+PIECE = 4_000_000  # characters that are tokenized at once
 POINTS = 30  # of the training loss that are kept
 
 
@@ -87,7 +88,7 @@ class Corpus:
         name = Path(source).name if source else "the standard library"
         self.name = f"{name}, {len(text):,} characters, CRC {zlib.crc32(text.encode()):08x}"
         cut = len(text) * 9 // 10
-        self.seen, self.held_out = tokenize(tokenizer, text[:cut]), tokenize(tokenizer, text[cut:])
+        self.seen, self.held_out = _ids(tokenizer, text[:cut]), _ids(tokenizer, text[cut:])
         self.vocabulary = len(tokenizer)
 
     def ngrams(self) -> dict[str, float]:
@@ -102,6 +103,11 @@ class Corpus:
 
     def judging(self, size: Size) -> list[Tensor]:
         return sample_batches(self.held_out, size.judged, size.judging, size.length, seed=0)
+
+
+def _ids(tokenizer: Any, text: str) -> Tensor:
+    """The token ids of a text, read in pieces: a tokenizer takes 200 bytes of memory per character."""
+    return torch.cat([tokenize(tokenizer, text[i : i + PIECE]) for i in range(0, len(text), PIECE)])
 
 
 @cache
