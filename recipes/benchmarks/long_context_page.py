@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
 
+from paired import Difference, standard_error
 from run_log import Row
 
 BASE, SCALED = "unpatched", ", length scale"
 LOSS, SHARE, COPIES = 0.01, 0.05, 0.5  # nats, and shares of characters, of the rules
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The mean of paired differences over rows, and its standard error."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, values: Sequence[float], others: Sequence[float]) -> Difference:
-        apart = [a - b for a, b in zip(values, others, strict=True)]
-        return cls(statistics.fmean(apart), statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0)
-
-    def above(self, limit: float) -> bool:
-        """Whether it is above the limit, and above twice its standard error."""
-        return self.mean > limit and self.mean > 2 * self.error
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.error:.3f}"
 
 
 def spans(edges: list[int]) -> list[str]:
@@ -111,7 +90,7 @@ def copying_table(runs: dict[str, Row]) -> list[str]:
         cells = []
         for d in distances:
             right = run["copying"]["random"][d]["right"]
-            cells.append(f"{statistics.fmean(right):.0%} ± {100 * Difference.of(right, [0.0] * len(right)).error:.0f}")
+            cells.append(f"{statistics.fmean(right):.0%} ± {100 * standard_error(right):.0f}")
         lost = [d for d, apart in lost_copying(run, base).items() if apart.above(SHARE)]
         verdict = "" if arm == BASE else f"**lost** at {', '.join(lost)}" if lost else "kept"
         lines.append(f"| {arm} | {' | '.join(cells)} | {verdict} |")
@@ -157,8 +136,8 @@ def training_table(arms: dict[str, list[Row]], length: int) -> list[str]:
         ]
         apart = Difference.of(rises[1], rises[0])
         lost = Difference.of([mean_copying(run, length, True) for run in base], copied[1])
-        cells = [f"{statistics.fmean(x):.3f} ± {Difference.of(x, [0.0] * len(x)).error:.3f}" for x in losses]
-        shares = [f"{statistics.fmean(x):.0%} ± {100 * Difference.of(x, [0.0] * len(x)).error:.0f}" for x in copied]
+        cells = [f"{statistics.fmean(x):.3f} ± {standard_error(x):.3f}" for x in losses]
+        shares = [f"{statistics.fmean(x):.0%} ± {100 * standard_error(x):.0f}" for x in copied]
         verdicts = ["", ""]
         if arm != BASE:
             verdicts = [f"{'**lost**' if apart.above(LOSS) else 'kept'} ({apart})",
@@ -181,7 +160,7 @@ def verdict_of(loss: Difference, copied: Difference) -> str:
     """The verdict on a length scale, from what it takes off the loss and adds to the copying."""
     word = "**helps**" if loss.above(LOSS) or copied.above(SHARE) else "no help"
     points = f"{100 * copied.mean:+.0f} ± {100 * copied.error:.0f} points"
-    return f"{word} ({-loss.mean:+.3f} ± {loss.error:.3f} nats, {points})"
+    return f"{word} ({-loss} nats, {points})"
 
 
 def distant_rows(run: Row, length: int) -> list[float]:
@@ -223,7 +202,7 @@ def conclusions(sections: dict[str, dict[str, Row]], length: int) -> list[str]:
         lines.append(f"- {name}, unpatched: {inside:.3f} nats within {length} positions, {outside:.3f} beyond.")
         apart = {arm: loses_context(run, base, length) for arm, run in runs.items() if arm != BASE}
         lost = [f"{arm} ({difference})" for arm, difference in apart.items() if difference.above(LOSS)]
-        gained = [f"{arm} ({d})" for arm, d in apart.items() if Difference(-d.mean, d.error).above(LOSS)]
+        gained = [f"{arm} ({d})" for arm, d in apart.items() if (-d).above(LOSS)]
         lines.append(f"- {name}: long context is lost by {_listed(lost)}; the loss rises less beyond {length} than "
                      f"within for {_listed(gained)}.")  # fmt: skip
         if copies(base):

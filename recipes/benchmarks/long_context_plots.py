@@ -6,7 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from long_context_page import BASE, Difference, copies, stretch
+from long_context_page import BASE, copies, stretch
+from paired import Difference
 from run_log import Row
 from sweep_plots import COLOURS, INK, MARKERS
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paired import Difference
 from run_log import Row, Runs, provenance
 from torch import nn
 from transformers import HfArgumentParser, Qwen3Config, Qwen3ForCausalLM
@@ -136,10 +137,9 @@ def remedies(results: dict[tuple[float, str], list[Row]]) -> list[str]:
     for rate in dict.fromkeys(rate for rate, _ in results):
         plain, cells = results[rate, "plain"], []
         for arm in ARMS[1:]:
-            less = [row["loss"] - other["loss"] for row, other in zip(results[rate, arm], plain, strict=True)]
-            error = f" ± {statistics.stdev(less) / len(less) ** 0.5:.3f}" if len(less) > 1 else ""
-            lower = sum(difference < 0 for difference in less)
-            cells.append(f"{statistics.mean(less):+.3f}{error}, {lower} of {len(less)}")
+            losses, others = ([row["loss"] for row in rows] for rows in (results[rate, arm], plain))
+            lower = sum(loss < other for loss, other in zip(losses, others, strict=True))
+            cells.append(f"{Difference.of(losses, others)}, {lower} of {len(losses)}")
         lines.append(f"| {rate:g} | {' | '.join(cells)} |")
     worst = max(row["loss"] for rows in results.values() for row in rows)
     return [*lines, "", f"The highest held-out loss of all runs is {worst:.3f}; one that guesses evenly has 5.549."]

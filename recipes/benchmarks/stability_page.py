@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from arms import ALL_ARMS
+from paired import standard_error
 from run_log import Row
 from stability_table import MARGINS, REFERENCES, Sweep
 from stability_verdicts import verdicts
@@ -146,8 +147,7 @@ def between(found: Sweep, reference: str, other: str | None = None) -> list[str]
     rows = [[arm, *(mean_cell(apart(arm, rate), signed=True) for rate in found.rates)] for arm in distances]
     head = ["arm", *(f"{rate:g}" for rate in found.rates)]
     whole = distances.get(other or "", [0.0])
-    error = statistics.stdev(whole) / len(whole) ** 0.5 if len(whole) > 1 else math.inf
-    if abs(statistics.fmean(whole)) > 2 * error:
+    if abs(statistics.fmean(whole)) > 2 * standard_error(whole):
         head.append(f"share of {other}'s")
         shares = {arm: statistics.fmean(values) / statistics.fmean(whole) for arm, values in distances.items()}
         rows = [[*cells, f"{shares[cells[0]]:.0%}"] for cells in rows]

@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from paired import Difference
 
 from hf_qknorm.files.atomic_io import replace_file
 
@@ -115,18 +116,13 @@ def plot_orders(results: Mapping[tuple[float, str], Sequence[Any]], path: Path) 
     gains = dict.fromkeys(fresh for _, fresh in results)
     for fresh, colour, marker in zip(gains, COLOURS[1:], MARKERS, strict=False):
         orders = [p for p, other in results if other == fresh]
-        apart = {p: _apart(results[p, fresh], results[2.0, fresh]) for p in orders}
-        means = [statistics.mean(values) for values in apart.values()]
-        errors = [statistics.stdev(x) / len(x) ** 0.5 if len(x) > 1 else 0.0 for x in apart.values()]
-        label = f"{fresh} fresh gain"
+        losses = {p: [run["held_out"] for run in results[p, fresh]] for p in orders}
+        apart = [Difference.of(ends, losses[2.0]) for ends in losses.values()]
+        means, errors, label = [x.mean for x in apart], [x.error for x in apart], f"{fresh} fresh gain"
         axes.errorbar(orders, means, errors, color=colour, marker=marker, markersize=5, capsize=3, label=label)
     axes.axhline(0, color="#999999", linewidth=0.8, linestyle="--")
     axes.set(xlabel="order p of the norm", ylabel="held-out loss less that of p = 2 (nats)")
     _finish(figure, [axes], path)
-
-
-def _apart(runs: Sequence[Any], others: Sequence[Any]) -> list[float]:
-    return [run["held_out"] - other["held_out"] for run, other in zip(runs, others, strict=True)]
 
 
 def _finish(figure: Figure, grid: Sequence[Any], path: Path) -> None:
