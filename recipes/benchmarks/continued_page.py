@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import markdown_table
 from paired import Difference
 from run_log import Row
 from stability_page import mean_cell
@@ -44,9 +46,7 @@ def fall(run: Row, half: int, after: int) -> float:
     return max(loss for step, loss in since if step) - next(loss for step, loss in since if step == 0)
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines] + [""]
+table = partial(markdown_table.table, spaced=True)
 
 
 def rates_section(arms: dict[str, Grid]) -> list[str]:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from markdown_table import table
 from paired import Difference
 from run_log import Row, Runs, provenance
 from torch import Tensor, nn
@@ -212,29 +213,22 @@ def page(compared: list[Compared], options: Options, rows: list[Row]) -> str:
     command = f"python recipes/benchmarks/knee_schedule.py --checkpoints {names} --text {Path(options.text).name}"
     lines = ["# `KneeSchedule` beside `BlendSchedule`", "", f"```\n{command}\n```", ""]
     lines.append("\n\n".join((__doc__ or "").split("\n\n")[2:4]).strip())
-    lines += [
-        "",
-        f"{provenance(rows)} {options.seeds} seeds.",
-        "",
-        "Held-out loss of the knee minus the blend's, in nats:",
-    ]
-    lines += [
-        "",
-        "| model, rate | blend ends at | knee ends at | end | worst on the way | there | literal | by the rule |",
-    ]
-    lines += ["|---|---:|---:|---:|---:|---:|---|---|"]
+    lines += ["", f"{provenance(rows)} {options.seeds} seeds.", ""]
+    lines += ["Held-out loss of the knee minus the blend's, in nats:", ""]
+    head, cells = ["model, rate", "blend ends at", "knee ends at", "end", "worst on the way", "there"], []
     for cell in [*compared, Compared("**all**", **together)]:
         worst = max(range(len(cell.way)), key=lambda i: cell.way[i].mean)
         ends = [f"{statistics.mean(run['end'] for run in runs):.4f}" for runs in (cell.blend, cell.knee)]
         verdicts = ["kept" if kept else "**missed**" for kept in (cell.literal, cell.kept)]
-        row = [cell.label, *ends, f"{cell.end:.4f}", f"{cell.way[worst]:.4f}", f"step {worst * size.look}", *verdicts]
-        lines.append(f"| {' | '.join(row)} |")
-    lines += ["", "All evaluations, mean difference ± standard error over seeds:", ""]
+        differences = [f"{cell.end:.4f}", f"{cell.way[worst]:.4f}", f"step {worst * size.look}"]
+        cells.append([cell.label, *ends, *differences, *verdicts])
+    lines += table([*head, "literal", "by the rule"], cells, align="lrrrrrll")
+    lines += ["All evaluations, mean difference ± standard error over seeds:", ""]
     steps = range(0, size.steps, size.look)
-    lines += [f"| step | {' | '.join(cell.label for cell in compared)} |", "|---:|" + "---:|" * len(compared)]
-    lines += [f"| {step} | {' | '.join(f'{cell.way[i]:.4f}' for cell in compared)} |" for i, step in enumerate(steps)]
+    cells = [[str(step), *(f"{cell.way[i]:.4f}" for cell in compared)] for i, step in enumerate(steps)]
+    lines += table(["step", *(cell.label for cell in compared)], cells, align="r" * (len(compared) + 1))
     literal, kept = all(cell.literal for cell in compared), all(cell.kept for cell in compared)
-    lines += ["", f"By the plain means the blend {'goes' if literal else 'stays'}; "
+    lines += [f"By the plain means the blend {'goes' if literal else 'stays'}; "
               f"**by the rule the blend {'goes' if kept else 'stays'}**."]  # fmt: skip
     return "\n".join([*lines, "", *misses(compared, size)]) + "\n"
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
 from arms import ALL_ARMS
+from markdown_table import table
 from paired import standard_error
 from run_log import Row
 from stability_table import MARGINS, REFERENCES, Sweep
 from stability_verdicts import verdicts
 
 ENDS = {"qkv": "QKV", "proj": "Proj", "fc1": "FC1", "fc2": "FC2"}
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """Format a Markdown table whose first column is text, with an empty line after it."""
-    titles = list(head)
-    lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * (len(titles) - 1) + "|"]
-    return [*lines, *("| " + " | ".join(cells) + " |" for cells in rows), ""]
 
 
 def rate_cell(rate: float | None, baseline: float | None = None, top: float | None = None) -> str:

@@ -56,7 +56,7 @@ def test_the_rules_for_copying():
     assert copies(base)
     assert not copies(run(right=COPIES - 0.1))
     table = copying_table({BASE: base, "worse": worse, "same": run(right=0.9 - SHARE / 2)})
-    assert [line.split(" | ")[-1] for line in table[3:]] == ["**lost** at 8 |", "kept |"]
+    assert [line.split(" | ")[-1] for line in table[3:-1]] == ["**lost** at 8 |", "kept |"]
     assert f"{SHARE:g} below" in long_context.__doc__
 
 
