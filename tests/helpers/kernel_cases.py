@@ -15,7 +15,7 @@ from tiled_cases import Case, draw_inputs
 from torch import Tensor
 
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.triton import attention, launch
+from hf_qknorm.ops.triton import attention, launch, schedule
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 
@@ -125,7 +125,8 @@ SMALL = {
 }
 
 
-def shrink_tiles(monkeypatch: pytest.MonkeyPatch, **tiles: launch.Tile) -> None:
-    """Give short sequences many tiles."""
+def shrink_tiles(monkeypatch: pytest.MonkeyPatch, processors: int = 1, **tiles: launch.Tile) -> None:
+    """Give short sequences many tiles, and a GPU of few processors, so that one program has a whole block of keys."""
+    monkeypatch.setattr(schedule, "gpu", lambda device: schedule.Gpu(processors, 1))
     for key, row in launch.TILES.items():
         monkeypatch.setitem(launch.TILES, key, row._replace(**(SMALL | tiles)))
