@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.triton import attention_decode, gluon, key_parts, norm_rope, schedule
+from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments
 from hf_qknorm.ops.triton.attention_backward import (
     ALIGNED,
@@ -21,16 +22,16 @@ from hf_qknorm.ops.triton.attention_forward import forward_kernel
 from hf_qknorm.ops.triton.launch import (
     LOG2E,
     LoopVariant,
-    Tile,
+    as_tiles,
     backward_variants,
     dense,
-    descriptor,
     forward_variants,
     launch,
     padded,
     precision,
     reach,
     tiles,
+    uses_pointers,
 )
 from hf_qknorm.ops.triton.prepared_heads import PreparedHeads
 from hf_qknorm.ops.triton.raw_gradient import RawGradient
@@ -74,7 +75,7 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
             variants,
             {"SINKS": sinks, "STATISTICS": statistics},
             section=schedule.query_section(prepared.k, h, t, shape.queries),
-            OUT=descriptor(out, shape.queries),
+            OUT=as_tiles(out, shape.queries),
             normaliser=normaliser,
             ranges=visible.ranges,
             sinks=visible.sinks,
@@ -108,9 +109,9 @@ def _launch(
     prepared, visible, options = call
     (h, t), (hk, s) = prepared.q.shape[1:3], prepared.k.shape[1:3]
     arguments |= shape.launch_options | {
-        "Q": descriptor(prepared.q, shape.queries),
-        "K": descriptor(prepared.k, shape.keys),
-        "V": descriptor(prepared.v, shape.keys),
+        "Q": as_tiles(prepared.q, shape.queries),
+        "K": as_tiles(prepared.k, shape.keys),
+        "V": as_tiles(prepared.v, shape.keys),
         "bound": prepared.bound,
         "seeds": visible.seed,
         "heads": h,
@@ -123,6 +124,8 @@ def _launch(
         shape.queries,
         shape.keys,
         padded(prepared.q.shape[-1]),
+        prepared.q.shape[-1],
+        POINTERS=uses_pointers(prepared.q.device),
         CAUSAL=options.causal,
         WINDOW=options.window is not None,
         RANGES=visible.ranges is not None,
@@ -194,15 +197,13 @@ def _row_terms(grad: Tensor, out: Tensor, normaliser: Tensor) -> Tensor:
         row_terms_kernel,
         (stride // rows * b * h,),
         grad.device,
-        OUT=descriptor(out, rows),
-        GRAD=descriptor(grad, rows),
+        OUT=as_tiles(out, rows),
+        GRAD=as_tiles(grad, rows),
         normaliser=normaliser,
         row_terms=row_terms,
         heads=h,
         queries=t,
-        BLOCK_M=rows,
-        PADDED=padded(d),
-        EXACT=out.dtype == torch.float32,
+        C=Constants(rows, rows, padded(d), d, POINTERS=uses_pointers(out.device), EXACT=out.dtype == torch.float32),
         num_warps=4,
     )
     return row_terms
@@ -228,7 +229,7 @@ def _gradient(
         shape,
         backward_variants(dtype, call.options.softcap, bounded, sinks),
         {"EXACT": dtype == torch.float32},
-        GRAD=descriptor(grad, shape.queries),
+        GRAD=as_tiles(grad, shape.queries),
         row_terms=row_terms,
         **raw.arguments,
         **arguments,
@@ -251,11 +252,11 @@ def _key_gradient(
     raw = partial(RawGradient.of, k, heads.k_norm, heads.rotary, dk)
     if parts == 1:
         whole = raw(shape.keys, section)
-        gradient(key_gradient_kernel, shape, whole, DV=descriptor(dv, shape.keys), **arguments)
+        gradient(key_gradient_kernel, shape, whole, DV=as_tiles(dv, shape.keys), **arguments)
     else:
         dk_parts, dv_parts = (k.new_empty(b, hk * parts, s, d, dtype=torch.float32) for _ in range(2))
         sums = RawGradient.of(k, Norm(), None, dk_parts, shape.keys)
-        gradient(key_gradient_kernel, shape, sums, DV=descriptor(dv_parts, shape.keys), **arguments)
+        gradient(key_gradient_kernel, shape, sums, DV=as_tiles(dv_parts, shape.keys), **arguments)
         whole = raw(key_parts.rows(d))
         key_parts.add_parts(dk_parts, dv_parts, whole, dv)
     return whole.gain_and_bias()

@@ -6,30 +6,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_qknorm.ops.triton.arguments import Constants
 from hf_qknorm.ops.triton.attention_backward import store_raw_gradient
-from hf_qknorm.ops.triton.launch import descriptor, launch, padded
+from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
+from hf_qknorm.ops.triton.launch import as_tiles, launch, padded, uses_pointers
 from hf_qknorm.ops.triton.raw_gradient import RawGradient
 
 
 @triton.jit(do_not_specialize=["heads_kv", "keys", "parts"])
 def add_parts_kernel(
     DK_PARTS, DV_PARTS, X, DX, DV, norm, dgain, dbias, rotary, heads_kv, keys, parts,
-    BLOCK: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
+    NORM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the raw keys and of the values from partial sums `[B, Hk·parts, S, D]`, added in their order."""
-    blocks = tl.cdiv(keys, BLOCK)
+    blocks = tl.cdiv(keys, C.BLOCK_N)
     number = tl.program_id(0) // blocks
-    start = tl.program_id(0) % blocks * BLOCK
+    start = tl.program_id(0) % blocks * C.BLOCK_N
     batch = number // heads_kv
     head_kv = number % heads_kv
-    dk = tl.zeros([BLOCK, PADDED], tl.float32)
-    dv = tl.zeros([BLOCK, PADDED], tl.float32)
+    dk = tl.zeros([C.BLOCK_N, C.PADDED], tl.float32)
+    dv = tl.zeros([C.BLOCK_N, C.PADDED], tl.float32)
     for part in tl.range(0, parts):
-        at = [batch, head_kv * parts + part, start, 0]
-        dk += DK_PARTS.load(at).reshape(BLOCK, PADDED)
-        dv += DV_PARTS.load(at).reshape(BLOCK, PADDED)
-    DV.store([batch, head_kv, start, 0], dv.to(DV.dtype).reshape(1, 1, BLOCK, PADDED))
-    store_raw_gradient(dk, X, DX, norm, dgain, dbias, rotary, batch, head_kv, start, keys, BLOCK, PADDED, NORM)
+        dk += load_tile(DK_PARTS, batch, head_kv * parts + part, start, keys, C.BLOCK_N, C)
+        dv += load_tile(DV_PARTS, batch, head_kv * parts + part, start, keys, C.BLOCK_N, C)
+    store_tile(DV, dv, batch, head_kv, start, keys, C.BLOCK_N, C)
+    store_raw_gradient(dk, X, DX, norm, dgain, dbias, rotary, batch, head_kv, start, keys, C.BLOCK_N, NORM, C)
 
 
 def add_parts(dk_parts: Tensor, dv_parts: Tensor, raw: RawGradient, dv: Tensor) -> None:
@@ -40,14 +41,13 @@ def add_parts(dk_parts: Tensor, dv_parts: Tensor, raw: RawGradient, dv: Tensor) 
         add_parts_kernel,
         (raw.programs,),
         dv.device,
-        DK_PARTS=descriptor(dk_parts, block),
-        DV_PARTS=descriptor(dv_parts, block),
-        DV=descriptor(dv, block),
+        DK_PARTS=as_tiles(dk_parts, block),
+        DV_PARTS=as_tiles(dv_parts, block),
+        DV=as_tiles(dv, block),
         heads_kv=heads_kv,
         keys=keys,
         parts=dk_parts.shape[1] // heads_kv,
-        BLOCK=block,
-        PADDED=padded(head_dim),
+        C=Constants(block, block, padded(head_dim), head_dim, POINTERS=uses_pointers(dv.device)),
         num_warps=4,
         **raw.arguments,
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hf_qknorm.ops.triton.arguments import NormArguments, RotaryArguments, norm_kind, partial_sums, sum_to
-from hf_qknorm.ops.triton.launch import dense, descriptor, padded
+from hf_qknorm.ops.triton.launch import as_tiles, dense, padded
 from hf_qknorm.ops.types import Norm, Rotary
 
 
@@ -26,8 +26,8 @@ class RawGradient(NamedTuple):
         blocks = -(-length // rows)
         dgain, dbias = partial_sums(norm, (b * heads // section, blocks, section, padded(d)), x.device)
         arguments = {
-            "X": None if kind is None else descriptor(dense(x), rows),
-            "DX": descriptor(dx, rows),
+            "X": None if kind is None else as_tiles(dense(x), rows),
+            "DX": as_tiles(dx, rows),
             "norm": NormArguments.of(norm),
             "dgain": dgain,
             "dbias": dbias,
