@@ -127,5 +127,6 @@ SMALL = {
 
 def shrink_tiles(monkeypatch: pytest.MonkeyPatch, **tiles: launch.Tile) -> None:
     """Give short sequences many tiles."""
+    monkeypatch.setattr(launch, "DROPOUT_TILES", {})
     for key, row in launch.TILES.items():
         monkeypatch.setitem(launch.TILES, key, row._replace(**(SMALL | tiles)))

@@ -33,6 +33,7 @@ from hf_qknorm.ops.triton.launch import (
     backward_variants,
     dense,
     descriptor,
+    dropout_numbers,
     forward_variants,
     launch,
     padded,
@@ -134,7 +135,7 @@ def _launch(
         **constants,
     )
     for tanh, online, when, limit in variants:
-        arguments["score"] = ScoreArguments(prepared.unit, prepared.cap, options.dropout, limit)
+        arguments["score"] = ScoreArguments(prepared.unit, prepared.cap, limit, *dropout_numbers(options.dropout))
         arguments["C"] = shared._replace(TANH=tanh, ONLINE=online, WHEN=when)
         launch(kernel, (programs,), prepared.q.device, **arguments)
 
@@ -165,14 +166,14 @@ def backward(
     dq, dk, dv = laid_out(heads.q, dtype), laid_out(heads.k, dtype), laid_out(heads.v)
     call = _Call(prepared, visible, options)
     gradient = partial(_gradient, call, grad, row_terms, inner.rotary)
-    shape = tiles(heads.q).query_gradient
+    shape = tiles(heads.q, options.dropout > 0).query_gradient
     q_gain, q_bias = gradient(
         query_gradient_kernel, shape, shape.queries, inner.q, inner.q_norm, options.scale, visible.ranges, DX=dq
     )
     # prepared queries hold a part of the scale: see ops/README.md
     k_factor = options.scale if not heads.raw else options.softcap or 1 / LOG2E
     ranges = None if visible.ranges is None else _queries_seeing(visible.ranges, heads.k.shape[2])
-    shape = tiles(heads.q).key_gradient
+    shape = tiles(heads.q, options.dropout > 0).key_gradient
     k_gain, k_bias = gradient(
         key_gradient_kernel, shape, shape.keys, inner.k, inner.k_norm, k_factor, ranges, DX=dk, DV=dv
     )

@@ -13,6 +13,7 @@ import triton.language as tl
 from hf_qknorm.ops.triton.score_math import (
     LOG2E,
     QueryRows,
+    drop,
     kept,
     key_segments,
     keys_seen,
@@ -86,7 +87,7 @@ def attend(sums, q, K, V, block, rows, start, stop, score, seed, MASKED: tl.cons
             p_logit += tl.sum(tl.where(p > 0, p * x, 0.0), 1)
         total += tl.sum(p, 1)
         if C.DROPOUT:
-            p = tl.where(kept(seed, block.number, rows.index[:, None], (n + cols)[None, :], score.rate), p, 0.0)
+            p = drop(p, kept(seed, block.number, block.start, n, score, C), score)
         v = V.load([block.batch, block.head_kv, n, 0]).reshape(C.BLOCK_N, C.PADDED)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION)
     return Sums(acc, total, peak, p_logit, largest)
@@ -140,6 +141,6 @@ def forward_kernel(
     tl.store(normaliser + 2 * at, peak, mask=real)
     tl.store(normaliser + 2 * at + 1, total, mask=real)
     if C.DROPOUT:
-        inverse_total = inverse_total / (1.0 - score.rate)
+        inverse_total = inverse_total * score.rescale
     out = (acc * inverse_total[:, None]).to(OUT.dtype)
     OUT.store([block.batch, block.head, block.start, 0], out.reshape(1, 1, C.BLOCK_M, C.PADDED))

@@ -61,10 +61,19 @@ TILES: dict[tuple[int, int], Tiles] = {
     (4, 256): Tiles(Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
 }
 
+# Smaller tiles for dropout, whose random numbers take registers.
+DROPOUT_TILES: dict[tuple[int, int], dict[str, Tile]] = {
+    (2, 16): {"query_gradient": Tile(128, 64, 8, 2)},
+    (2, 32): {"query_gradient": Tile(128, 64, 8, 2)},
+    (2, 64): {"query_gradient": Tile(128, 64, 8, 2)},
+    (2, 128): {"key_gradient": Tile(32, 128, 8, 2)},
+}
 
-def tiles(x: Tensor) -> Tiles:
-    """The tiles for heads like those of x `[B, H, T, D]`."""
-    return TILES[x.element_size(), padded(x.shape[-1])]
+
+def tiles(x: Tensor, dropout: bool = False) -> Tiles:
+    """The tiles for heads like those of x `[B, H, T, D]`, with or without dropout."""
+    key = x.element_size(), padded(x.shape[-1])
+    return TILES[key]._replace(**DROPOUT_TILES.get(key, {}) if dropout else {})
 
 
 def padded(head_dim: int) -> int:
@@ -152,6 +161,12 @@ def units(scale: float, softcap: float | None) -> tuple[float, float, bool]:
     if softcap is None:  # one multiplication for both
         return 1.0, scale * LOG2E, False
     return scale / softcap, softcap * LOG2E, True
+
+
+def dropout_numbers(rate: float) -> tuple[int, float]:
+    """`drop_below` and `rescale` of `ScoreArguments`: the rate is rounded to a multiple of 2⁻³², which both have."""
+    dropped = min(round(rate * 2**32), 2**32 - 1)
+    return dropped - 2**31, 2**32 / (2**32 - dropped)
 
 
 def reach(window: int | None, queries: int, keys: int) -> int:
