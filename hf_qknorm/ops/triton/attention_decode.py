@@ -16,8 +16,8 @@ from torch import Tensor
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments, ScoreArguments, Sizes
 from hf_qknorm.ops.triton.attention_forward import LOWEST, Sums, attend, from_sink
 from hf_qknorm.ops.triton.launch import (
+    as_tiles,
     dense,
-    descriptor,
     forward_variants,
     launch,
     padded,
@@ -25,6 +25,7 @@ from hf_qknorm.ops.triton.launch import (
     reach,
     tiles,
     units,
+    uses_pointers,
 )
 from hf_qknorm.ops.triton.score_math import QueryBlock, QueryRows, keys_seen
 from hf_qknorm.ops.types import Options, Visible, laid_out
@@ -36,9 +37,8 @@ PROCESSORS = 132  # of a Hopper, where there is no GPU
 
 @triton.jit(do_not_specialize=["queries", "keys", "splits"])  # keys grow with each step: one kernel for all
 def split_kernel(
-    q, K, V, partial, totals, ranges, score, group, heads_kv, queries, keys, window, splits,
-    HEAD_DIM: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    q, K, V, partial, totals, ranges, score, group, heads_kv, queries, keys, window, splits, C: tl.constexpr
+):
     """Sums of weights·v `[splits, B, H, T, P]`; sums of weights 2^(logit − peak), and peaks `[2, splits, B, H, T]`.
 
     A split is a part of the keys that some query sees, not of all keys: most of a static cache is empty. The first sum
@@ -63,14 +63,15 @@ def split_kernel(
 
     at = batch.to(tl.int64) * q.batch + head.to(tl.int64) * q.head + query * q.row
     cols = tl.arange(0, C.PADDED)
-    values = tl.load(q.data + at[:, None] + cols[None, :], real[:, None] & (cols < HEAD_DIM)[None, :], 0.0)
+    values = tl.load(q.data + at[:, None] + cols[None, :], real[:, None] & (cols < C.HEAD_DIM)[None, :], 0.0)
     zeros = tl.zeros([C.BLOCK_M], tl.float32)
     peak = zeros
     if C.ONLINE:
         peak = zeros + LOWEST
     sums = Sums(tl.zeros([C.BLOCK_M, C.PADDED], tl.float32), zeros, peak, zeros, zeros)
     block = QueryBlock(0, number, batch, head_kv * group, head_kv)
-    sums = attend(sums, values, K, V, block, QueryRows(rows, first, last), start, stop, score, 0, MASKED=True, C=C)
+    seen = QueryRows(rows, first, last)
+    sums = attend(sums, values, K, V, block, seen, start, stop, score, 0, sizes, MASKED=True, C=C)
     count = tl.num_programs(0).to(tl.int64) // splits * group * queries
     at = split * count + number * group * queries + rows
     tl.store(totals + at, sums.total, real)
@@ -132,8 +133,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options)
         (parts * b * hk,),
         q.device,
         q=HeadArguments.of(q),
-        K=descriptor(dense(k), shape.keys),
-        V=descriptor(dense(v), shape.keys),
+        K=as_tiles(dense(k), shape.keys),
+        V=as_tiles(dense(v), shape.keys),
         partial=partial,
         totals=totals,
         ranges=visible.ranges,
@@ -144,11 +145,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options)
         keys=s,
         window=reach(options.window, t, s),
         splits=parts,
-        HEAD_DIM=d,
         C=Constants(
             max(shape.queries, triton.next_power_of_2(h // hk * t)),
             shape.keys,
             columns,
+            d,
+            POINTERS=uses_pointers(q.device),
             CAUSAL=options.causal,
             WINDOW=options.window is not None,
             RANGES=visible.ranges is not None,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from error_budget import assert_within_budget
+from kernel_cases import use_pointers
 from random_qkv import make_qkv
 from torch import Tensor
 
@@ -165,6 +166,20 @@ def test_output_and_log_sum_exp(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     finite = exact_lse.isfinite()
     assert torch.equal(lse.isfinite(), finite)
     assert_within_budget(lse[finite], exact_lse[finite], eager_lse[finite], "lse")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(heads=(4, 1), head_dim=96, dtype=HALF, queries=3, keys=300, splits=2),
+        Case(heads=(7, 1), head_dim=40, dtype=BRAIN, queries=3, keys=257, splits=3),
+        Case(filled=300, queries=3, keys=400, window=150, softcap=None, splits=2, head_dim=80),
+    ],
+    ids=str,
+)
+def test_keys_and_values_by_pointers(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_pointers(monkeypatch)
+    test_output_and_log_sum_exp(case, monkeypatch)
 
 
 def reached(call: Call, case: Case) -> Tensor:
