@@ -28,11 +28,15 @@ class Tiles(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """A class of GPUs; `tiles` by the size of a number in bytes, and head_dim rounded up to a power of two."""
+    """A class of GPUs; `tiles` by the size of a number in bytes, and head_dim rounded up to a power of two.
+
+    `dropout` holds the tiles that differ with dropout, whose random numbers take registers.
+    """
 
     shared: int  # bytes of shared memory that a program may take
     descriptors: bool  # whether a copy engine (TMA) reads tensor descriptors
     tiles: dict[tuple[int, int], Tiles]
+    dropout: dict[tuple[int, int], dict[str, Tile]]
 
 
 # Chosen so that no registers spill for sm_90 and the shared memory holds at least one program; of `decode` in half
@@ -52,6 +56,10 @@ HOPPER = Architecture(
         (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
         (4, 256): Tiles(Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
     },
+    {
+        **{(2, columns): {"query_gradient": Tile(128, 64, 8, 2)} for columns in (16, 32, 64)},
+        (2, 128): {"key_gradient": Tile(32, 128, 8, 2)},
+    },
 )
 AMPERE = Architecture(
     166_912,
@@ -61,6 +69,7 @@ AMPERE = Architecture(
         (2, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(16, 64, 4, 3)),
         (2, 128): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(16, 64, 4, 3)),
     },
+    {},
 )
 
 ARCHITECTURES: dict[tuple[int, int], Architecture] = {
