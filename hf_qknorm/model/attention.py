@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from hf_qknorm.backends import functions
+from hf_qknorm.backends import choice, functions
 from hf_qknorm.backends.caches import count_written, is_empty, next_positions, static_layer
 from hf_qknorm.backends.calls import is_padded_ranges
 from hf_qknorm.families import FAMILIES, Family, known_families
@@ -25,7 +25,6 @@ from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention
-from hf_qknorm.ops import library
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
 
@@ -46,16 +45,16 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         slot: Any = None if cache is None else self.family.style.slot(self, **options)
         if self.scheme.length_scale is None and self._fits_one_kernel(heads, mask, cache, slot):
             if cache is not None:
-                cache.update(library.norm_rope_one(heads.k, k_norm, rotary), v, slot)
+                cache.update(choice.norm_rope_one(self, heads.k, k_norm, rotary), v, slot)
             return functions.attend_raw(self, heads, mask, **options)
         static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, heads.k)
         if static is not None:
             count = k.shape[2]
-            q = library.norm_rope_into(heads, static.keys, static.values, next_positions(static, count))
+            q = choice.norm_rope_into(self, heads, static.keys, static.values, next_positions(static, count))
             q = self._length_scaled(q, options)
             count_written(static, count)
             return self._call_backend(q, static.keys, static.values, mask, options)
-        q, k = library.norm_rope(heads)
+        q, k = choice.norm_rope(self, heads)
         q = self._length_scaled(q, options)
         if cache is not None:
             k, v = cache.update(k, v, slot)
