@@ -77,6 +77,7 @@ AMPERE = Architecture(
         (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
         (4, 256): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
     },
+    {},
 )
 # Blackwell without tensor memory: RTX 50 and DGX Spark.
 CONSUMER_BLACKWELL = Architecture(
