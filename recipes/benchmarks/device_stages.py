@@ -51,12 +51,18 @@ class Stage:
     @property
     def environment(self) -> dict[str, str]:
         """Kernels run natively, unless the stage says otherwise, and without the check of their first use: each stage
-        makes its own. The Gluon kernel is off unless the stage asks for it.
+        makes its own. The Gluon kernel is off unless the stage asks for it. Inductor has few threads, since a stage has
+        many processes.
         """
         inherited = {x: value for x, value in os.environ.items() if x not in ("TRITON_INTERPRET", *GLUON)}
         # the package, and the plugin of pytest
         path = os.pathsep.join(filter(None, (str(ROOT), str(HERE), os.environ.get("PYTHONPATH"))))
-        own = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "HF_QKNORM_CHECK": "0"}
+        own = {
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": path,
+            "HF_QKNORM_CHECK": "0",
+            "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        }
         return inherited | own | self.settings
 
     def dried(self) -> Stage:
@@ -88,7 +94,7 @@ def sanitized(tool: str) -> Stage:
     return Stage(
         f"Gluon, {tool}",
         python(HERE / "check_gluon.py", "--small"),
-        25,
+        20,
         dry=("--list",),
         settings=GLUON | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         wrapper=("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"),
@@ -100,21 +106,21 @@ def full_plan(out: Path, commit: tuple[str, ...] = (), prototypes: Path | None =
     """All stages, the most important first. Their shares fit into nine minutes, but for the prototypes'."""
     bench, gluon = HERE / "bench_attention.py", HERE / "check_gluon.py"
     smoke = prototypes / "gpu_smoke.py" if prototypes else Path("gpu_smoke.py")
-    rows = ("--minutes", "2.4", "--keep-going", "--out", out, *commit)
-    gluon_rows = ("--gluon", "--minutes", "0.5", "--keep-going", "--out", out / "gluon", *commit)
+    rows = ("--minutes", "2.2", "--keep-going", "--out", out, *commit)
+    gluon_rows = ("--gluon", "--minutes", "0.75", "--keep-going", "--out", out / "gluon", *commit)
     doctor = python("-c", "import sys, hf_qknorm_command; sys.exit(hf_qknorm_command.main())", "doctor")
     return [
-        Stage("first checks", python(bench, "--first", "--processes", 5), 45, ("--list",)),
-        Stage("benchmark", python(bench, *rows), 155, ("--list",)),
-        tests("compilation", CORES, 55, "--compile-only", "--quiet", "--tb=no", *TESTS, ON_CARD),
-        tests("tests", CORES, 65, "--verbose", *TESTS),
-        tests("tests, on the card", min(CORES, 8), 35, "--verbose", ON_CARD),
+        Stage("first checks", python(bench, "--first", "--processes", 5), 70, ("--list",)),
+        Stage("benchmark", python(bench, *rows), 145, ("--list",)),
+        tests("compilation", CORES, 50, "--compile-only", "--quiet", "--tb=no", *TESTS, ON_CARD),
+        tests("tests", CORES, 55, "--verbose", *TESTS),
+        tests("tests, on the card", min(CORES, 8), 30, "--verbose", ON_CARD),
         Stage(CHECKED, python(gluon), 30, ("--cpu",)),
-        Stage("benchmark, Gluon", python(bench, *gluon_rows), 35, ("--list",), after=CHECKED),
-        tests("tests, large", large_processes(), 35, "--verbose", LARGE),
+        Stage("benchmark, Gluon", python(bench, *gluon_rows), 50, ("--list",), after=CHECKED),
+        tests("tests, large", large_processes(), 30, "--verbose", LARGE),
         sanitized("memcheck"),
         sanitized("racecheck"),
-        tests("Gluon, tests", CORES, 20, "--verbose", f"{TESTS[0]}/test_gluon.py", settings=GLUON, after=CHECKED),
-        Stage("doctor", doctor, 10, settings={"HF_QKNORM_CHECK": "1"}),
+        tests("Gluon, tests", CORES, 15, "--verbose", f"{TESTS[0]}/test_gluon.py", settings=GLUON, after=CHECKED),
+        Stage("doctor", doctor, 25, settings={"HF_QKNORM_CHECK": "1"}),
         Stage("prototypes", python(smoke), 90, missing="" if smoke.is_file() else "no folder of prototypes"),
     ]

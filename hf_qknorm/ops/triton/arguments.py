@@ -37,22 +37,31 @@ class Constants(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of heads, of queries and keys a head, and the window, 0 without one."""
+    """Numbers of heads, of queries and keys a head; the window, 0 without one; heads of a section of the schedule.
+
+    Kernels take each as an argument of its own, not specialised: of a tuple's fields Triton specialises all.
+    """
 
     heads: int
     heads_kv: int
     queries: int
     keys: int
     window: int
+    section: int = 1
 
 
 class ScoreArguments(NamedTuple):
-    """Factors: a score is q·k (times `unit` if SCALED), `cap` makes a logit of it. Rate of dropout, limit of WHEN."""
+    """Factors: a score is q·k (times `unit` if SCALED), `cap` makes a logit of it. The limit of WHEN.
+
+    Dropout drops weights whose random number, a signed integer of 32 bits, is below `drop_below`, and multiplies the
+    others by `rescale`; see `launch.dropout_numbers`.
+    """
 
     unit: float
     cap: float
-    rate: float = 0.0
     limit: float = 0.0
+    drop_below: int = -(2**31)
+    rescale: float = 1.0
 
 
 class NormArguments(NamedTuple):

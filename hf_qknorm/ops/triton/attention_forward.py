@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from hf_qknorm.ops.triton.arguments import Sizes
 from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
 from hf_qknorm.ops.triton.score_math import (
     LOG2E,
     QueryRows,
+    drop,
     kept,
     key_segments,
     keys_seen,
@@ -87,20 +89,22 @@ def attend(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: 
             p_logit += tl.sum(tl.where(p > 0, p * x, 0.0), 1)
         total += tl.sum(p, 1)
         if C.DROPOUT:
-            p = tl.where(kept(seed, block.number, rows.index[:, None], (n + cols)[None, :], score.rate), p, 0.0)
+            p = drop(p, kept(seed, block.number, block.start, n, score, C), score)
         v = load_tile(V, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION)
     return Sums(acc, total, peak, p_logit, largest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=Sizes._fields)
 def forward_kernel(
-    Q, K, V, OUT, normaliser, bound, ranges, sinks, seeds, largest_out, entropy_out, score, sizes, C: tl.constexpr
-):
+    Q, K, V, OUT, normaliser, bound, ranges, sinks, seeds, largest_out, entropy_out, score,
+    heads, heads_kv, queries, keys, window, section, C: tl.constexpr,
+):  # fmt: skip
     """Output `[B, H, T, D]` and normaliser `[B, H, T, 2]`; both are 0 for a query without keys, but for its peak.
 
     Q, K, V, OUT are heads `[B, H or Hk, T or S, D]` as `head_tiles` takes them; `score` is `arguments.ScoreArguments`.
     """
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
     block = query_block(sizes, C)
     if other_launch_serves(bound, block.batch * sizes.heads_kv + block.head_kv, score.limit, C.WHEN):
         return
@@ -141,6 +145,6 @@ def forward_kernel(
     tl.store(normaliser + 2 * at, peak, mask=real)
     tl.store(normaliser + 2 * at + 1, total, mask=real)
     if C.DROPOUT:
-        inverse_total = inverse_total / (1.0 - score.rate)
+        inverse_total = inverse_total * score.rescale
     out = acc * inverse_total[:, None]
     store_tile(OUT, out, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
