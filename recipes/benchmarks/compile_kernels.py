@@ -42,6 +42,7 @@ SPILL_FREE = {  # largest head_dim
     "add_parts_kernel": 256,
 }
 SLOTS = {("approx", False): 6.5, ("none", False): 4.5, ("none", True): 7.8}  # (TANH, ONLINE): at head_dim 128
+DROPOUT_SLOTS = 16.5  # of the plain kernel with dropout and a maximum, at head_dim 64 and 128
 GLUON_WIDE = {("approx", False): 9.0, ("none", False): 7.2}  # at head_dim 256, in tiles of 64 keys; at 64 as at 128
 GLUON_SPILL = 32  # bytes at head_dim 256 with the polynomial tanh, by Triton 3.9 and not 3.6: none in a loop of tiles
 EXTRA = 0.5  # slots of the plain kernel that Triton 3.9 adds to 3.6's, for descriptors of matrix instructions
@@ -83,15 +84,11 @@ def broken(report: Report, arch: int = HOPPER) -> list[str]:
 
 
 def spills_allowed(report: Report) -> bool:
-    """Whether spills are accepted: for wide heads, dropout's random numbers, and the powers of an Lp norm."""
+    """Whether spills are accepted: for wide heads, and the powers of an Lp norm."""
     constants = report.constants
     if report.kernel == "gluon_forward_kernel" and (constants["PADDED"], constants["TANH"]) == (256, "polynomial"):
         return report.spilled <= GLUON_SPILL
-    return (
-        constants["PADDED"] > SPILL_FREE[report.kernel]
-        or bool(constants.get("DROPOUT"))
-        or of_any_order(constants.get("NORM"))
-    )
+    return constants["PADDED"] > SPILL_FREE[report.kernel] or of_any_order(constants.get("NORM"))
 
 
 def of_any_order(norm: NormKind | None) -> bool:
@@ -100,11 +97,14 @@ def of_any_order(norm: NormKind | None) -> bool:
 
 
 def slots_limit(report: Report) -> float | None:
-    """The limit of issue slots for a score, or None: only the forward pass without options has one."""
+    """The limit of issue slots for a score, or None: only the forward pass with no option but dropout has one."""
     constants = report.constants
     loop = (constants.get("TANH"), constants.get("ONLINE"))
-    if report.dtype == "fp32" or any(constants.get(x) for x in ("SCALED", "WINDOW", "RANGES", "DROPOUT", "STATISTICS")):
+    if report.dtype == "fp32" or any(constants.get(x) for x in ("SCALED", "WINDOW", "RANGES", "STATISTICS")):
         return None
+    if constants.get("DROPOUT"):
+        met = report.kernel == "forward_kernel" and constants["PADDED"] in (64, 128) and loop == ("none", True)
+        return DROPOUT_SLOTS if met else None
     if report.kernel == "gluon_forward_kernel":
         return (GLUON_WIDE if constants["PADDED"] == 256 else SLOTS).get(loop)
     if report.kernel != "forward_kernel" or constants["PADDED"] != 128:
@@ -199,7 +199,8 @@ CASES = {
     "lp, knee": Case(64, norm="lp", softcap=None, knee=True),
     "ranges": Case(**PLAIN, ranges=True),
     "window": Case(**PLAIN, window=256, sinks=True),
-    "dropout": Case(64, **PLAIN, dropout=0.1),
+    **{f"dropout {d}": Case(d, **PLAIN, dropout=0.1) for d in (128, 64)},
+    "dropout, capped": Case(dropout=0.1),
     "statistics": Case(**PLAIN, statistics=True),
     **{f"parts {d}": Case(d, batch=1) for d in (256, 128, 64)},
     **{f"gluon, capped {d}": Case(d, gluon=True) for d in (256, 128, 64)},
