@@ -48,6 +48,7 @@ LIMITS = {
     100: Limits({}, {}, {}),
     120: Limits(dict.fromkeys(KERNELS, 128), WARPS, slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 13.0, 11.5, 16.5)),
 }
+DROPOUT_SLOTS = 16.5  # on Hopper, with a maximum, at head_dim 64 and 128
 GLUON = slots_of(64, 6.5, 4.5, 7.8) | slots_of(128, 6.5, 4.5, 7.8)
 GLUON |= {(256, "approx", False): 9.0, (256, "none", False): 7.2}  # in tiles of 64 keys
 GLUON_SPILL = 32  # bytes at head_dim 256 with the polynomial tanh, by Triton 3.9 and not 3.6: none in a loop of tiles
@@ -83,15 +84,11 @@ def broken(report: Report, arch: int = HOPPER) -> list[str]:
 
 
 def spills_allowed(report: Report, arch: int = HOPPER) -> bool:
-    """Whether spills are accepted: for wide heads, dropout's random numbers, and the powers of an Lp norm."""
+    """Whether spills are accepted: for wide heads, and the powers of an Lp norm."""
     constants = report.constants
     if report.kernel == "gluon_forward_kernel" and (constants["PADDED"], constants["TANH"]) == (256, "polynomial"):
         return report.spilled <= GLUON_SPILL
-    return (
-        constants["PADDED"] > LIMITS[arch].spill_free[report.kernel]
-        or bool(constants.get("DROPOUT"))
-        or of_any_order(constants.get("NORM"))
-    )
+    return constants["PADDED"] > LIMITS[arch].spill_free[report.kernel] or of_any_order(constants.get("NORM"))
 
 
 def of_any_order(norm: NormKind | None) -> bool:
@@ -100,11 +97,14 @@ def of_any_order(norm: NormKind | None) -> bool:
 
 
 def slots_limit(report: Report, arch: int = HOPPER) -> float | None:
-    """The limit of issue slots for a score, or None: only the forward pass without options has one."""
+    """The limit of issue slots for a score, or None: only the forward pass with no option but dropout has one."""
     constants = report.constants
     loop = (constants.get("PADDED"), constants.get("TANH"), constants.get("ONLINE"))
-    if report.dtype == "fp32" or any(constants.get(x) for x in ("SCALED", "WINDOW", "RANGES", "DROPOUT", "STATISTICS")):
+    if report.dtype == "fp32" or any(constants.get(x) for x in ("SCALED", "WINDOW", "RANGES", "STATISTICS")):
         return None
+    if constants.get("DROPOUT"):
+        met = report.kernel == "forward_kernel" and loop in ((64, "none", True), (128, "none", True))
+        return DROPOUT_SLOTS if met and arch == HOPPER else None
     if report.kernel == "gluon_forward_kernel":
         return GLUON.get(loop)
     if report.kernel != "forward_kernel":
