@@ -220,6 +220,18 @@ def test_what_is_checked_is_not_checked_again():
     assert model.known({(str(Size().at(48)), checks.MODEL)})
 
 
+def test_full_size_is_compiled_in_the_checks_where_it_can_be():
+    seen = []
+
+    def attend(case, x):
+        seen.append((case, x.q.requires_grad))
+        return fail(case, x) if len(seen) == 2 else FLASH.attend(case, x)
+
+    for _ in range(2):  # the second one fails, which is left to the timing process
+        checks.compile_for(replace(FLASH, attend=attend), SMALL, CPU, torch.float32)
+    assert seen == [(SMALL, True)] * 2
+
+
 def test_the_first_checks_are_five_of_ours():
     jobs = plan.check_jobs(plan.first_plan(), 192)
     assert [len(job.implementations) for job in jobs] == [1] * 5
