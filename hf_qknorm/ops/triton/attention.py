@@ -168,7 +168,7 @@ def backward(
     call = _Call(prepared, visible, options)
     gradient = partial(_gradient, call, grad, row_terms)
     shape = tiles(heads.q, options.dropout > 0).query_gradient
-    section = schedule.query_section(heads.k, *heads.q.shape[1:3], shape.queries)
+    section = schedule.query_section(heads.k, heads.q.shape[1], heads.q.shape[2], shape.queries)
     raw = RawGradient.of(inner.q, inner.q_norm, inner.rotary, dq, shape.queries, section)
     gradient(query_gradient_kernel, shape, raw, factor=options.scale, ranges=visible.ranges, section=section)
     q_gain, q_bias = raw.gain_and_bias()

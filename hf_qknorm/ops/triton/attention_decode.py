@@ -35,7 +35,7 @@ LEAST_KEYS = 256  # of a program: with fewer it takes longer to start than to re
 PROCESSORS = 132  # of a Hopper, where there is no GPU
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "splits"])  # keys grow with each step: one kernel for all
+@triton.jit(do_not_specialize=["queries", "keys", "window", "splits"])  # keys grow with each step: one kernel for all
 def split_kernel(
     q, K, V, partial, totals, ranges, score, group, heads_kv, queries, keys, window, splits, C: tl.constexpr
 ):
@@ -79,7 +79,7 @@ def split_kernel(
     tl.store(partial + at[:, None] * C.PADDED + cols[None, :], sums.acc, (real & (sums.total != 0))[:, None])
 
 
-@triton.jit(do_not_specialize=["queries", "splits"])
+@triton.jit(do_not_specialize=["heads", "queries", "splits"])
 def combine_kernel(
     partial, totals, sinks, out, normaliser, heads, queries, splits,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
