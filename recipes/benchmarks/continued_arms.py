@@ -76,5 +76,6 @@ ARMS = {
     "QK-Clip 100": Arm(optimizer=partial(qk_clip, threshold=100.0)),
     "Muon": Arm(optimizer=partial(muon, threshold=None)),
     "Muon, QK-Clip 100": Arm(optimizer=partial(muon, threshold=100.0)),
+    "Muon, knee lowered": Arm("knee", partial(muon, threshold=None), lowered=0.5),
     "QuacK": Arm(optimizer=quack),
 }

@@ -27,6 +27,7 @@ STYLES = {
     "QK-Clip 100": ("#d9a441", "--", "P"),
     "Muon": ("#8d5a97", "-", "X"),
     "Muon, QK-Clip 100": ("#8d5a97", "--", "X"),
+    "Muon, knee lowered": ("#4b2354", "-.", "*"),
     "QuacK": ("#3c8d5a", "-", "d"),
 }  # colours that colour-blind people can tell apart, with a marker each
 FRONT = ("unpatched", "soft_cap", "QK-Clip 30", "QuacK", *(arm for arm in STYLES if arm.startswith("qk_norm_cap")))

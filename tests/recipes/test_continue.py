@@ -87,7 +87,9 @@ def test_every_arm_trains_and_ends_as_it_should(arm, sources):
     assert run["way"][0][1] > run["held_out"]
 
 
-@pytest.mark.parametrize("arm", ["unpatched", "qk_norm_cap, knee lowered", "QK-Clip 30", "Muon, QK-Clip 100", "QuacK"])
+@pytest.mark.parametrize(
+    "arm", ["unpatched", "qk_norm_cap, knee lowered", "QK-Clip 30", "Muon, QK-Clip 100", "Muon, knee lowered", "QuacK"]
+)
 @pytest.mark.parametrize("pause", [1, 4])
 def test_a_run_in_pieces_is_the_same_run(arm, pause, sources, monkeypatch):
     whole = run_one(settings(arm), sources)
