@@ -22,6 +22,12 @@ def static_layer(cache: Any, index: int, keys: Tensor) -> StaticLayer | None:
     return layer if fits and not offloaded else None
 
 
+def filled(layer: StaticLayer) -> Tensor:
+    """The number of keys in the layer, int64, which kernels add to in place: compiled graphs keep its address."""
+    count: Tensor = layer.cumulative_length
+    return count
+
+
 def next_positions(layer: StaticLayer, count: int) -> Tensor:
     """The positions of the next `count` keys, `[T]`."""
     filled: Tensor = layer.cumulative_length

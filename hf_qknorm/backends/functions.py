@@ -20,7 +20,7 @@ from transformers.utils.output_capturing import _active_collector
 from hf_qknorm.backends.calls import Operator, call_operator, refuse_unsupported, structure, why_not_kernels
 from hf_qknorm.backends.masks import structured_mask
 from hf_qknorm.ops import library, reference
-from hf_qknorm.ops.types import Heads
+from hf_qknorm.ops.types import Heads, Options, StaticCache, Visible
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -112,6 +112,19 @@ def attend_raw(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: A
     if heads.q.is_cuda:
         _log_once("runs its Triton kernels, norm and RoPE included")
     return _call_operator(library.fused_attention, module, heads, mask, **kwargs)
+
+
+def attend_step(
+    module: nn.Module, heads: Heads, cache: StaticCache, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """`attend_raw` over a static cache, to which the new keys and values are written; see `library.fused_step`."""
+
+    def step(seen: Heads, visible: Visible, options: Options) -> Tensor:
+        return library.fused_step(heads, StaticCache(seen.k, seen.v, cache.filled), visible, options)
+
+    if heads.q.is_cuda:
+        _log_once("runs its Triton kernels, norm and RoPE included")
+    return _call_operator(step, module, heads._replace(k=cache.keys, v=cache.values), mask, **kwargs)
 
 
 def best_attention(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -83,8 +84,37 @@ def launch(
         options |= {"debug": True, "sanitize_overflow": False}
     if "C" in options and not INTERPRETED:
         options["C"] = _with_constant_fields(options["C"])
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*arguments, **options, enable_fp_fusion=True)
+    with on(device):
+        started = kernel[grid](*arguments, **options, enable_fp_fusion=True)
+    for record in _records:
+        named = options | dict(zip(kernel.arg_names, arguments, strict=False))
+        record.append(Launch(started or kernel, (*grid, 1, 1)[:3], [named[name] for name in kernel.arg_names]))
+
+
+class Launch(NamedTuple):
+    """A launch: the compiled kernel (the kernel itself in the interpreter), its grid and arguments."""
+
+    started: Any
+    grid: tuple[int, ...]
+    arguments: list[Any]
+
+
+_records: list[list[Launch]] = []
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """A context that gives the list of the launches inside."""
+    _records.append([])
+    try:
+        yield _records[-1]
+    finally:
+        _records.pop()
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which `device` is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache
