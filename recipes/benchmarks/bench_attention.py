@@ -1,14 +1,20 @@
 """Benchmark attention with norms, RoPE and a cap against plain SDPA and other implementations: time, memory, errors.
 
     python recipes/benchmarks/bench_attention.py --minutes 8
+    python recipes/benchmarks/bench_attention.py --list
 
-Each implementation is checked against the fp64 oracle first. A failure ends the benchmark with exit code 1; with
-`--keep-going` the failed implementation is left out. All times come from one run, in turns, on random data that no
-cache holds: device time per pass, and host time to queue it. Ratios are to plain flash-attention SDPA in the same turns
-(for a prologue: to a copy of its data; for a training step: to the unpatched model). TFLOP/s count useful work: half
-the square for a causal forward pass, 2.5 times that for backward. GB/s count the least traffic. Memory is the peak
-above the inputs; for a backward pass it includes the forward pass. Rows are appended to `--out` as they come; page and
-plot follow at the end.
+Each implementation is checked against the fp64 oracle before it is timed. A failure of ours ends the benchmark with
+exit code 1; with `--keep-going` the failed implementation is left out. An implementation that cannot run, or has no
+result of its check, gets a row with the reason: `--list` prints what would be timed, and the reasons.
+
+All times come from one run, in turns, on random data that no cache holds: device time per pass, and host time to queue
+it. Ratios are to plain flash-attention SDPA in the same turns (for a prologue: to a copy of its data; for a training
+step: to the unpatched model). TFLOP/s count useful work: half the square for a causal forward pass, 2.5 times that for
+backward. GB/s count the least traffic. Memory is the peak above the inputs; for a backward pass it includes the forward
+pass. Rows are appended to `--out` as they come, the page grows with each item, and the plot follows at the end.
+
+`--gluon` times the Gluon forward kernel in turns with the plain one: `device.py` applies the rule of
+`hf_qknorm/ops/README.md` to it. `--first` makes the five smallest checks, and times nothing.
 
 `--cpu` runs everything in a minute on tiny inputs in Triton's interpreter. Its numbers mean nothing and go to a
 temporary folder.
@@ -26,10 +32,10 @@ from pathlib import Path
 
 import torch
 from bench_cases import Case, Inputs, draw
-from bench_checks import MODEL, Checked, print_verdicts, run_checks
+from bench_checks import MODEL, SECONDS, Checks, print_verdicts
 from bench_implementations import Implementation
 from bench_model import Training
-from bench_plan import Item, check_jobs, full_plan, quick_plan, tiny_plan
+from bench_plan import Item, Part, check_jobs, first_plan, full_plan, gluon_plan, listing, quick_plan, tiny_plan
 from bench_table import INTERPRETED, Report, Row, environment
 from bench_timing import Clock, Dead, Late, Run, limit, reason
 
@@ -77,12 +83,34 @@ class Work:
 class Bench:
     """Run the items of a plan in order until time is up."""
 
-    def __init__(self, report: Report, clock: Clock, dtype: torch.dtype, deadline: float) -> None:
-        self.report, self.clock, self.dtype, self.deadline = report, clock, dtype, deadline
-        self.verdicts: dict[tuple[str, str], Checked] = {}
-        self.length = 0
+    def __init__(self, report: Report, clock: Clock, dtype: torch.dtype, checks: Checks, deadline: float) -> None:
+        self.report, self.clock, self.dtype, self.checks, self.deadline = report, clock, dtype, checks, deadline
         self.failures: list[str] = []
         self.skipped: list[str] = []
+
+    @property
+    def notes(self) -> list[str]:
+        notes = [f"no time for {x}" for x in self.skipped] + [f"failed: {x}" for x in self.failures]
+        return notes if self.clock.cuda else [*notes, INTERPRETED]
+
+    def run(self, number: int, part: Part, keep_going: bool) -> bool:
+        """Check and time a part of the plan; returns whether the next one may follow."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            self.skipped += map(str, part)
+            return True
+        failed = self.checks.run(number, check_jobs(part, self.checks.length), left + 60)
+        self.failures += failed
+        if failed and not keep_going:
+            print("\n".join(failed), file=sys.stderr)
+            return False
+        for item in part:
+            self.take(item)
+            self.write_page()
+        return True
+
+    def write_page(self) -> None:
+        replace_text(self.report.stem.with_suffix(".md"), self.report.page(self.notes))
 
     def take(self, item: Item) -> None:
         """Measure an item; an error is reported and does not stop the others."""
@@ -110,10 +138,7 @@ class Bench:
         copies = draw(case, self.clock.copies(case.size(self.dtype.itemsize)), self.clock.device, self.dtype)
         works: dict[str, Work] = {}
         for implementation in item.implementations:
-            note = implementation.missing(case, self.clock.device.type)
-            judged = self.verdicts.get((str(case.at(self.length)), implementation.name))
-            if implementation.ours and (judged is None or not judged.passed):
-                note = "not timed: failed its check"
+            note = self.checks.objection(case, implementation, self.clock.device.type)
             if note:
                 yield Row(str(case), implementation.name, "all", case, note=note)
             else:
@@ -133,7 +158,7 @@ class Bench:
 
     def train(self, item: Item) -> Iterator[Row]:
         assert item.model is not None
-        judged = self.verdicts.get((str(item.model.at(self.length)), MODEL))
+        judged = self.checks.verdicts.get((str(item.model.at(self.checks.length)), MODEL))
         steps = [step for step in item.steps if not step.ours or (judged is not None and judged.passed)]
         training = {step.name: Training(step, item.model, self.clock.device, self.dtype) for step in steps}
         runs = {name: Run(x.run) for name, x in training.items()}
@@ -161,12 +186,12 @@ class Bench:
         if item.case is not None:
             work, row.unit = item.case.work(row.kind, self.dtype.itemsize)
             row.rate = work / row.ms_median
-            judged = self.verdicts.get((str(item.case.at(self.length)), row.what))
+            judged = self.checks.verdicts.get((str(item.case.at(self.checks.length)), row.what))
         else:
             assert item.model is not None
             row.rate, row.unit = item.model.batch * item.model.length / row.ms_median, "ktok/s"
             ours = row.what.startswith("ours")
-            judged = self.verdicts.get((str(item.model.at(self.length)), MODEL)) if ours else None
+            judged = self.checks.verdicts.get((str(item.model.at(self.checks.length)), MODEL)) if ours else None
         if judged is not None:
             row.error = judged.error(row.kind)
             if not judged.passed:
@@ -176,8 +201,12 @@ class Bench:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=8, help="stop starting items after that (default: 8)")
-    parser.add_argument("--quick", action="store_true", help="the twenty most important rows, in two minutes")
-    parser.add_argument("--cpu", action="store_true", help="tiny, in Triton's interpreter: tries the script out")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--quick", action="store_true", help="the twenty most important rows, in two minutes")
+    chosen.add_argument("--gluon", action="store_true", help="the Gluon forward kernel beside the plain one")
+    chosen.add_argument("--first", action="store_true", help="the five smallest checks alone")
+    chosen.add_argument("--cpu", action="store_true", help="tiny, in Triton's interpreter: tries the script out")
+    parser.add_argument("--list", action="store_true", help="print what would be timed, and end")
     parser.add_argument("--keep-going", action="store_true", help="time what passed its checks, whatever failed")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for CSV, page and plot (default: results, here)")
     parser.add_argument("--commit", help="what is measured, where git can't tell")
@@ -186,56 +215,58 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def chosen_plan(args: argparse.Namespace) -> tuple[list[Part], int]:
+    """Return the parts, and the length at which they are checked."""
+    if args.cpu:
+        return tiny_plan(), 48
+    if args.first:
+        return [first_plan()], 192
+    return [quick_plan()] if args.quick else [gluon_plan()] if args.gluon else full_plan(), 512
+
+
 def main(arguments: list[str]) -> int:
-    """Run the checks, the plan and the report; return the exit code."""
+    """Run the checks and the items of each part, and the report; return the exit code."""
     args = parse(arguments)
     start = time.monotonic()
     if args.cpu and os.environ.get("TRITON_INTERPRET") != "1":  # read when Triton is imported, as it is by now
         command = [sys.executable, __file__, *arguments]
         os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
+    parts, length = chosen_plan(args)
+    if args.list:
+        print("\n".join(listing(parts, "cuda" if torch.cuda.is_available() else "cpu")))
+        return 0
     if not args.cpu and not torch.cuda.is_available():
         print("needs a CUDA GPU; --cpu tries the script out without one", file=sys.stderr)
         return 2
     device, dtype = (torch.device("cpu"), torch.float32) if args.cpu else (torch.device("cuda"), torch.bfloat16)
-    items, length = (tiny_plan(), 48) if args.cpu else (quick_plan() if args.quick else full_plan(), 512)
-    jobs = check_jobs(items, length)
     if args.checks_of is not None:
-        print_verdicts([jobs[n] for n in args.checks_of], device, dtype)
+        part, *numbers = args.checks_of
+        jobs = check_jobs(parts[part], length)
+        print_verdicts([jobs[n] for n in numbers], device, dtype)
         return 0
-
     processes = args.processes or (1 if args.cpu else max((os.cpu_count() or 1) * 3 // 4, 1))
-    verdicts = run_checks(jobs, arguments, processes)
-    for verdict in verdicts:
-        print(verdict, flush=True)
-    failed = [verdict for verdict in verdicts if verdict.ours and not verdict.passed]
-    spent = time.monotonic() - start
-    print(f"checks: {len(verdicts)} verdicts, {len(failed)} failures of ours, {spent:.0f} s", flush=True)
-    if failed and not args.keep_going:
-        print("\n".join(map(str, failed)), file=sys.stderr)
-        return 1
+    checks = Checks(length, arguments, processes)
+    if args.first:
+        return int(bool(checks.run(0, check_jobs(parts[0], length), SECONDS)))
 
     folder = args.out or (Path(tempfile.mkdtemp()) if args.cpu else RESULTS)
-    report = Report(folder, environment(device, dtype, args.commit))
-    bench = Bench(report, Clock(device), dtype, start + 60 * args.minutes)
-    bench.verdicts, bench.length = {(x.case, x.what): x for x in verdicts}, length
-    bench.failures += map(str, failed)
+    report = Report(folder, environment(device, dtype, args.commit), arguments)
+    bench = Bench(report, Clock(device), dtype, checks, start + 60 * args.minutes)
     try:
-        for item in items:
-            bench.take(item)
+        for number, items in enumerate(parts):
+            if not bench.run(number, items, args.keep_going):
+                break
     except Dead as error:
         bench.failures.append(f"the device died: {error}")
-    finish(bench, arguments)
+    finish(bench)
     return 1 if bench.failures else 0
 
 
-def finish(bench: Bench, arguments: list[str]) -> None:
+def finish(bench: Bench) -> None:
     """Write the page and the plot, then print the table."""
     report = bench.report
-    notes = [f"no time for {x}" for x in bench.skipped] + [f"failed: {x}" for x in bench.failures]
-    if not bench.clock.cuda:
-        notes.append(INTERPRETED)
-    command = " ".join(["python recipes/benchmarks/bench_attention.py", *arguments])
-    replace_text(report.stem.with_suffix(".md"), report.page(command, notes))
+    bench.write_page()
+    notes = list(bench.notes)
     try:
         report.plot()
     except Exception as error:  # what was measured is in the table

@@ -1,7 +1,7 @@
-"""Checks before the benchmark: every implementation must be right. The checks also compile its kernels.
+"""Checks before the benchmark: every implementation must be right. The checks also compile what is timed later.
 
-Each job runs in a process of its own. Many compile in parallel, the timing process finds their kernels in Triton's
-cache, and a job that crashes or hangs does not affect the others.
+Each job runs in a process of its own. Many compile in parallel, the timing process finds their kernels in the caches of
+Triton and inductor, and a job that crashes or hangs does not affect the others.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,11 +34,16 @@ MODEL = "training step"
 
 @dataclass(frozen=True)
 class Job:
-    """The implementations that share a case; without a case, a model to train."""
+    """The implementations that share a case, and the cases in which each is timed; without a case, a model to train."""
 
     case: Case | None
     implementations: tuple[Implementation, ...] = ()
+    timed: tuple[tuple[Case, ...], ...] = ()
     model: Size | None = None
+
+    def known(self, verdicts: Container[tuple[str, str]]) -> bool:
+        """Whether all verdicts are known, and nothing is left to compile."""
+        return all((str(self.case), x.name) in verdicts and not x.compiled for x in self.implementations)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,45 @@ class Checked:
         return f"{'passed' if self.passed else 'FAILED'} {self.case} | {self.what}: {result}"
 
 
+class Checks:
+    """The verdicts so far, by case and implementation; cases are checked at `length`."""
+
+    def __init__(self, length: int, arguments: list[str], processes: int) -> None:
+        self.length, self.arguments, self.processes = length, arguments, processes
+        self.verdicts: dict[tuple[str, str], Checked] = {}
+
+    def run(self, part: int, jobs: list[Job], seconds: float) -> list[str]:
+        """Run the jobs of a part whose verdicts are not known; returns the failures of ours."""
+        start = time.monotonic()
+        needed = {n: job for n, job in enumerate(jobs) if job.model or not job.known(self.verdicts)}
+        verdicts = run_checks(needed, part, self.arguments, self.processes, min(SECONDS, seconds)) if needed else []
+        for verdict in verdicts:
+            print(verdict, flush=True)
+        self.verdicts |= {(x.case, x.what): x for x in verdicts}
+        failed = [str(verdict) for verdict in verdicts if verdict.ours and not verdict.passed]
+        spent = time.monotonic() - start
+        print(f"checks: {len(verdicts)} verdicts, {len(failed)} failures of ours, {spent:.0f} s", flush=True)
+        return failed
+
+    def of(self, case: Case, implementation: Implementation) -> Checked | None:
+        return self.verdicts.get((str(case.at(self.length)), implementation.name))
+
+    def objection(self, case: Case, implementation: Implementation, device: str) -> str | None:
+        """The reason why an implementation is not timed, or None.
+
+        Another library's errors are no reason: they are shown beside its times.
+        """
+        judged = self.of(case, implementation)
+        missing = implementation.missing(case, device)
+        if missing:
+            return missing
+        if judged is None:
+            return "not timed: no result of its check"
+        if judged.failure:
+            return f"not timed: {judged.failure}"
+        return "not timed: failed its check" if implementation.ours and not judged.passed else None
+
+
 def check_job(job: Job, device: torch.device, dtype: torch.dtype) -> Iterator[Checked]:
     """Check the implementations of a job, in this process."""
     if job.model is not None:
@@ -75,10 +121,24 @@ def check_job(job: Job, device: torch.device, dtype: torch.dtype) -> Iterator[Ch
     if job.case is None:
         return
     (x,) = draw(job.case, 1, device, dtype)
-    for implementation in job.implementations:
+    for implementation, cases in zip(job.implementations, job.timed, strict=True):
         if not implementation.missing(job.case, device.type):
             errors = partial(judge_implementation, implementation, job.case, x)
             yield judged(str(job.case), implementation.name, implementation.ours, errors)
+            if device.type == "cuda" and (implementation.ours or implementation.compiled):
+                for case in cases:
+                    compile_for(implementation, case, device, dtype)
+
+
+def compile_for(implementation: Implementation, case: Case, device: torch.device, dtype: torch.dtype) -> None:
+    """Run all passes at full size, so that the caches hold every kernel that is timed later.
+
+    A failure, such as a lack of memory beside the other processes, is left to the timing process, which reports it.
+    """
+    with suppress(Exception):
+        (x,) = implementation.prepared(case, draw(case, 1, device, dtype))
+        results(lambda y: implementation.attend(case, y), x, implementation.leaves(case, device.type))
+    torch.cuda.empty_cache()
 
 
 def judged(case: str, what: str, ours: bool, errors: Callable[[], dict[str, Verdict]]) -> Checked:
@@ -105,14 +165,19 @@ def print_verdicts(jobs: list[Job], device: torch.device, dtype: torch.dtype) ->
             print(MARK + json.dumps(asdict(verdict)), flush=True)
 
 
-def run_checks(jobs: list[Job], arguments: list[str], processes: int) -> list[Checked]:
-    """Return the verdicts of all jobs, each from a process of its own, or all from a single one."""
-    numbers = [[n] for n in range(len(jobs))] if processes > 1 else [list(range(len(jobs)))]
+def run_checks(
+    jobs: dict[int, Job], part: int, arguments: list[str], processes: int, seconds: float = SECONDS
+) -> list[Checked]:
+    """Return the verdicts of some jobs of a part, by number, each from a process of its own, or all from a single one.
+
+    A process may take so many seconds.
+    """
+    numbers = [[n] for n in jobs] if processes > 1 else [list(jobs)]
 
     def run(mine: list[int]) -> list[Checked]:
-        verdicts, complaint = run_process([*arguments, "--checks-of", *map(str, mine)])
+        verdicts, complaint = run_process([*arguments, "--checks-of", *map(str, (part, *mine))], seconds)
         known = {(verdict.case, verdict.what) for verdict in verdicts}
-        lost = [Checked(case, what, True, {}, complaint) for n in mine for case, what in expected(jobs[n])]
+        lost = [Checked(*named, {}, complaint) for n in mine for named in expected(jobs[n])]
         return verdicts + (
             [verdict for verdict in lost if (verdict.case, verdict.what) not in known] if complaint else []
         )
@@ -121,13 +186,16 @@ def run_checks(jobs: list[Job], arguments: list[str], processes: int) -> list[Ch
         return [verdict for verdicts in pool.map(run, numbers) for verdict in verdicts]
 
 
-def expected(job: Job) -> list[tuple[str, str]]:
-    """Return the verdicts that a job must give on our own implementations."""
-    ours = [(str(job.case), implementation.name) for implementation in job.implementations if implementation.ours]
-    return ours if job.model is None else [*ours, (str(job.model), MODEL)]
+def expected(job: Job) -> list[tuple[str, str, bool]]:
+    """Return the verdicts that a job must give, as case, name, and whether the implementation is ours."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if job.case is None:
+        return [(str(job.model), MODEL, True)]
+    present = [x for x in job.implementations if not x.missing(job.case, device)]
+    return [(str(job.case), x.name, x.ours) for x in present]
 
 
-def run_process(arguments: list[str]) -> tuple[list[Checked], str]:
+def run_process(arguments: list[str], seconds: float) -> tuple[list[Checked], str]:
     """Return the verdicts that a process prints, and the reason if it failed."""
     script = Path(__file__).with_name("bench_attention.py")
     complaint = ""
@@ -137,7 +205,7 @@ def run_process(arguments: list[str]) -> tuple[list[Checked], str]:
             env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"},  # each of the many processes has its own
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=seconds,
         )
         text = run.stdout
         if run.returncode:
@@ -146,6 +214,6 @@ def run_process(arguments: list[str]) -> tuple[list[Checked], str]:
             ]
     except subprocess.TimeoutExpired as error:
         text = (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        complaint = f"took longer than {SECONDS} s"
+        complaint = f"took longer than {seconds:.0f} s"
     lines = [json.loads(x.removeprefix(MARK)) for x in text.splitlines() if x.startswith(MARK)]
     return [Checked(**x | {"errors": {name: Verdict(*v) for name, v in x["errors"].items()}}) for x in lines], complaint

@@ -7,30 +7,22 @@ layers take their turns in one process; the figure is the CPU time of the thread
 effect.
 
 Counted: the layer's modules, checks, the dispatch and allocations of torch's operators, the kernels' arguments, and
-Triton's own `JITFunction.run` (specialisation of arguments, cache of kernels). Not counted, as there is no GPU: for each
-launch the driver's call (of a kernel, and of each operator of torch), the encoding of tensor descriptors by Triton's
-launcher, and the choice of the current device. Operators of torch compute on the CPU instead, with few numbers.
+Triton's own specialisation of arguments and cache of kernels. Not counted, as there is no GPU: for each launch, of our
+kernels and of torch's, the driver's call; the encoding of tensor descriptors by Triton's launcher; the choice of the
+current device. Operators of torch compute on the CPU instead, with few numbers.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import os
-import platform
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
-import triton
-from bench_tiled import busy_seconds, commit, cpu_name
 from compiled import Target
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -38,7 +30,6 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from hf_qknorm import patch_model
-from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.ops import fused_checks
 
 HOPPER = 90

@@ -1,7 +1,11 @@
-"""The plan of the attention benchmark: its items in order, and the checks that they need."""
+"""The plans of the attention benchmark: items in parts, in their order, and the checks that they need.
+
+The checks of a part come before its items: the first rows need no other checks than their own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bench_cases import Case
@@ -12,16 +16,15 @@ from bench_implementations import (
     CUDNN,
     DECODING,
     FLASH,
-    FLEX,
+    GLUON,
     OURS,
+    OURS_UNCAPPED,
     PROLOGUE,
-    PROLOGUE_RIVALS,
-    RIVALS,
-    SEPARATE,
     VARLEN,
     Implementation,
 )
 from bench_model import STEPS, Size, Step
+from bench_rivals import FLEX, FUSED_RIVALS, PROLOGUE_RIVALS, SEPARATE, SEPARATE_RIVALS
 from bench_table import PASSES
 
 TOKENS = 16_384
@@ -29,7 +32,8 @@ LENGTHS = (4096, 16_384, 1024)
 SHAPES = ((32, 8, 128), (32, 8, 64), (16, 4, 128), (8, 4, 256), (16, 16, 96))
 MIX = (8192, 4096, 2048, 1024, 512, 256, 128, 128)
 MAIN = (FLASH, OURS, CUDNN)
-TOGETHER = 4  # implementations in a job: more would compile one after the other
+STEP = (16, 32_768)  # batch and keys of the most important decode step
+TOGETHER = 2  # implementations in a job: more would compile one after the other
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Item:
     shown: bool = True  # whether the first has a row: elsewhere it has one already
     model: Size | None = None
     steps: tuple[Step, ...] = ()
-    seconds: float = 20  # that it is likely to take, compilation included; it may take three times that
+    seconds: float = 20  # that it is likely to take; it may take three times that
 
     @property
     def title(self) -> str:
@@ -53,6 +57,9 @@ class Item:
         return f"{self.title} ({'; '.join(names)})"
 
 
+Part = list[Item]
+
+
 def causal(shape: tuple[int, int, int], length: int, **options: object) -> Case:
     return Case(*shape, length, batch=TOKENS // length, **options)
 
@@ -61,67 +68,97 @@ def decoding(batch: int, keys: int) -> Item:
     return Item(Case(32, 8, 128, 1, batch, keys=keys), (FLASH, DECODING), ("forward",))
 
 
-def quick_plan() -> list[Item]:
+def first_plan() -> Part:
+    """The five smallest checks: every loop of the kernels once. Nothing of it is timed."""
+    wide, narrow = (replace(causal(shape, 4096), batch=1) for shape in SHAPES[:2])
+    cases = {wide: (OURS,), narrow: (OURS_UNCAPPED,), replace(narrow, window=1024): ARMS[-1:]}
+    items = [Item(case, implementations) for case, implementations in cases.items()]
+    return [*items, Item(replace(wide, prologue=True), (PROLOGUE,)), Item(decoding(*STEP).case, (DECODING,))]
+
+
+def quick_plan() -> Part:
     """The twenty most important rows."""
     wide, narrow = (causal(shape, 4096) for shape in SHAPES[:2])
     return [
         Item(wide, MAIN),
         Item(narrow, MAIN, PASSES[:2]),
         Item(replace(wide, prologue=True), (COPY, PROLOGUE), PASSES[:2]),
-        decoding(16, 32_768),
+        decoding(*STEP),
     ]
 
 
-def full_plan() -> list[Item]:
-    """All rows: ours and SDPA first, then their parts, then other libraries, then slow compilations."""
+def gluon_plan() -> Part:
+    """The rows that decide on the Gluon kernel: its own and the plain kernel's, in turns."""
+    timed = (FLASH, *(x for pair in GLUON.items() for x in pair))
+    return [Item(causal(shape, 4096), timed, PASSES[:1], seconds=8) for shape in (*SHAPES[:2], SHAPES[3])]
+
+
+def full_plan() -> list[Part]:
+    """All rows: the most important ones, other libraries, other shapes and options, and last what compiles long."""
     wide, narrow = SHAPES[:2]
     model = Size()
-    items = [Item(causal(shape, 4096), MAIN) for shape in SHAPES]
-    items += [Item(causal(shape, 4096, prologue=True), (COPY, PROLOGUE), PASSES[:2]) for shape in (wide, narrow)]
-    items += [decoding(batch, keys) for keys in (4096, 32_768) for batch in (1, 16, 64)]
-    items += [Item(None, model=model, steps=STEPS[:2], seconds=30)]
-    items += [Item(causal(shape, length), MAIN) for length in LENGTHS[1:] for shape in SHAPES]
     apart = [causal(shape, TOKENS, window=w) for shape in (wide, narrow) for w in (1024, 4096)]
     apart += [causal(shape, TOKENS, lengths=MIX) for shape in (wide, narrow)]
-    items += [Item(case, (VARLEN, OURS)) for case in apart]
-    items += [Item(causal(shape, 4096), (FLASH, *ARMS), shown=False) for shape in (wide, narrow)]
-    items += [Item(causal(shape, 4096), (FLASH, *RIVALS), shown=False, seconds=50) for shape in (wide, narrow)]
-    prologue = causal(wide, 4096, prologue=True)
-    items += [Item(prologue, (COPY, *PROLOGUE_RIVALS), PASSES[:2], shown=False, seconds=20)]
-    items += [Item(case, (VARLEN, FLEX), shown=False, seconds=30) for case in (apart[0], apart[4])]
-    items += [Item(causal(wide, n), (FLASH, SEPARATE, FLEX), shown=False, seconds=30) for n in LENGTHS[1:]]
-    items += [Item(None, model=model, steps=(STEPS[0], *STEPS[2:]), shown=False, seconds=120)]
-    return items
+    rivals = [Item(causal(shape, 4096), (FLASH, *FUSED_RIVALS), shown=False, seconds=30) for shape in (wide, narrow)]
+    rivals += [
+        Item(causal(shape, 4096), (FLASH, *SEPARATE_RIVALS), shown=False, seconds=30) for shape in (wide, narrow)
+    ]
+    shapes = [Item(causal(shape, 4096), MAIN) for shape in SHAPES[2:]]
+    shapes += [Item(causal(shape, 4096), (FLASH, *ARMS), shown=False) for shape in (wide, narrow)]
+    shapes += [decoding(batch, keys) for keys in (4096, 32_768) for batch in (1, 16, 64) if (batch, keys) != STEP]
+    longer = [Item(causal(shape, length), MAIN) for length in LENGTHS[1:] for shape in SHAPES]
+    longer += [Item(case, (VARLEN, OURS)) for case in apart]
+    prologues = [Item(causal(narrow, 4096, prologue=True), (COPY, PROLOGUE), PASSES[:2])]
+    prologues += [Item(causal(wide, 4096, prologue=True), (COPY, *PROLOGUE_RIVALS), PASSES[:2], shown=False)]
+    flexible = [Item(case, (VARLEN, FLEX), shown=False, seconds=30) for case in (apart[0], apart[4])]
+    flexible += [Item(causal(wide, n), (FLASH, SEPARATE, FLEX), shown=False, seconds=30) for n in LENGTHS[1:]]
+    plain = Item(None, model=model, steps=STEPS[:2], seconds=30)
+    compiled = Item(None, model=model, steps=(STEPS[0], *STEPS[2:]), shown=False, seconds=120)
+    return [quick_plan(), rivals, [*shapes, plain], longer, prologues, [*flexible, compiled]]
 
 
-def tiny_plan() -> list[Item]:
-    """Every part of the full plan in fp32, small enough for a minute in the interpreter."""
+def tiny_plan() -> list[Part]:
+    """Every kind of item in fp32, small enough for a minute in the interpreter."""
     case = Case(2, 1, 16, 40)
     model = Size(hidden=64, inner=96, layers=2, heads=4, heads_kv=2, vocabulary=97, batch=1, length=24)
     return [
-        Item(case, MAIN),
-        Item(Case(4, 2, 64, 24), MAIN[:2], ("both",)),
-        Item(replace(case, window=24), (VARLEN, OURS, FLEX), PASSES[:2]),
-        Item(replace(case, lengths=(20, 19, 1)), (VARLEN, OURS, FLEX), PASSES[:2]),
-        Item(case, (FLASH, *ARMS), ("forward",), shown=False),
-        Item(case, (FLASH, *RIVALS), shown=False),
-        Item(replace(case, prologue=True), (COPY, PROLOGUE, *PROLOGUE_RIVALS), PASSES[:2]),
-        Item(Case(2, 1, 16, 1, 2, keys=300), (FLASH, DECODING), ("forward",)),
-        Item(None, model=model, steps=STEPS),
+        [Item(case, MAIN), Item(Case(4, 2, 64, 24), MAIN[:2], ("both",))],
+        [
+            Item(replace(case, window=24), (VARLEN, OURS, FLEX), PASSES[:2]),
+            Item(replace(case, lengths=(20, 19, 1)), (VARLEN, OURS, FLEX), PASSES[:2]),
+            Item(case, (FLASH, *ARMS, *GLUON.values()), ("forward",), shown=False),
+            Item(case, (FLASH, *FUSED_RIVALS, *SEPARATE_RIVALS), shown=False),
+            Item(replace(case, prologue=True), (COPY, PROLOGUE, *PROLOGUE_RIVALS), PASSES[:2]),
+            Item(Case(2, 1, 16, 1, 2, keys=300), (FLASH, DECODING), ("forward",)),
+            Item(None, model=model, steps=STEPS),
+        ],
     ]
 
 
-def check_jobs(items: list[Item], length: int) -> list[Job]:
+def check_jobs(items: Part, length: int) -> list[Job]:
     """Return the checks for `items`: each configuration once, at a length that the oracle can take."""
-    cases: dict[Case, dict[str, Implementation]] = {}
+    cases: dict[Case, dict[Implementation, list[Case]]] = {}
     models: dict[Size, None] = {}
     for item in items:
         if item.case is not None:
-            cases.setdefault(item.case.at(length), {}).update({x.name: x for x in item.implementations})
+            for implementation in item.implementations:
+                timed = cases.setdefault(item.case.at(length), {}).setdefault(implementation, [])
+                timed.append(item.case)
         if item.model is not None:
             models[item.model.at(length)] = None
     jobs = []
     for case, found in cases.items():
-        implementations = sorted(found.values(), key=lambda x: not x.ours)  # ours first: others may crash
-        jobs += [Job(case, tuple(implementations[n : n + TOGETHER])) for n in range(0, len(implementations), TOGETHER)]
+        implementations = sorted(found, key=lambda x: not x.ours)  # ours first: others may crash
+        for n in range(0, len(implementations), TOGETHER):
+            together = implementations[n : n + TOGETHER]
+            jobs.append(Job(case, tuple(together), timed=tuple(tuple(found[x]) for x in together)))
     return jobs + [Job(None, model=model) for model in models]
+
+
+def listing(parts: list[Part], device: str) -> Iterator[str]:
+    """A line for each implementation of each item, with the reason if it cannot run."""
+    for item in (item for part in parts for item in part):
+        yield f"{item.title} | {', '.join(item.passes if item.case else ('step',))}"
+        for x in item.implementations:
+            yield f"  {x.name}: {item.case and x.missing(item.case, device) or 'timed'}"
+        yield from (f"  {step.name}: timed" for step in item.steps)

@@ -71,9 +71,10 @@ def driver() -> str:
 class Report:
     """All rows so far. The CSV grows with each, so that what was measured is kept whatever happens next."""
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], arguments: list[str]) -> None:
         self.rows: list[Row] = []
         self.environment = environment
+        self.command = " ".join(["python recipes/benchmarks/bench_attention.py", *arguments])
         card = "interpreter" if environment["card"].startswith(INTERPRETED) else environment["card"]
         folder.mkdir(parents=True, exist_ok=True)
         self.stem = folder / ("attention_" + re.sub(r"[^a-z0-9]+", "-", card.lower()))
@@ -101,9 +102,9 @@ class Report:
             writer.writerow(values | sizes | self.environment)
         print(" | ".join(cells(row)), flush=True)
 
-    def page(self, command: str, notes: list[str]) -> str:
+    def page(self, notes: list[str]) -> str:
         """Every row, as Markdown."""
-        lines = ["# Attention", "", f"`{command}`", "", self.title + ".", "", *(f"- {note}" for note in notes), ""]
+        lines = ["# Attention", "", f"`{self.command}`", "", self.title + ".", "", *(f"- {note}" for note in notes), ""]
         lines += ["| " + " | ".join(HEAD) + " |", "|---|---|---" + "|---:" * 8 + "|---|"]
         lines += ["| " + " | ".join(cells(row)) + " |" for row in self.rows]
         return "\n".join(lines) + "\n"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import markdown_table
+from paired import Difference
 from run_log import Row
 from stability_page import mean_cell
 from stability_table import MARGINS, Grid
@@ -20,38 +23,11 @@ def grid(runs: dict[float, list[Row]]) -> Grid:
     return Grid(rows, bigram=math.inf)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A difference of losses, paired over seeds: the mean, and its standard error (NaN for one seed)."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, losses: list[float], others: list[float]) -> Difference:
-        apart = [a - b for a, b in zip(losses, others, strict=True)]
-        several = len(apart) > 1 and all(map(math.isfinite, apart))
-        error = statistics.stdev(apart) / len(apart) ** 0.5 if several else math.nan
-        return cls(statistics.fmean(apart), error)
-
-    @classmethod
-    def at_best(cls, grid: Grid, base: Grid) -> Difference:
-        """The difference of two arms, each at its best rate; NaN if one of them diverged at every rate."""
-        if not (math.isfinite(grid.best[0]) and math.isfinite(base.best[0])):
-            return cls(math.nan, math.nan)
-        return cls.of(grid.losses(grid.best[1]), base.losses(base.best[1]))
-
-    @property
-    def verdict(self) -> str:
-        """The rule: better or worse by more than twice the standard error; "diverged" without a difference."""
-        if math.isnan(self.mean):
-            return "diverged"
-        if not abs(self.mean) > 2 * self.error:
-            return "level"
-        return "better" if self.mean < 0 else "worse"
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.error:.3f}"
+def at_best(grid: Grid, base: Grid) -> Difference:
+    """The difference of two arms, each at its best rate; NaN if one of them diverged at every rate."""
+    if not (math.isfinite(grid.best[0]) and math.isfinite(base.best[0])):
+        return Difference(math.nan, math.nan)
+    return Difference.of(grid.losses(grid.best[1]), base.losses(base.best[1]))
 
 
 def largest_logit(run: Row) -> float:
@@ -70,9 +46,7 @@ def fall(run: Row, half: int, after: int) -> float:
     return max(loss for step, loss in since if step) - next(loss for step, loss in since if step == 0)
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines] + [""]
+table = partial(markdown_table.table, spaced=True)
 
 
 def rates_section(arms: dict[str, Grid]) -> list[str]:
@@ -89,7 +63,7 @@ def rates_section(arms: dict[str, Grid]) -> list[str]:
     rows = []
     for arm, g in arms.items():
         best, rate = g.best
-        there = Difference.at_best(g, base)
+        there = at_best(g, base)
         ends = ["", ""] if arm == "unpatched" else [str(there), there.verdict]
         stable = [g.stable(best + margin) for margin in MARGINS]
         cells = ["–" if x is None else f"{'≥ ' * (x == g.rates[-1])}{x:g}" for x in stable]
@@ -155,7 +129,7 @@ def conclusions(arms: dict[str, Grid]) -> list[str]:
     """The answers of the rules, in sentences."""
     base, found = arms["unpatched"], []
     loss, usual = base.best
-    best = {arm: Difference.at_best(g, base) for arm, g in arms.items() if arm != "unpatched"}
+    best = {arm: at_best(g, base) for arm, g in arms.items() if arm != "unpatched"}
     for verdict, words in (("better", "better than"), ("level", "level with"), ("worse", "worse than")):
         named = [f"{arm} ({apart})" for arm, apart in best.items() if apart.verdict == verdict]
         found.append(f"- Each at its best rate, these end {words} the unpatched model: {'; '.join(named) or 'none'}.")

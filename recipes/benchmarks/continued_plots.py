@@ -5,15 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from continued_page import largest_logit
 from matplotlib.figure import Figure
 from run_log import Row
 from stability_table import Grid
-from sweep_plots import INK
+from sweep_plots import finish
 
-from hf_qknorm.files.atomic_io import replace_file
+from hf_qknorm.stats.plotting import INK
 
 STYLES = {
     "unpatched": ("#4d4d4d", "-", "o"),
@@ -58,7 +57,7 @@ def plot_rates(arms: Mapping[str, Grid], ngrams: Mapping[str, float], path: Path
         axes.set(xscale="log", xlabel="learning rate")
         axes.set_xticks(next(iter(arms.values())).rates, [f"{x:g}" for x in next(iter(arms.values())).rates])
         axes.minorticks_off()
-    _finish(figure, [left, right], path)
+    finish(figure, [left, right], path)
 
 
 def plot_steps(arms: Mapping[str, Grid], path: Path) -> None:
@@ -78,7 +77,7 @@ def plot_steps(arms: Mapping[str, Grid], path: Path) -> None:
         column[2].set_xlabel("steps")
     for row, name in zip(grid, ("held-out loss", "largest |logit|", "smallest entropy share"), strict=True):
         row[0].set_ylabel(name)
-    _finish(figure, list(grid.flatten()), path)
+    finish(figure, list(grid.flatten()), path)
 
 
 def _medians(runs: list[Row], index: int) -> tuple[list[int], list[float]]:
@@ -87,12 +86,3 @@ def _medians(runs: list[Row], index: int) -> tuple[list[int], list[float]]:
         for look in run["way"]:
             seen.setdefault(look[0], []).append(look[index])
     return list(seen), [statistics.median(values) for values in seen.values()]
-
-
-def _finish(figure: Figure, grid: list[Any], path: Path) -> None:
-    handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=4, fontsize=9)
-    for axes in grid:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    replace_file(path, lambda temporary: figure.savefig(temporary, dpi=150, format="png"))

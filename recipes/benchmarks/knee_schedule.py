@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from markdown_table import table
+from paired import Difference
 from run_log import Row, Runs, provenance
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
@@ -152,57 +154,38 @@ def run_one(trained: Trained, arm: str, rate: float, seed: int) -> Row:
     return {"way": looks, "end": round(mean_loss(model, trained.judging), 5)}
 
 
-@dataclass(frozen=True)
-class Apart:
-    """The knee's loss minus the blend's: the mean over seeds, and its standard error."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, knee: list[float], blend: list[float]) -> Apart:
-        apart = [a - b for a, b in zip(knee, blend, strict=True)]
-        error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
-        return cls(statistics.mean(apart), error)
-
-    def worse(self, limit: float) -> bool:
-        """Whether it is above the limit, as it stands."""
-        return self.mean > limit
-
-    def surely_worse(self, limit: float) -> bool:
-        """Whether it is above the limit and its own standard error."""
-        return self.mean > max(limit, self.error)
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.4f} ± {self.error:.4f}"
+def worse(apart: Difference, limit: float) -> bool:
+    """Whether a difference is above the limit and its own standard error; of a single seed, above the limit."""
+    return apart.mean > limit and not apart.mean <= apart.error
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A model's runs at one rate, or all runs."""
+    """A model's runs at one rate, or all runs; `end` and `way` are the knee's loss minus the blend's."""
 
     label: str
     blend: list[Row]
     knee: list[Row]
 
     @property
-    def end(self) -> Apart:
-        return Apart.of([run["end"] for run in self.knee], [run["end"] for run in self.blend])
+    def end(self) -> Difference:
+        return Difference.of([run["end"] for run in self.knee], [run["end"] for run in self.blend])
 
     @property
-    def way(self) -> list[Apart]:
+    def way(self) -> list[Difference]:
         looks = range(len(self.knee[0]["way"]))
-        return [Apart.of([run["way"][i] for run in self.knee], [run["way"][i] for run in self.blend]) for i in looks]
+        losses = [[[run["way"][i] for run in runs] for runs in (self.knee, self.blend)] for i in looks]
+        return [Difference.of(knee, blend) for knee, blend in losses]
 
     @property
     def literal(self) -> bool:
         """Whether the knee is as good as the rule asks, by the plain means."""
-        return not self.end.worse(END) and not any(apart.worse(WAY) for apart in self.way)
+        return self.end.mean <= END and all(apart.mean <= WAY for apart in self.way)
 
     @property
     def kept(self) -> bool:
         """Whether it is by the rule, which lets pass a difference below its standard error."""
-        return not self.end.surely_worse(END) and not any(apart.surely_worse(WAY) for apart in self.way)
+        return not worse(self.end, END) and not any(worse(apart, WAY) for apart in self.way)
 
 
 def compare(options: Options, runs: Runs) -> list[Compared]:
@@ -230,29 +213,22 @@ def page(compared: list[Compared], options: Options, rows: list[Row]) -> str:
     command = f"python recipes/benchmarks/knee_schedule.py --checkpoints {names} --text {Path(options.text).name}"
     lines = ["# `KneeSchedule` beside `BlendSchedule`", "", f"```\n{command}\n```", ""]
     lines.append("\n\n".join((__doc__ or "").split("\n\n")[2:4]).strip())
-    lines += [
-        "",
-        f"{provenance(rows)} {options.seeds} seeds.",
-        "",
-        "Held-out loss of the knee minus the blend's, in nats:",
-    ]
-    lines += [
-        "",
-        "| model, rate | blend ends at | knee ends at | end | worst on the way | there | literal | by the rule |",
-    ]
-    lines += ["|---|---:|---:|---:|---:|---:|---|---|"]
+    lines += ["", f"{provenance(rows)} {options.seeds} seeds.", ""]
+    lines += ["Held-out loss of the knee minus the blend's, in nats:", ""]
+    head, cells = ["model, rate", "blend ends at", "knee ends at", "end", "worst on the way", "there"], []
     for cell in [*compared, Compared("**all**", **together)]:
         worst = max(range(len(cell.way)), key=lambda i: cell.way[i].mean)
         ends = [f"{statistics.mean(run['end'] for run in runs):.4f}" for runs in (cell.blend, cell.knee)]
         verdicts = ["kept" if kept else "**missed**" for kept in (cell.literal, cell.kept)]
-        row = [cell.label, *ends, str(cell.end), str(cell.way[worst]), f"step {worst * size.look}", *verdicts]
-        lines.append(f"| {' | '.join(row)} |")
-    lines += ["", "All evaluations, mean difference ± standard error over seeds:", ""]
+        differences = [f"{cell.end:.4f}", f"{cell.way[worst]:.4f}", f"step {worst * size.look}"]
+        cells.append([cell.label, *ends, *differences, *verdicts])
+    lines += table([*head, "literal", "by the rule"], cells, align="lrrrrrll")
+    lines += ["All evaluations, mean difference ± standard error over seeds:", ""]
     steps = range(0, size.steps, size.look)
-    lines += [f"| step | {' | '.join(cell.label for cell in compared)} |", "|---:|" + "---:|" * len(compared)]
-    lines += [f"| {step} | {' | '.join(str(cell.way[i]) for cell in compared)} |" for i, step in enumerate(steps)]
+    cells = [[str(step), *(f"{cell.way[i]:.4f}" for cell in compared)] for i, step in enumerate(steps)]
+    lines += table(["step", *(cell.label for cell in compared)], cells, align="r" * (len(compared) + 1))
     literal, kept = all(cell.literal for cell in compared), all(cell.kept for cell in compared)
-    lines += ["", f"By the plain means the blend {'goes' if literal else 'stays'}; "
+    lines += [f"By the plain means the blend {'goes' if literal else 'stays'}; "
               f"**by the rule the blend {'goes' if kept else 'stays'}**."]  # fmt: skip
     return "\n".join([*lines, "", *misses(compared, size)]) + "\n"
 
@@ -262,8 +238,8 @@ def misses(compared: list[Compared], size: Size) -> list[str]:
     lines = [f"The rule holds for {sum(cell.kept for cell in compared)} of {len(compared)}. Misses, with what is above "
              "both the limit and its own standard error:", ""]  # fmt: skip
     for cell in compared:
-        found = [f"{cell.end} at the end ({END:g} allowed)"] * cell.end.surely_worse(END)
-        found += [f"{apart} at step {i * size.look}" for i, apart in enumerate(cell.way) if apart.surely_worse(WAY)]
+        found = [f"{cell.end:.4f} at the end ({END:g} allowed)"] * worse(cell.end, END)
+        found += [f"{apart:.4f} at step {i * size.look}" for i, apart in enumerate(cell.way) if worse(apart, WAY)]
         lines += [f"- {cell.label}: {'; '.join(found)} ({WAY:g} allowed on the way)"] * bool(found)
     evaluations = len(compared) * len(compared[0].way)
     return [*lines, "", f"Of {evaluations} evaluations on the way, some lie above their standard error by chance."]

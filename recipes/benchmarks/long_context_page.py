@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
 
+from markdown_table import table
+from paired import Difference, standard_error
 from run_log import Row
 
 BASE, SCALED = "unpatched", ", length scale"
 LOSS, SHARE, COPIES = 0.01, 0.05, 0.5  # nats, and shares of characters, of the rules
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The mean of paired differences over rows, and its standard error."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, values: Sequence[float], others: Sequence[float]) -> Difference:
-        apart = [a - b for a, b in zip(values, others, strict=True)]
-        return cls(statistics.fmean(apart), statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else 0.0)
-
-    def above(self, limit: float) -> bool:
-        """Whether it is above the limit, and above twice its standard error."""
-        return self.mean > limit and self.mean > 2 * self.error
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.error:.3f}"
 
 
 def spans(edges: list[int]) -> list[str]:
@@ -63,18 +43,17 @@ def positions_table(runs: dict[str, Row], length: int) -> list[str]:
     """Losses by position of a model's arms: the unpatched model's, and the others' rises over them."""
     base = runs[BASE]
     names = spans(base["edges"])
-    lines = [f"| | knee | {' | '.join(names)} | rise beyond {length} less rise within | long context |",
-             f"|---|---:|{'---:|' * (len(names) + 1)}---|"]  # fmt: skip
+    head = ["", "knee", *names, f"rise beyond {length} less rise within", "long context"]
     losses = [statistics.fmean(stretch(base, i)) for i in range(len(names))]
-    lines.append(f"| {BASE}, loss | | {' | '.join(f'{loss:.3f}' for loss in losses)} | | |")
+    rows = [[f"{BASE}, loss", "", *(f"{loss:.3f}" for loss in losses), "", ""]]
     for arm, run in runs.items():
         if arm == BASE:
             continue
         rises = [Difference.of(stretch(run, i), stretch(base, i)) for i in range(len(names))]
         apart = loses_context(run, base, length)
         verdict = "**lost**" if apart.above(LOSS) else "kept"
-        lines.append(f"| {arm} | {run['knee']:g} | {' | '.join(map(str, rises))} | {apart} | {verdict} |")
-    return lines
+        rows.append([arm, f"{run['knee']:g}", *map(str, rises), str(apart), verdict])
+    return table(head, rows, align="l" + "r" * (len(names) + 2) + "l")
 
 
 def copies(run: Row) -> bool:
@@ -85,15 +64,15 @@ def copies(run: Row) -> bool:
 def kinds_table(run: Row) -> list[str]:
     """What the unpatched model predicts of each kind's second copy."""
     distances = list(run["copying"]["random"])
-    lines = [f"| span | | {' | '.join(distances)} |", f"|---|---|{'---:|' * len(distances)}"]
+    rows = []
     for kind, found in run["copying"].items():
         right = [statistics.fmean(found[d]["right"]) for d in distances]
         first = [statistics.fmean(found[d]["right_first"]) for d in distances]
         gain = [Difference.of(found[d]["second"], found[d]["first"]) for d in distances]
-        lines.append(f"| {kind} | right in the second copy (in the first) | "
-                     f"{' | '.join(f'{a:.0%} ({b:.0%})' for a, b in zip(right, first, strict=True))} |")  # fmt: skip
-        lines.append(f"| | loss of the second copy less that of the first | {' | '.join(map(str, gain))} |")
-    return lines
+        shares = [f"{a:.0%} ({b:.0%})" for a, b in zip(right, first, strict=True)]
+        rows.append([kind, "right in the second copy (in the first)", *shares])
+        rows.append(["", "loss of the second copy less that of the first", *map(str, gain)])
+    return table(["span", "", *distances], rows, align="ll" + "r" * len(distances))
 
 
 def lost_copying(run: Row, base: Row) -> dict[str, Difference]:
@@ -106,16 +85,16 @@ def copying_table(runs: dict[str, Row]) -> list[str]:
     """The share of right characters in the second copy, by arm and distance."""
     base = runs[BASE]
     distances = list(base["copying"]["random"])
-    lines = [f"| | {' | '.join(distances)} | copying |", f"|---|{'---:|' * len(distances)}---|"]
+    rows = []
     for arm, run in runs.items():
         cells = []
         for d in distances:
             right = run["copying"]["random"][d]["right"]
-            cells.append(f"{statistics.fmean(right):.0%} ± {100 * Difference.of(right, [0.0] * len(right)).error:.0f}")
+            cells.append(f"{statistics.fmean(right):.0%} ± {100 * standard_error(right):.0f}")
         lost = [d for d, apart in lost_copying(run, base).items() if apart.above(SHARE)]
         verdict = "" if arm == BASE else f"**lost** at {', '.join(lost)}" if lost else "kept"
-        lines.append(f"| {arm} | {' | '.join(cells)} | {verdict} |")
-    return lines
+        rows.append([arm, *cells, verdict])
+    return table(["", *distances, "copying"], rows, align="l" + "r" * len(distances) + "l")
 
 
 def mean_losses(run: Row, length: int, beyond: bool) -> float:
@@ -140,14 +119,13 @@ def training_section(trainings: list[tuple[Row, Row]], length: int) -> list[str]
         if not seeds or BASE not in found:
             continue
         arms = {arm: [runs[seed] for seed in seeds] for arm, runs in found.items()}
-        lines += [f"Trained {stage}, {len(seeds)} seeds:", "", *training_table(arms, length), ""]
+        lines += [f"Trained {stage}, {len(seeds)} seeds:", "", *training_table(arms, length)]
     return lines
 
 
 def training_table(arms: dict[str, list[Row]], length: int) -> list[str]:
-    lines = [f"| | loss within {length} | beyond | long context | copying within {length} | beyond | copying | "
-             "length scale |", "|---|---:|---:|---|---:|---:|---|---|"]  # fmt: skip
-    base = arms[BASE]
+    head = ["", f"loss within {length}", "beyond", "long context", f"copying within {length}", "beyond", "copying"]
+    base, rows = arms[BASE], []
     for arm, runs in arms.items():
         losses = [[mean_losses(run, length, beyond) for run in runs] for beyond in (False, True)]
         copied = [[mean_copying(run, length, beyond) for run in runs] for beyond in (False, True)]
@@ -157,17 +135,16 @@ def training_table(arms: dict[str, list[Row]], length: int) -> list[str]:
         ]
         apart = Difference.of(rises[1], rises[0])
         lost = Difference.of([mean_copying(run, length, True) for run in base], copied[1])
-        cells = [f"{statistics.fmean(x):.3f} ± {Difference.of(x, [0.0] * len(x)).error:.3f}" for x in losses]
-        shares = [f"{statistics.fmean(x):.0%} ± {100 * Difference.of(x, [0.0] * len(x)).error:.0f}" for x in copied]
+        cells = [f"{statistics.fmean(x):.3f} ± {standard_error(x):.3f}" for x in losses]
+        shares = [f"{statistics.fmean(x):.0%} ± {100 * standard_error(x):.0f}" for x in copied]
         verdicts = ["", ""]
         if arm != BASE:
             verdicts = [f"{'**lost**' if apart.above(LOSS) else 'kept'} ({apart})",
                         f"{'**lost**' if lost.above(SHARE) else 'kept'} ({100 * -lost.mean:+.0f} points)"]  # fmt: skip
         plain = arms.get(arm.removesuffix(SCALED)) if arm.endswith(SCALED) else None
         helped = "" if plain is None else scale_verdict(runs, plain, length)
-        row = [arm, *cells, verdicts[0], *shares, verdicts[1], helped]
-        lines.append(f"| {' | '.join(row)} |")
-    return lines
+        rows.append([arm, *cells, verdicts[0], *shares, verdicts[1], helped])
+    return table([*head, "length scale"], rows, align="lrrlrrll")
 
 
 def scale_verdict(scaled: list[Row], plain: list[Row], length: int) -> str:
@@ -181,7 +158,7 @@ def verdict_of(loss: Difference, copied: Difference) -> str:
     """The verdict on a length scale, from what it takes off the loss and adds to the copying."""
     word = "**helps**" if loss.above(LOSS) or copied.above(SHARE) else "no help"
     points = f"{100 * copied.mean:+.0f} ± {100 * copied.error:.0f} points"
-    return f"{word} ({-loss.mean:+.3f} ± {loss.error:.3f} nats, {points})"
+    return f"{word} ({-loss} nats, {points})"
 
 
 def distant_rows(run: Row, length: int) -> list[float]:
@@ -205,12 +182,12 @@ def untrained_scale(runs: dict[str, Row], length: int) -> list[str]:
 def model_section(name: str, runs: dict[str, Row], length: int) -> list[str]:
     """The tables of a model."""
     base = runs[BASE]
-    lines = [f"## {name}", "", "Loss by position, and rises over it:", "", *positions_table(runs, length), ""]
+    lines = [f"## {name}", "", "Loss by position, and rises over it:", "", *positions_table(runs, length)]
     lines += [*untrained_scale(runs, length), ""]
     able = "copies" if copies(base) else "**does not copy**"
-    lines += [f"This model, unpatched, {able}. By the distance from a span to its copy:", "", *kinds_table(base), ""]
+    lines += [f"This model, unpatched, {able}. By the distance from a span to its copy:", "", *kinds_table(base)]
     if copies(base):
-        lines += ["Random spans, share of right characters in the second copy, by arm:", "", *copying_table(runs), ""]
+        lines += ["Random spans, share of right characters in the second copy, by arm:", "", *copying_table(runs)]
     return lines
 
 
@@ -223,7 +200,7 @@ def conclusions(sections: dict[str, dict[str, Row]], length: int) -> list[str]:
         lines.append(f"- {name}, unpatched: {inside:.3f} nats within {length} positions, {outside:.3f} beyond.")
         apart = {arm: loses_context(run, base, length) for arm, run in runs.items() if arm != BASE}
         lost = [f"{arm} ({difference})" for arm, difference in apart.items() if difference.above(LOSS)]
-        gained = [f"{arm} ({d})" for arm, d in apart.items() if Difference(-d.mean, d.error).above(LOSS)]
+        gained = [f"{arm} ({d})" for arm, d in apart.items() if (-d).above(LOSS)]
         lines.append(f"- {name}: long context is lost by {_listed(lost)}; the loss rises less beyond {length} than "
                      f"within for {_listed(gained)}.")  # fmt: skip
         if copies(base):

@@ -6,11 +6,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from long_context_page import BASE, Difference, copies, stretch
+from long_context_page import BASE, copies, stretch
+from paired import Difference
 from run_log import Row
-from sweep_plots import COLOURS, INK, MARKERS
+from sweep_plots import COLOURS, MARKERS, finish
 
-from hf_qknorm.stats.plotting import finish_axes, new_figure, save_figure
+from hf_qknorm.stats.plotting import INK, finish_axes, new_figure
 
 
 def plot(sections: dict[str, dict[str, Row]], length: int, path: Path) -> None:
@@ -27,9 +28,7 @@ def plot(sections: dict[str, dict[str, Row]], length: int, path: Path) -> None:
     for axes, name in zip(panels[len(sections) :], able, strict=True):
         draw_copying(axes, sections[name], looks, length)
         axes.set_title(f"{name}: copying", fontsize=9, color=INK)
-    handles, labels = panels[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=5, fontsize=8)
-    save_figure(figure, path)
+    finish(figure, panels[::-1], path, columns=5, size=8)  # the last panel's lines have no error bars
 
 
 def draw_rises(axes: Any, runs: dict[str, Row], looks: dict[str, Any], length: int) -> None:

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from markdown_table import table
+from paired import Difference
 from run_log import Row, Runs, provenance, thinned
 from sweep import Characters, Size, held_out_loss, train
 from sweep_plots import plot_orders
@@ -110,12 +112,6 @@ def wanted(options: Options) -> dict[tuple[float, str, int], Row]:
     return found
 
 
-def against(runs: list[Row], others: list[Row]) -> tuple[float, float]:
-    """Return the difference of the held-out loss from that of `others`, fold by fold: mean and standard error."""
-    apart = [run["held_out"] - other["held_out"] for run, other in zip(runs, others, strict=True)]
-    return statistics.mean(apart), statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else float("nan")
-
-
 def page(results: dict[tuple[float, str], list[Row]], options: Options, rows: list[Row]) -> str:
     """Format the results as Markdown."""
     size, rate = SIZES[options.size]
@@ -127,17 +123,17 @@ def page(results: dict[tuple[float, str], list[Row]], options: Options, rows: li
     lines += ["Held-out loss in nats a character, mean over folds, and its distance from p = 2 ± its standard error:"]
     lines += [""]
     head = ["p", *(name for fresh in options.fresh for name in (fresh, "from p = 2")), "paper (10.8M)"]
-    lines += ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
+    cells = []
     for p in options.orders:
-        cells = [f"{p:g}"]
+        row = [f"{p:g}"]
         for fresh in options.fresh:
-            runs = results[p, fresh]
-            mean, error = against(runs, results[2.0, fresh])
-            cells += [f"{statistics.mean(run['held_out'] for run in runs):.4f}"]
-            cells += ["" if p == 2 else f"{mean:+.4f} ± {error:.4f}"]
-        lines.append("| " + " | ".join([*cells, PAPER.get(p, "")]) + " |")
+            losses, others = ([run["held_out"] for run in results[order, fresh]] for order in (p, 2.0))
+            row += [f"{statistics.mean(losses):.4f}"]
+            row += ["" if p == 2 else f"{Difference.of(losses, others):.4f}"]
+        cells.append([*row, PAPER.get(p, "")])
+    lines += table(head, cells, align="r" * len(head))
     above = {fresh: above_trigram(results, fresh) for fresh in options.fresh}
-    lines += ["", "Runs that ended above the trigram: " + "; ".join(f"{name} {above[name]}" for name in above) + "."]
+    lines += ["Runs that ended above the trigram: " + "; ".join(f"{name} {above[name]}" for name in above) + "."]
     return "\n".join([*lines, "", f"![{options.out.name}]({options.out.name}.png)"]) + "\n"
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from markdown_table import table
+from paired import Difference
 from run_log import Row, Runs, provenance
 from torch import nn
 from transformers import HfArgumentParser, Qwen3Config, Qwen3ForCausalLM
@@ -112,17 +114,17 @@ def page(size: Size, results: dict[tuple[float, str], list[Row]], runs: Runs) ->
         f"{description}\n",
         f"`{size}`, {seeds} seeds; {provenance(runs.used)}\n",
         "Means over the seeds, and the largest gradient norm of all:\n",
-        "| rate | arm | held-out loss (of each seed) | largest gradient norm, times the median | "
-        "largest \\|logit\\| | largest gain | bound |",
-        "|---:|---|---:|---:|---:|---:|---:|",
     ]
+    head = ["rate", "arm", "held-out loss (of each seed)", "largest gradient norm, times the median"]
+    cells = []
     for (rate, arm), rows in results.items():
         mean = {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
         each = ", ".join(f"{row['loss']:.3f}" for row in rows)
         spike = max(row["spike"] for row in rows)
-        numbers = f"{mean['max_logit']:.1f} | {mean['max_gain']:.2f} | {mean['max_bound']:.0f}"
-        lines.append(f"| {rate:g} | {arm} | {mean['loss']:.3f} ({each}) | {spike:.1f} | {numbers} |")
-    return "\n".join([*lines, "", *remedies(results)]) + "\n"
+        numbers = [f"{mean['max_logit']:.1f}", f"{mean['max_gain']:.2f}", f"{mean['max_bound']:.0f}"]
+        cells.append([f"{rate:g}", arm, f"{mean['loss']:.3f} ({each})", f"{spike:.1f}", *numbers])
+    lines += table([*head, "largest \\|logit\\|", "largest gain", "bound"], cells, align="rlrrrrr")
+    return "\n".join([*lines, *remedies(results)]) + "\n"
 
 
 def remedies(results: dict[tuple[float, str], list[Row]]) -> list[str]:
@@ -130,19 +132,18 @@ def remedies(results: dict[tuple[float, str], list[Row]]) -> list[str]:
     lines = [
         "Held-out loss less that of the plain model with the same seed: mean ± its standard error, and how many seeds "
         "are lower:\n",
-        f"| rate | {' | '.join(ARMS[1:])} |",
-        "|---:|" + "---:|" * len(ARMS[1:]),
     ]
+    rows = []
     for rate in dict.fromkeys(rate for rate, _ in results):
         plain, cells = results[rate, "plain"], []
         for arm in ARMS[1:]:
-            less = [row["loss"] - other["loss"] for row, other in zip(results[rate, arm], plain, strict=True)]
-            error = f" ± {statistics.stdev(less) / len(less) ** 0.5:.3f}" if len(less) > 1 else ""
-            lower = sum(difference < 0 for difference in less)
-            cells.append(f"{statistics.mean(less):+.3f}{error}, {lower} of {len(less)}")
-        lines.append(f"| {rate:g} | {' | '.join(cells)} |")
+            losses, others = ([run["loss"] for run in runs] for runs in (results[rate, arm], plain))
+            lower = sum(loss < other for loss, other in zip(losses, others, strict=True))
+            cells.append(f"{Difference.of(losses, others)}, {lower} of {len(losses)}")
+        rows.append([f"{rate:g}", *cells])
+    lines += table(["rate", *ARMS[1:]], rows, align="r" * len(ARMS))
     worst = max(row["loss"] for rows in results.values() for row in rows)
-    return [*lines, "", f"The highest held-out loss of all runs is {worst:.3f}; one that guesses evenly has 5.549."]
+    return [*lines, f"The highest held-out loss of all runs is {worst:.3f}; one that guesses evenly has 5.549."]
 
 
 def main(command: list[str] | None = None) -> str:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
 from arms import ALL_ARMS
+from markdown_table import table
+from paired import standard_error
 from run_log import Row
 from stability_table import MARGINS, REFERENCES, Sweep
 from stability_verdicts import verdicts
 
 ENDS = {"qkv": "QKV", "proj": "Proj", "fc1": "FC1", "fc2": "FC2"}
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """Format a Markdown table whose first column is text, with an empty line after it."""
-    titles = list(head)
-    lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * (len(titles) - 1) + "|"]
-    return [*lines, *("| " + " | ".join(cells) + " |" for cells in rows), ""]
 
 
 def rate_cell(rate: float | None, baseline: float | None = None, top: float | None = None) -> str:
@@ -146,8 +141,7 @@ def between(found: Sweep, reference: str, other: str | None = None) -> list[str]
     rows = [[arm, *(mean_cell(apart(arm, rate), signed=True) for rate in found.rates)] for arm in distances]
     head = ["arm", *(f"{rate:g}" for rate in found.rates)]
     whole = distances.get(other or "", [0.0])
-    error = statistics.stdev(whole) / len(whole) ** 0.5 if len(whole) > 1 else math.inf
-    if abs(statistics.fmean(whole)) > 2 * error:
+    if abs(statistics.fmean(whole)) > 2 * standard_error(whole):
         head.append(f"share of {other}'s")
         shares = {arm: statistics.fmean(values) / statistics.fmean(whole) for arm, values in distances.items()}
         rows = [[*cells, f"{shares[cells[0]]:.0%}"] for cells in rows]

@@ -6,6 +6,7 @@ import math
 import statistics
 from itertools import groupby
 
+from paired import Difference
 from stability_table import Grid, Sweep
 
 
@@ -44,11 +45,9 @@ def _best(found: Sweep) -> str:
     """Order the arms by the loss at their best rate, with the distance from the baseline's, seed by seed."""
     own = found.grids["baseline"]
 
-    def apart(grid: Grid) -> str:
-        pairs = zip(grid.losses(grid.best[1]), own.losses(own.best[1]), strict=False)
-        differences = [loss - other for loss, other in pairs]
-        error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else math.nan
-        return f"{statistics.fmean(differences):+.3f} ± {error:.3f}"
+    def apart(grid: Grid) -> Difference:
+        seeds = min(grid.seeds, own.seeds)
+        return Difference.of(grid.losses(grid.best[1])[:seeds], own.losses(own.best[1])[:seeds])
 
     arms = {arm: grid for arm, grid in found.grids.items() if arm != "baseline" and math.isfinite(grid.best[0])}
     listed = ", ".join(f"{arm} {apart(arms[arm])}" for arm in sorted(arms, key=lambda arm: arms[arm].best[0]))

@@ -10,10 +10,10 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from paired import Difference
 
-from hf_qknorm.files.atomic_io import replace_file
+from hf_qknorm.stats.plotting import INK, save_figure
 
-INK = "#333333"
 COLOURS = (
     "#4d4d4d",
     "#c8553d",
@@ -45,7 +45,7 @@ def plot_losses(results: Results, lines: Mapping[str, float], path: Path) -> Non
     axes.set_ylim(top=min(axes.get_ylim()[1], top))  # a run that ended above is no better known by how far
     _rate_axis(axes, list(next(iter(results.values()))))
     axes.set_ylabel("held-out loss (nats a character)")
-    _finish(figure, [axes], path)
+    finish(figure, [axes], path)
 
 
 def plot_over_steps(results: Results, column: str, label: str, path: Path, line: float | None = None) -> None:
@@ -67,7 +67,7 @@ def plot_over_steps(results: Results, column: str, label: str, path: Path, line:
         axes.set_visible(False)
     figure.supxlabel("steps", fontsize=9)
     figure.supylabel(label, fontsize=9)
-    _finish(figure, grid, path)
+    finish(figure, grid, path)
 
 
 def plot_outputs(results: Results, layers: Mapping[str, str], path: Path) -> None:
@@ -84,7 +84,7 @@ def plot_outputs(results: Results, layers: Mapping[str, str], path: Path) -> Non
             axes.set_title(f"{arm}: {title}", fontsize=9, color=INK)
     figure.supxlabel("steps", fontsize=9)
     figure.supylabel("root mean square of the outputs, by learning rate", fontsize=9)
-    _finish(figure, grid.flatten(), path)
+    finish(figure, grid.flatten(), path)
 
 
 def _median(runs: Sequence[Any], column: str) -> tuple[list[float], list[float]]:
@@ -115,24 +115,20 @@ def plot_orders(results: Mapping[tuple[float, str], Sequence[Any]], path: Path) 
     gains = dict.fromkeys(fresh for _, fresh in results)
     for fresh, colour, marker in zip(gains, COLOURS[1:], MARKERS, strict=False):
         orders = [p for p, other in results if other == fresh]
-        apart = {p: _apart(results[p, fresh], results[2.0, fresh]) for p in orders}
-        means = [statistics.mean(values) for values in apart.values()]
-        errors = [statistics.stdev(x) / len(x) ** 0.5 if len(x) > 1 else 0.0 for x in apart.values()]
-        label = f"{fresh} fresh gain"
+        losses = {p: [run["held_out"] for run in results[p, fresh]] for p in orders}
+        apart = [Difference.of(ends, losses[2.0]) for ends in losses.values()]
+        means, errors, label = [x.mean for x in apart], [x.error for x in apart], f"{fresh} fresh gain"
         axes.errorbar(orders, means, errors, color=colour, marker=marker, markersize=5, capsize=3, label=label)
     axes.axhline(0, color="#999999", linewidth=0.8, linestyle="--")
     axes.set(xlabel="order p of the norm", ylabel="held-out loss less that of p = 2 (nats)")
-    _finish(figure, [axes], path)
+    finish(figure, [axes], path)
 
 
-def _apart(runs: Sequence[Any], others: Sequence[Any]) -> list[float]:
-    return [run["held_out"] - other["held_out"] for run, other in zip(runs, others, strict=True)]
-
-
-def _finish(figure: Figure, grid: Sequence[Any], path: Path) -> None:
-    handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=4, fontsize=9)
-    for axes in grid:
+def finish(figure: Figure, panels: Sequence[Any], path: Path, columns: int = 4, size: float = 9) -> None:
+    """Add a light grid, and a legend of the first panel's lines above all panels; write the figure as a PNG."""
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=columns, fontsize=size)
+    for axes in panels:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    replace_file(path, lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
+    save_figure(figure, path)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention, launch
+from hf_qknorm.ops.triton.architectures import AMPERE, ARCHITECTURES, Tile
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 
@@ -119,13 +120,19 @@ def log_sum_exp(normaliser: Tensor) -> Tensor:
 
 
 SMALL = {
-    "forward": launch.Tile(16, 32, 4, 1),
-    "query_gradient": launch.Tile(32, 16, 4, 1),
-    "key_gradient": launch.Tile(16, 32, 4, 1),
+    "forward": Tile(16, 32, 4, 1),
+    "query_gradient": Tile(32, 16, 4, 1),
+    "key_gradient": Tile(16, 32, 4, 1),
 }
 
 
-def shrink_tiles(monkeypatch: pytest.MonkeyPatch, **tiles: launch.Tile) -> None:
+def shrink_tiles(monkeypatch: pytest.MonkeyPatch, **tiles: Tile) -> None:
     """Give short sequences many tiles."""
-    for key, row in launch.TILES.items():
-        monkeypatch.setitem(launch.TILES, key, row._replace(**(SMALL | tiles)))
+    for table in {id(x): x.tiles for x in ARCHITECTURES.values()}.values():
+        for key, row in table.items():
+            monkeypatch.setitem(table, key, row._replace(**(SMALL | tiles)))
+
+
+def use_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give kernels heads as GPUs without a copy engine take them."""
+    monkeypatch.setattr(launch, "architecture", lambda device: AMPERE)

@@ -15,7 +15,7 @@ import continued_run
 import pytest
 import torch
 from continued_arms import ARMS, STARTS, Start
-from continued_page import Difference, conclusions, fall, grid, largest_logit, rates_section
+from continued_page import conclusions, fall, grid, largest_logit, rates_section
 from continued_run import AFTER, DOUBLED, SIZES, Run, Sources, prepare, run_one
 
 SIZE = SIZES["quick"]
@@ -124,14 +124,6 @@ def test_rates_warm_up_fall_and_double_at_the_fault():
     assert factors[-1] == pytest.approx(0.1, abs=0.01)
     doubled = [step for step in range(size.steps) if faulty.factor(step) == pytest.approx(2 * factors[step])]
     assert doubled == [size.steps // 2 + i for i in range(DOUBLED)]
-
-
-def test_differences_are_judged_by_their_own_standard_error():
-    assert Difference.of([1.0, 1.1, 0.9], [1.2, 1.29, 1.11]).verdict == "better"
-    assert Difference.of([1.2, 1.29, 1.11], [1.0, 1.1, 0.9]).verdict == "worse"
-    assert Difference.of([1.0, 1.5], [1.2, 1.2]).verdict == "level"
-    assert Difference.of([1.0], [2.0]).verdict == "level"  # one seed has no spread
-    assert Difference.of([1.0, math.nan], [2.0, 2.0]).verdict == "diverged"
 
 
 def test_tables_and_conclusions_bear_runs_that_diverged():

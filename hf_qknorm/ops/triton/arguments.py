@@ -20,6 +20,8 @@ class Constants(NamedTuple):
     BLOCK_M: int  # queries of a tile
     BLOCK_N: int  # keys of a tile
     PADDED: int  # columns of a tile
+    HEAD_DIM: int  # those of them that are not padding
+    POINTERS: bool = False  # heads are pointers with strides, not tensor descriptors, see `head_tiles`
     CAUSAL: bool = False
     WINDOW: bool = False
     RANGES: bool = False

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.triton import attention_decode, gluon, norm_rope
+from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.triton.arguments import (
     Constants,
     NormArguments,
@@ -29,16 +30,16 @@ from hf_qknorm.ops.triton.attention_forward import forward_kernel
 from hf_qknorm.ops.triton.launch import (
     LOG2E,
     LoopVariant,
-    Tile,
+    as_tiles,
     backward_variants,
     dense,
-    descriptor,
     forward_variants,
     launch,
     padded,
     precision,
     reach,
     tiles,
+    uses_pointers,
 )
 from hf_qknorm.ops.triton.prepared_heads import PreparedHeads
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible, laid_out
@@ -80,7 +81,7 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
             shape,
             variants,
             {"SINKS": sinks, "STATISTICS": statistics},
-            OUT=descriptor(out, shape.queries),
+            OUT=as_tiles(out, shape.queries),
             normaliser=normaliser,
             ranges=visible.ranges,
             sinks=visible.sinks,
@@ -114,9 +115,9 @@ def _launch(
     prepared, visible, options = call
     (h, t), (hk, s) = prepared.q.shape[1:3], prepared.k.shape[1:3]
     arguments |= shape.launch_options | {
-        "Q": descriptor(prepared.q, shape.queries),
-        "K": descriptor(prepared.k, shape.keys),
-        "V": descriptor(prepared.v, shape.keys),
+        "Q": as_tiles(prepared.q, shape.queries),
+        "K": as_tiles(prepared.k, shape.keys),
+        "V": as_tiles(prepared.v, shape.keys),
         "bound": prepared.bound,
         "seeds": visible.seed,
         "sizes": Sizes(h, hk, t, s, reach(options.window, t, s)),
@@ -125,6 +126,8 @@ def _launch(
         shape.queries,
         shape.keys,
         padded(prepared.q.shape[-1]),
+        prepared.q.shape[-1],
+        POINTERS=uses_pointers(prepared.q.device),
         CAUSAL=options.causal,
         WINDOW=options.window is not None,
         RANGES=visible.ranges is not None,
@@ -198,15 +201,13 @@ def _row_terms(grad: Tensor, out: Tensor, normaliser: Tensor) -> Tensor:
         row_terms_kernel,
         (stride // rows * b * h,),
         grad.device,
-        OUT=descriptor(out, rows),
-        GRAD=descriptor(grad, rows),
+        OUT=as_tiles(out, rows),
+        GRAD=as_tiles(grad, rows),
         normaliser=normaliser,
         row_terms=row_terms,
         heads=h,
         queries=t,
-        BLOCK_M=rows,
-        PADDED=padded(d),
-        EXACT=out.dtype == torch.float32,
+        C=Constants(rows, rows, padded(d), d, POINTERS=uses_pointers(out.device), EXACT=out.dtype == torch.float32),
         num_warps=4,
     )
     return row_terms
@@ -248,9 +249,9 @@ def _gradient(
         shape,
         backward_variants(x.dtype, call.options.softcap, bounded, sinks),
         {"EXACT": x.dtype == torch.float32},
-        **{name: descriptor(output, rows) for name, output in outputs.items()},
-        GRAD=descriptor(grad, shape.queries),
-        X=None if norm.kind == "none" else descriptor(dense(x), rows),
+        **{name: as_tiles(output, rows) for name, output in outputs.items()},
+        GRAD=as_tiles(grad, shape.queries),
+        X=None if norm.kind == "none" else as_tiles(dense(x), rows),
         row_terms=row_terms,
         ranges=ranges,
         norm=NormArguments.of(norm),

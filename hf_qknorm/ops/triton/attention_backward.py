@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
 from hf_qknorm.ops.triton.norm_math import backward, partners, statistics
 from hf_qknorm.ops.triton.score_math import (
     QueryRows,
@@ -35,28 +36,24 @@ class RowTerms(NamedTuple):
 
 
 @triton.jit
-def row_terms_kernel(
-    OUT, GRAD, normaliser, row_terms, heads, queries,
-    BLOCK_M: tl.constexpr, PADDED: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Terms of each row, `[B, H, 3, T′]`: log-sum-exp (if EXACT the peak), δ, and 1/total if EXACT.
+def row_terms_kernel(OUT, GRAD, normaliser, row_terms, heads, queries, C: tl.constexpr):
+    """Terms of each row, `[B, H, 3, T′]`: log-sum-exp (if C.EXACT the peak), δ, and 1/total if C.EXACT.
 
     For a row without keys the first is +∞, so that its weights are 0.
     """
     stride = tl.cdiv(queries, ALIGNED) * ALIGNED
-    blocks = stride // BLOCK_M
+    blocks = stride // C.BLOCK_M
     number = tl.program_id(0) // blocks
-    start = tl.program_id(0) % blocks * BLOCK_M
-    at = [number // heads, number % heads, start, 0]
-    out = OUT.load(at).reshape(BLOCK_M, PADDED).to(tl.float32)
-    grad = GRAD.load(at).reshape(BLOCK_M, PADDED).to(tl.float32)
-    rows = start + tl.arange(0, BLOCK_M)
+    start = tl.program_id(0) % blocks * C.BLOCK_M
+    out = load_tile(OUT, number // heads, number % heads, start, queries, C.BLOCK_M, C).to(tl.float32)
+    grad = load_tile(GRAD, number // heads, number % heads, start, queries, C.BLOCK_M, C).to(tl.float32)
+    rows = start + tl.arange(0, C.BLOCK_M)
     row_terms += 3 * number.to(tl.int64) * stride + rows
     own = normaliser + 2 * (number.to(tl.int64) * queries + rows)
     peak = tl.load(own, mask=rows < queries, other=0.0)
     total = tl.load(own + 1, mask=rows < queries, other=0.0)
     empty = total == 0  # false for NaN, which reaches the gradients
-    if EXACT:
+    if C.EXACT:
         tl.store(row_terms, tl.where(empty, float("inf"), peak))
         tl.store(row_terms + 2 * stride, tl.where(empty, 0.0, 1.0 / total))
     else:
@@ -99,20 +96,20 @@ def unrotated(grad, rotary, batch, start, length, BLOCK: tl.constexpr, PADDED: t
 @triton.jit
 def store_raw_gradient(
     grad, X, DX, norm, dgain, dbias, rotary, batch, head, start, length,
-    BLOCK: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of the raw rows X, for the gradient `[M, P]` of what norm and RoPE made of them.
 
     dgain and dbias `[programs, P]` get the program's sums. Heads without padding and rotated whole, in halves: with
     others this would not fit into the registers.
     """
-    columns = tl.arange(0, PADDED)
+    columns = tl.arange(0, C.PADDED)
     if rotary is not None:
-        grad = unrotated(grad, rotary, batch, start, length, BLOCK, PADDED)
+        grad = unrotated(grad, rotary, batch, start, length, BLOCK, C.PADDED)
     if NORM is not None:
-        x = X.load([batch, head, start, 0]).reshape(BLOCK, PADDED).to(tl.float32)
+        x = load_tile(X, batch, head, start, length, BLOCK, C).to(tl.float32)
         real = columns >= 0
-        shift, factor = statistics(x, real, norm, PADDED, NORM)
+        shift, factor = statistics(x, real, norm, C.PADDED, NORM)
         bypassed = grad * 0.0
         if norm.blend is not None:
             blend = tl.load(norm.blend).to(tl.float32)
@@ -122,27 +119,27 @@ def store_raw_gradient(
         if norm.gain is not None:
             gain = tl.load(norm.gain + head * norm.gain_head + columns * norm.gain_column)
             dn = grad * gain.to(tl.float32)[None, :]
-        dx, n = backward(dn, x, real, shift, factor, norm.p, PADDED, NORM)
-        own = tl.program_id(0).to(tl.int64) * PADDED + columns
+        dx, n = backward(dn, x, real, shift, factor, norm.p, C.PADDED, NORM)
+        own = tl.program_id(0).to(tl.int64) * C.PADDED + columns
         if norm.gain is not None:
             tl.store(dgain + own, tl.sum(grad * n, 0))
         if dbias is not None:
             rows = (tl.arange(0, BLOCK) + start < length)[:, None]  # past the end are weights, but no rows
             tl.store(dbias + own, tl.sum(tl.where(rows, grad, 0.0), 0))
         grad = bypassed + dx
-    DX.store([batch, head, start, 0], grad.to(DX.dtype).reshape(1, 1, BLOCK, PADDED))
+    store_tile(DX, grad, batch, head, start, length, BLOCK, C)
 
 
 @triton.jit
 def _add_to_queries(
-    dq, q, grad, K, V, block, rows, terms, start, stop, score, seed, MASKED: tl.constexpr, C: tl.constexpr
+    dq, q, grad, K, V, block, rows, terms, start, stop, score, seed, sizes, MASKED: tl.constexpr, C: tl.constexpr
 ):
     """Add to dq `[M, P]` the gradient through the keys from `start` to `stop`."""
     cols = tl.arange(0, C.BLOCK_N)
     for n in tl.range(start, stop, C.BLOCK_N):
         n = tl.multiple_of(n, C.BLOCK_N)
-        k = K.load([block.batch, block.head_kv, n, 0]).reshape(C.BLOCK_N, C.PADDED)
-        v = V.load([block.batch, block.head_kv, n, 0]).reshape(C.BLOCK_N, C.PADDED)
+        k = load_tile(K, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
+        v = load_tile(V, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
         x = tl.dot(q, k.T, input_precision=C.PRECISION)  # [M, N]
         seen = (cols[None, :] >= (rows.first - n)[:, None]) & (cols[None, :] < (rows.last - n)[:, None])
         _, sloped = weights(x, terms.lse[:, None], terms.inverse_total[:, None], seen, score, MASKED, C)
@@ -178,24 +175,24 @@ def query_gradient_kernel(
     if C.EXACT:
         inverse_total = tl.load(row_terms + 2 * stride)
     terms = RowTerms(lse, inverse_total, tl.load(row_terms + stride))
-    q = Q.load([block.batch, block.head, block.start, 0]).reshape(C.BLOCK_M, C.PADDED)
-    grad = GRAD.load([block.batch, block.head, block.start, 0]).reshape(C.BLOCK_M, C.PADDED)
+    q = load_tile(Q, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
+    grad = load_tile(GRAD, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
     dq = tl.zeros([C.BLOCK_M, C.PADDED], tl.float32)
     for SEGMENT in tl.static_range(0 if C.WINDOW or C.RANGES else 1, 3):  # without these, no key is hidden at the start
         dq = _add_to_queries(
-            dq, q, grad, K, V, block, rows, terms, starts[SEGMENT], stops[SEGMENT], score, seed,
+            dq, q, grad, K, V, block, rows, terms, starts[SEGMENT], stops[SEGMENT], score, seed, sizes,
             MASKED=SEGMENT != 1, C=C,
         )  # fmt: skip
     store_raw_gradient(
         dq * factor, X, DX, norm, dgain, dbias, rotary, block.batch, block.head, block.start, sizes.queries,
-        C.BLOCK_M, C.PADDED, NORM,
+        C.BLOCK_M, NORM, C,
     )  # fmt: skip
 
 
 @triton.jit
 def _add_to_keys(
     dk, dv, k, v, Q, GRAD, row_terms, batch, head, number, group, stride, cols, first, last, start, count, score, seed,
-    C: tl.constexpr,
+    sizes, C: tl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv `[N, P]` the gradient through `count` blocks of queries from `start` on, of all `group` heads.
 
@@ -209,8 +206,8 @@ def _add_to_keys(
     block = 0
     for _ in tl.range(0, group * count):
         m = tl.multiple_of(start + block * C.BLOCK_M, C.BLOCK_M)
-        q = Q.load([batch, head + member, m, 0]).reshape(C.BLOCK_M, C.PADDED)
-        grad = GRAD.load([batch, head + member, m, 0]).reshape(C.BLOCK_M, C.PADDED)
+        q = load_tile(Q, batch, head + member, m, sizes.queries, C.BLOCK_M, C)
+        grad = load_tile(GRAD, batch, head + member, m, sizes.queries, C.BLOCK_M, C)
         at = 3 * member * stride + m
         lse = tl.load(row_terms + at + rows)
         inverse_total = lse
@@ -261,8 +258,8 @@ def key_gradient_kernel(
     seed = 0
     if C.DROPOUT:
         seed = tl.load(seeds)
-    k = K.load([batch, head_kv, own, 0]).reshape(C.BLOCK_N, C.PADDED)
-    v = V.load([batch, head_kv, own, 0]).reshape(C.BLOCK_N, C.PADDED)
+    k = load_tile(K, batch, head_kv, own, sizes.keys, C.BLOCK_N, C)
+    v = load_tile(V, batch, head_kv, own, sizes.keys, C.BLOCK_N, C)
     dk = tl.zeros([C.BLOCK_N, C.PADDED], tl.float32)
     dv = tl.zeros([C.BLOCK_N, C.PADDED], tl.float32)
     group = sizes.heads // sizes.heads_kv
@@ -272,9 +269,9 @@ def key_gradient_kernel(
     row_terms += 3 * first_head.to(tl.int64) * stride
     dk, dv = _add_to_keys(
         dk, dv, k, v, Q, GRAD, row_terms, batch, head, first_head, group, stride, cols, first, last, start, count,
-        score, seed, C,
+        score, seed, sizes, C,
     )  # fmt: skip
-    DV.store([batch, head_kv, own, 0], dv.to(DV.dtype).reshape(1, 1, C.BLOCK_N, C.PADDED))
+    store_tile(DV, dv, batch, head_kv, own, sizes.keys, C.BLOCK_N, C)
     store_raw_gradient(
-        dk * factor, X, DX, norm, dgain, dbias, rotary, batch, head_kv, own, sizes.keys, C.BLOCK_N, C.PADDED, NORM
+        dk * factor, X, DX, norm, dgain, dbias, rotary, batch, head_kv, own, sizes.keys, C.BLOCK_N, NORM, C
     )

@@ -18,10 +18,10 @@ from hf_qknorm.ops.triton.arguments import Constants, HeadArguments, ScoreArgume
 from hf_qknorm.ops.triton.attention_forward import LOWEST, Sums, attend, from_sink
 from hf_qknorm.ops.triton.launch import (
     dense,
-    descriptor,
     forward_variants,
     launch,
     padded,
+    pointers,
     precision,
     reach,
     tiles,
@@ -103,7 +103,7 @@ def _combine(
 def split_kernel(
     q, K, V, out, normaliser, partial, arrived, filled, ranges, sinks, score, group, heads_kv, queries, keys, window,
     splits,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr, C: tl.constexpr,
+    ROWS: tl.constexpr, SINKS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Output and normaliser, as `_finish` stores them; adds the number of queries to `filled`, if given.
 
@@ -139,19 +139,20 @@ def split_kernel(
 
     at = batch.to(tl.int64) * q.batch + head.to(tl.int64) * q.head + query.to(tl.int64) * q.row
     cols = tl.arange(0, C.PADDED)
-    values = tl.load(q.data + at[:, None] + cols[None, :], real[:, None] & (cols < HEAD_DIM)[None, :], 0.0)
+    values = tl.load(q.data + at[:, None] + cols[None, :], real[:, None] & (cols < C.HEAD_DIM)[None, :], 0.0)
     zeros = tl.zeros([C.BLOCK_M], tl.float32)
     peak = zeros
     if C.ONLINE:
         peak = zeros + LOWEST
     sums = Sums(tl.zeros([C.BLOCK_M, C.PADDED], tl.float32), zeros, peak, zeros, zeros)
     block = QueryBlock(0, number, batch, head_kv * group, head_kv)
-    sums = attend(sums, values, K, V, block, QueryRows(rows, first, last), low, high, score, 0, MASKED=True, C=C)
+    seen = QueryRows(rows, first, last)
+    sums = attend(sums, values, K, V, block, seen, low, high, score, 0, sizes, MASKED=True, C=C)
     acc, total, peak, _, _ = sums
     if splits == 1:
         _finish(
             acc, total, peak, out, normaliser, sinks, batch, head, query, real, heads, queries,
-            C.PADDED, HEAD_DIM, SINKS,
+            C.PADDED, C.HEAD_DIM, SINKS,
         )  # fmt: skip
     else:
         count = tl.num_programs(0).to(tl.int64) // (blocks * splits) * length
@@ -165,7 +166,7 @@ def split_kernel(
             if tl.atomic_add(arrived + number, 1) == splits - 1:
                 _combine(
                     partial, out, normaliser, sinks, number, 0, count, heads_kv, group, queries, splits,
-                    ROWS, C.PADDED, HEAD_DIM, SINKS,
+                    ROWS, C.PADDED, C.HEAD_DIM, SINKS,
                 )  # fmt: skip
 
 
@@ -250,7 +251,6 @@ def forward(
         "group": h // hk,
         "queries": t,
         "splits": parts,
-        "HEAD_DIM": d,
         "SINKS": visible.sinks is not None,
     }
     launch(
@@ -258,8 +258,8 @@ def forward(
         (parts * b * hk * -(-rows_of(q, k) // block),),
         q.device,
         q=HeadArguments.of(q),
-        K=descriptor(dense(k), shape.keys),
-        V=descriptor(dense(v), shape.keys),
+        K=pointers(dense(k)),
+        V=pointers(dense(v)),
         arrived=arrived,
         filled=filled,
         ranges=visible.ranges,
@@ -271,6 +271,8 @@ def forward(
             block,
             shape.keys,
             columns,
+            d,
+            POINTERS=True,  # on Hopper too: the host encodes a descriptor anew for each launch
             CAUSAL=options.causal,
             WINDOW=options.window is not None,
             RANGES=visible.ranges is not None,
@@ -284,5 +286,7 @@ def forward(
     )
     if parts > 1 and arrived is None:
         programs = b * hk * -(-rows_of(q, k) // COMBINED_ROWS)
-        launch(combine_kernel, (programs,), q.device, ROWS=COMBINED_ROWS, PADDED=columns, num_warps=4, **shared)
+        launch(
+            combine_kernel, (programs,), q.device, ROWS=COMBINED_ROWS, PADDED=columns, HEAD_DIM=d, num_warps=4, **shared
+        )
     return shared["out"], normaliser

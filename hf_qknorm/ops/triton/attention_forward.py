@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
 from hf_qknorm.ops.triton.score_math import (
     LOG2E,
     QueryRows,
@@ -47,13 +48,13 @@ def from_sink(sinks, head):
 
 
 @triton.jit
-def attend(sums, q, K, V, block, rows, start, stop, score, seed, MASKED: tl.constexpr, C: tl.constexpr):
+def attend(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: tl.constexpr, C: tl.constexpr):
     """Add the keys from `start` to `stop` to the sums of the queries q `[M, P]`, a `QueryBlock` and its `QueryRows`."""
     acc, total, peak, p_logit, largest = sums
     cols = tl.arange(0, C.BLOCK_N)
     for n in tl.range(start, stop, C.BLOCK_N):
         n = tl.multiple_of(n, C.BLOCK_N)
-        k = K.load([block.batch, block.head_kv, n, 0]).reshape(C.BLOCK_N, C.PADDED)
+        k = load_tile(K, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
         x = tl.dot(q, k.T, input_precision=C.PRECISION)  # [M, N]
         if C.SCALED:
             x = x * score.unit
@@ -87,7 +88,7 @@ def attend(sums, q, K, V, block, rows, start, stop, score, seed, MASKED: tl.cons
         total += tl.sum(p, 1)
         if C.DROPOUT:
             p = tl.where(kept(seed, block.number, rows.index[:, None], (n + cols)[None, :], score.rate), p, 0.0)
-        v = V.load([block.batch, block.head_kv, n, 0]).reshape(C.BLOCK_N, C.PADDED)
+        v = load_tile(V, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION)
     return Sums(acc, total, peak, p_logit, largest)
 
@@ -98,7 +99,7 @@ def forward_kernel(
 ):
     """Output `[B, H, T, D]` and normaliser `[B, H, T, 2]`; both are 0 for a query without keys, but for its peak.
 
-    Q, K, V, OUT are descriptors `[B, H or Hk, T or S, D]`; `score` is `arguments.ScoreArguments`.
+    Q, K, V, OUT are heads `[B, H or Hk, T or S, D]` as `head_tiles` takes them; `score` is `arguments.ScoreArguments`.
     """
     block = query_block(sizes, C)
     if other_launch_serves(bound, block.batch * sizes.heads_kv + block.head_kv, score.limit, C.WHEN):
@@ -110,7 +111,7 @@ def forward_kernel(
     seed = 0
     if C.DROPOUT:
         seed = tl.load(seeds)
-    q = Q.load([block.batch, block.head, block.start, 0]).reshape(C.BLOCK_M, C.PADDED)
+    q = load_tile(Q, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
     zeros = tl.zeros([C.BLOCK_M], tl.float32)
     total = zeros
     peak = zeros
@@ -123,7 +124,7 @@ def forward_kernel(
     sums = Sums(tl.zeros([C.BLOCK_M, C.PADDED], tl.float32), total, peak, zeros, zeros)
     for SEGMENT in tl.static_range(0 if C.WINDOW or C.RANGES else 1, 3):  # without these, no key is hidden at the start
         sums = attend(
-            sums, q, K, V, block, rows, starts[SEGMENT], stops[SEGMENT], score, seed, MASKED=SEGMENT != 1, C=C
+            sums, q, K, V, block, rows, starts[SEGMENT], stops[SEGMENT], score, seed, sizes, MASKED=SEGMENT != 1, C=C
         )  # fmt: skip
     acc, total, peak, p_logit, largest = sums
     empty = total == 0  # false for NaN, which reaches the output
@@ -141,5 +142,5 @@ def forward_kernel(
     tl.store(normaliser + 2 * at + 1, total, mask=real)
     if C.DROPOUT:
         inverse_total = inverse_total / (1.0 - score.rate)
-    out = (acc * inverse_total[:, None]).to(OUT.dtype)
-    OUT.store([block.batch, block.head, block.start, 0], out.reshape(1, 1, C.BLOCK_M, C.PADDED))
+    out = acc * inverse_total[:, None]
+    store_tile(OUT, out, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)

@@ -1,7 +1,7 @@
 """A step of cached generation on the host: norm, RoPE and the write to a static cache in one launch, then attention.
 
-Of few queries (a group's heads have 16 at most) attention is one launch too. Nothing here waits for the device, reads
-its numbers on the host, or keeps a tensor: a CUDA graph captures the step as it is, and each replay continues the cache.
+Of few queries (16 at most of a group's heads) attention is one launch too. Nothing here waits for the device, reads its
+numbers on the host, or keeps a tensor: a CUDA graph captures the step as it is, and each replay continues the cache.
 """
 
 from __future__ import annotations

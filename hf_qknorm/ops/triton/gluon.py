@@ -88,6 +88,7 @@ def attend(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: boo
             QUERIES,
             keys,
             padded(head_dim),
+            head_dim,
             CAUSAL=causal,
             TANH=variant.tanh,
             ONLINE=variant.online,

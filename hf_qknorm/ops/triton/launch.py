@@ -1,4 +1,4 @@
-"""Launching kernels: tile sizes, tensor descriptors, and the variants of the inner loop that a call needs."""
+"""Launching kernels: their architecture, tensor descriptors, and the variants of the inner loop that a call needs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any, Final, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hf_qknorm.ops.triton.arguments import Constants
+from hf_qknorm.ops.triton.architectures import ARCHITECTURES, HOPPER, Architecture, Tiles
+from hf_qknorm.ops.triton.arguments import Constants, HeadArguments
 
 LOG2E = math.log2(math.e)
 INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
@@ -24,48 +26,26 @@ CAP_WITHOUT_MAXIMUM = 64.0
 POLYNOMIAL_LIMIT = 0.75  # |score| up to which the polynomial replaces tanh
 
 
-class Tile(NamedTuple):
-    """Queries and keys of a tile, and the numbers of warps and pipeline stages of its kernel."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-    @property
-    def launch_options(self) -> dict[str, Any]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
+def architecture(device: torch.device) -> Architecture:
+    """The architecture of a GPU; for the CPU, the one that kernels are compiled for, and Hopper in the interpreter."""
+    if device.type == "cuda":
+        return _of_gpu(device)
+    return HOPPER if INTERPRETED else ARCHITECTURES[divmod(triton.runtime.driver.active.get_current_target().arch, 10)]
 
 
-class Tiles(NamedTuple):
-    """The tiles of each kernel; of `decode`, `queries` is the least number of rows."""
-
-    forward: Tile
-    query_gradient: Tile
-    key_gradient: Tile
-    decode: Tile
+@cache
+def _of_gpu(device: torch.device) -> Architecture:
+    return ARCHITECTURES[torch.cuda.get_device_capability(device)]
 
 
-# By the size of a number in bytes, and head_dim rounded up to a power of two. Chosen so that for sm_90 no registers
-# spill and the shared memory holds at least one program; of `decode` in half precision two, with 64 KiB on their way:
-# more than memory's latency needs.
-TILES: dict[tuple[int, int], Tiles] = {
-    (2, 16): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
-    (2, 32): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
-    (2, 64): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
-    (2, 128): Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
-    (2, 256): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3)),
-    (4, 16): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 3)),
-    (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
-    (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
-    (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
-    (4, 256): Tiles(Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
-}
+def uses_pointers(device: torch.device) -> bool:
+    """Whether kernels there get heads as pointers, not as tensor descriptors."""
+    return not architecture(device).descriptors
 
 
 def tiles(x: Tensor) -> Tiles:
     """The tiles for heads like those of x `[B, H, T, D]`."""
-    return TILES[x.element_size(), padded(x.shape[-1])]
+    return architecture(x.device).tiles[x.element_size(), padded(x.shape[-1])]
 
 
 def padded(head_dim: int) -> int:
@@ -84,7 +64,7 @@ def launch(
         options |= {"debug": True, "sanitize_overflow": False}
     if "C" in options and not INTERPRETED:
         options["C"] = _with_constant_fields(options["C"])
-    with on(device):
+    with on(device), _disable_current_modes() if _records else nullcontext():  # the interpreter copies tensors
         started = kernel[grid](*arguments, **options, enable_fp_fusion=True)
     for record in _records:
         named = options | dict(zip(kernel.arg_names, arguments, strict=False))
@@ -132,12 +112,26 @@ def dense(x: Tensor) -> Tensor:
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
+def as_tiles(x: Tensor, rows: int) -> TensorDescriptor | HeadArguments:
+    """x `[B, H, T, D]`, which is `dense`, as kernels on its device load and store tiles of `rows` rows of it."""
+    return pointers(x) if uses_pointers(x.device) else descriptor(x, rows)
+
+
+def pointers(x: Tensor) -> HeadArguments:
+    """x `[B, H, T, D]`, which is `dense`, as kernels with C.POINTERS load and store tiles of it."""
+    return HeadArguments(x, *_strides(x)[:3])
+
+
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows and all (padded) columns of x `[B, H, T, D]`, which is `dense`; zero outside of x."""
-    step, shape = 16 // x.element_size(), list(x.shape)
-    strides = [stride if size > 1 else step for size, stride in zip(shape, x.stride(), strict=True)]
-    strides[-1] = 1
-    return TensorDescriptor(x, shape, strides, [1, 1, rows, padded(shape[-1])])
+    return TensorDescriptor(x, list(x.shape), _strides(x), [1, 1, rows, padded(x.shape[-1])])
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Strides of x, which is `dense`; all but the last are multiples of 16 bytes, of an axis of one too."""
+    step = 16 // x.element_size()
+    *outer, _ = (stride if size > 1 else step for size, stride in zip(x.shape, x.stride(), strict=True))
+    return [*outer, 1]
 
 
 class LoopVariant(NamedTuple):

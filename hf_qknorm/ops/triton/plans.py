@@ -30,6 +30,13 @@ class Slot(NamedTuple):
     number: int
 
 
+class Group(NamedTuple):
+    """A named tuple of `kind`, with slots in the place of tensors."""
+
+    kind: type[tuple[Any, ...]]
+    parts: list[Any]
+
+
 class Buffer(NamedTuple):
     """Memory that a call allocates."""
 
@@ -60,8 +67,9 @@ class Plan(NamedTuple):
 def _filled(argument: Any, tensors: list[Tensor]) -> Any:
     if type(argument) is Slot:
         return tensors[argument.number]
-    if type(argument) is list:  # a named tuple with tensors
-        return tuple([tensors[x.number] if type(x) is Slot else x for x in argument])
+    if type(argument) is Group:
+        kind, parts = argument
+        return tuple.__new__(kind, [tensors[x.number] if type(x) is Slot else x for x in parts])
     return argument
 
 
@@ -133,7 +141,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _slots(argument: Any, places: dict[int, tuple[int, torch.dtype]]) -> Any:
-    """The argument with slots for tensors. Raises KeyError for a descriptor, which holds one, and for a computed one."""
+    """The argument with slots for tensors. Raises KeyError for a computed tensor, and for a tensor descriptor."""
     if isinstance(argument, TensorDescriptor):
         raise KeyError(argument.base)
     if isinstance(argument, Tensor):
@@ -142,5 +150,5 @@ def _slots(argument: Any, places: dict[int, tuple[int, torch.dtype]]) -> Any:
             raise KeyError(argument.dtype)
         return Slot(number)
     if isinstance(argument, tuple) and any(isinstance(x, Tensor) for x in argument):
-        return [_slots(x, places) for x in argument]
+        return Group(type(argument), [_slots(x, places) for x in argument])
     return argument

@@ -11,7 +11,7 @@ from kernel_cases import DEVICE, lay_out, plain_problem, shrink_tiles
 from tiled_cases import Case
 
 from hf_qknorm.ops.triton import attention
-from hf_qknorm.ops.triton.launch import Tile
+from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.types import Heads
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16

@@ -12,7 +12,7 @@ from tiled_cases import Case
 from torch import Tensor
 
 from hf_qknorm.ops.triton import attention
-from hf_qknorm.ops.triton.launch import Tile
+from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.types import Heads, Visible
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16

@@ -10,15 +10,16 @@ import triton
 from norm_cases import DEVICE, lay_out
 
 from hf_qknorm.ops.triton import launch
+from hf_qknorm.ops.triton.architectures import AMPERE, ARCHITECTURES, HOPPER
 from hf_qknorm.ops.triton.arguments import Constants
 from hf_qknorm.ops.triton.launch import (
     BOUND_WITHOUT_MAXIMUM,
     INTERPRETED,
     POLYNOMIAL_LIMIT,
     LoopVariant,
+    as_tiles,
     backward_variants,
     dense,
-    descriptor,
     forward_variants,
     padded,
     tiles,
@@ -83,10 +84,19 @@ def test_variants(call: tuple[torch.dtype, float | None, bool, bool], expected: 
 
 
 @pytest.mark.parametrize(("head_dim", "columns"), [(8, 16), (16, 16), (40, 64), (64, 64), (96, 128), (256, 256)])
-def test_tables_have_tiles_for_all_heads(head_dim: int, columns: int) -> None:
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids=str)
+def test_gpus_have_tiles_for_all_heads(
+    capability: tuple[int, int], head_dim: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert padded(head_dim) == columns
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    launch._of_gpu.cache_clear()
+    found = launch.architecture(torch.device("cuda", 0))
+    launch._of_gpu.cache_clear()
+    assert found is ARCHITECTURES[capability]
+    monkeypatch.setattr(launch, "architecture", lambda device: found)
     for dtype in (FULL, HALF, BRAIN):
-        assert tiles(torch.empty(1, 1, 1, head_dim, dtype=dtype)) == launch.TILES[dtype.itemsize, columns]
+        assert tiles(torch.empty(1, 1, 1, head_dim, dtype=dtype)) is found.tiles[dtype.itemsize, columns]
 
 
 @pytest.mark.parametrize("interpreted", [True, False])
@@ -108,9 +118,9 @@ def test_fields_of_constants_are_constants_for_the_compiler(interpreted: bool, m
     started: list[Constants] = []
     kernel = {(1,): lambda *, C, **options: started.append(C)}
     for _ in range(2):
-        launch.launch(kernel, (1,), torch.device("cpu"), C=Constants(64, 32, 16, TANH="exact"))
+        launch.launch(kernel, (1,), torch.device("cpu"), C=Constants(64, 32, 16, 16, TANH="exact"))
     assert all(isinstance(field, triton.language.constexpr) != interpreted for field in started[0])
-    assert [getattr(field, "value", field) for field in started[0]] == list(Constants(64, 32, 16, TANH="exact"))
+    assert [getattr(field, "value", field) for field in started[0]] == list(Constants(64, 32, 16, 16, TANH="exact"))
     assert interpreted or started[0] is started[1]
 
 
@@ -143,11 +153,14 @@ def test_other_heads_are_copied(x: torch.Tensor) -> None:
     assert torch.equal(copied, x)
 
 
-def test_the_stride_of_an_axis_of_one_is_replaced() -> None:
-    """It is never used, but the copy engine needs a multiple of 16 bytes."""
+def test_the_stride_of_an_axis_of_one_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never used, but aligned loads need a multiple of 16 bytes."""
     x = torch.randn(5, 40, device=DEVICE).to(BRAIN).as_strided((1, 1, 5, 40), (3, 0, 40, 1))
     assert dense(x) is x
-    made = descriptor(x, 4)
+    monkeypatch.setattr(launch, "architecture", lambda device: HOPPER)
+    made = as_tiles(x, 4)
     assert made.shape == [1, 1, 5, 40]
     assert made.strides == [8, 8, 40, 1]
     assert made.block_shape == [1, 1, 4, 64]
+    monkeypatch.setattr(launch, "architecture", lambda device: AMPERE)
+    assert as_tiles(x, 4) == (x, 8, 8, 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ import bench_attention as bench
 import bench_checks as checks
 import bench_plan as plan
 from bench_cases import Case, draw, exactly, oracle
-from bench_implementations import ARMS, FLASH, OURS, RIVALS, VARLEN, dense_mask, nothing
+from bench_implementations import ARMS, FLASH, GLUON, OURS, VARLEN, nothing
+from bench_rivals import CUDNN_CAPPED, FLASH_3, FLASH_4, FLEX_FLASH, FUSED_RIVALS, SEPARATE_RIVALS, TLX, dense_mask
 from bench_timing import Clock, Late, Run, limit
 from error_budget import error
 
@@ -29,7 +31,7 @@ RECIPE = Path(bench.__file__)
 CPU = torch.device("cpu")
 SMALL = Case(2, 1, 16, 40)
 MASKED = (replace(SMALL, window=16), replace(SMALL, lengths=(25, 10, 5)))
-HERE = [x for x in RIVALS if not x.missing(SMALL, "cpu")]
+HERE = [x for x in (*FUSED_RIVALS, *SEPARATE_RIVALS) if not x.missing(SMALL, "cpu")]
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only where no GPU is")
 
@@ -38,12 +40,14 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 def small(monkeypatch, tmp_path):
     """Run the benchmark in this process, with its checks, on one small case; return the exit code and the rows."""
 
-    def in_process(jobs, arguments, processes):
-        return [verdict for job in jobs for verdict in checks.check_job(job, CPU, torch.float32)]
+    def in_process(jobs, part, arguments, processes, seconds):
+        return [verdict for job in jobs.values() for verdict in checks.check_job(job, CPU, torch.float32)]
 
-    def run(*options, implementations=(FLASH, OURS)):
-        monkeypatch.setattr(bench, "run_checks", in_process)
-        monkeypatch.setattr(bench, "tiny_plan", lambda: [plan.Item(SMALL, implementations, ("forward",))])
+    def run(*options, implementations=(FLASH, OURS), apart=False):
+        monkeypatch.setattr(checks, "run_checks", in_process)
+        parts = [[plan.Item(SMALL, (x,), ("forward",))] for x in implementations] if apart else None
+        whole = [[plan.Item(SMALL, implementations, ("forward",))]]
+        monkeypatch.setattr(bench, "tiny_plan", lambda: parts or whole)
         code = bench.main(["--cpu", "--out", str(tmp_path), *options])
         return code, rows(tmp_path)
 
@@ -76,7 +80,7 @@ def test_the_small_mode_runs_completely(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     found = {(row["case"], row["what"], row["kind"]): row for row in rows(tmp_path)}
-    for item in plan.tiny_plan():
+    for item in (item for part in plan.tiny_plan() for item in part):
         shown = (item.implementations or item.steps)[0 if item.shown else 1 :]
         for named in shown:
             mine = [row for (case, what, _), row in found.items() if case == item.title and what == named.name]
@@ -96,7 +100,7 @@ def assert_filled(row, named):
     assert row["torch"]
     assert row["dtype"] == "float32"
     if row["note"]:
-        assert not named.ours
+        assert not named.ours or named in GLUON.values()
         assert not row["ms_median"]
         return
     assert 0 < float(row["ms_min"]) <= float(row["ms_median"]) <= float(row["ms_max"])
@@ -125,17 +129,41 @@ def test_passing_implementations_are_timed_on_request(small, wrong):
     assert failed["note"] == "not timed: failed its check"
 
 
+def fail(case, x):
+    raise RuntimeError("no kernel\nand more")
+
+
 @interpreted
 def test_a_failure_of_another_library_is_a_row(small):
-    def fail(case, x):
-        raise RuntimeError("no kernel\nand more")
-
     other = replace(FLASH, name="other", attend=fail)
     code, found = small(implementations=(FLASH, other))
     assert code == 0
-    assert [row["note"] for row in found] == ["", "RuntimeError: no kernel"]
+    assert {row["what"]: row["note"] for row in found} == {
+        FLASH.name: "",
+        "other": "not timed: RuntimeError: no kernel",
+    }
     code, _ = small("--keep-going", implementations=(FLASH, replace(other, name="ours, failing")))
     assert code == 1
+
+
+@interpreted
+def test_the_first_part_has_its_rows_before_the_next_one_is_checked(small):
+    code, found = small(implementations=(FLASH, replace(OURS, attend=fail)), apart=True)
+    assert code == 1
+    assert [row["what"] for row in found] == [FLASH.name]
+
+
+@interpreted
+def test_an_implementation_without_a_verdict_is_not_timed(small, monkeypatch, tmp_path):
+    judge = checks.check_job
+    monkeypatch.setattr(checks, "check_job", lambda *job: (x for x in judge(*job) if x.what != FLASH.name))
+    code, found = small()
+    assert code == 0
+    assert {row["what"]: row["note"] for row in found} == {
+        FLASH.name: "not timed: no result of its check",
+        OURS.name: "",
+    }
+    assert f"| {SMALL} | {OURS.name} | forward |" in (tmp_path / "attention_interpreter.md").read_text()
 
 
 @interpreted
@@ -154,21 +182,81 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 
 def test_a_checking_process_that_dies_fails_its_open_checks(monkeypatch):
     done = checks.Checked(str(SMALL), FLASH.name, False, {})
-    monkeypatch.setattr(checks, "run_process", lambda arguments: ([done], "the process ended with -11: "))
-    found = checks.run_checks([checks.Job(SMALL, (OURS, FLASH))], [], 2)
+    monkeypatch.setattr(checks, "run_process", lambda *_: ([done], "the process ended with -11: "))
+    found = checks.run_checks({3: checks.Job(SMALL, (OURS, FLASH))}, 0, [], 2)
     assert [verdict.passed for verdict in found] == [True, False]
     assert str(found[1]) == f"FAILED {SMALL} | {OURS.name}: the process ended with -11: "
 
 
-@pytest.mark.parametrize("make", [plan.quick_plan, plan.full_plan, plan.tiny_plan])
-def test_everything_timed_is_checked_first(make):
-    items = make()
-    judged = {(job.case, x.name) for job in plan.check_jobs(items, 512) for x in job.implementations}
-    assert judged == {(item.case.at(512), x.name) for item in items if item.case for x in item.implementations}
+@pytest.mark.parametrize(
+    "part", [plan.quick_plan(), plan.gluon_plan(), *plan.full_plan(), *plan.tiny_plan()], ids=lambda part: str(part[0])
+)
+def test_everything_timed_is_checked_first(part):
+    """Each part checks and compiles what it times."""
+    jobs = plan.check_jobs(part, 512)
+    judged = {(job.case, x.name) for job in jobs for x in job.implementations}
+    assert judged == {(item.case.at(512), x.name) for item in part if item.case for x in item.implementations}
+    timed = [pair for job in jobs for pair in zip(job.implementations, job.timed, strict=True)]
+    compiled = {(case, x.name) for x, cases in timed for case in cases}
+    assert compiled == {(item.case, x.name) for item in part if item.case for x in item.implementations}
 
 
 def test_the_quick_plan_is_short():
     assert sum(len(item.passes) * len(item.implementations) for item in plan.quick_plan()) <= 21
+    assert plan.full_plan()[0] == plan.quick_plan()
+
+
+def test_what_is_checked_is_not_checked_again():
+    (job,) = plan.check_jobs([plan.Item(SMALL, (OURS, FLASH))], 48)
+    known = {(str(SMALL.at(48)), x.name) for x in (OURS, FLASH)}
+    assert job.known(known)
+    assert not job.known(known - {(str(SMALL.at(48)), FLASH.name)})
+    (other,) = plan.check_jobs([plan.Item(SMALL, (replace(FLASH, compiled=True),))], 48)
+    assert not other.known(known)
+
+
+def test_the_first_checks_are_five_of_ours():
+    jobs = plan.check_jobs(plan.first_plan(), 192)
+    assert [len(job.implementations) for job in jobs] == [1] * 5
+    assert all(x.ours for job in jobs for x in job.implementations)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "reason"),
+    [
+        (FLEX_FLASH, "absent: there is no module flash_attn.cute"),
+        (CUDNN_CAPPED, "absent: there is no module cudnn, .*torch's SDPA has no cap"),
+        (TLX, "absent: TLX is in the fork"),
+        (FLASH_3, "absent: there is no module flash_attn_interface"),
+        (FLASH_4, "absent: there is no module flash_attn.cute"),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_what_is_absent_says_so(implementation, reason, small, monkeypatch):
+    monkeypatch.setattr("bench_rivals.absent", lambda module: not module.startswith("torch."))
+    assert implementation in FUSED_RIVALS
+    assert re.match(reason, implementation.missing(SMALL, "cuda"))
+    code, found = small(implementations=(FLASH, implementation))
+    assert code == 0
+    (row,) = (row for row in found if row["what"] == implementation.name)
+    assert re.match(reason, row["note"])
+
+
+def test_the_fork_of_triton_takes_some_shapes_only(monkeypatch):
+    monkeypatch.setattr("bench_rivals.absent", lambda module: False)
+    assert TLX.missing(Case(4, 2, 128, 512), "cuda") is None
+    for case in (Case(4, 2, 96, 512), Case(4, 2, 128, 500)):
+        assert "head_dim of 64 or 128" in TLX.missing(case, "cuda")
+    (x,) = TLX.prepared(Case(4, 2, 64, 128), draw(Case(4, 2, 64, 128), 1, CPU, torch.float32))
+    assert x.k.shape == x.q.shape
+    assert all(y.is_contiguous() for y in (x.q, x.k, x.v, x.grad))
+
+
+def test_the_list_names_every_implementation(capsys):
+    assert bench.main(["--list"]) == 0
+    lines = capsys.readouterr().out
+    named = (x for part in plan.full_plan() for item in part for x in (item.implementations or item.steps))
+    assert all(f"  {x.name}: " in lines for x in named)
 
 
 @pytest.mark.parametrize("case", [SMALL, *MASKED], ids=str)

@@ -27,10 +27,11 @@ def runs(*pairs: tuple[float, float]) -> list[dict[str, Any]]:
         (((2.0, 2.1), (2.0, 1.95)), False, True),  # worse by less than the seeds differ
         (((2.1, 2.0), (1.95, 2.0)), False, True),
         (((1.9, 1.9), (1.9, 1.9)), True, True),
+        (((2.0, 2.004),), False, False),  # one seed has no error that would let it pass
     ],
 )
 def test_the_rule(knee, literal, kept):
-    found = Compared("", blend=runs((2.0, 2.0), (2.0, 2.0)), knee=runs(*knee))
+    found = Compared("", blend=runs(*[(2.0, 2.0)] * len(knee)), knee=runs(*knee))
     assert (found.literal, found.kept) == (literal, kept)
     assert ("allowed on the way" in "\n".join(knee_schedule.misses([found], Size()))) is not kept
     for limit in (END, WAY):

@@ -9,7 +9,7 @@ import long_context
 import long_context_training
 import pytest
 import torch
-from long_context_page import BASE, COPIES, LOSS, SHARE, Difference, conclusions, copies, copying_table, loses_context
+from long_context_page import BASE, COPIES, LOSS, SHARE, conclusions, copies, copying_table, loses_context
 from long_context_tasks import KINDS, Draw
 from tiny import tiny_model
 
@@ -17,8 +17,8 @@ from hf_qknorm.demo.training import byte_tokenizer
 
 
 def run(*losses: tuple[float, float], right: float = 1.0) -> dict[str, Any]:
-    """Two stretches of positions, one beyond the trained length of 4; copying over one distance."""
-    copied = {"first": [4.0], "second": [0.0], "right_first": [0.0], "right": [right]}
+    """Two stretches of positions, one beyond the trained length of 4; two rows of copying over one distance."""
+    copied = {"first": [4.0] * 2, "second": [0.0] * 2, "right_first": [0.0] * 2, "right": [right] * 2}
     return {"knee": 0.0, "edges": [0, 4, 8], "losses": list(losses), "copying": {"random": {"8": copied}}}
 
 
@@ -56,9 +56,8 @@ def test_the_rules_for_copying():
     assert copies(base)
     assert not copies(run(right=COPIES - 0.1))
     table = copying_table({BASE: base, "worse": worse, "same": run(right=0.9 - SHARE / 2)})
-    assert [line.split(" | ")[-1] for line in table[3:]] == ["**lost** at 8 |", "kept |"]
+    assert [line.split(" | ")[-1] for line in table[3:-1]] == ["**lost** at 8 |", "kept |"]
     assert f"{SHARE:g} below" in long_context.__doc__
-    assert str(Difference.of([2.0, 3.0], [1.0, 1.0])) == "+1.500 ± 0.500"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -283,11 +283,6 @@ def test_lp_trains_each_order_from_every_gain(text, tmp_path):
     assert (tmp_path / "lp.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_orders_are_compared_within_a_fold():
-    mean, error = lp.against([result(2.0), result(3.0)], [result(2.1), result(3.3)])
-    assert (mean, error) == (pytest.approx(-0.2), pytest.approx(0.1))
-
-
 # What the arms and the observations do
 
 

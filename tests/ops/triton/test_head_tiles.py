@@ -1,0 +1,92 @@
+"""Tiles of heads by tensor descriptors and by pointers: their bounds, and attention by pointers against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from kernel_cases import Raw, plain_problem, raw_problem, shrink_tiles, use_pointers
+from norm_cases import DEVICE, lay_out
+from tiled_cases import Case
+
+from hf_qknorm.ops.triton import launch
+from hf_qknorm.ops.triton.architectures import AMPERE, HOPPER
+from hf_qknorm.ops.triton.arguments import Constants
+from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
+
+FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+ONE = {"batch": 1, "heads": 2, "heads_kv": 1}
+GROUP = {"batch": 1, "heads": 6, "heads_kv": 2}
+
+
+@triton.jit
+def copy_kernel(X, OUT, SEEN, length, FULL: tl.constexpr, C: tl.constexpr):
+    """Copy a tile of a head, and store what was loaded of it, padding too, at SEEN `[B, H, T′, P]`."""
+    start = tl.program_id(2) * C.BLOCK_M
+    x = load_tile(X, tl.program_id(0), tl.program_id(1), start, length, C.BLOCK_M, C, FULL=FULL)
+    store_tile(OUT, x.to(tl.float32), tl.program_id(0), tl.program_id(1), start, length, C.BLOCK_M, C)
+    number = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    rows = (number * tl.num_programs(2) + tl.program_id(2)) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+    tl.store(SEEN + rows[:, None] * C.PADDED + tl.arange(0, C.PADDED)[None, :], x.to(tl.float32))
+
+
+@pytest.mark.parametrize(("length", "full"), [(32, True), (37, False), (1, False)])
+@pytest.mark.parametrize("head_dim", [16, 40])
+@pytest.mark.parametrize("dtype", [BRAIN, FULL])
+@pytest.mark.parametrize("architecture", [HOPPER, AMPERE], ids=["descriptors", "pointers"])
+def test_a_tile_ends_with_its_head(architecture, dtype, head_dim, length, full, monkeypatch):
+    """Heads have NaN around them: none may be read, nor overwritten."""
+    monkeypatch.setattr(launch, "architecture", lambda device: architecture)
+    rows, columns = 16, launch.padded(head_dim)
+    x = lay_out(torch.randn(2, 3, length, head_dim, device=DEVICE).to(dtype), "gaps")
+    out, blocks = torch.full_like(x._base, 7.0), -(-length // rows)
+    copied = out.as_strided(x.shape, x.stride(), x.storage_offset())
+    seen = torch.full((2, 3, blocks * rows, columns), float("nan"), device=DEVICE)
+    tiles = (launch.as_tiles(launch.dense(y), rows) for y in (x, copied))
+    C = Constants(rows, rows, columns, head_dim, POINTERS=not architecture.descriptors)
+    launch.launch(copy_kernel, (2, 3, blocks), x.device, *tiles, seen, length, FULL=full, C=C)
+    assert torch.equal(copied, x)
+    assert int((out != 7.0).sum()) == x.numel()
+    assert torch.equal(seen[:, :, :length, :head_dim].to(dtype), x)
+    assert not seen[:, :, length:].any()
+    assert not seen[..., head_dim:].any()
+
+
+PLAIN = [
+    (Case(**ONE, queries=1, keys=63, causal=True, head_dim=40), BRAIN),
+    (Case(**GROUP, queries=33, keys=40, causal=True, head_dim=80, softcap=5.0), HALF),
+    (Case(**ONE, queries=40, keys=33, head_dim=96, softcap=50.0), FULL),
+    (Case(**ONE, queries=64, keys=64, causal=True, head_dim=64), BRAIN),
+    (Case(**ONE, queries=63, causal=True, window=20, head_dim=40), HALF),
+    (Case(**ONE, queries=40, keys=63, window=9, head_dim=16, softcap=50.0), FULL),
+    (Case(heads=2, heads_kv=1, queries=40, ranges="packed", head_dim=96), BRAIN),
+    (Case(heads=2, heads_kv=1, queries=40, keys=63, ranges="right_padding", softcap=5.0), FULL),
+    (Case(**GROUP, queries=20, sinks=True, ranges="left_padding", softcap=100.0), BRAIN),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), PLAIN, ids=str)
+def test_output_and_gradients(case, dtype, monkeypatch):
+    shrink_tiles(monkeypatch)
+    use_pointers(monkeypatch)
+    plain_problem(case, dtype).check()
+
+
+RAW = [
+    (Raw(head_dim=64, length=40, dtype=BRAIN, rotary=(64, "half"), knee=4.0, heads=(4, 2)), Case(causal=True)),
+    (Raw(norms=("layer", "rms"), head_dim=40, length=33, rotary=(40, "half"), layout="gaps"), Case(softcap=50.0)),
+    (Raw(head_dim=128, length=33, dtype=HALF, rotary=(128, "half"), knee=0.5), Case(window=9)),
+]
+
+
+@pytest.mark.parametrize(("raw", "case"), RAW, ids=str)
+def test_output_and_gradients_of_raw_heads(raw, case, monkeypatch):
+    shrink_tiles(monkeypatch)
+    use_pointers(monkeypatch)
+    raw_problem(raw, case).check()
+
+
+def test_the_tiles_of_ampere(monkeypatch):
+    use_pointers(monkeypatch)
+    plain_problem(Case(**ONE, queries=90, keys=70, causal=True, softcap=50.0, head_dim=128), BRAIN).check()
