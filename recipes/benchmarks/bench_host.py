@@ -97,9 +97,9 @@ def calls_of(scheme: str | None, attention: str) -> dict[str, Callable[[], Any]]
     module, config = layer(scheme, attention)
 
     def inputs(length: int) -> dict[str, Any]:
-        angles = torch.zeros(1, length, HEAD_DIM, dtype=torch.bfloat16)
+        angles = (torch.zeros(1, length, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
         hidden = torch.randn(1, length, HEADS * HEAD_DIM, dtype=torch.bfloat16)
-        return {"hidden_states": hidden, "position_embeddings": (angles, angles), "attention_mask": None}
+        return {"hidden_states": hidden, "position_embeddings": tuple(angles), "attention_mask": None}
 
     static, dynamic = StaticCache(config=config, max_cache_len=ROOM), DynamicCache(config=config)
     keys = torch.zeros(1, HEADS_KV, ROOM // 2, HEAD_DIM, dtype=torch.bfloat16)
