@@ -14,8 +14,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_qknorm.backends.calls import why_not_kernels
-from hf_qknorm.backends.functions import why_tiled
+from hf_qknorm.backends.choice import Choice, choose
+from hf_qknorm.ops import library
+from hf_qknorm.ops.error_budget import Verdict, verdict
+from hf_qknorm.ops.trust import first_use, verdict_files
+from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
 from hf_qknorm_command.findings import Finding
@@ -23,6 +26,7 @@ from hf_qknorm_command.findings import Finding
 UNTESTED_DEVICE: Final = "the tests have run on CPUs alone, never on such a device"
 UNTESTED_KERNELS: Final = "the fused kernels: the tests have run them in Triton's interpreter alone, never on a GPU"
 TOKENS, VOCABULARY = 200, 64  # of the self-check
+HEAD_DIMS: Final = (64, 128)
 CHECKED: Final = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -62,45 +66,71 @@ def _compilers() -> Iterator[Finding]:
 
 
 def _attention(device: torch.device) -> Iterator[Finding]:
-    """Which implementation serves a capped model on the device, as the attention functions select it."""
+    """Which implementation serves a capped model on the device, as the attention functions select it, and why."""
+    chosen = {(dtype, d): _chosen(device, dtype, d) for dtype in CHECKED[device.type] for d in HEAD_DIMS}
+    calls: dict[str, list[str]] = {}
+    for (dtype, head_dim), choice in chosen.items():
+        calls.setdefault(f"runs {choice}", []).append(f"{str(dtype).removeprefix('torch.')} at head_dim {head_dim}")
+    alike = len(calls) == 1
+    text = "; ".join(found if alike else f"{found} ({', '.join(names)})" for found, names in calls.items())
     q = torch.zeros(1, 4, 16, 64, dtype=torch.bfloat16, device=device)
-    reason = why_tiled(q, q, q, None)
-    yield Finding("hf_qknorm", "runs its fused kernels" if reason is None else f"runs tiled in PyTorch: {reason}")
-    reason = why_not_kernels(q, q, q, None)
+    reason = library.why_not_fused(q, q, q)
+    failed = reason is None and any(choice.operator is not library.fused_attention for choice in chosen.values())
+    yield Finding("hf_qknorm", text, "problem" if failed and device.type == "cuda" else "ok")
     yield Finding("hf_qknorm_triton", "runs" if reason is None else f"can't run here: {reason}")
     if device.type == "cuda" and reason is None:
         yield Finding("untested", UNTESTED_KERNELS, "note")
+    yield _first_use(device)
+
+
+def _first_use(device: torch.device) -> Finding:
+    """Whether kernels are checked when they are first used."""
+    if device.type != "cuda":
+        return Finding("first use", "checks nothing: the kernels are checked on GPUs")
+    if not first_use.is_checked(device):
+        return Finding("first use", f"checks nothing, because of {first_use.SWITCH}=0", "note")
+    return Finding("first use", f"checks the kernels, and keeps what it found in {verdict_files.folder()}")
+
+
+def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:
+    """The implementation of a training step's attention."""
+    q = torch.zeros(1, 4, TOKENS, head_dim, dtype=dtype, device=device, requires_grad=True)
+    return choose(Heads(q, q, q), Visible(), Options(head_dim**-0.5, 50.0, causal=True))
 
 
 def check_attention(device: torch.device) -> Finding:
     """Compare a small patched model's logits and gradients in each dtype with the specification's, in fp64.
 
-    A dtype passes if the relative error is at most twice that of the specification in the same dtype, plus a rounding.
+    A dtype passes by the error budget of `ops/error_budget.py`.
     """
     texts, right = [], True
     for dtype in CHECKED[device.type]:
         try:
-            error, allowed = attention_error(device, dtype)
+            error, budget = found = attention_error(device, dtype)
         except Exception as failure:  # drivers and compilers raise anything
             text = f"attention fails in {dtype} on {device}: {type(failure).__name__}: {failure}"
             return Finding("self-check", " ".join(text.split()), "problem")
-        texts.append(f"{error:.1e} in {str(dtype).removeprefix('torch.')} ({allowed:.1e} is allowed)")
-        right &= error <= allowed  # NaN is not
+        texts.append(f"{error:.1e} in {str(dtype).removeprefix('torch.')} ({budget:.1e} is allowed)")
+        right &= found.passed
     text = f"{'passed' if right else 'wrong numbers'} on {device}: relative error {', '.join(texts)}"
     return Finding("self-check", text, "ok" if right else "problem")
 
 
-def attention_error(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """The relative error of a model with `hf_qknorm` attention on the device, and the error that is allowed."""
+def attention_error(device: torch.device, dtype: torch.dtype) -> Verdict:
+    """The verdict on a model with `hf_qknorm` attention on the device: on logits and gradients, each of length 1."""
     exact = _small_model().to(dtype)
     ids = torch.arange(2 * TOKENS).view(2, TOKENS) * 7 % VOCABULARY
-    rounded = {name: copy.deepcopy(exact).to(device) for name in ("hf_qknorm", "hf_qknorm_eager")}
+    got, eager = (
+        _numbers(copy.deepcopy(exact).to(device), name, ids.to(device)) for name in ("hf_qknorm", "hf_qknorm_eager")
+    )
     expected = _numbers(exact.double(), "hf_qknorm_eager", ids)
-    errors = []
-    for name, model in rounded.items():
-        pairs = zip(_numbers(model, name, ids.to(device)), expected, strict=True)
-        errors.append(max(float((x.double().cpu() - y).norm() / y.norm()) for x, y in pairs))
-    return errors[0], 2 * errors[1] + torch.finfo(dtype).eps
+    joined = [
+        torch.cat([(x.double().cpu() / y.norm()).flatten() for x, y in zip(numbers, expected, strict=True)])
+        for numbers in (got, expected, eager)
+    ]
+    actual, wanted, plain = joined
+    error, budget = verdict(actual, wanted, plain)
+    return Verdict(error, budget + torch.finfo(dtype).eps)
 
 
 def _small_model() -> Any:

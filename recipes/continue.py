@@ -32,13 +32,13 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from textwrap import dedent
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
@@ -98,6 +98,15 @@ class Options:
     @property
     def sources(self) -> Sources:
         return Sources(self.checkpoint, self.known, self.text, self.work, self.device)
+
+    @property
+    def command(self) -> str:
+        """The command of the page, with the options that decide its numbers."""
+        lines = ["python recipes/continue.py"]
+        for name, value in asdict(self).items():
+            if name not in ("device", "jobs", "minutes", "work", "out") and value != getattr(Options(), name):
+                lines.append(shlex.join([f"--{name}", *map(str, value if isinstance(value, list) else [value])]))
+        return " \\\n    ".join(lines)
 
 
 class Plan:
@@ -204,13 +213,13 @@ def write(plan: Plan, runs: Runs, tau: float, means: dict[float, float]) -> str:
         edge = " The best is the smallest tried: a smaller one may be better." if tau == min(means) else ""
         edge += " It also multiplies all steps of queries and keys; a constant factor alone is not among the arms."
         sections += [f"QuacK's τ, by the mean loss of its tuning runs: {tried}.{edge}", ""]
-    question, commands, setting, rules, *_ = (__doc__ or "").split("\n\n")
+    question, _, setting, rules, *_ = (__doc__ or "").split("\n\n")
     about = f"`{size}`; it knows {plan.common['known']}, and learns {plan.common['text']}; {options.seeds} seeds."
     tables = " and ".join(f"{loss:.3f} (a {name} table)" for name, loss in ngrams.items())
     counted = f"Tables that count the new text's tokens, with 0.1 added to each count, reach {tables}."
     top = [
         f"# Continued training: {plan.common['model']}",
-        f"```\n{dedent(commands)}\n```",
+        f"```\n{options.command}\n```",
         question,
         setting,
         rules,

@@ -15,13 +15,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_qknorm
 from hf_qknorm import cli, doctor
-from hf_qknorm.backends import functions
+from hf_qknorm.backends import choice, functions
 from hf_qknorm_command import findings
 from hf_qknorm_command.findings import TESTED, check_version, find_versions
 
 TOPICS = (
     "hf-qknorm", "python", "torch", "transformers", "integrations", "CPU", "Triton", "C++ compiler", "hf_qknorm",
-    "hf_qknorm_triton", "self-check",
+    "hf_qknorm_triton", "first use", "self-check",
 )  # fmt: skip
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -47,14 +47,17 @@ def test_the_doctor_reports_every_topic_as_text_and_as_json(capsys):
 
 
 def test_the_attention_is_the_one_that_the_package_selects(capsys, monkeypatch, caplog):
-    q = torch.zeros(1, 4, 16, 64, device=DEVICE)
-    reason = functions.why_tiled(q, q, q, None)
-    monkeypatch.setattr(functions, "_logged", set())
+    monkeypatch.setattr(choice, "_logged", set())
     with caplog.at_level("INFO", logger="hf_qknorm"):
         _, found, _ = examined(capsys)
-    text = found["hf_qknorm"]["text"]
-    assert text == ("runs its fused kernels" if reason is None else f"runs tiled in PyTorch: {reason}")
-    assert ("runs its Triton kernels" if reason is None else text) in caplog.text  # the log of the attention that ran
+    assert f"hf_qknorm attention {found['hf_qknorm']['text']}" in caplog.text  # the log of the attention that ran
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_the_doctor_tells_that_there_is_no_gpu(capsys):
+    _, found, _ = examined(capsys)
+    assert found["hf_qknorm"]["text"] == "runs tiled in PyTorch: the kernels are for NVIDIA GPUs"
+    assert found["first use"]["text"] == "checks nothing: the kernels are checked on GPUs"
 
 
 CASES = [

@@ -6,7 +6,6 @@ An attention function takes q `[B, H, T, D]` and k, v `[B, Hk, S, D]` after RoPE
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, Final
@@ -17,13 +16,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from hf_qknorm.backends.calls import Operator, call_operator, refuse_unsupported, structure, why_not_kernels
+from hf_qknorm.backends import choice
+from hf_qknorm.backends.calls import Operator, call_operator, is_ranges, refuse_unsupported, structure, why_not_kernels
 from hf_qknorm.backends.masks import structured_mask
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.types import Heads, Options, StaticCache, Visible
-
-logger = logging.getLogger(__name__)
-_logged: set[str] = set()
 
 CAP_BACKENDS: Final = (
     "hf_qknorm",
@@ -83,23 +80,13 @@ def weights_wanted(options: dict[str, Any]) -> bool:
     return bool(options.get("output_attentions")) or "attentions" in (gathered or ())
 
 
-def why_tiled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
-    """The reason why "hf_qknorm" runs a call tiled in PyTorch, or None if it runs the kernels.
-
-    On a CPU it never runs Triton's interpreter, which is for tests.
-    """
-    if not query.is_cuda:
-        return "the kernels are for NVIDIA GPUs"
-    return why_not_kernels(query, key, value, mask)
-
-
 def takes_raw_heads(module: nn.Module, heads: Heads, mask: Tensor | None, options: dict[str, Any]) -> bool:
     """Whether the module's backend norms, rotates and attends in one kernel, and takes this call.
 
     "hf_qknorm" does so on CUDA, "hf_qknorm_triton" in Triton's interpreter too.
     """
     name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
-    if name not in ("hf_qknorm", "hf_qknorm_triton") or (name == "hf_qknorm" and not heads.q.is_cuda):
+    if name not in ("hf_qknorm", choice.EXPLICIT) or (name == "hf_qknorm" and not choice.on_gpu(heads.q)):
         return False
     return not weights_wanted(options) and why_not_kernels(heads.q, heads.k, heads.v, mask) is None
 
@@ -109,9 +96,16 @@ def attend_raw(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: A
 
     Values may be narrower than queries and keys, but not wider: a norm would see the padding.
     """
-    if heads.q.is_cuda:
-        _log_once("runs its Triton kernels, norm and RoPE included")
-    return _call_operator(library.fused_attention, module, heads, mask, **kwargs)
+    explicit = module.config._attn_implementation == choice.EXPLICIT  # type: ignore[union-attr]
+    operator = choice.kernel_attention if explicit else choice.best_attention
+    return _call_operator(operator, module, heads, mask, **kwargs)
+
+
+def takes_step(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attend_step` takes the mask of a call over a static cache."""
+    if mask is None:  # of many queries it means that the cache is empty but for the new keys
+        return query.shape[2] == 1
+    return is_ranges(mask)  # with padding in a trace, keys are copied, before the new ones are written
 
 
 def attend_step(
@@ -120,41 +114,31 @@ def attend_step(
     """`attend_raw` over a static cache, to which the new keys and values are written; see `library.fused_step`."""
 
     def step(seen: Heads, visible: Visible, options: Options) -> Tensor:
-        return library.fused_step(heads, StaticCache(seen.k, seen.v, cache.filled), visible, options)
+        return choice.step(module, heads, StaticCache(seen.k, seen.v, cache.filled), visible, options)
 
-    if heads.q.is_cuda:
-        _log_once("runs its Triton kernels, norm and RoPE included")
     return _call_operator(step, module, heads._replace(k=cache.keys, v=cache.values), mask, **kwargs)
 
 
 def best_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The kernels on CUDA for every call that they take, else tiled in PyTorch; `attn_implementation="hf_qknorm"`.
+    """The first implementation of `choice` that takes the call; `attn_implementation="hf_qknorm"`.
 
-    Both need memory linear in the length, and support cap, window, sinks and dropout. For `output_attentions=True` it
-    is the eager function, which holds every logit in memory.
+    All need memory linear in the length, and together support cap, window, sinks and dropout. For
+    `output_attentions=True` it is the eager function, which holds every logit in memory.
     """
     if weights_wanted(kwargs):
-        _log_once("forms every logit in memory, for output_attentions=True")
+        choice.log_once("forms every logit in memory, for output_attentions=True")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
-    reason = why_tiled(query, key, value, attention_mask)
-    _log_once("runs its Triton kernels" if reason is None else f"runs tiled in PyTorch: {reason}")
-    operator = library.fused_attention if reason is None else library.attention
-    return _call_operator(operator, module, Heads(query, key, value), attention_mask, **kwargs)
+    return _call_operator(choice.best_attention, module, Heads(query, key, value), attention_mask, **kwargs)
 
 
 def triton_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The kernels, or a ValueError with the reason; `attn_implementation="hf_qknorm_triton"`."""
-    reason = why_not_kernels(query, key, value, attention_mask)
-    if reason is not None:
-        raise ValueError(
-            f'attn_implementation="hf_qknorm_triton" can\'t serve this call: {reason}. Call '
-            'model.set_attn_implementation("hf_qknorm"), which takes the kernels only where they serve'
-        )
-    return _call_operator(library.fused_attention, module, Heads(query, key, value), attention_mask, **kwargs)
+    choice.refuse(why_not_kernels(query, key, value, attention_mask))
+    return _call_operator(choice.kernel_attention, module, Heads(query, key, value), attention_mask, **kwargs)
 
 
 def tiled_attention(
@@ -175,13 +159,6 @@ def _call_operator(
             'call model.set_attn_implementation("hf_qknorm_eager") before, or "hf_qknorm", which forms them when asked'
         )
     return call_operator(operator, module, heads, attention_mask, **kwargs)
-
-
-def _log_once(message: str) -> None:
-    """Log at info level which implementation runs, once a process; a traced graph is silent."""
-    if not torch.compiler.is_compiling() and message not in _logged and logger.isEnabledFor(logging.INFO):
-        _logged.add(message)
-        logger.info("hf_qknorm attention %s", message)
 
 
 def eager_attention(

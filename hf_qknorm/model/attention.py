@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from hf_qknorm.backends import functions
-from hf_qknorm.backends.caches import count_written, filled, is_empty, next_positions, static_layer
+from hf_qknorm.backends import choice, functions
+from hf_qknorm.backends.caches import is_empty, static_layer
 from hf_qknorm.backends.calls import is_padded_ranges
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
@@ -25,8 +25,7 @@ from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention
-from hf_qknorm.ops import library
-from hf_qknorm.ops.types import Heads, Norm, Rotary, StaticCache
+from hf_qknorm.ops.types import Heads, Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
@@ -46,20 +45,13 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         slot: Any = None if cache is None else self.family.style.slot(self, **options)
         if self.scheme.length_scale is None and self._fits_one_kernel(heads, mask, cache, slot):
             if cache is not None:
-                cache.update(library.norm_rope_one(heads.k, k_norm, rotary), v, slot)
+                cache.update(choice.norm_rope_one(self, heads.k, k_norm, rotary), v, slot)
             return functions.attend_raw(self, heads, mask, **options)
         static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, heads.k)
-        if static is not None and self._fits_one_step(heads, mask):
-            return functions.attend_step(
-                self, heads, StaticCache(static.keys, static.values, filled(static)), mask, **options
-            )
-        if static is not None:
-            count = k.shape[2]
-            q = library.norm_rope_into(heads, static.keys, static.values, next_positions(static, count))
-            q = self._length_scaled(q, options)
-            count_written(static, count)
-            return self._call_backend(q, static.keys, static.values, mask, options)
-        q, k = library.norm_rope(heads)
+        observed = self.scheme.length_scale is not None or self.observers
+        if static is not None and not observed and functions.takes_step(heads.q, mask):
+            return functions.attend_step(self, heads, static, mask, **options)
+        q, k = choice.norm_rope(self, heads)
         q = self._length_scaled(q, options)
         if cache is not None:
             k, v = cache.update(k, v, slot)
@@ -71,12 +63,6 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         padded = heads.v.shape[-1] > heads.k.shape[-1]  # a norm would see the padding
         alone = cache is None or is_empty(cache, slot)
         return alone and not padded and not reordered and not self.observers
-
-    def _fits_one_step(self, heads: Heads, mask: Tensor | None) -> bool:
-        """Whether a step of generation can norm, rotate, write to a static cache and attend to it at once."""
-        first = mask is None and heads.q.shape[2] > 1  # of a cache that is empty but for the new keys
-        reordered = mask is not None and is_padded_ranges(mask)  # copies the keys, which are not written yet
-        return self.scheme.length_scale is None and not self.observers and not first and not reordered
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that the kernel applies to it; a norm of another class, or with hooks, is applied here."""

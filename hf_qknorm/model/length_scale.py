@@ -11,11 +11,12 @@ from torch import Tensor
 def length_factors(positions: Tensor, length: int, window: int | None) -> Tensor:
     """log n / log L of queries at `positions`, in fp32; n = position + 1, and L = `length`.
 
-    A window limits n and L. At position 0 the factor is 0: a single key has all of the attention in any case.
+    A window limits n and L, L to 2 at least. The factor of a query that sees one key, at position 0 or in a window of
+    1, is 0: a single key has all of the attention in any case.
     Positions of padding may be negative, and count as 0.
     """
     seen = (positions + 1).clamp(1, window)
-    return seen.float().log() / math.log(min(length, window or length))
+    return seen.float().log() / math.log(max(min(length, window or length), 2))
 
 
 def largest_factor(longest: int, length: int, window: int | None) -> float:

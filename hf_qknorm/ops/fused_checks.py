@@ -132,9 +132,9 @@ def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
 
 def check_step(heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> None:
     """Raise ValueError unless these are the arguments of one `fused_step`."""
-    q, k, v, *norms = heads
+    q, k, v, q_norm, k_norm, rotary = heads
     keys, values, filled = cache
-    check_norm_rope(q, k, *norms)
+    check_norm_rope(q, k, q_norm, k_norm, rotary)
     check_cache(k, v, keys, values)
     if filled.dtype != torch.int64 or filled.numel() != 1:
         raise ValueError(f"filled must be one number in torch.int64, got {list(filled.shape)} in {filled.dtype}")

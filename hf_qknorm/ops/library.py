@@ -22,9 +22,9 @@ from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visib
 def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     """softmax(cap(scale·q·kᵀ) + mask)·v in linear memory, in PyTorch: `[B, H, T, D]`, laid out as `[B, T, H, D]`.
 
-    The arguments are those of `reference.attention`, except that dropout is a rate: its seed is drawn from torch's
-    default generator, and backward repeats the mask. Starts and stops of the ranges must not decrease down the rows,
-    which is not checked. Raises ValueError for heads that are still raw, and for a mask that requires a gradient.
+    The arguments are those of `reference.attention`, except that dropout is a rate: without a seed, one is drawn from
+    torch's default generator; backward repeats the mask. Starts and stops of the ranges must not decrease down the
+    rows, which is not checked. Raises ValueError for heads that are still raw, and for a mask that requires a gradient.
     """
     if heads.raw:
         raise ValueError("attention takes heads after norm and rotation: use fused_attention for raw ones")
@@ -108,8 +108,8 @@ def _fused(heads: Heads, visible: Visible, options: Options, *, statistics: bool
 
 
 def _with_seed(visible: Visible, options: Options, device: torch.device) -> Visible:
-    """The same with a seed from torch's default generator, if there is dropout."""
-    if not options.dropout > 0:
+    """The same with a seed from torch's default generator, if there is dropout and no seed yet."""
+    if not options.dropout > 0 or visible.seed is not None:
         return visible
     return visible._replace(seed=torch.randint(torch.iinfo(torch.int64).max, (1,), device=device))
 

@@ -1,4 +1,4 @@
-"""The specification: head norms and attention in plain PyTorch. Kernels never import it.
+"""The specification: head norms, rotation and attention in plain PyTorch. Kernels never import it.
 
 Any device, any dtype up to fp64, autograd throughout. Shapes: B batch, H query heads, Hk key/value heads (H is a
 multiple of Hk), T query length, S key length, D head_dim; values may have another. Query i stands at key position
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.types import Heads, Norm, Rotary
 
 
 class Attended(NamedTuple):
@@ -66,6 +67,27 @@ def head_norm(
     y = y if bias is None else y + bias.to(y.dtype)
     y = y if blend is None else wide + blend.to(y.dtype) * (y - wide)
     return y.to(x.dtype)
+
+
+def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
+    """Norm and rotate queries and keys: the values of `library.norm_rope`, rounded after the norm too."""
+    q, k, _, q_norm, k_norm, rotary = heads
+    return norm_rope_one(q, q_norm, rotary), norm_rope_one(k, k_norm, rotary)
+
+
+def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
+    """Norm and rotate queries or keys `[B, H, T, D]`."""
+    if norm.kind != "none":
+        x = head_norm(x.transpose(1, 2), norm.kind, norm.gain, norm.bias, norm.eps, norm.p, norm.blend).transpose(1, 2)
+    if rotary is None:
+        return x
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (part.to(wide)[:, None] for part in rotary[:2])
+    turned, rest = x.to(wide).tensor_split([2 * cos.shape[-1]], -1)
+    a, b = (turned[..., ::2], turned[..., 1::2]) if rotary.interleaved else turned.chunk(2, -1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(pair, -1).flatten(-2) if rotary.interleaved else torch.cat(pair, -1)
+    return torch.cat([turned, rest], -1).to(x.dtype)
 
 
 def visible(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends.calls import Structure, structure
 from hf_qknorm.ops import library, tiled
+from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 
@@ -66,8 +67,10 @@ def measure_by_kernels(
     """The same by one kernel; None for unsupported inputs, and for logits over cap/2, which kernels do not count."""
     if seen.mask is not None or scale <= 0 or library.why_not_fused(q, seen.key, seen.key) is not None:
         return None
-    options = Options(scale, softcap, seen.causal, seen.window)
-    found = library.fused_statistics(Heads(q, seen.key, seen.key), Visible(seen.ranges), options)
+    call = Heads(q, seen.key, seen.key), Visible(seen.ranges), Options(scale, softcap, seen.causal, seen.window)
+    if first_use.why_distrusted(*call, "statistics") is not None:
+        return None
+    found = library.fused_statistics(*call)
     if not bool(found.largest.max() <= cap / 2):
         return None
     keys = _keys_seen(q, seen).expand(q.shape[0], 1, -1)

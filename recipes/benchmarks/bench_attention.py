@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 from bench_cases import Case, Inputs, draw
-from bench_checks import MODEL, SECONDS, Checks, print_verdicts
+from bench_checks import MODEL, Checks, print_verdicts
 from bench_implementations import Implementation
 from bench_model import Training
 from bench_plan import Item, Part, check_jobs, first_plan, full_plan, gluon_plan, listing, quick_plan, tiny_plan
@@ -43,6 +43,7 @@ from hf_qknorm.files.atomic_io import replace_text
 
 RESULTS = Path(__file__).parents[1] / "results"
 SAMPLED = 0.15  # seconds of samples for each run
+FIRST_SECONDS = 50  # for each of the first checks
 
 
 class Work:
@@ -99,7 +100,7 @@ class Bench:
         if left <= 0:
             self.skipped += map(str, part)
             return True
-        failed = self.checks.run(number, check_jobs(part, self.checks.length), left + 60)
+        failed = self.checks.run(number, check_jobs(part, self.checks.length), max(left / 2, 30))
         self.failures += failed
         if failed and not keep_going:
             print("\n".join(failed), file=sys.stderr)
@@ -247,7 +248,7 @@ def main(arguments: list[str]) -> int:
     processes = args.processes or (1 if args.cpu else max((os.cpu_count() or 1) * 3 // 4, 1))
     checks = Checks(length, arguments, processes)
     if args.first:
-        return int(bool(checks.run(0, check_jobs(parts[0], length), SECONDS)))
+        return int(bool(checks.run(0, check_jobs(parts[0], length), FIRST_SECONDS)))
 
     folder = args.out or (Path(tempfile.mkdtemp()) if args.cpu else RESULTS)
     report = Report(folder, environment(device, dtype, args.commit), arguments)

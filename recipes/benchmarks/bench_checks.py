@@ -87,8 +87,6 @@ class Checks:
         start = time.monotonic()
         needed = {n: job for n, job in enumerate(jobs) if job.model or not job.known(self.verdicts)}
         verdicts = run_checks(needed, part, self.arguments, self.processes, min(SECONDS, seconds)) if needed else []
-        for verdict in verdicts:
-            print(verdict, flush=True)
         self.verdicts |= {(x.case, x.what): x for x in verdicts}
         failed = [str(verdict) for verdict in verdicts if verdict.ours and not verdict.passed]
         spent = time.monotonic() - start
@@ -170,7 +168,7 @@ def run_checks(
 ) -> list[Checked]:
     """Return the verdicts of some jobs of a part, by number, each from a process of its own, or all from a single one.
 
-    A process may take so many seconds.
+    A process may take so many seconds. Verdicts are printed as they come.
     """
     numbers = [[n] for n in jobs] if processes > 1 else [list(jobs)]
 
@@ -178,9 +176,10 @@ def run_checks(
         verdicts, complaint = run_process([*arguments, "--checks-of", *map(str, (part, *mine))], seconds)
         known = {(verdict.case, verdict.what) for verdict in verdicts}
         lost = [Checked(*named, {}, complaint) for n in mine for named in expected(jobs[n])]
-        return verdicts + (
-            [verdict for verdict in lost if (verdict.case, verdict.what) not in known] if complaint else []
-        )
+        if complaint:
+            verdicts += [verdict for verdict in lost if (verdict.case, verdict.what) not in known]
+        print(*verdicts, sep="\n", flush=True)  # what follows may take a while
+        return verdicts
 
     with ThreadPoolExecutor(processes) as pool:
         return [verdict for verdicts in pool.map(run, numbers) for verdict in verdicts]

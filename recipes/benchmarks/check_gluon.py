@@ -65,13 +65,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--small", action="store_true", help="one small case, as for compute-sanitizer")
     parser.add_argument("--cpu", action="store_true", help="the plain kernel alone, in Triton's interpreter")
+    parser.add_argument("--list", action="store_true", help="print the cases, and end")
     args = parser.parse_args(arguments)
+    problems = TINY if args.cpu else SMALL if args.small else ALL
+    if args.list:
+        print("\n".join(f"{case} B{case.batch}" for case, *_ in problems))
+        return 0
     if args.cpu and os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported
         os.execve(sys.executable, [sys.executable, __file__, *arguments], os.environ | {"TRITON_INTERPRET": "1"})
     if not args.cpu and not torch.cuda.is_available():
         print("needs a Hopper GPU; --cpu tries the script out without one", file=sys.stderr)
         return 2
-    problems = TINY if args.cpu else SMALL if args.small else ALL
     checked = partial(check, device="cpu" if args.cpu else "cuda")
     failures = 0
     # many compile in parallel; one alone runs in this process, for a sanitizer

@@ -27,8 +27,8 @@ import triton
 from compiled import Failure, Report, compiling
 
 from hf_qknorm.ops.norms import NormKind
-from hf_qknorm.ops.triton import attention, gluon, norm_rope
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.triton import attention, decode_step, gluon
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
 
 ARCHES = (80, 90, 100)
 HOPPER = 90
@@ -39,6 +39,7 @@ SPILL_FREE = {  # largest head_dim
     "query_gradient_kernel": 256,
     "key_gradient_kernel": 128,
     "split_kernel": 256,
+    "add_parts_kernel": 256,
 }
 SLOTS = {("approx", False): 6.5, ("none", False): 4.5, ("none", True): 7.8}  # (TANH, ONLINE): at head_dim 128
 GLUON_WIDE = {("approx", False): 9.0, ("none", False): 7.2}  # at head_dim 256, in tiles of 64 keys; at 64 as at 128
@@ -70,7 +71,8 @@ def broken(report: Report, arch: int = HOPPER) -> list[str]:
     attention = report.kernel in SPILL_FREE and report.dtype != "fp32"
     if attention and report.spilled and not spills_allowed(report):
         found.append(f"{report.spilled:,} bytes spilled, expected none")
-    wide = attention and report.kernel != "split_kernel"  # few queries: matrix instructions of a warp
+    # few queries: matrix instructions of a warp; sums need none
+    wide = attention and report.kernel not in ("split_kernel", "add_parts_kernel")
     if wide and "HGMMA" not in report.matrix:
         found.append(f"no HGMMA, got {report.matrix or 'no matrix instructions'}")
     limit = slots_limit(report)
@@ -130,12 +132,13 @@ class Case:
     statistics: bool = False
     tf32: bool = False
     gluon: bool = False  # the forward pass for Hopper alone
+    batch: int = 36  # enough for a program for each block of keys
 
     def launch(self) -> None:
         """Call forward and backward."""
         os.environ[gluon.SWITCH] = str(int(self.gluon))
         torch.backends.cuda.matmul.fp32_precision = "tf32" if self.tf32 else "ieee"
-        b, h, hk, t, d = 2, 8, 2, 1024, self.head_dim
+        b, h, hk, t, d = self.batch, 8, 2, 1024, self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
         q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
         norm = Norm(self.norm, None if self.norm == "none" else empty(d), **stored_eps(self.knee))
@@ -159,18 +162,17 @@ class Step:
     dtype: torch.dtype = torch.bfloat16
     softcap: float | None = 50.0
     knee: bool = False
+    queries: int = 1
 
     def launch(self) -> None:
         """Norm, rotate and write; then attend."""
-        b, h, hk, s, d = 2, 8, 2, 4096, self.head_dim
+        b, h, hk, t, s, d = 2, 8, 2, self.queries, 4096, self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
-        q, k, v = (empty(b, 1, n, d).transpose(1, 2) for n in (h, hk, hk))
-        keys, values = (empty(b, hk, s, d) for _ in range(2))
-        norm, cos = Norm("rms", empty(d), **stored_eps(self.knee)), empty(1, 1, d // 2)
-        cache = norm_rope.Cache(keys, values, v, torch.zeros(1, dtype=torch.int64))
-        made = norm_rope.forward(q, k, norm, norm, Rotary(cos, cos), cache=cache)
-        options = Options(d**-0.5, self.softcap, causal=True)
-        attention.forward(Heads(made.q, keys, values), Visible(), options)
+        q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
+        cache = StaticCache(empty(b, hk, s, d), empty(b, hk, s, d), torch.zeros((), dtype=torch.int64))
+        norm, cos = Norm("rms", empty(d), **stored_eps(self.knee)), empty(1, t, d // 2)
+        heads, options = Heads(q, k, v, norm, norm, Rotary(cos, cos)), Options(d**-0.5, self.softcap, causal=True)
+        decode_step.forward(heads, cache, Visible(), options)
 
 
 def stored_eps(knee: bool) -> dict[str, torch.Tensor]:
@@ -198,6 +200,7 @@ CASES = {
     "window": Case(**PLAIN, window=256, sinks=True),
     "dropout": Case(64, **PLAIN, dropout=0.1),
     "statistics": Case(**PLAIN, statistics=True),
+    **{f"parts {d}": Case(d, batch=1) for d in (256, 128, 64)},
     **{f"gluon, capped {d}": Case(d, gluon=True) for d in (256, 128, 64)},
     **{f"gluon, uncapped {d}": Case(d, softcap=None, gluon=True) for d in (256, 128, 64)},
     "gluon, fp16": Case(dtype=torch.float16, **RAW, gluon=True),
@@ -205,12 +208,13 @@ CASES = {
     "step, uncapped": Step(softcap=None),
     "step, knee": Step(knee=True),
     "step, fp32": Step(dtype=torch.float32),
+    "steps": Step(queries=20),
 }
 # Every kernel in every dtype, of the smallest heads: it is over the registers of wide ones that ptxas spends minutes.
 FEW = {
     f"{kind.__name__} {dtype}": kind(16, dtype, **options)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    for kind, options in ((Case, {"interleaved": True, "softcap": None}), (Step, {}))
+    for kind, options in ((Case, {"interleaved": True, "softcap": None, "batch": 1}), (Step, {}))
 }
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
-from hf_qknorm.backends import functions
 from hf_qknorm.backends.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.ops.types import Heads
 
 OWN = tuple(name for name in REGISTERED if name != "hf_qknorm_triton")  # test_kernels_in_models.py has that one
 CAPPING = (*OWN, "eager")
@@ -217,35 +213,6 @@ def test_a_model_without_causality_is_bidirectional():
 def test_backends_that_can_cap_are_the_ones_listed():
     assert set(OWN) < set(CAP_BACKENDS)
     assert "sdpa" not in CAP_BACKENDS
-
-
-@pytest.fixture
-def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A fake query on a GPU; no attention is computed."""
-    monkeypatch.setattr(functions, "_logged", set())
-    monkeypatch.setattr(functions, "_call_operator", lambda *call, **options: None)
-    return SimpleNamespace(is_cuda=True)
-
-
-def test_the_implementation_is_logged_once(on_cuda, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "hf_qknorm")
-    for reason in (None, "head_dim is 264", None, "head_dim is 264"):
-        monkeypatch.setattr(functions, "why_not_kernels", lambda *call, reason=reason: reason)
-        functions.best_attention(None, on_cuda, None, None, None)
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", "hf_qknorm attention runs its Triton kernels"),
-        ("INFO", "hf_qknorm attention runs tiled in PyTorch: head_dim is 264"),
-    ]
-
-
-def test_a_traced_graph_logs_nothing(on_cuda, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "hf_qknorm")
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    functions.attend_raw(None, Heads(on_cuda, None, None), None)
-    assert not caplog.records
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
-    functions.attend_raw(None, Heads(on_cuda, None, None), None)
-    assert "norm and RoPE included" in caplog.text
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 7), (2, 5, 0), (0, 5, 7), (2, 0, 0)], ids=str)

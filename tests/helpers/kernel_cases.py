@@ -15,7 +15,7 @@ from tiled_cases import Case, draw_inputs
 from torch import Tensor
 
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.triton import attention, launch
+from hf_qknorm.ops.triton import attention, launch, schedule
 from hf_qknorm.ops.triton.architectures import AMPERE, ARCHITECTURES, Tile
 from hf_qknorm.ops.types import Heads, Options, Visible
 
@@ -126,8 +126,9 @@ SMALL = {
 }
 
 
-def shrink_tiles(monkeypatch: pytest.MonkeyPatch, **tiles: Tile) -> None:
-    """Give short sequences many tiles."""
+def shrink_tiles(monkeypatch: pytest.MonkeyPatch, processors: int = 1, **tiles: Tile) -> None:
+    """Give short sequences many tiles, and a GPU of few processors, so that one program has a whole block of keys."""
+    monkeypatch.setattr(schedule, "gpu", lambda device: schedule.Gpu(processors, 1))
     for table in {id(x): x.tiles for x in ARCHITECTURES.values()}.values():
         for key, row in table.items():
             monkeypatch.setitem(table, key, row._replace(**(SMALL | tiles)))

@@ -52,6 +52,14 @@ def test_the_factor_is_1_at_the_trained_length():
     assert largest_factor(36, LENGTH, None) == pytest.approx(2.0)
 
 
+def test_a_window_of_one_key_has_factors_of_0():
+    assert length_factors(torch.arange(4), LENGTH, 1).tolist() == [0.0] * 4
+    assert length_factors(torch.arange(4), LENGTH, 2).tolist() == [0.0, 1.0, 1.0, 1.0]
+    model = patched("mistral", NORMED, sliding_window=1)
+    assert torch.isfinite(logits(model, tokens())).all()
+    assert all(bound == 0 for bound in logit_bounds(model).values())
+
+
 @pytest.mark.parametrize("model_type", STYLES)
 @pytest.mark.parametrize("normed", [False, True])
 def test_queries_are_multiplied_by_hand(model_type, normed, monkeypatch):

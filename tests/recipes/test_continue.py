@@ -60,6 +60,10 @@ def test_the_recipe_writes_every_arm_fault_and_precision(recipe, text, tmp_path,
     assert "Time is up" in capsys.readouterr().out
     recipe.main(command)
     page = (tmp_path / "out.md").read_text()
+    assert page.split("```")[1].strip().splitlines()[-2:] == [
+        "    --seeds 2 \\",
+        "    --arms unpatched 'qk_norm_cap, knee lowered' QuacK",
+    ]
     tables = page[page.index("Held-out loss in nats") :]
     assert all(tables.count(f"\n| {arm} |") >= 3 for arm in arms)
     for words in ("came back", "in fp32 (1 seed)", "QuacK's τ", "a trigram table"):

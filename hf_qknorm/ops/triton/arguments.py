@@ -37,13 +37,17 @@ class Constants(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of heads, of queries and keys a head, and the window, 0 without one."""
+    """Numbers of heads, of queries and keys a head; the window, 0 without one; heads of a section of the schedule.
+
+    Kernels take each as an argument of its own, not specialised: of a tuple's fields Triton specialises all.
+    """
 
     heads: int
     heads_kv: int
     queries: int
     keys: int
     window: int
+    section: int = 1
 
 
 class ScoreArguments(NamedTuple):

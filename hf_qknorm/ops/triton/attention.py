@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.triton import attention_decode, gluon, norm_rope
+from hf_qknorm.ops.triton import attention_decode, gluon, key_parts, norm_rope, schedule
 from hf_qknorm.ops.triton.architectures import Tile
-from hf_qknorm.ops.triton.arguments import (
-    Constants,
-    NormArguments,
-    RotaryArguments,
-    ScoreArguments,
-    Sizes,
-    norm_kind,
-    partial_sums,
-    sum_to,
-)
+from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments
 from hf_qknorm.ops.triton.attention_backward import (
     ALIGNED,
     key_gradient_kernel,
@@ -42,7 +34,8 @@ from hf_qknorm.ops.triton.launch import (
     uses_pointers,
 )
 from hf_qknorm.ops.triton.prepared_heads import PreparedHeads
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible, laid_out
+from hf_qknorm.ops.triton.raw_gradient import RawGradient
+from hf_qknorm.ops.types import Heads, Norm, Options, Visible, laid_out
 
 
 class Result(NamedTuple):
@@ -81,6 +74,7 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
             shape,
             variants,
             {"SINKS": sinks, "STATISTICS": statistics},
+            section=schedule.query_section(prepared.k, h, t, shape.queries),
             OUT=as_tiles(out, shape.queries),
             normaliser=normaliser,
             ranges=visible.ranges,
@@ -120,7 +114,11 @@ def _launch(
         "V": as_tiles(prepared.v, shape.keys),
         "bound": prepared.bound,
         "seeds": visible.seed,
-        "sizes": Sizes(h, hk, t, s, reach(options.window, t, s)),
+        "heads": h,
+        "heads_kv": hk,
+        "queries": t,
+        "keys": s,
+        "window": reach(options.window, t, s),
     }
     shared = Constants(
         shape.queries,
@@ -167,18 +165,16 @@ def backward(
     dtype = heads.q.dtype if in_kernel else torch.float32
     dq, dk, dv = laid_out(heads.q, dtype), laid_out(heads.k, dtype), laid_out(heads.v)
     call = _Call(prepared, visible, options)
-    gradient = partial(_gradient, call, grad, row_terms, inner.rotary)
+    gradient = partial(_gradient, call, grad, row_terms)
     shape = tiles(heads.q).query_gradient
-    q_gain, q_bias = gradient(
-        query_gradient_kernel, shape, shape.queries, inner.q, inner.q_norm, options.scale, visible.ranges, DX=dq
-    )
+    section = schedule.query_section(heads.k, *heads.q.shape[1:3], shape.queries)
+    raw = RawGradient.of(inner.q, inner.q_norm, inner.rotary, dq, shape.queries, section)
+    gradient(query_gradient_kernel, shape, raw, factor=options.scale, ranges=visible.ranges, section=section)
+    q_gain, q_bias = raw.gain_and_bias()
     # prepared queries hold a part of the scale: see ops/README.md
     k_factor = options.scale if not heads.raw else options.softcap or 1 / LOG2E
     ranges = None if visible.ranges is None else _queries_seeing(visible.ranges, heads.k.shape[2])
-    shape = tiles(heads.q).key_gradient
-    k_gain, k_bias = gradient(
-        key_gradient_kernel, shape, shape.keys, inner.k, inner.k_norm, k_factor, ranges, DX=dk, DV=dv
-    )
+    k_gain, k_bias = _key_gradient(gradient, inner, options, dk, dv, factor=k_factor, ranges=ranges)
     dsinks = None
     if visible.sinks is not None:
         peak, total = normaliser.unbind(-1)
@@ -186,9 +182,9 @@ def backward(
         terms = (weight * row_terms[:, :, 1, : total.shape[2]]).masked_fill(total == 0, 0.0)
         dsinks = -terms.sum((0, 2)).to(visible.sinks.dtype)
     if not in_kernel:
-        raw = norm_rope.backward(dq, dk, heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary)
-        assert raw.k is not None
-        dq, dk, q_gain, q_bias, k_gain, k_bias = raw.q, raw.k, *raw[2:]
+        undone = norm_rope.backward(dq, dk, heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary)
+        assert undone.k is not None
+        dq, dk, q_gain, q_bias, k_gain, k_bias = undone.q, undone.k, *undone[2:]
     return Gradients(dq, dk, dv, q_gain, q_bias, k_gain, k_bias, dsinks)
 
 
@@ -221,48 +217,49 @@ def _kernels_undo_norm(heads: Heads) -> bool:
 
 
 def _gradient(
-    call: _Call,
-    grad: Tensor,
-    row_terms: Tensor,
-    rotary: Rotary | None,
-    kernel: Any,
-    shape: Tile,
-    rows: int,
-    x: Tensor,
-    norm: Norm,
-    factor: float,
-    ranges: Tensor | None,
-    **outputs: Tensor,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Write `outputs`, in blocks of `rows` of the raw heads x; returns the gradients of gain and bias.
-
-    The kernel undoes the norm and the rotation.
-    """
-    b, count, length, d = x.shape
-    blocks = -(-length // rows)
-    dgain, dbias = partial_sums(norm, (b, count, blocks, padded(d)), x.device)
+    call: _Call, grad: Tensor, row_terms: Tensor, kernel: Any, shape: Tile, raw: RawGradient, **arguments: Any
+) -> None:
+    """Launch a kernel that stores the raw gradient; `arguments` are its own."""
+    dtype = call.prepared.q.dtype
     bounded, sinks = call.prepared.bound is not None, call.visible.sinks is not None
     _launch(
         kernel,
-        blocks * b * count,
+        raw.programs,
         call,
         shape,
-        backward_variants(x.dtype, call.options.softcap, bounded, sinks),
-        {"EXACT": x.dtype == torch.float32},
-        **{name: as_tiles(output, rows) for name, output in outputs.items()},
+        backward_variants(dtype, call.options.softcap, bounded, sinks),
+        {"EXACT": dtype == torch.float32},
         GRAD=as_tiles(grad, shape.queries),
-        X=None if norm.kind == "none" else as_tiles(dense(x), rows),
         row_terms=row_terms,
-        ranges=ranges,
-        norm=NormArguments.of(norm),
-        dgain=dgain,
-        dbias=dbias,
-        rotary=RotaryArguments.of(rotary),
-        factor=factor,
-        NORM=norm_kind(norm),
+        **raw.arguments,
+        **arguments,
     )
-    gain, bias = (None if part is None else part.sum(2)[..., :d] for part in (dgain, dbias))
-    return sum_to(gain, norm.gain), sum_to(bias, norm.bias)
+
+
+def _key_gradient(
+    gradient: Callable[..., None], heads: Heads, options: Options, dk: Tensor, dv: Tensor, **arguments: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """Write dk and dv with `gradient`, `_gradient` with its first arguments; returns the gradients of gain and bias.
+
+    Where a program for each block of keys would leave processors idle, several share a block.
+    """
+    (b, h, t, d), (_, hk, s, _), k = heads.q.shape, heads.k.shape, heads.k
+    shape, group = tiles(k).key_gradient, h // hk
+    lines = schedule.Lines(s, shape.keys, t, shape.queries, since=options.causal, window=reach(options.window, t, s))
+    size = 2 * group * t * d * k.element_size()
+    parts, section = schedule.divide(lines, group, b * hk, size, schedule.gpu(k.device))
+    arguments |= {"parts": parts, "section": section}
+    raw = partial(RawGradient.of, k, heads.k_norm, heads.rotary, dk)
+    if parts == 1:
+        whole = raw(shape.keys, section)
+        gradient(key_gradient_kernel, shape, whole, DV=as_tiles(dv, shape.keys), **arguments)
+    else:
+        dk_parts, dv_parts = (k.new_empty(b, hk * parts, s, d, dtype=torch.float32) for _ in range(2))
+        sums = RawGradient.of(k, Norm(), None, dk_parts, shape.keys)
+        gradient(key_gradient_kernel, shape, sums, DV=as_tiles(dv_parts, shape.keys), **arguments)
+        whole = raw(key_parts.rows(d))
+        key_parts.add_parts(dk_parts, dv_parts, whole, dv)
+    return whole.gain_and_bias()
 
 
 def _queries_seeing(ranges: Tensor, keys: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from hf_qknorm.ops.triton.arguments import Sizes
 from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
 from hf_qknorm.ops.triton.norm_math import backward, partners, statistics
 from hf_qknorm.ops.triton.score_math import (
@@ -19,6 +20,7 @@ from hf_qknorm.ops.triton.score_math import (
     key_segments,
     keys_seen,
     other_launch_serves,
+    place,
     queries_seeing,
     query_block,
     tanh_and_slope,
@@ -35,7 +37,7 @@ class RowTerms(NamedTuple):
     delta: Any
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "queries"])
 def row_terms_kernel(OUT, GRAD, normaliser, row_terms, heads, queries, C: tl.constexpr):
     """Terms of each row, `[B, H, 3, T′]`: log-sum-exp (if C.EXACT the peak), δ, and 1/total if C.EXACT.
 
@@ -152,12 +154,13 @@ def _add_to_queries(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=Sizes._fields)
 def query_gradient_kernel(
-    Q, K, V, GRAD, X, DX, row_terms, bound, ranges, seeds, norm, dgain, dbias, rotary, factor, score, sizes,
-    NORM: tl.constexpr, C: tl.constexpr,
+    Q, K, V, GRAD, X, DX, row_terms, bound, ranges, seeds, norm, dgain, dbias, rotary, factor, score,
+    heads, heads_kv, queries, keys, window, section, NORM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the raw queries, one program for a block of queries and a head."""
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
     block = query_block(sizes, C)
     if other_launch_serves(bound, block.batch * sizes.heads_kv + block.head_kv, score.limit, C.WHEN):
         return
@@ -184,7 +187,7 @@ def query_gradient_kernel(
             MASKED=SEGMENT != 1, C=C,
         )  # fmt: skip
     store_raw_gradient(
-        dq * factor, X, DX, norm, dgain, dbias, rotary, block.batch, block.head, block.start, sizes.queries,
+        dq * factor, X, DX, norm, dgain, dbias, rotary, block.batch, block.head, block.start, queries,
         C.BLOCK_M, NORM, C,
     )  # fmt: skip
 
@@ -236,18 +239,25 @@ def _add_to_keys(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*Sizes._fields, "parts"])
 def key_gradient_kernel(
-    Q, K, V, GRAD, X, DX, DV, row_terms, bound, ranges, seeds, norm, dgain, dbias, rotary, factor, score, sizes,
-    NORM: tl.constexpr, C: tl.constexpr,
+    Q, K, V, GRAD, X, DX, DV, row_terms, bound, ranges, seeds, norm, dgain, dbias, rotary, factor, score,
+    heads, heads_kv, queries, keys, window, section, parts, NORM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the raw keys and of the values, one program for a block of keys, over the heads of its group."""
-    blocks = tl.cdiv(sizes.keys, C.BLOCK_N)
-    number = tl.program_id(0) // blocks
-    own = tl.program_id(0) % blocks * C.BLOCK_N
-    batch = number // sizes.heads_kv
-    head_kv = number % sizes.heads_kv
-    if other_launch_serves(bound, number, score.limit, C.WHEN):
+    """The gradients of the raw keys and of the values: `parts` programs for a block of keys, over a group's heads.
+
+    Several parts store sums of their own, in heads Hk·parts of DX and DV, which `add_parts_kernel` adds up.
+    """
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
+    blocks = tl.cdiv(keys, C.BLOCK_N)
+    units = heads_kv * parts
+    unit, block = place(blocks, section)
+    own = block * C.BLOCK_N
+    batch = unit // units
+    head_out = unit % units
+    head_kv = head_out // parts
+    part = head_out % parts
+    if other_launch_serves(bound, batch * heads_kv + head_kv, score.limit, C.WHEN):
         return
     cols = own + tl.arange(0, C.BLOCK_N)
     first, last = queries_seeing(cols, batch, ranges, sizes, C)
@@ -262,16 +272,16 @@ def key_gradient_kernel(
     v = load_tile(V, batch, head_kv, own, sizes.keys, C.BLOCK_N, C)
     dk = tl.zeros([C.BLOCK_N, C.PADDED], tl.float32)
     dv = tl.zeros([C.BLOCK_N, C.PADDED], tl.float32)
-    group = sizes.heads // sizes.heads_kv
-    head = head_kv * group
-    stride = tl.cdiv(sizes.queries, ALIGNED) * ALIGNED
-    first_head = batch * sizes.heads + head
+    group = heads // heads_kv
+    member = part * group // parts
+    members = (part + 1) * group // parts - member
+    head = head_kv * group + member
+    stride = tl.cdiv(queries, ALIGNED) * ALIGNED
+    first_head = batch * heads + head
     row_terms += 3 * first_head.to(tl.int64) * stride
     dk, dv = _add_to_keys(
-        dk, dv, k, v, Q, GRAD, row_terms, batch, head, first_head, group, stride, cols, first, last, start, count,
+        dk, dv, k, v, Q, GRAD, row_terms, batch, head, first_head, members, stride, cols, first, last, start, count,
         score, seed, sizes, C,
     )  # fmt: skip
-    store_tile(DV, dv, batch, head_kv, own, sizes.keys, C.BLOCK_N, C)
-    store_raw_gradient(
-        dk * factor, X, DX, norm, dgain, dbias, rotary, batch, head_kv, own, sizes.keys, C.BLOCK_N, NORM, C
-    )
+    store_tile(DV, dv, batch, head_out, own, keys, C.BLOCK_N, C)
+    store_raw_gradient(dk * factor, X, DX, norm, dgain, dbias, rotary, batch, head_out, own, keys, C.BLOCK_N, NORM, C)

@@ -8,6 +8,7 @@ of more rows, a second launch does. Both do so in the order of the splits, so th
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -242,9 +243,10 @@ def forward(
     partial = normaliser  # of one split nothing is written there; without a tensor it would be another kernel
     if parts > 1:
         partial = torch.empty(parts * b * h * t * (columns + 2), dtype=torch.float32, device=q.device)
-    shared = {
+    out = laid_out(q)
+    shared: dict[str, Any] = {
         "partial": partial,
-        "out": laid_out(q),
+        "out": out,
         "normaliser": normaliser,
         "sinks": visible.sinks,
         "heads_kv": hk,
@@ -289,4 +291,4 @@ def forward(
         launch(
             combine_kernel, (programs,), q.device, ROWS=COMBINED_ROWS, PADDED=columns, HEAD_DIM=d, num_warps=4, **shared
         )
-    return shared["out"], normaliser
+    return out, normaliser

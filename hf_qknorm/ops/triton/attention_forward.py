@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from hf_qknorm.ops.triton.arguments import Sizes
 from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
 from hf_qknorm.ops.triton.score_math import (
     LOG2E,
@@ -93,14 +94,16 @@ def attend(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: 
     return Sums(acc, total, peak, p_logit, largest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=Sizes._fields)
 def forward_kernel(
-    Q, K, V, OUT, normaliser, bound, ranges, sinks, seeds, largest_out, entropy_out, score, sizes, C: tl.constexpr
-):
+    Q, K, V, OUT, normaliser, bound, ranges, sinks, seeds, largest_out, entropy_out, score,
+    heads, heads_kv, queries, keys, window, section, C: tl.constexpr,
+):  # fmt: skip
     """Output `[B, H, T, D]` and normaliser `[B, H, T, 2]`; both are 0 for a query without keys, but for its peak.
 
     Q, K, V, OUT are heads `[B, H or Hk, T or S, D]` as `head_tiles` takes them; `score` is `arguments.ScoreArguments`.
     """
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
     block = query_block(sizes, C)
     if other_launch_serves(bound, block.batch * sizes.heads_kv + block.head_kv, score.limit, C.WHEN):
         return

@@ -15,11 +15,12 @@ from hf_qknorm.ops.types import Heads, Options, StaticCache, Visible
 
 def forward(heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
     """Attention `[B, H, T, D]` of raw queries over the cache's keys and the new ones; see `library.fused_step`."""
-    q, k, v, *norms = heads
+    q, k, v, q_norm, k_norm, rotary = heads
     keys, values, filled = cache
     count = q.shape[2]
     positions = filled if count == 1 else filled + torch.arange(count, device=filled.device)
-    made = norm_rope.forward(q, k, *norms, cache=norm_rope.Cache(keys, values, v, positions))
+    into = norm_rope.Cache(keys, values, v, positions)
+    made = norm_rope.forward(q, k, q_norm, k_norm, rotary, cache=into)
     if attention_decode.suits(q, keys):
         zeros = made.zeros if attention_decode.counters(q, keys) else None
         return attention_decode.forward(made.q, keys, values, visible, options, zeros, filled)[0]

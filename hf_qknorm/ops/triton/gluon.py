@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments, Sizes
 from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, descriptor, launch, padded
 from hf_qknorm.ops.triton.prepared_heads import PreparedHeads
+from hf_qknorm.ops.triton.schedule import query_section
 from hf_qknorm.ops.types import Options, Visible
 
 SWITCH = "HF_QKNORM_GLUON"
@@ -82,7 +83,7 @@ def attend(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: boo
         normaliser=normaliser,
         bound=prepared.bound,
         score=ScoreArguments(prepared.unit, prepared.cap, limit=variant.limit),
-        sizes=Sizes(h, prepared.k.shape[1], t, prepared.k.shape[2], 0),
+        **Sizes(h, prepared.k.shape[1], t, prepared.k.shape[2], 0, query_section(prepared.k, h, t, QUERIES))._asdict(),
         STAGES=stages,
         C=Constants(
             QUERIES,

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from hf_qknorm.ops.triton.arguments import Sizes
 from hf_qknorm.ops.triton.attention_forward import LOWEST
 from hf_qknorm.ops.triton.score_math import keys_seen, other_launch_serves, query_block, tanh
 
@@ -165,11 +166,13 @@ def produce(Q, K, V, q_tiles, q_full, ring, batch, head, head_kv, start, tiles, 
         load_tile(V, at, v_full.index(slot), v_tiles.index(slot))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=Sizes._fields)
 def gluon_forward_kernel(
-    Q, K, V, OUT, normaliser, bound, score, sizes, STAGES: gl.constexpr, C: gl.constexpr
+    Q, K, V, OUT, normaliser, bound, score, heads, heads_kv, queries, keys, window, section,
+    STAGES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """As `forward_kernel`, without windows, ranges, sinks, dropout and statistics; BLOCK_M is 128."""
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
     start, number, batch, head, head_kv = query_block(sizes, C)
     if other_launch_serves(bound, batch * sizes.heads_kv + head_kv, score.limit, C.WHEN):
         return

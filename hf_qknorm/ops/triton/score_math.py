@@ -34,11 +34,18 @@ class QueryRows(NamedTuple):
 
 
 @triton.jit
+def place(blocks, section):
+    """Head and block of this program. In a section of heads, all first blocks start before the second ones."""
+    number = tl.program_id(0)
+    programs = section * blocks
+    return number // programs * section + number % section, number % programs // section
+
+
+@triton.jit
 def query_block(sizes, C: tl.constexpr):
     """The block of queries of this program."""
     blocks = tl.cdiv(sizes.queries, C.BLOCK_M)
-    number = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
+    number, block = place(blocks, sizes.section)
     if C.CAUSAL:
         block = blocks - 1 - block  # the longest first, so that the last ones to end are short
     head = number % sizes.heads

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
+import re
+import subprocess
 import sys
 import time
 from importlib import import_module
@@ -12,16 +15,17 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs Triton, whose version the pages tell")
-recipe = import_module("device")
+recipe, plans, runs = (import_module(name) for name in ("device", "device_stages", "device_runs"))
 ROOT = Path(__file__).parents[3]
+BENCHMARKS = ("first checks", "benchmark", "benchmark, Gluon")
 
 
-def stage(name: str, code: str, seconds: float = 30, **options: object) -> recipe.Stage:
-    return recipe.Stage(name, recipe.python("-c", code), seconds, **options)
+def stage(name: str, code: str, seconds: float = 30, **options: object) -> plans.Stage:
+    return plans.Stage(name, plans.python("-c", code), seconds, **options)
 
 
-def plan(out: Path = Path("out")) -> dict[str, recipe.Stage]:
-    return {stage.name: stage for stage in recipe.full_plan(out, ("--commit", "abc"), None)}
+def plan(out: Path = Path("out")) -> dict[str, plans.Stage]:
+    return {stage.name: stage for stage in plans.full_plan(out, ("--commit", "abc"))}
 
 
 def test_kernels_run_natively_and_the_gluon_kernel_only_on_request(monkeypatch):
@@ -30,41 +34,51 @@ def test_kernels_run_natively_and_the_gluon_kernel_only_on_request(monkeypatch):
     stages = plan()
     assert not any("TRITON_INTERPRET" in stage.environment for stage in stages.values())
     asking = {name for name, stage in stages.items() if "HF_QKNORM_GLUON" in stage.environment}
-    assert asking == {"Gluon, memcheck", "Gluon, racecheck", "Gluon, tests", "benchmark, Gluon"}
+    assert asking == {"Gluon, memcheck", "Gluon, racecheck", "Gluon, tests"}
+
+
+def test_numbers_come_after_the_smallest_checks_and_tests_after_their_compilation():
+    names = list(plan())
+    assert names[:4] == ["first checks", "benchmark", "compilation", "tests"]
+    assert names.index("Gluon, checked") < names.index("benchmark, Gluon")
 
 
 def test_every_file_of_the_plan_exists():
     stages = plan()
-    for name, tests in (("tests", recipe.TESTS), ("tests, on the card", recipe.ON_CARD)):
-        assert all((ROOT / test).exists() for test in tests)
-        assert stages[name].command[-len(tests) :] == tests
-    assert stages["Gluon, tests"].command[-1].startswith(recipe.TESTS[0])
-    assert (ROOT / stages["Gluon, tests"].command[-1]).is_file()
-    scripts = [x for stage in stages.values() for x in stage.command if x.startswith(str(recipe.HERE))]
-    assert len(scripts) == 5
-    assert all(Path(script).is_file() for script in scripts)
-    assert "--small" in stages["Gluon, racecheck"].command
+    for name in ("compilation", "tests"):
+        assert set(plans.TESTS) <= set(stages[name].command)
+    files = {x for stage in stages.values() for x in stage.command if x.startswith(("tests/", str(plans.HERE)))}
+    assert len(files) == 9
+    assert all((ROOT / file).exists() for file in files)
     assert stages["benchmark"].command[-2:] == ("--commit", "abc")
 
 
-def test_the_benchmark_accepts_its_arguments():
-    bench = import_module("bench_attention")
-    for name in ("benchmark", "benchmark, Gluon"):
-        command = plan()[name].command
-        args = bench.parse(list(command[command.index(str(recipe.HERE / "bench_attention.py")) + 1 :]))
-        assert args.keep_going
-        assert 60 * args.minutes < plan()[name].seconds
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_the_benchmark_accepts_its_arguments_and_ends_in_time(name):
+    stage, bench = plan()[name], import_module("bench_attention")
+    args = bench.parse(list(stage.command[2:]))
+    assert args.first or (args.keep_going and 60 * args.minutes < stage.seconds)
 
 
 def test_the_plan_fits_into_nine_minutes():
     assert sum(stage.seconds for stage in plan().values() if stage.name != "prototypes") <= 60 * 9
 
 
+def test_the_memory_of_the_device_limits_the_large_tests(monkeypatch):
+    assert plans.large_processes() >= 1
+    device = type("device", (), {"total_memory": 150.7e9})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    assert plans.large_processes() == 2
+    command = plan()["tests, large"].command
+    assert command[command.index("--numprocesses") + 1] == "2"
+
+
 def test_prototypes_run_from_the_given_folder(tmp_path):
-    assert plan()["prototypes"].missing == "no folder of prototypes"
+    assert plan()["prototypes"].reason == "no folder of prototypes"
     (tmp_path / "gpu_smoke.py").touch()
-    last = recipe.full_plan(Path("out"), (), tmp_path)[-1]
-    assert (last.name, last.missing, last.command[-1]) == ("prototypes", "", str(tmp_path / "gpu_smoke.py"))
+    last = plans.full_plan(Path("out"), (), tmp_path)[-1]
+    assert (last.name, last.reason, last.command[-1]) == ("prototypes", "", str(tmp_path / "gpu_smoke.py"))
 
 
 def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path):
@@ -77,45 +91,103 @@ def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path):
         stage("dependent", "print('no')", after="bad"),
         stage("independent", "print('yes')", after="good"),
         stage("absent", "print('no')", missing="not here"),
+        stage("bare", "print('no')", wrapper=("no-such-program",)),
     ]
     start = time.monotonic()
-    found = recipe.run_stages(stages, log, start + 60)
-    assert [(x.outcome, x.detail) for x in found] == [
+    found = runs.run_stages(stages, log, start + 60)
+    assert [(x.outcome, x.detail) for x in found if x.stage != "slow"] == [
         ("passed", "fine | really"),
         ("failed", "half"),
-        ("too long", "started"),
         ("skipped", "'bad' did not pass"),
         ("passed", "yes"),
         ("skipped", "not here"),
+        ("skipped", "no no-such-program here"),
     ]
+    assert found[2].outcome == "too long"
     assert time.monotonic() - start < 40
     text = log.read_text()
     assert "== slow, at most 3 s: " in text
     assert text.index("half") < text.index("started") < text.index("yes")
 
 
+def test_a_stage_that_is_late_is_interrupted_first(tmp_path):
+    code = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('two failures')"
+    outcome = runs.run_stage(stage("late", code), tmp_path / "log", 5)
+    assert (outcome.outcome, outcome.detail) == ("too long", "two failures")
+    assert outcome.seconds < 20
+
+
+def test_time_that_a_stage_leaves_goes_to_the_next_one(tmp_path, monkeypatch):
+    limits = []
+
+    def record(stage, log, limit):
+        limits.append(round(limit))
+        clock[0] += taken[stage.name]
+        return runs.Outcome(stage.name, "passed", taken[stage.name], limit, "")
+
+    clock, taken = [0.0], {"a": 10.0, "b": 130.0, "c": 40.0}
+    monkeypatch.setattr(runs, "run_stage", record)
+    monkeypatch.setattr(runs.time, "monotonic", lambda: clock[0])
+    stages = [stage("a", "", 50), stage("absent", "", 500, missing="x"), stage("b", "", 90), stage("c", "", 60)]
+    runs.run_stages(stages, tmp_path / "log", 200)
+    assert limits == [50, 130, 60]  # the second gets the 40 s that the first left; the third keeps its share
+
+
 def test_nothing_is_started_when_the_time_is_up(tmp_path):
-    found = recipe.run_stages([stage("late", "print(1)")], tmp_path / "log", time.monotonic() + 1)
+    found = runs.run_stages([stage("late", "print(1)")], tmp_path / "log", time.monotonic() + 1)
     assert [(x.outcome, x.detail) for x in found] == [("skipped", "no time left")]
     assert not (tmp_path / "log").exists()
 
 
-def test_the_page_compares_the_gluon_kernel_with_the_plain_one(tmp_path):
-    head = "case,what,kind,ms_median\n"
-    (tmp_path / "gluon").mkdir()
-    (tmp_path / "attention_h200.csv").write_text(head + "T1,ours,forward,2.0\nT1,SDPA,forward,3.0\nT2,ours,forward,\n")
-    (tmp_path / "gluon/attention_h200.csv").write_text(head + "T1,ours,forward,1.5\nT3,ours,forward,1.0\n")
-    environment = {"card": "H200", "torch": "2.11", "commit": "abc", "date": "2026-01-01"}
-    outcomes = [recipe.Outcome("tests", "failed", 12.34, 120, "3 failed | 9 passed")]
-    page = recipe.write(tmp_path, outcomes, environment, "python recipes/benchmarks/device.py")
+HEAD = "case,what,kind,ms_median,ratio,error,note\n"
+ENVIRONMENT = {"card": "H200", "torch": "2.11", "commit": "abc", "date": "2026-01-01"}
+
+
+def test_the_page_has_the_rows_of_a_stopped_benchmark(tmp_path):
+    (tmp_path / "attention_h200.csv").write_text(
+        HEAD + "T1,ours,forward,2.01234,0.9,1e-3,\nT1,cuDNN: cap,all,,,,absent\n"
+    )
+    outcomes = [runs.Outcome("benchmark", "too long", 12.34, 120, "3 failed | 9 passed")]
+    page = recipe.write(tmp_path, outcomes, ENVIRONMENT, "python recipes/benchmarks/device.py")
     assert page == (tmp_path / "device.md").read_text()
     assert "H200: torch 2.11, commit abc, date 2026-01-01." in page
-    assert "| tests | failed | 12 | 120 | 3 failed / 9 passed |" in page
-    assert "| T1 | ours | forward | 2.0000 | 1.5000 | 0.75 |" in page
-    assert "T2" not in page
-    assert "T3" not in page
+    assert "| benchmark | too long | 12 | 120 | 3 failed / 9 passed |" in page
+    assert "| T1 | ours | forward | 2.01 | 0.9 | 0.001 |  |" in page
+    assert "| T1 | cuDNN: cap | all |  |  |  | absent |" in page
     (row,) = csv.DictReader((tmp_path / "device.csv").open())
-    assert (row["stage"], row["outcome"], row["seconds"], row["card"]) == ("tests", "failed", "12.3", "H200")
+    assert (row["stage"], row["outcome"], row["seconds"], row["card"]) == ("benchmark", "too long", "12.3", "H200")
+
+
+@pytest.mark.parametrize(
+    ("times", "checked", "verdict"),
+    [
+        ((0.8, 0.9), "passed", "kept. It takes 0.85 of"),
+        ((0.9, 0.9), "passed", "kept"),
+        ((0.88, 0.94), "passed", "removed. It takes 0.91 of"),
+        ((0.5, 0.5), "failed", r"removed \(its check: failed\)"),
+        ((0.5, 0.5), "too long", r"undecided \(its check: too long\)"),
+        ((), "passed", r"undecided \(no row"),
+    ],
+)
+def test_the_rule_decides_on_the_gluon_kernel(times, checked, verdict, tmp_path):
+    lines = [
+        line
+        for number, time in enumerate(times)
+        for line in (f"T{number},ours: x,forward,1.0,,,\n", f"T{number},ours, Gluon: x,forward,{time},,,\n")
+    ]
+    (tmp_path / "gluon").mkdir()
+    rows = HEAD + "".join(lines).replace("ours, Gluon: x", '"ours, Gluon: x"') + "T9,SDPA,forward,3.0,,,\n"
+    (tmp_path / "gluon/attention_h200.csv").write_text(rows)
+    page = recipe.write(tmp_path, [runs.Outcome("Gluon, checked", checked, 1, 1, "")], ENVIRONMENT, "")
+    assert re.search(f"Gluon forward kernel: {verdict}", page)
+    assert page.count("| ours, Gluon: x |") == len(times)
+
+
+def test_each_gluon_row_has_a_plain_one():
+    implementations = import_module("bench_implementations")
+    for plain, gluon in implementations.GLUON.items():
+        assert gluon.name.replace("ours, Gluon", "ours", 1) == plain.name
+        assert gluon.softcap == plain.softcap
 
 
 @pytest.mark.parametrize(
@@ -123,7 +195,7 @@ def test_the_page_compares_the_gluon_kernel_with_the_plain_one(tmp_path):
     [("passed", 0), ("failed", 1), ("too long", 1), ("no time left", 1), ("missing", 0)],
 )
 def test_the_exit_code_says_whether_something_failed(outcome, code, tmp_path, monkeypatch):
-    found = recipe.Outcome("tests", outcome, 1, 1, outcome)
+    found = runs.Outcome("tests", outcome, 1, 1, outcome)
     monkeypatch.setattr(recipe, "run_stages", lambda *_: [found])
     assert recipe.main(["--dry-run", "--out", str(tmp_path)]) == code
 
@@ -135,17 +207,70 @@ def test_without_a_gpu_nothing_starts(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_passes_every_stage_that_needs_no_gpu(tmp_path):
+def test_an_unknown_stage_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        recipe.main(["--dry-run", "--out", str(tmp_path / "out"), "--only", "benchmark", "bench"])
+    assert "no stage is named bench; there are first checks, " in capsys.readouterr().err
+
+
+def test_a_dry_run_reads_every_command_line(tmp_path):
     assert recipe.main(["--dry-run", "--out", str(tmp_path), "--commit", "abc"]) == 0
     rows = list(csv.DictReader((tmp_path / "device.csv").open()))
     assert [row["stage"] for row in rows] == list(plan())
-    outcomes = {row["stage"]: row["outcome"] for row in rows}
-    assert [name for name, outcome in outcomes.items() if outcome == "passed"] == [
-        "tests",
-        "Gluon, checked",
-        "Gluon, tests",
-        "benchmark",
-    ]
+    assert {row["stage"]: row["outcome"] for row in rows if row["outcome"] != "passed"} == {"prototypes": "skipped"}
     assert {row["commit"] for row in rows} == {"abc"}
-    assert "1 cases, 0 failures" in (tmp_path / "device.log").read_text()
-    assert sys.executable in (tmp_path / "device.log").read_text()
+    log = (tmp_path / "device.log").read_text()
+    assert "1 cases, 0 failures" in log
+    assert sys.executable in log
+
+
+LAUNCHES = """
+import pytest
+import torch
+from compile_kernels import FEW
+from compiled import Target
+from triton.runtime.driver import driver
+
+@pytest.mark.parametrize("n", range(2))
+def test_launch(n):
+    driver.set_active(Target(90))
+    FEW["Step torch.bfloat16"].launch()
+    raise AssertionError("no kernel ran")
+"""
+
+
+def test_kernels_are_compiled_once_and_later_runs_find_them(tmp_path):
+    """The later run compiles as `compile_kernels.py` does, without the plugin's replacements."""
+    (tmp_path / "test_launches.py").write_text(LAUNCHES)
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(plans.HERE))),
+    }
+    pytest_ = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "compile_ahead",
+        "-n",
+        "2",
+        "--compile-only",
+    ]
+    run = subprocess.run([*pytest_, "-q", tmp_path], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    made = re.search(r"kernels: (\d+) compiled, 0 found", run.stdout)
+    assert made
+    assert "2 run without launches" in run.stdout
+    code = """
+from compile_ahead import COUNTS, count
+import triton
+from compile_kernels import FEW, compile_case
+triton.knobs.compilation.listener = count
+compile_case(90, FEW["Step torch.bfloat16"])
+print(dict(COUNTS))
+"""
+    again = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert again.stdout.strip() == f"{{'found': {made[1]}}}", again.stderr

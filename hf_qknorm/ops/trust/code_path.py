@@ -1,0 +1,116 @@
+"""What selects the compiled code of a call, apart from the device: the key of a self-check's verdict."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.ops.types import Heads, Norm, Options, Visible
+
+Operator = Literal["attention", "statistics", "norm_rope", "norm_rope_one", "norm_rope_into", "step", "flex"]
+
+SMALL_CAP: Final = 64.0  # up to it the kernels' softmax needs no maximum: `launch.CAP_WITHOUT_MAXIMUM`
+FEW_ROWS: Final = 1024  # rows of a key head: with fewer of them, over a cache, the keys may be split
+MANY_KEYS: Final = 256
+NORM_OPERATORS: Final = ("norm_rope", "norm_rope_one", "norm_rope_into")
+NO_ENDS: Final = (None, None, None)  # neither norms nor a rotation
+
+
+class NormPath(NamedTuple):
+    """A norm's kind and order; the dimensions of gain and bias (0 for one number, None for none), the gain's dtype."""
+
+    kind: str
+    p: float
+    gain: int | None
+    bias: int | None
+    dtype: torch.dtype | None
+    blend: bool
+    stored_eps: bool
+
+
+class CodePath(NamedTuple):
+    """An operator, the dtype and the sizes of its heads, its norms and rotation, and which options it has."""
+
+    operator: Operator
+    dtype: torch.dtype
+    head_dim: int
+    group: int  # query heads of a key head
+    gradient: bool
+    queries: int = 0  # of a few over a cache, rounded up to a power of two; else 0
+    many_keys: bool = True
+    q_norm: NormPath | None = None
+    k_norm: NormPath | None = None
+    rotary: tuple[int, bool, torch.dtype] | None = None  # rotated columns, interleaved, dtype of cos and sin
+    cap: Literal["none", "small", "large"] = "none"
+    causal: bool = False
+    window: bool = False
+    ranges: bool = False
+    sinks: bool = False
+    dropout: bool = False
+
+    @classmethod
+    def of(cls, values: tuple[Any, ...]) -> CodePath:
+        """The path of these `fields`."""
+        path = cls(*values)
+        q_norm, k_norm = (None if norm is None else NormPath(*norm) for norm in (path.q_norm, path.k_norm))
+        return path._replace(q_norm=q_norm, k_norm=k_norm)
+
+    def __str__(self) -> str:
+        """The path in words, for messages."""
+        sizes = (
+            f"{str(self.dtype).removeprefix('torch.')}, head_dim {self.head_dim}, {self.group} query heads a key head"
+        )
+        norms = [norm.kind if norm else "none" for norm in (self.q_norm, self.k_norm)]
+        switches = ("causal", "window", "ranges", "sinks", "dropout", "gradient")
+        parts = [
+            sizes,
+            f"{self.queries} queries over a cache" if self.queries else "",
+            f"norms {norms[0]} and {norms[1]}" if norms != ["none", "none"] else "",
+            f"RoPE of {self.rotary[0]} columns" if self.rotary else "",
+            f"a {self.cap} cap" if self.cap != "none" else "",
+            *(name for name in switches if getattr(self, name)),
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+def fields(heads: Heads, visible: Visible, options: Options, operator: Operator) -> tuple[Any, ...]:
+    """The fields of a call's `CodePath`, plain values that a trace takes as constants; a trace keeps no lengths.
+
+    It runs before every call of the kernels, and takes a few microseconds.
+    """
+    q, k, v, q_norm, k_norm, rotary = heads
+    _, count, length, head_dim = q.shape
+    _, count_kv, keys, _ = k.shape
+    group, raw = count // count_kv, rotary is not None or q_norm.kind != "none" or k_norm.kind != "none"
+    # Gains mostly need gradients, and so do raw heads.
+    gradient = torch.is_grad_enabled() and (raw or q.requires_grad or k.requires_grad or v.requires_grad)
+    path = operator, q.dtype, head_dim, group, gradient
+    ends: tuple[Any, ...] = NO_ENDS
+    if raw:
+        turned = None if rotary is None else (2 * rotary.cos.shape[-1], rotary.interleaved, rotary.cos.dtype)
+        ends = _norm_path(q_norm), _norm_path(k_norm), turned
+        if operator in NORM_OPERATORS:
+            return *path, 0, True, *ends
+    queries, many_keys = 0, True
+    over_cache = operator == "step" or not raw
+    if over_cache and not torch.compiler.is_compiling() and length < keys and group * length < FEW_ROWS:
+        queries, many_keys = 1 << (length - 1).bit_length(), keys >= MANY_KEYS
+    ranges, sinks, _, _ = visible
+    _, softcap, causal, window, dropout = options
+    cap = "none" if softcap is None else "small" if softcap <= SMALL_CAP else "large"
+    switches = causal, window is not None, ranges is not None, sinks is not None, dropout > 0
+    return *path, queries, many_keys, *ends, cap, *switches
+
+
+def _norm_path(norm: Norm) -> tuple[Any, ...] | None:
+    """The values of a `NormPath`."""
+    kind, gain, bias, blend, eps, p = norm
+    if kind == "none":
+        return None
+    dimensions, dtype = None, None
+    if gain is not None:
+        dimensions, dtype = gain.dim() if gain.numel() > 1 else 0, gain.dtype
+    biases = None if bias is None else bias.dim() if bias.numel() > 1 else 0
+    return kind, p, dimensions, biases, dtype, blend is not None, isinstance(eps, Tensor)

@@ -1,0 +1,108 @@
+"""Problems for the self-check: one call of a path, of a few tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.ops import library, reference
+from hf_qknorm.ops.trust.code_path import CodePath, NormPath
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+
+LENGTH = 200  # more than one tile of every kernel, and no multiple of one
+KEYS, FEW_KEYS, FEW_QUERIES = 600, 100, 64  # over a cache
+CAPS = {"none": None, "small": 5.0, "large": 80.0}
+WINDOW, RATE, SEED = 70, 0.3, 7
+
+
+class Problem(NamedTuple):
+    """One call, and the mask `[B, H, T, S]` of its dropout, if it has one."""
+
+    path: CodePath
+    heads: Heads
+    visible: Visible
+    options: Options
+    dropout_mask: Tensor | None = None
+
+    @property
+    def seen(self) -> Tensor:
+        """Whether each query sees each key, `[B or 1, T, S]`."""
+        queries, keys, device = self.heads.q.shape[2], self.heads.k.shape[2], self.heads.q.device
+        seen = reference.visible(queries, keys, self.options.causal, self.options.window, device)[None]
+        if self.visible.ranges is None:
+            return seen
+        start, stop = self.visible.ranges[..., None].unbind(-2)
+        key = torch.arange(keys, device=device)
+        return seen & (key >= start) & (key < stop)
+
+
+def problems(path: CodePath, device: torch.device) -> list[Problem]:
+    """The problems of a path. With norms, a bound on the logits chooses the kernels' loop, and each loop has one."""
+    first = draw(path, device)
+    if path.dropout:
+        first = first._replace(dropout_mask=dropout_mask(first))
+    if path.operator not in ("attention", "statistics") or not first.heads.raw:
+        return [first]
+    factor = 10.0 if path.cap == "none" else 0.02  # beyond the bound without a maximum; within the one of a polynomial
+    return [first, first._replace(options=first.options._replace(scale=factor * first.options.scale))]
+
+
+def draw(path: CodePath, device: torch.device) -> Problem:
+    """Heads in a projection's layout, with padding at the start of some rows if the path has ranges."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def norm(of: NormPath | None, heads: int) -> Norm:
+        if of is None:
+            return Norm()
+        shapes = {0: (1,), 1: (path.head_dim,), 2: (heads, path.head_dim)}
+        gain, bias = (
+            None if n is None else (mean + normal(*shapes[n]) / 4).to(device, of.dtype or path.dtype)
+            for n, mean in ((of.gain, 1.0), (of.bias, 0.0))
+        )
+        blend, eps = (torch.tensor(x, dtype=torch.float32, device=device) for x in (0.5, 1.0))
+        return Norm(of.kind, gain, bias, blend if of.blend else None, eps if of.stored_eps else 1e-6, of.p)
+
+    heads_kv = 2 if path.group <= 8 else 1
+    queries, keys = LENGTH, LENGTH
+    if path.queries:
+        queries = path.queries if path.many_keys else min(path.queries, FEW_QUERIES)
+        keys = max(KEYS, 2 * queries) if path.many_keys else FEW_KEYS
+    q, k, v = (
+        normal(2, length, count, path.head_dim).to(device, path.dtype).transpose(1, 2)
+        for count, length in ((heads_kv * path.group, queries), (heads_kv, keys), (heads_kv, keys))
+    )
+    rotary = ranges = None
+    if path.rotary is not None:
+        columns, interleaved, dtype = path.rotary
+        angle = 6 * normal(1, queries, columns // 2)
+        rotary = Rotary(angle.cos().to(device, dtype), angle.sin().to(device, dtype), interleaved)
+    if path.ranges:
+        stop = torch.arange(keys - queries, keys, device=device).expand(2, -1) + 1
+        start = torch.tensor([[0], [keys // 3]], device=device).expand_as(stop)
+        ranges = torch.stack([start, stop], -1).to(torch.int32)
+    sinks = normal(q.shape[1]).to(device, path.dtype) if path.sinks else None
+    seed = torch.tensor([SEED], device=device) if path.dropout else None
+    window, rate = WINDOW if path.window else None, RATE if path.dropout else 0.0
+    return Problem(
+        path,
+        Heads(q, k, v, norm(path.q_norm, q.shape[1]), norm(path.k_norm, heads_kv), rotary),
+        Visible(ranges, sinks, seed),
+        Options(path.head_dim**-0.5, CAPS[path.cap], path.causal, window, rate),
+    )
+
+
+def dropout_mask(problem: Problem) -> Tensor:
+    """The mask that the kernels multiply weights by, read from the outputs for nearly equal weights and unit values."""
+    _, heads, visible, options, _ = problem
+    v, kept = heads.v, []
+    size, length = v.shape[-1], v.shape[2]
+    for start in range(0, length, size):
+        units = torch.zeros_like(v)
+        units[:, :, start : start + size] = torch.eye(size, device=v.device)[: length - start]
+        kept.append(library.fused_attention(heads._replace(v=units), visible, options._replace(scale=1e-3)) > 0)
+    return torch.cat(kept, -1)[..., :length] / (1 - options.dropout)

@@ -1,0 +1,103 @@
+"""Verdicts of self-checks on disk, one small file each, by machine, versions and code path.
+
+They lie in `$XDG_CACHE_HOME/hf_qknorm`, by default `~/.cache/hf_qknorm`. A folder that can't be written keeps none. A
+file that can't be read, or is of another machine, version or path, counts as absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.ops.trust.code_path import CodePath
+from hf_qknorm.version import __version__
+
+_DRIVER = Path("/proc/driver/nvidia/version")  # on Linux
+
+
+class Stored(NamedTuple):
+    """A verdict on disk: the reason for distrust, or None for a check that passed."""
+
+    reason: str | None
+
+
+def write(device: torch.device, path: CodePath, reason: str | None) -> None:
+    """Keep a verdict, if the folder can be written."""
+    key = _key(device, path)
+    try:
+        file = _file(key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, json.dumps({"key": key, "reason": reason}))
+    except (OSError, RuntimeError):  # no permission, no space, no home, or another process writes the same
+        pass
+
+
+def read(device: torch.device, path: CodePath) -> Stored | None:
+    """The verdict on a path, or None without one."""
+    key = _key(device, path)
+    try:
+        found = json.loads(_file(key).read_text(encoding="utf-8"))
+    except (OSError, RuntimeError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("key") != key:
+        return None
+    reason = found.get("reason", 0)
+    return Stored(reason) if reason is None or isinstance(reason, str) else None
+
+
+def machine(device: torch.device) -> str:
+    """The device's name, the driver, and the versions of packages."""
+    name, driver = ("CPU", "none")
+    if device.type == "cuda":
+        name, driver = torch.cuda.get_device_name(device), _driver()
+    versions = f"torch {torch.__version__}, Triton {_triton()}, hf_qknorm {__version__}"
+    return f"{name}, driver {driver}, {versions}"
+
+
+@cache
+def _driver() -> str:
+    """The driver's version, or, where its file is absent, that of the CUDA that it supports."""
+    try:
+        return _DRIVER.read_text(encoding="utf-8").splitlines()[0]
+    except OSError:
+        found: Any = getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")  # only builds for CUDA have it
+        return f"for CUDA {found()}"
+
+
+@cache
+def _triton() -> str:
+    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+@cache
+def _sources() -> str:
+    """A digest of the operators' code, which changes between releases, too, where it is developed."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _key(device: torch.device, path: CodePath) -> list[str]:
+    """A verdict's key; the number of a device is not a part of it."""
+    return [machine(device), torch.backends.cuda.matmul.fp32_precision, _sources(), repr(tuple(path))]
+
+
+def folder() -> Path:
+    """The folder of the verdicts."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hf_qknorm")
+
+
+def _file(key: list[str]) -> Path:
+    return folder() / f"{sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"

@@ -1,0 +1,126 @@
+"""The stages of `device.py`: their commands, their shares of the time, and their form without a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TESTS = (
+    "tests/ops/triton",
+    "tests/model/test_kernels_in_models.py",
+    "tests/model/test_kernels_with_caches.py",
+    "tests/recipes/benchmarks/test_bench_model.py",
+)
+ON_CARD, LARGE = "tests/test_on_card.py", "tests/ops/test_large.py"
+LARGE_BYTES = 60e9  # of the device's memory, for a process of LARGE
+GLUON = {"HF_QKNORM_GLUON": "1"}
+CHECKED = "Gluon, checked"
+CORES = os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A process in the repository's root, and its share of the time in seconds.
+
+    `wrapper` is a program that runs the command, `missing` the reason why it cannot run, `after` a stage that must pass
+    first. `dry` are the arguments that make the command end soon, without a GPU.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    dry: tuple[str, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
+    wrapper: tuple[str, ...] = ()
+    missing: str = ""
+    after: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The reason why it cannot run, or nothing."""
+        absent = self.wrapper and shutil.which(self.wrapper[0]) is None
+        return f"no {self.wrapper[0]} here" if absent else self.missing
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Kernels run natively, unless the stage says otherwise, and without the check of their first use: each stage
+        makes its own. The Gluon kernel is off unless the stage asks for it. Inductor has few threads, since a stage has
+        many processes.
+        """
+        inherited = {x: value for x, value in os.environ.items() if x not in ("TRITON_INTERPRET", *GLUON)}
+        # the package, and the plugin of pytest
+        path = os.pathsep.join(filter(None, (str(ROOT), str(HERE), os.environ.get("PYTHONPATH"))))
+        own = {
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": path,
+            "HF_QKNORM_CHECK": "0",
+            "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        }
+        return inherited | own | self.settings
+
+    def dried(self) -> Stage:
+        """The stage without a GPU: its command line is read, and as little as possible is done."""
+        settings = self.settings | {"TRITON_INTERPRET": "1"}
+        return Stage(self.name, self.command + self.dry, 240, settings=settings, missing=self.missing, after=self.after)
+
+
+def python(*arguments: object) -> tuple[str, ...]:
+    return (sys.executable, *map(str, arguments))
+
+
+def tests(name: str, processes: int, seconds: float, *arguments: str, **options: object) -> Stage:
+    """A stage of pytest on so many processes; it prints each test, in case it is stopped, and counts kernels."""
+    shared = ("-o", "addopts=", "-p", "no:cacheprovider", "-p", "compile_ahead")
+    spread = ("--numprocesses", str(processes), "--dist", "worksteal")
+    command = python("-m", "pytest", *shared, *spread, *arguments)
+    return Stage(name, command, seconds, ("--collect-only", "--quiet"), **options)
+
+
+def large_processes() -> int:
+    """Processes whose tensors the device's memory holds together."""
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    return max(int(memory / LARGE_BYTES), 1)
+
+
+def sanitized(tool: str) -> Stage:
+    """The Gluon check under compute-sanitizer, without PyTorch's allocator, which hides accesses out of bounds."""
+    return Stage(
+        f"Gluon, {tool}",
+        python(HERE / "check_gluon.py", "--small"),
+        20,
+        dry=("--list",),
+        settings=GLUON | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        wrapper=("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"),
+        after=CHECKED,
+    )
+
+
+def full_plan(out: Path, commit: tuple[str, ...] = (), prototypes: Path | None = None) -> list[Stage]:
+    """All stages, the most important first. Their shares fit into nine minutes, but for the prototypes'."""
+    bench, gluon = HERE / "bench_attention.py", HERE / "check_gluon.py"
+    smoke = prototypes / "gpu_smoke.py" if prototypes else Path("gpu_smoke.py")
+    rows = ("--minutes", "2.2", "--keep-going", "--out", out, *commit)
+    gluon_rows = ("--gluon", "--minutes", "0.75", "--keep-going", "--out", out / "gluon", *commit)
+    doctor = python("-c", "import sys, hf_qknorm_command; sys.exit(hf_qknorm_command.main())", "doctor")
+    return [
+        Stage("first checks", python(bench, "--first", "--processes", 5), 70, ("--list",)),
+        Stage("benchmark", python(bench, *rows), 145, ("--list",)),
+        tests("compilation", CORES, 50, "--compile-only", "--quiet", "--tb=no", *TESTS, ON_CARD),
+        tests("tests", CORES, 55, "--verbose", *TESTS),
+        tests("tests, on the card", min(CORES, 8), 30, "--verbose", ON_CARD),
+        Stage(CHECKED, python(gluon), 30, ("--cpu",)),
+        Stage("benchmark, Gluon", python(bench, *gluon_rows), 50, ("--list",), after=CHECKED),
+        tests("tests, large", large_processes(), 30, "--verbose", LARGE),
+        sanitized("memcheck"),
+        sanitized("racecheck"),
+        tests("Gluon, tests", CORES, 15, "--verbose", f"{TESTS[0]}/test_gluon.py", settings=GLUON, after=CHECKED),
+        Stage("doctor", doctor, 25, settings={"HF_QKNORM_CHECK": "1"}),
+        Stage("prototypes", python(smoke), 90, missing="" if smoke.is_file() else "no folder of prototypes"),
+    ]

@@ -1,0 +1,179 @@
+"""Which implementation "hf_qknorm" takes, in which order, and that each fallback computes the same."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from operator_calls import call
+from tables import assert_near, make_batch, randomise, sharp_model
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from hf_qknorm import SCHEMES, patch_model
+from hf_qknorm.backends import choice
+from hf_qknorm.backends.functions import attend_raw
+from hf_qknorm.ops import flex, library
+from hf_qknorm.ops.trust import first_use
+from hf_qknorm.ops.types import Heads, Norm, Options, Visible
+
+Q = torch.zeros(1, 2, 9, 16)
+OLD = "its compute capability is 7.5"
+WRONG = "the self-check failed: the output has a relative error of 5.0e-02, and 2.0e-03 is allowed"
+
+
+@pytest.fixture
+def distrusted(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The operators whose self-check fails. The CPU counts as a GPU: kernels run in the interpreter."""
+    operators: set[str] = set()
+
+    def reason(heads: Any, visible: Any, options: Any, operator: str = "attention") -> str | None:
+        return WRONG if operator in operators else None
+
+    monkeypatch.setattr(choice, "on_gpu", lambda x: True)
+    monkeypatch.setattr(first_use, "why_distrusted", reason)
+    monkeypatch.setattr(choice, "_logged", set())
+    return operators
+
+
+ORDER = [
+    ({}, None, set(), None, "its Triton kernels"),
+    ({}, None, {"attention"}, None, f"FlexAttention: {WRONG}"),
+    ({}, None, {"attention", "flex"}, None, f"tiled in PyTorch: {WRONG}"),
+    ({}, None, {"attention"}, "it has no bf16", f"tiled in PyTorch: {WRONG}; it has no bf16"),
+    ({}, OLD, set(), None, f"FlexAttention: {OLD}"),
+    ({}, OLD, set(), "it has no bf16", f"tiled in PyTorch: {OLD}; it has no bf16"),
+    ({"q_norm": Norm("rms")}, None, set(), None, "its Triton kernels, norm and RoPE included"),
+    ({"q_norm": Norm("rms")}, None, {"attention"}, None, f"norm and RoPE in PyTorch: {WRONG}"),
+]  # fmt: skip
+OPERATORS = {
+    "its Triton kernels": library.fused_attention,
+    "its Triton kernels, norm and RoPE included": library.fused_attention,
+    "FlexAttention": flex.attention,
+    "tiled in PyTorch": library.attention,
+    "norm and RoPE in PyTorch": choice._normed_attention,
+}
+
+
+@pytest.mark.parametrize(("options", "not_fused", "wrong", "not_flex", "expected"), ORDER)
+def test_the_order(options, not_fused, wrong, not_flex, expected, distrusted, monkeypatch):
+    distrusted |= wrong
+    monkeypatch.setattr(library, "why_not_fused", lambda *heads: not_fused)
+    monkeypatch.setattr(flex, "why_not", lambda *call: not_flex)
+    chosen = choice.choose(*call(Q, Q, Q, **options))
+    assert str(chosen) == expected
+    assert chosen.operator is OPERATORS[chosen.name]
+
+
+def test_an_arbitrary_mask_is_tiled(distrusted):
+    chosen = choice.choose(*call(Q, Q, Q, mask=torch.ones(1, 1, 9, 9, dtype=torch.bool)))
+    assert str(chosen).startswith("tiled in PyTorch: the mask [1, 1, 9, 9] is an arbitrary one")
+    assert str(chosen).count("arbitrary") == 1
+    assert chosen.operator is library.attention
+
+
+def test_a_cpu_is_tiled_even_with_an_interpreter():
+    assert str(choice.choose(*call(Q, Q, Q))) == "tiled in PyTorch: the kernels are for NVIDIA GPUs"
+
+
+def test_the_implementation_is_logged_once_and_not_in_a_trace(distrusted, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "hf_qknorm")
+    monkeypatch.setattr(library, "fused_attention", lambda heads, *rest: heads.q)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    choice.best_attention(*call(Q, Q, Q))
+    assert not caplog.records
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    for _ in range(2):
+        choice.best_attention(*call(Q, Q, Q))
+        choice.best_attention(*call(Q, Q, Q, mask=torch.ones(1, 1, 9, 9, dtype=torch.bool)))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == "hf_qknorm attention runs its Triton kernels"
+    assert second.startswith("hf_qknorm attention runs tiled in PyTorch: the mask")
+
+
+def kernel_model() -> PreTrainedModel:
+    pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
+    import interpreter
+
+    interpreter.install()
+    return randomise(patch_model(sharp_model("llama", num_hidden_layers=1), SCHEMES["qk_norm_cap"]))
+
+
+def outcome(model: PreTrainedModel, backend: str) -> dict[str, Tensor]:
+    """A training step; then a prompt and a token, with a dynamic and with a static cache."""
+    model.set_attn_implementation(backend)
+    model.zero_grad()
+    result = model(**make_batch("left"), use_cache=False)
+    result.loss.backward()
+    found = {"loss": result.loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    tokens = make_batch("plain")["input_ids"][:, :9]
+    with torch.no_grad():
+        for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=16)):
+            for i, piece in enumerate(tokens.split([8, 1], dim=1)):
+                found[f"{type(cache).__name__} {i}"] = model(input_ids=piece, past_key_values=cache).logits
+    return found
+
+
+FALLBACKS = [
+    set(),
+    {"attention"},
+    {"attention", "flex"},
+    {"step"},
+    {"step", "norm_rope", "norm_rope_one", "norm_rope_into"},
+    {"attention", "step", "norm_rope", "norm_rope_one", "norm_rope_into"},
+]
+
+
+def test_each_fallback_computes_the_same(distrusted, monkeypatch):
+    model = kernel_model()
+    expected = outcome(model, "hf_qknorm_eager")
+    ran: list[str] = []
+    kernels = {"fused_attention", "fused_step", "norm_rope", "norm_rope_one", "norm_rope_into"}
+    for name in kernels:
+        monkeypatch.setattr(library, name, noted(getattr(library, name), name, ran))
+    for wrong in FALLBACKS:
+        distrusted.clear()
+        distrusted |= wrong
+        ran.clear()
+        for name, value in outcome(model, "hf_qknorm").items():
+            assert_near(value, expected[name], 1e-4, f"{wrong}: {name}")
+        sound = kernels - wrong - ({"fused_attention"} if "attention" in wrong else set())
+        assert set(ran) == sound - {"fused_step" if "step" in wrong else "norm_rope_into"}
+
+
+def noted(function: Any, name: str, ran: list[str]) -> Any:
+    def run(*arguments: Any) -> Any:
+        ran.append(name)
+        return function(*arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("wrong", ["attention", "norm_rope", "norm_rope_one", "step"])
+def test_an_explicit_name_raises_with_the_figures(wrong, distrusted):
+    model = kernel_model()
+    distrusted.add(wrong)
+    with pytest.raises(ValueError, match="5.0e-02, and 2.0e-03 is allowed") as caught:
+        outcome(model, "hf_qknorm_triton")
+    assert 'set_attn_implementation("hf_qknorm")' in str(caught.value)
+
+
+def test_raw_heads_of_an_explicit_name_raise_too(distrusted):
+    distrusted.add("attention")
+    module = torch.nn.Module()
+    module.config = SimpleNamespace(_attn_implementation=choice.EXPLICIT)
+    with pytest.raises(ValueError, match="can't serve this call: the self-check failed"):
+        attend_raw(module, Heads(Q, Q, Q, Norm("rms")), None)
+
+
+def test_statistics_are_measured_in_blocks_where_the_kernels_are_wrong(distrusted):
+    from hf_qknorm.backends.calls import Structure
+    from hf_qknorm.stats.logits import measure_by_kernels
+
+    seen = Structure(Q, Q, None, None, True, None)
+    distrusted.add("statistics")
+    assert measure_by_kernels(Q, seen, 0.25, None, cap=50.0) is None
+    assert choice.why_not_kernels(Heads(Q, Q, Q), Visible(), Options(0.25)) is None
