@@ -19,6 +19,8 @@ rate) at it or at any rate from the best one up to it; the page has m = 0.1, 0.2
 best one counted too until the runs of llama-shakespeare were under way: they would turn Muon's 0.01 at m = 0.1 into
 none, and change nothing else there.) The sensitivity to the rate is that of
 Wortsman et al. 2023 (arXiv 2309.14322): the mean over the rates of min(loss, loss before training) minus the best loss.
+The loss before training, like those during it, is over the first of the 16 held-out batches alone (with `--size gpu`,
+the first 2 of 8).
 Faults happen at half of the run, at the third rate: a batch of random tokens, or five steps at twice the rate. The fall
 is the largest held-out loss of the next 20 steps minus that at the fault. A run came back if it ends at most 0.02 nats
 above the same run without the fault.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_qknorm.ops.checks import check_call, check_heads
 from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.triton.architectures import ARCHITECTURES
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
 
 _find_spec = functools.cache(importlib.util.find_spec)
@@ -47,9 +48,14 @@ def _why_not_here(device: str) -> str | None:
     if kind != "cuda" or torch.version.hip is not None:
         return f"the kernels are for NVIDIA GPUs, and the tensors are on {device}"
     capability = torch.cuda.get_device_capability(device)
-    if capability[0] not in (9, 10):
-        return f"the kernels' tiles need the shared memory of compute capability 9 or 10, and {device} has {capability}"
+    if capability not in ARCHITECTURES:
+        supported = ", ".join(map(_version, ARCHITECTURES))
+        return f"the kernels have tiles for compute capability {supported}, and {device} has {_version(capability)}"
     return None
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 # What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.

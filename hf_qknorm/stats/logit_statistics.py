@@ -37,7 +37,8 @@ class LogitStatistics:
     - `over_half`, `over_cap` `[H]`: the shares of visible logits over `cap`/2 and over `cap`, before the cap
     - `entropy` `[H]`: the attention entropy in nats; `even`: the entropy of uniform attention over visible keys, a
       scalar; both are means, in which each forward pass has the same weight
-    - `rms_q` `[H]`, `rms_k`, `rms_v` `[Hk]`: the root mean square of queries, keys and values before any norm
+    - `rms_q` `[H]`, `rms_k`, `rms_v` `[Hk]`: the root mean square of queries, keys and values before any norm; `rms_k`
+      is NaN in a layer that attends to the keys of another (Gemma 3n)
     - `rms_out`, `rms_mlp`: the root mean square, over tokens and channels, of the outputs of the attention's output
       projection and of the MLP's, scalars; of the whole MLP for a mixture of experts. NaN where a model has no MLP
       beside attention (Nemotron-H), or another tool computes the projection without its module
@@ -247,7 +248,10 @@ def _hook_norms(layer: QKNormAttention, watcher: _Watcher, stack: ExitStack) -> 
 
 
 def _hook_projections(layer: QKNormAttention, watcher: _Watcher, stack: ExitStack) -> None:
-    """Pass the outputs of separate projections to the watcher, for models with their own norms behind them."""
+    """Pass the outputs of separate projections to the watcher, for models with their own norms behind them.
+
+    Of a projection with further outputs (all of q, k and v, or a gate), the inputs `[B, T, H, D]` of the norms.
+    """
     heads, heads_kv, head_dim = layer.family.style.heads(layer)
     parts = zip(NORM_NAMES.values(), (heads, heads_kv, heads_kv), layer.family.style.weights, strict=False)
     for name, count, part in parts:
@@ -260,6 +264,16 @@ def _hook_projections(layer: QKNormAttention, watcher: _Watcher, stack: ExitStac
                 watcher.before_norm(name, out.view(*out.shape[:-1], -1, head_dim))
 
         stack.callback(projection.register_forward_hook(look).remove)
+    for name, own in zip(NORM_NAMES.values(), layer.family.style.own_norms, strict=False):
+        norm = layer._modules.get(own)
+        if norm is None:
+            continue
+
+        def look_before(_: nn.Module, arguments: tuple[Tensor, ...], name: str = name) -> None:
+            if name not in watcher.lengths:
+                watcher.before_norm(name, arguments[0])
+
+        stack.callback(norm.register_forward_pre_hook(look_before).remove)
 
 
 def _hook_outputs(modules: Mapping[str, nn.Module], watcher: _Watcher, stack: ExitStack) -> None:

@@ -27,10 +27,11 @@ NUMBERS = 50_000_000  # in all samples: a float takes more bytes in memory than 
 class LayerSample(Record):
     """A layer's attention at a step, one number per head; the fields are those of `LogitStatistics`.
 
-    `grad_q` and `grad_k` are norms of gradients: one number per head, or one for the projection, or None without a
-    gradient. `gain_q` and `gain_k` are the largest |gain| of the norms of queries and keys, `bound` the largest |logit|
-    that these norms let any input have; None without norms. The norms are the scheme's or the model's own. `rms_out`
-    and `rms_mlp` are None in logs of 0.1.0, and where no such output was seen.
+    `rms_k` is None in a layer that attends to the keys of another. `grad_q` and `grad_k` are norms of gradients: one
+    number per head, or one for the projection, or None without a gradient. `gain_q` and `gain_k` are the largest |gain|
+    of the norms of queries and keys, `bound` the largest |logit| that these norms let any input have; None without
+    norms. The norms are the scheme's or the model's own. `rms_out` and `rms_mlp` are None in logs of 0.1.0, and where
+    no such output was seen.
     """
 
     cap: float
@@ -39,7 +40,7 @@ class LayerSample(Record):
     entropy: Numbers
     over_cap: Numbers
     rms_q: Numbers
-    rms_k: Numbers
+    rms_k: Numbers | None
     rms_v: Numbers
     grad_q: Numbers | None
     grad_k: Numbers | None
@@ -51,8 +52,8 @@ class LayerSample(Record):
 
     @property
     def rms_qkv(self) -> float:
-        """The root mean square of queries, keys and values together."""
-        return math.sqrt(mean([x * x for x in (*self.rms_q, *self.rms_k, *self.rms_v)]))
+        """The root mean square of queries, keys (unless they are another layer's) and values together."""
+        return math.sqrt(mean([x * x for x in (*self.rms_q, *(self.rms_k or ()), *self.rms_v)]))
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "layer") -> LayerSample:

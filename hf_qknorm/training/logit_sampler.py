@@ -84,7 +84,9 @@ class LogitSampler:
             if seen:
                 q, k = (None if g is None else tuple(g.tolist()) for g in self.gradients.get(name, (None, None)))
                 gain_q, gain_k = self.gains.get(name, (None, None))
-                known = self.found[name].lengths if name in self.found else OUTPUTS
+                known = self.found[name].lengths if name in self.found else ("k_norm", *OUTPUTS)
+                if "k_norm" not in known:
+                    fields["rms_k"] = None
                 fields |= {f"rms_{part}": x for part, x in zip(OUTPUTS, outputs, strict=True) if part in known}
                 fields |= {"grad_q": q, "grad_k": k, "gain_q": gain_q, "gain_k": gain_k, "bound": self.bounds.get(name)}
                 layers[name] = LayerSample(cap / seen, even / seen, top, **fields)

@@ -132,6 +132,9 @@ def shrink_tiles(monkeypatch: pytest.MonkeyPatch, processors: int = 1, **tiles: 
     for table in {id(x): x.tiles for x in ARCHITECTURES.values()}.values():
         for key, row in table.items():
             monkeypatch.setitem(table, key, row._replace(**(SMALL | tiles)))
+    for found in ARCHITECTURES.values():
+        for key in list(found.dropout):
+            monkeypatch.delitem(found.dropout, key)
 
 
 def use_pointers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_a_build_has_the_metadata_that_the_hub_asks_for(kernel, variant):
     assert {key: metadata[key] for key in ("name", "version", "license", "python-depends")} == {
         "name": "qknorm-attention", "version": 1, "license": "Apache-2.0", "python-depends": []
     }  # fmt: skip
-    archs = {"archs": ["9.0", "10.0"]} if variant == "torch-cuda" else {}
+    archs = {"archs": ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]} if variant == "torch-cuda" else {}
     assert metadata["backend"] == {"type": variant.removeprefix("torch-"), **archs}
     assert metadata["id"].isidentifier()
     assert f"{metadata['id']}::" in (folder / "_ops.py").read_text()

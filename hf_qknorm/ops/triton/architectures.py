@@ -28,11 +28,15 @@ class Tiles(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """A class of GPUs; `tiles` by the size of a number in bytes, and head_dim rounded up to a power of two."""
+    """A class of GPUs; `tiles` by the size of a number in bytes, and head_dim rounded up to a power of two.
+
+    `dropout` holds the tiles that differ with dropout, whose random numbers take registers.
+    """
 
     shared: int  # bytes of shared memory that a program may take
     descriptors: bool  # whether a copy engine (TMA) reads tensor descriptors
     tiles: dict[tuple[int, int], Tiles]
+    dropout: dict[tuple[int, int], dict[str, Tile]]
 
 
 # Chosen so that no registers spill for sm_90 and the shared memory holds at least one program; of `decode` in half
@@ -52,20 +56,55 @@ HOPPER = Architecture(
         (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
         (4, 256): Tiles(Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
     },
-)
-AMPERE = Architecture(
-    166_912,
-    False,
-    HOPPER.tiles
-    | {
-        (2, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(16, 64, 4, 3)),
-        (2, 128): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(16, 64, 4, 3)),
+    {
+        **{(2, columns): {"query_gradient": Tile(128, 64, 8, 2)} for columns in (16, 32, 64)},
+        (2, 128): {"key_gradient": Tile(32, 128, 8, 2)},
     },
 )
+# 8.0 has room for 163 KiB, but no tile gains by it. Larger tiles than these spill, for sm_80 or for sm_89.
+AMPERE = Architecture(
+    101_376,
+    False,
+    {
+        (2, 16): Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
+        (2, 32): Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
+        (2, 64): Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
+        (2, 128): Tiles(Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3)),
+        (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(16, 16, 4, 3)),
+        (4, 16): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 3)),
+        (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
+        (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
+        (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
+        (4, 256): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
+    },
+    {},
+)
+# Blackwell without tensor memory: RTX 50 and DGX Spark.
+CONSUMER_BLACKWELL = Architecture(
+    101_376,
+    True,
+    {
+        (2, 16): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+        (2, 32): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 128, 4, 3)),
+        (2, 64): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+        (2, 128): Tiles(Tile(128, 64, 8, 2), Tile(128, 16, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3)),
+        (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(64, 16, 8, 2), Tile(32, 64, 8, 2), Tile(16, 16, 4, 3)),
+        (4, 16): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 3)),
+        (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
+        (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
+        (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
+        (4, 256): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
+    },
+    {},
+)
 
-ARCHITECTURES: dict[tuple[int, int], Architecture] = {
+ARCHITECTURES: dict[tuple[int, int], Architecture] = {  # by compute capability
     (8, 0): AMPERE,
+    (8, 6): AMPERE,
+    (8, 9): AMPERE,
     (9, 0): HOPPER,
     (10, 0): HOPPER,
     (10, 3): HOPPER,
+    (12, 0): CONSUMER_BLACKWELL,
+    (12, 1): CONSUMER_BLACKWELL,
 }

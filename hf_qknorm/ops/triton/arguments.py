@@ -51,12 +51,17 @@ class Sizes(NamedTuple):
 
 
 class ScoreArguments(NamedTuple):
-    """Factors: a score is q·k (times `unit` if SCALED), `cap` makes a logit of it. Rate of dropout, limit of WHEN."""
+    """Factors: a score is q·k (times `unit` if SCALED), `cap` makes a logit of it. The limit of WHEN.
+
+    Dropout drops weights whose random number, a signed integer of 32 bits, is below `drop_below`, and multiplies the
+    others by `rescale`; see `launch.dropout_numbers`.
+    """
 
     unit: float
     cap: float
-    rate: float = 0.0
     limit: float = 0.0
+    drop_below: int = -(2**31)
+    rescale: float = 1.0
 
 
 class NormArguments(NamedTuple):

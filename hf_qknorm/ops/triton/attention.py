@@ -25,6 +25,7 @@ from hf_qknorm.ops.triton.launch import (
     as_tiles,
     backward_variants,
     dense,
+    dropout_numbers,
     forward_variants,
     launch,
     padded,
@@ -135,7 +136,7 @@ def _launch(
         **constants,
     )
     for tanh, online, when, limit in variants:
-        arguments["score"] = ScoreArguments(prepared.unit, prepared.cap, options.dropout, limit)
+        arguments["score"] = ScoreArguments(prepared.unit, prepared.cap, limit, *dropout_numbers(options.dropout))
         arguments["C"] = shared._replace(TANH=tanh, ONLINE=online, WHEN=when)
         launch(kernel, (programs,), prepared.q.device, **arguments)
 
@@ -166,8 +167,8 @@ def backward(
     dq, dk, dv = laid_out(heads.q, dtype), laid_out(heads.k, dtype), laid_out(heads.v)
     call = _Call(prepared, visible, options)
     gradient = partial(_gradient, call, grad, row_terms)
-    shape = tiles(heads.q).query_gradient
-    section = schedule.query_section(heads.k, *heads.q.shape[1:3], shape.queries)
+    shape = tiles(heads.q, options.dropout > 0).query_gradient
+    section = schedule.query_section(heads.k, heads.q.shape[1], heads.q.shape[2], shape.queries)
     raw = RawGradient.of(inner.q, inner.q_norm, inner.rotary, dq, shape.queries, section)
     gradient(query_gradient_kernel, shape, raw, factor=options.scale, ranges=visible.ranges, section=section)
     q_gain, q_bias = raw.gain_and_bias()
@@ -244,7 +245,7 @@ def _key_gradient(
     Where a program for each block of keys would leave processors idle, several share a block.
     """
     (b, h, t, d), (_, hk, s, _), k = heads.q.shape, heads.k.shape, heads.k
-    shape, group = tiles(k).key_gradient, h // hk
+    shape, group = tiles(k, options.dropout > 0).key_gradient, h // hk
     lines = schedule.Lines(s, shape.keys, t, shape.queries, since=options.causal, window=reach(options.window, t, s))
     size = 2 * group * t * d * k.element_size()
     parts, section = schedule.divide(lines, group, b * hk, size, schedule.gpu(k.device))

@@ -16,6 +16,7 @@ from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
 from hf_qknorm.ops.triton.norm_math import backward, partners, statistics
 from hf_qknorm.ops.triton.score_math import (
     QueryRows,
+    drop,
     kept,
     key_segments,
     keys_seen,
@@ -78,6 +79,12 @@ def weights(x, lse, inverse_total, seen, score, MASKED: tl.constexpr, C: tl.cons
     if C.EXACT:
         p = p * inverse_total
     return p, p * slope
+
+
+@triton.jit
+def score_gradient(sloped, dp, delta, keep, score, C: tl.constexpr):
+    """The gradient of a tile of scores, for that of the weights that dropout keeps."""
+    return sloped * (tl.where(keep, dp * score.rescale - delta, -delta) if C.DROPOUT else dp - delta)
 
 
 @triton.jit
@@ -145,11 +152,11 @@ def _add_to_queries(
         x = tl.dot(q, k.T, input_precision=C.PRECISION)  # [M, N]
         seen = (cols[None, :] >= (rows.first - n)[:, None]) & (cols[None, :] < (rows.last - n)[:, None])
         _, sloped = weights(x, terms.lse[:, None], terms.inverse_total[:, None], seen, score, MASKED, C)
-        dp = tl.dot(grad, v.T, input_precision=C.PRECISION)
+        keep = True
         if C.DROPOUT:
-            keep = kept(seed, block.number, rows.index[:, None], (n + cols)[None, :], score.rate)
-            dp = tl.where(keep, dp / (1.0 - score.rate), 0.0)
-        dx = sloped * (dp - terms.delta[:, None])
+            keep = kept(seed, block.number, block.start, n, score, C)
+        dp = tl.dot(grad, v.T, input_precision=C.PRECISION)
+        dx = score_gradient(sloped, dp, terms.delta[:, None], keep, score, C)
         dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=C.PRECISION)
     return dq
 
@@ -194,7 +201,7 @@ def query_gradient_kernel(
 
 @triton.jit
 def _add_to_keys(
-    dk, dv, k, v, Q, GRAD, row_terms, batch, head, number, group, stride, cols, first, last, start, count, score, seed,
+    dk, dv, k, v, Q, GRAD, row_terms, batch, head, number, group, stride, own, first, last, start, count, score, seed,
     sizes, C: tl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv `[N, P]` the gradient through `count` blocks of queries from `start` on, of all `group` heads.
@@ -223,15 +230,14 @@ def _add_to_keys(
         elif FROM:
             seen = rows[None, :] >= (first - m)[:, None]
         p, sloped = weights(x, lse[None, :], inverse_total[None, :], seen, score, FROM or UNTIL, C)
+        keep = True
         if C.DROPOUT:
-            keep = kept(seed, number + member, (m + rows)[None, :], cols[:, None], score.rate)
-            p = tl.where(keep, p / (1.0 - score.rate), 0.0)
+            keep = kept(seed, number + member, m, own, score, C, TRANSPOSED=True)
+            p = drop(p, keep, score)
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=C.PRECISION)
         dp = tl.dot(v, grad.T, input_precision=C.PRECISION)  # after dv: both at once do not fit the registers
-        if C.DROPOUT:
-            dp = tl.where(keep, dp / (1.0 - score.rate), 0.0)
         delta = tl.load(row_terms + at + stride + rows)
-        dx = sloped * (dp - delta[None, :])
+        dx = score_gradient(sloped, dp, delta[None, :], keep, score, C)
         dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=C.PRECISION)
         block += 1
         member += (block == count).to(tl.int32)
@@ -280,8 +286,10 @@ def key_gradient_kernel(
     first_head = batch * heads + head
     row_terms += 3 * first_head.to(tl.int64) * stride
     dk, dv = _add_to_keys(
-        dk, dv, k, v, Q, GRAD, row_terms, batch, head, first_head, members, stride, cols, first, last, start, count,
+        dk, dv, k, v, Q, GRAD, row_terms, batch, head, first_head, members, stride, own, first, last, start, count,
         score, seed, sizes, C,
     )  # fmt: skip
+    if C.DROPOUT:
+        dv *= score.rescale
     store_tile(DV, dv, batch, head_out, own, keys, C.BLOCK_N, C)
     store_raw_gradient(dk * factor, X, DX, norm, dgain, dbias, rotary, batch, head_out, own, keys, C.BLOCK_N, NORM, C)

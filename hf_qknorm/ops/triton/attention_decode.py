@@ -100,7 +100,7 @@ def _combine(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "splits"])  # keys grow with each step: one kernel for all
+@triton.jit(do_not_specialize=["queries", "keys", "window", "splits"])  # keys grow with each step: one kernel for all
 def split_kernel(
     q, K, V, out, normaliser, partial, arrived, filled, ranges, sinks, score, group, heads_kv, queries, keys, window,
     splits,
@@ -171,7 +171,7 @@ def split_kernel(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["queries", "splits"])
+@triton.jit(do_not_specialize=["heads", "queries", "splits"])
 def combine_kernel(
     partial, out, normaliser, sinks, heads_kv, group, queries, splits,
     ROWS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,

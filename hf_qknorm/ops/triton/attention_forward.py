@@ -15,6 +15,7 @@ from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
 from hf_qknorm.ops.triton.score_math import (
     LOG2E,
     QueryRows,
+    drop,
     kept,
     key_segments,
     keys_seen,
@@ -88,7 +89,7 @@ def attend(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: 
             p_logit += tl.sum(tl.where(p > 0, p * x, 0.0), 1)
         total += tl.sum(p, 1)
         if C.DROPOUT:
-            p = tl.where(kept(seed, block.number, rows.index[:, None], (n + cols)[None, :], score.rate), p, 0.0)
+            p = drop(p, kept(seed, block.number, block.start, n, score, C), score)
         v = load_tile(V, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION)
     return Sums(acc, total, peak, p_logit, largest)
@@ -144,6 +145,6 @@ def forward_kernel(
     tl.store(normaliser + 2 * at, peak, mask=real)
     tl.store(normaliser + 2 * at + 1, total, mask=real)
     if C.DROPOUT:
-        inverse_total = inverse_total / (1.0 - score.rate)
+        inverse_total = inverse_total * score.rescale
     out = acc * inverse_total[:, None]
     store_tile(OUT, out, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)

@@ -43,9 +43,11 @@ def uses_pointers(device: torch.device) -> bool:
     return not architecture(device).descriptors
 
 
-def tiles(x: Tensor) -> Tiles:
-    """The tiles for heads like those of x `[B, H, T, D]`."""
-    return architecture(x.device).tiles[x.element_size(), padded(x.shape[-1])]
+def tiles(x: Tensor, dropout: bool = False) -> Tiles:
+    """The tiles for heads like those of x `[B, H, T, D]`, with or without dropout."""
+    chosen, key = architecture(x.device), (x.element_size(), padded(x.shape[-1]))
+    found = chosen.tiles[key]
+    return found._replace(**chosen.dropout.get(key, {})) if dropout else found
 
 
 def padded(head_dim: int) -> int:
@@ -176,6 +178,12 @@ def units(scale: float, softcap: float | None) -> tuple[float, float, bool]:
     if softcap is None:  # one multiplication for both
         return 1.0, scale * LOG2E, False
     return scale / softcap, softcap * LOG2E, True
+
+
+def dropout_numbers(rate: float) -> tuple[int, float]:
+    """`drop_below` and `rescale` of `ScoreArguments`: the rate is rounded to a multiple of 2⁻³², which both have."""
+    dropped = min(round(rate * 2**32), 2**32 - 1)
+    return dropped - 2**31, 2**32 / (2**32 - dropped)
 
 
 def reach(window: int | None, queries: int, keys: int) -> int:

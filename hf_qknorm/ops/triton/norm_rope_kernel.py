@@ -104,7 +104,8 @@ def _place(count, length, ROWS: tl.constexpr):
     return number // count // blocks, number % count, number // count % blocks
 
 
-@triton.jit
+# Lengths, and the room of a cache, may grow: one kernel for all.
+@triton.jit(do_not_specialize=["room", "heads", "heads_kv", "total", "length"])
 def norm_rope_kernel(
     q, q_out, k, k_out, v, v_out, q_norm, k_norm, rotary, positions, room, bound, zeros, multiplier,
     heads, heads_kv, total, length,
@@ -185,7 +186,7 @@ def _raw_gradient(
         tl.store(dbias + slot + columns, tl.sum(biases, 0), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "total", "length"])
 def norm_rope_gradient_kernel(
     dq, q, dq_raw, q_dgain, q_dbias, dk, k, dk_raw, k_dgain, k_dbias, q_norm, k_norm, rotary, multiplier,
     heads, total, length,

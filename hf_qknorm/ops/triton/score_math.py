@@ -156,8 +156,45 @@ def tanh_and_slope(x, HOW: tl.constexpr):
 
 
 @triton.jit
-def kept(seed, head, rows, cols, rate):
-    """Which weights dropout keeps: a function of the seed, the head, the query and the key alone (Philox)."""
-    key = cols + rows * 0
-    drawn, _, _, _ = tl.philox(seed, key, key * 0 + rows, key * 0 + head, key * 0)
-    return drawn.to(tl.uint32, bitcast=True) * 2.3283064365386963e-10 >= rate
+def kept(seed, head, query, key, score, C: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """Which weights dropout keeps of the tile that starts at `query` and `key`: `[M, N]`, or `[N, M]` if TRANSPOSED.
+
+    A function of the seed, the head, the query and the key alone. A call of Philox has four numbers, for the queries
+    i, i + 8 and the keys j, j + 8: matrix instructions leave these four scores in one thread, transposed or not.
+    """
+    queries = (query // 2 + tl.arange(0, C.BLOCK_M // 2)).to(tl.uint32)
+    keys = (key // 2 + tl.arange(0, C.BLOCK_N // 2)).to(tl.uint32)
+    ROWS: tl.constexpr = C.BLOCK_N if TRANSPOSED else C.BLOCK_M
+    COLUMNS: tl.constexpr = C.BLOCK_M if TRANSPOSED else C.BLOCK_N
+    queries = queries[None, :] if TRANSPOSED else queries[:, None]
+    keys = keys[:, None] if TRANSPOSED else keys[None, :]
+    zeros = queries * 0 + keys * 0
+    near, key_far, query_far, far = philox(seed, zeros + queries, zeros + keys, zeros + head.to(tl.uint32), zeros)
+    numbers = tl.join(tl.join(near, key_far), tl.join(query_far, far)).reshape(ROWS // 16, 8, COLUMNS // 16, 8, 2, 2)
+    numbers = numbers.permute(0, 4, 1, 2, 5, 3) if TRANSPOSED else numbers.permute(0, 5, 1, 2, 4, 3)
+    return numbers.reshape(ROWS, COLUMNS).to(tl.int32, bitcast=True) >= score.drop_below
+
+
+@triton.jit
+def philox(seed, c0, c1, c2, c3):
+    """Four random numbers of 32 bits for a seed and four counters: Philox 4x32 with 7 rounds, as `tl.philox`.
+
+    Here a product of 64 bits is one instruction instead of two.
+    """
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(7):
+        even = c0.to(tl.uint64) * 0xD2511F53
+        odd = c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (odd >> 32).to(tl.uint32) ^ c1 ^ k0, odd.to(tl.uint32)
+        c2, c3 = (even >> 32).to(tl.uint32) ^ c3 ^ k1, even.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def drop(p, keep, score):
+    """The weights p with those that dropout drops set to 0, before the factor `rescale`."""
+    zero = score.rescale * 0.0  # with a constant the compiler selects after rounding to bf16: two instructions more
+    return tl.where(keep, p, zero)

@@ -6,13 +6,16 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from error_budget import assert_within_budget
 from kernel_cases import DEVICE, Problem, Raw, plain_problem, raw_problem, shrink_tiles
 from tiled_cases import Case
 from torch import Tensor
 
-from hf_qknorm.ops.triton import attention
+from hf_qknorm.ops.triton import attention, score_math
 from hf_qknorm.ops.triton.architectures import Tile
+from hf_qknorm.ops.triton.launch import dropout_numbers, launch
 from hf_qknorm.ops.types import Heads, Visible
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
@@ -58,17 +61,60 @@ def test_forward_and_backward_drop_the_same_weights(
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_the_rate_of_dropout_is_right(rate: float) -> None:
+    """Weights of other rows, heads, batches and seeds, and the four of a call of Philox, are independent."""
     problem = plain_problem(Case(queries=64, head_dim=64, dropout=rate), FULL)
     mask = drawn(problem)
-    other = drawn(problem._replace(visible=Visible(seed=torch.tensor([2**62 + 1], device=DEVICE))))
-    same = mask == other
     sigma = math.sqrt(rate * (1 - rate) / mask.numel())
-    agree = rate**2 + (1 - rate) ** 2
     assert abs(float((mask == 0).float().mean()) - rate) < 5 * sigma
-    assert abs(float(same.float().mean()) - agree) < 5 * math.sqrt(agree * (1 - agree) / mask.numel())
-    for axis in range(4):  # neighbours have different masks
-        neighbours = (mask == mask.roll(1, axis)).float().mean()
-        assert abs(float(neighbours) - agree) < 5 * math.sqrt(2 * agree * (1 - agree) / mask.numel())
+    seed = problem.visible.seed
+    assert seed is not None
+    others = [drawn(problem._replace(visible=Visible(seed=seed + step))) for step in (1, 2**40)]
+    others += [mask.roll(1, axis) for axis in range(4)] + [mask.roll(8, axes) for axes in (2, 3)]
+    others.append(mask.roll((8, 8), (2, 3)))
+    agree = rate**2 + (1 - rate) ** 2
+    for other in others:
+        same = (mask == other).float().mean()
+        assert abs(float(same) - agree) < 5 * math.sqrt(2 * agree * (1 - agree) / mask.numel())
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-12, 0.1, 0.5, 0.9, 1 - 1e-12])
+def test_dropout_keeps_the_mean(rate: float) -> None:
+    """The probability of a weight's being kept, and the factor of kept ones."""
+    drop_below, rescale = dropout_numbers(rate)
+    kept = (2**31 - drop_below) / 2**32
+    assert abs(kept - (1 - rate)) <= 2**-32
+    assert kept * rescale == pytest.approx(1, rel=1e-15)
+
+
+@triton.jit
+def _philox(counters, keys, out):
+    at = 4 * tl.program_id(0)
+    counter = counters + at
+    numbers = score_math.philox(
+        tl.load(keys + tl.program_id(0)),
+        tl.load(counter).to(tl.uint32),
+        tl.load(counter + 1).to(tl.uint32),
+        tl.load(counter + 2).to(tl.uint32),
+        tl.load(counter + 3).to(tl.uint32),
+    )
+    for i in tl.static_range(4):
+        tl.store(out + at + i, numbers[i].to(tl.int64))
+
+
+def test_philox_gives_the_published_numbers() -> None:
+    """Salmon et al., Random123, kat_vectors: counters and key of zeros, of ones, and of the digits of π."""
+    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
+    ones = 2**32 - 1
+    counters = torch.tensor([[0] * 4, [ones] * 4, pi], device=DEVICE)
+    keys = torch.tensor([0, -1, 0x299F31D0_A4093822], device=DEVICE)
+    expected = [
+        [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48],
+        [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662],
+        [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A],
+    ]
+    out = torch.empty(3, 4, dtype=torch.int64, device=DEVICE)
+    launch(_philox, (3,), DEVICE, counters, keys, out)
+    assert out.tolist() == expected
 
 
 def test_dropout_does_not_depend_on_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ from operator_calls import call
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hf_qknorm.ops import library, operators
+from hf_qknorm.ops import fused_checks, library, operators
 from hf_qknorm.ops.registration import flatten, flatten_norms
 from hf_qknorm.ops.triton import norm_rope
+from hf_qknorm.ops.triton.architectures import ARCHITECTURES
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,6 +30,18 @@ def heads(length: int = T, keys: int | None = None) -> list[Tensor]:
     """q, k and v."""
     keys = keys or length
     return [normal(B, n, x, D, seed=i) for i, (n, x) in enumerate(((H, length), (HK, keys), (HK, keys)))]
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (11, 0), (12, 0), (13, 0)])
+def test_gpus_without_tiles_are_refused(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    reason = fused_checks._why_not_here("cuda:1")
+    if capability in ARCHITECTURES:
+        assert reason is None
+    else:
+        assert capability in ((7, 5), (11, 0), (13, 0))
+        assert "for compute capability 8.0, 8.6, " in (reason or "")
+        assert reason.endswith(f", and cuda:1 has {capability[0]}.{capability[1]}")
 
 
 def assert_refused(error: type[Exception], message: str, function: Any, *arguments: Any) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -250,6 +251,39 @@ def test_the_fork_of_triton_takes_some_shapes_only(monkeypatch):
     (x,) = TLX.prepared(Case(4, 2, 64, 128), draw(Case(4, 2, 64, 128), 1, CPU, torch.float32))
     assert x.k.shape == x.q.shape
     assert all(y.is_contiguous() for y in (x.q, x.k, x.v, x.grad))
+
+
+def of_the_fork(q, k, v, causal):
+    """As TLX takes heads: contiguous, as many of keys as of queries."""
+    assert all(x.is_contiguous() and x.shape == q.shape for x in (q, k, v))
+    return reference.attention(q, k, v, causal=causal).out
+
+
+def of_rows(q, k, v, causal, softcap):
+    """As FlashAttention takes heads: behind rows; some versions return the log-sum-exp too."""
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    return reference.attention(*heads, causal=causal, softcap=softcap).out.transpose(1, 2), None
+
+
+@pytest.mark.parametrize(
+    ("implementation", "module", "function"),
+    [
+        (TLX, "triton.tlx.ops", of_the_fork),
+        (FLASH_3, "flash_attn_interface", of_rows),
+        (FLASH_4, "flash_attn.cute", of_rows),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_functions_that_are_absent_here_would_get_their_arguments(implementation, module, function, monkeypatch):
+    for name in filter(None, (module.rpartition(".")[0], module)):
+        if name not in sys.modules:
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules[module], "flash_attn", function, raising=False)
+    monkeypatch.setattr(sys.modules[module], "flash_attn_func", function, raising=False)
+    case = Case(4, 2, 64, 128)
+    verdicts = checks.judge_implementation(implementation, case, draw(case, 1, CPU, torch.float32)[0])
+    assert verdicts.keys() == {"out", "dq", "dk", "dv"}
+    assert all(verdict.passed for verdict in verdicts.values())
 
 
 def test_the_list_names_every_implementation(capsys):
