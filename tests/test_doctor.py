@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_qknorm
 from hf_qknorm import cli, doctor
 from hf_qknorm.backends import choice, functions
+from hf_qknorm.ops import library
 from hf_qknorm_command import findings
 from hf_qknorm_command.findings import TESTED, check_version, find_versions
 
@@ -58,6 +59,17 @@ def test_the_doctor_tells_that_there_is_no_gpu(capsys):
     _, found, _ = examined(capsys)
     assert found["hf_qknorm"]["text"] == "runs tiled in PyTorch: the kernels are for NVIDIA GPUs"
     assert found["first use"]["text"] == "checks nothing: the kernels are checked on GPUs"
+
+
+def test_each_dtype_and_head_dim_is_reported(monkeypatch):
+    kernels = choice.Choice("its Triton kernels", library.fused_attention, None)
+    wrong = choice.Choice("FlexAttention", library.attention, "the self-check failed")
+    monkeypatch.setattr(doctor, "_chosen", lambda device, dtype, d: wrong if dtype == torch.bfloat16 else kernels)
+    found = {finding.topic: finding for finding in doctor._attention(torch.device("cpu"))}
+    assert found["hf_qknorm"].text == (
+        "runs its Triton kernels (float32 at head_dim 64, float32 at head_dim 128); "
+        "runs FlexAttention: the self-check failed (bfloat16 at head_dim 64, bfloat16 at head_dim 128)"
+    )
 
 
 CASES = [

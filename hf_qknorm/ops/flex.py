@@ -7,6 +7,7 @@ that all of its queries see whole: no T×S mask is needed to find them.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from torch import Tensor
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 BLOCK = 128  # queries and keys of a block of FlexAttention's mask
+GRAPHS = 64  # of different layers and calls, before torch raises an error
 LEAST_QUERIES = BLOCK  # with fewer, as in generation, each new length could compile a kernel anew
 
 
@@ -32,6 +34,8 @@ def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
         return f"FlexAttention computes in fp32, bf16 and fp16, got {q.dtype}"
     if not 16 <= q.shape[-1] <= 256:
         return f"FlexAttention takes a head_dim of 16 to 256 here, got {q.shape[-1]}"
+    if 0 in (*q.shape, *heads.k.shape):
+        return f"there is nothing to attend: q {list(q.shape)}, k {list(heads.k.shape)}"
     if torch.compiler.is_compiling():
         return "a compiled model would need FlexAttention's block mask in its graph"
     if q.shape[2] < LEAST_QUERIES:
@@ -45,6 +49,8 @@ def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"FlexAttention has no backward on {device}"
     if find_spec("triton") is None:
         return "Triton is not installed, which FlexAttention needs"
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "torch.compile is switched off, without which FlexAttention holds every logit in memory"
     if torch.version.hip is None and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] < 8:
         return f"{device} has no bf16"
     return None
@@ -64,14 +70,14 @@ def checked_attention(heads: Heads, visible: Visible, options: Options) -> Tenso
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(lambda *arguments, **options: flex_attention(*arguments, **options))
+    return torch.compile(lambda *arguments, **options: flex_attention(*arguments, **options), fullgraph=True)
 
 
 @cache
 def _compiled_for_checks() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(lambda *arguments, **options: flex_attention(*arguments, **options))
+    return torch.compile(lambda *arguments, **options: flex_attention(*arguments, **options), fullgraph=True)
 
 
 def _attend(flex_attention: Callable[..., Any], heads: Heads, visible: Visible, options: Options) -> Tensor:
@@ -82,15 +88,17 @@ def _attend(flex_attention: Callable[..., Any], heads: Heads, visible: Visible, 
     own_scale, sinks = q.shape[-1] ** -0.5, visible.sinks
     if options.scale != own_scale:  # FlexAttention compiles a kernel for each scale, which may differ between layers
         q = q * (options.scale / own_scale)
-    found = flex_attention(
-        q,
-        k,
-        v,
-        score_mod=None if options.softcap is None else cap(options.softcap),
-        block_mask=block_mask(*spans(heads, visible, options), k.shape[2]),
-        enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=None if sinks is None else AuxRequest(lse=True),
-    )
+    mask = block_mask(*spans(heads, visible, options), k.shape[2])
+    with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+        found = flex_attention(
+            q,
+            k,
+            v,
+            score_mod=None if options.softcap is None else cap(options.softcap),
+            block_mask=mask,
+            enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=None if sinks is None else AuxRequest(lse=True),
+        )
     if sinks is None:
         return cast(Tensor, found)
     out, (lse, _) = found

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_qknorm as qk
 
 SCHEME = "qk_norm_cap"
-BACKEND = "hf_qknorm"
+BACKEND = "hf_qknorm_triton" if torch.cuda.is_available() else "hf_qknorm"  # without a fallback on a GPU
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """Compile every kernel configuration without a GPU, print a table, and check registers, spills and instructions.
 
     python recipes/benchmarks/compile_kernels.py --arch 90
-    python recipes/benchmarks/compile_kernels.py --arch 80 --arch 100 --few
+    python recipes/benchmarks/compile_kernels.py --arch 80 --arch 89 --arch 100 --arch 120 --few
 
-Calls the package's functions with CPU tensors; each kernel that they launch is compiled for that GPU (80, 90 or 100:
-Ampere, Hopper, Blackwell), and not started. Prints Markdown; exits with 1 and the broken limits. Every kernel must
-compile for each GPU, and fit the shared memory of Hopper and Blackwell, where the kernels run. Spills, matrix
-instructions and slots are limited on Hopper, for which the tiles were chosen. Slots are the instructions of the main
-loop for one score, MUFU those among them for exp2 and tanh; spills are bytes of a thread. Run it without
-TRITON_INTERPRET.
+Calls the package's functions with CPU tensors; each kernel that they launch is compiled for that GPU, and not started:
+80 (A100), 89 (RTX 40, L40S; RTX 30 has its tiles), 90 (H100), 100 (B200) or 120 (RTX 50). Prints Markdown; exits with 1
+and the broken limits. Every kernel must compile, and fit the shared memory; `kernel_limits.py` has the limits of
+spills, matrix instructions and slots. Slots are the instructions of the main loop for one score, MUFU those among them
+for exp2 and tanh; spills are bytes of a thread. Run it without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -25,27 +24,11 @@ from multiprocessing import get_context
 import torch
 import triton
 from compiled import Failure, Report, compiling
+from kernel_limits import HOPPER, LIMITS, complain, unmet
 
-from hf_qknorm.ops.norms import NormKind
 from hf_qknorm.ops.triton import attention, gluon, norm_rope
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
-ARCHES = (80, 90, 100)
-HOPPER = 90
-SHARED = {90: 232_448, 100: 232_448}  # bytes of a block, which ptxas does not check
-SPILL_FREE = {  # largest head_dim
-    "forward_kernel": 256,
-    "gluon_forward_kernel": 256,
-    "query_gradient_kernel": 256,
-    "key_gradient_kernel": 128,
-    "split_kernel": 256,
-    "add_parts_kernel": 256,
-}
-SLOTS = {("approx", False): 6.5, ("none", False): 4.5, ("none", True): 7.8}  # (TANH, ONLINE): at head_dim 128
-DROPOUT_SLOTS = 16.5  # of the plain kernel with dropout and a maximum, at head_dim 64 and 128
-GLUON_WIDE = {("approx", False): 9.0, ("none", False): 7.2}  # at head_dim 256, in tiles of 64 keys; at 64 as at 128
-GLUON_SPILL = 32  # bytes at head_dim 256 with the polynomial tanh, by Triton 3.9 and not 3.6: none in a loop of tiles
-EXTRA = 0.5  # slots of the plain kernel that Triton 3.9 adds to 3.6's, for descriptors of matrix instructions
 COLUMNS = (
     "kernel",
     "configuration",
@@ -59,59 +42,6 @@ COLUMNS = (
     "slots",
     "size",
 )
-
-
-def broken(report: Report, arch: int = HOPPER) -> list[str]:
-    """The limits that a kernel breaks, a sentence each."""
-    found = []
-    shared = SHARED.get(arch, report.shared)
-    if report.shared > shared:
-        found.append(f"{report.shared:,} bytes of shared memory, expected at most {shared:,}")
-    if arch != HOPPER:
-        return found
-    attention = report.kernel in SPILL_FREE and report.dtype != "fp32"
-    if attention and report.spilled and not spills_allowed(report):
-        found.append(f"{report.spilled:,} bytes spilled, expected none")
-    # few queries: matrix instructions of a warp; sums need none
-    wide = attention and report.kernel not in ("split_kernel", "add_parts_kernel")
-    if wide and "HGMMA" not in report.matrix:
-        found.append(f"no HGMMA, got {report.matrix or 'no matrix instructions'}")
-    limit = slots_limit(report)
-    if limit is not None and (report.slots is None or report.slots > limit):
-        got = "no main loop" if report.slots is None else f"{report.slots:.2f}"
-        found.append(f"{got} issue slots a score, expected at most {limit}")
-    return found
-
-
-def spills_allowed(report: Report) -> bool:
-    """Whether spills are accepted: for wide heads, and the powers of an Lp norm."""
-    constants = report.constants
-    if report.kernel == "gluon_forward_kernel" and (constants["PADDED"], constants["TANH"]) == (256, "polynomial"):
-        return report.spilled <= GLUON_SPILL
-    return constants["PADDED"] > SPILL_FREE[report.kernel] or of_any_order(constants.get("NORM"))
-
-
-def of_any_order(norm: NormKind | None) -> bool:
-    """Whether a norm computes powers."""
-    return norm is not None and norm.any_order
-
-
-def slots_limit(report: Report) -> float | None:
-    """The limit of issue slots for a score, or None: only the forward pass with no option but dropout has one."""
-    constants = report.constants
-    loop = (constants.get("TANH"), constants.get("ONLINE"))
-    if report.dtype == "fp32" or any(constants.get(x) for x in ("SCALED", "WINDOW", "RANGES", "STATISTICS")):
-        return None
-    if constants.get("DROPOUT"):
-        met = report.kernel == "forward_kernel" and constants["PADDED"] in (64, 128) and loop == ("none", True)
-        return DROPOUT_SLOTS if met else None
-    if report.kernel == "gluon_forward_kernel":
-        return (GLUON_WIDE if constants["PADDED"] == 256 else SLOTS).get(loop)
-    if report.kernel != "forward_kernel" or constants["PADDED"] != 128:
-        return None
-    limit = SLOTS.get(loop)
-    newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-    return limit + EXTRA if limit is not None and newer else limit
 
 
 @dataclass(frozen=True)
@@ -212,11 +142,12 @@ CASES = {
     "step, fp32": Step(dtype=torch.float32),
 }
 # Every kernel in every dtype, of the smallest heads: it is over the registers of wide ones that ptxas spends minutes.
+# Then those with a limit of slots, and their gradients.
 FEW = {
     f"{kind.__name__} {dtype}": kind(16, dtype, **options)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for kind, options in ((Case, {"interleaved": True, "softcap": None, "batch": 1}), (Step, {}))
-}
+} | {name: CASES[name] for name in ("capped 128", "capped 64", "uncapped 128", "uncapped 64", "step 128")}
 
 
 def compiles(arch: int, case: Case | Step) -> bool:
@@ -255,11 +186,11 @@ def line(*cells: object) -> str:
 def main() -> str | None:
     """Print the tables; returns the complaints, if any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, action="append", choices=ARCHES, help=f"default: {HOPPER}")
+    parser.add_argument("--arch", type=int, action="append", choices=LIMITS, help=f"default: {HOPPER}")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--case", action="append", choices=CASES, help="one of the cases; default: all")
     chosen.add_argument(
-        "--few", action="store_true", help="every kernel in every dtype, but of the smallest heads alone"
+        "--few", action="store_true", help="every kernel in every dtype of small heads, and those with limits"
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     args = parser.parse_args()
@@ -274,36 +205,9 @@ def main() -> str | None:
         results = [result for (at, _), results in zip(jobs, found, strict=True) if at == arch for result in results]
         show(arch, results)
         complaints += [f"sm_{arch} {complaint}" for result in results for complaint in complain(result, arch)]
-        if not args.case and not args.few:
-            complaints += unmet(results)
+        if not args.case:
+            complaints += [f"sm_{arch} {complaint}" for complaint in unmet(results, arch, args.few)]
     return "\n".join(dict.fromkeys(complaints)) or None
-
-
-def complain(result: Report | Failure, arch: int) -> list[str]:
-    """The complaints about it, a line each."""
-    where = f"{result.kernel} ({result.configuration})"
-    if isinstance(result, Failure):
-        return [f"{where}: does not compile: {result.error}"]
-    return [f"{where}: {limit}" for limit in broken(result, arch)]
-
-
-def unmet(results: list[Report | Failure]) -> list[str]:
-    """The limits that no report was checked against, as after the renaming of a kernel."""
-    reports = [result for result in results if isinstance(result, Report) and result.dtype != "fp32"]
-    kernels = {report.kernel for report in reports}
-    met = {
-        (r.kernel, r.constants["PADDED"], r.constants["TANH"], r.constants["ONLINE"])
-        for r in reports
-        if slots_limit(r) is not None
-    }
-    return [f"no limit was checked of {x}" for x in [*(SPILL_FREE.keys() - kernels), *sorted(limited() - met)]]
-
-
-def limited() -> set[tuple[str, int, str, bool]]:
-    """The configurations with a limit of slots: kernel, head_dim, TANH and ONLINE."""
-    wide = {("gluon_forward_kernel", 256, *loop) for loop in GLUON_WIDE}
-    kernels = (("forward_kernel", 128), ("gluon_forward_kernel", 64), ("gluon_forward_kernel", 128))
-    return wide | {(*kernel, *loop) for kernel in kernels for loop in SLOTS}
 
 
 if __name__ == "__main__":

@@ -124,6 +124,7 @@ REFUSED = {
     "at least 128 queries": {"length": 127},
     "head_dim of 16 to 256": {"head_dim": 8},
     "fp32, bf16 and fp16": {"dtype": torch.float64},
+    "nothing to attend": {"empty": True},
     "no backward on cpu": {},
 }
 
@@ -133,7 +134,8 @@ def test_other_calls_are_refused_with_the_reason(reason: str) -> None:
     options = dict(REFUSED[reason])
     shape = 1, 2, options.pop("length", 200), options.pop("head_dim", 16)
     q = torch.zeros(shape, dtype=options.pop("dtype", FULL))
-    assert reason in str(flex.why_not(*call(q, q, q, **options)))
+    k = q[:, :, :0] if options.pop("empty", False) else q
+    assert reason in str(flex.why_not(*call(q, k, k, **options)))
 
 
 @pytest.mark.parametrize(("capability", "dtype", "served"), [(7, BRAIN, False), (7, HALF, True), (8, BRAIN, True)])
@@ -145,4 +147,8 @@ def test_gpus_without_bf16_take_fp16(capability, dtype, served, monkeypatch):
     monkeypatch.setattr(flex, "find_spec", lambda name: None)
     flex._why_not_here.cache_clear()
     assert "Triton is not installed" in str(flex._why_not_here(torch.device("cuda:0"), dtype))
+    monkeypatch.setattr(flex, "find_spec", lambda name: name)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    flex._why_not_here.cache_clear()
+    assert "torch.compile is switched off" in str(flex._why_not_here(torch.device("cuda:0"), dtype))
     flex._why_not_here.cache_clear()

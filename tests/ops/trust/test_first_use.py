@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +200,13 @@ def test_fake_tensors_and_a_backward_pass_check_nothing(checks):
     assert reasons == [None]
     assert not checks.paths
     assert asked() is not None
+
+
+def test_a_graph_capture_checks_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not first_use._can_check(SimpleNamespace(is_cuda=True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert first_use._can_check(SimpleNamespace(is_cuda=True))
 
 
 def test_errors_are_kept_if_they_broke_the_device(checks, monkeypatch):

@@ -89,10 +89,8 @@ def test_an_error_of_five_per_cent_is_found(
 def test_a_wrong_rate_of_dropout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward agree on the mask, and on the wrong factor."""
     monkeypatch.setattr(problems, "LENGTH", 60)
-    sound = attention.ScoreArguments
-    monkeypatch.setattr(
-        attention, "ScoreArguments", lambda unit, cap, rate, limit: sound(unit, cap, rate and rate + 0.1, limit)
-    )
+    sound = attention.dropout_numbers
+    monkeypatch.setattr(attention, "dropout_numbers", lambda rate: sound(rate + 0.1))
     found = check(PATHS["dropout"]._replace(gradient=False), DEVICE)
     assert not found.verdict.passed
 

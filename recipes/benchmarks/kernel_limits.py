@@ -1,0 +1,135 @@
+"""What the machine code of the attention kernels may take: shared memory, spills, matrix instructions, issue slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+from compiled import Failure, Report
+
+from hf_qknorm.ops.norms import NormKind
+from hf_qknorm.ops.triton.architectures import ARCHITECTURES
+
+HOPPER = 90
+KERNELS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "split_kernel", "add_parts_kernel")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest head_dim that may not spill and its matrix instruction, by kernel; slots by head_dim, TANH and ONLINE."""
+
+    spill_free: dict[str, int]
+    matrix: dict[str, str]
+    slots: dict[tuple[int, str, bool], float]
+
+
+def slots_of(head_dim: int, capped: float, uncapped: float, online: float) -> dict[tuple[int, str, bool], float]:
+    """The slots of the forward pass: with a cap, without one, and with a running maximum."""
+    return {
+        (head_dim, "approx", False): capped,
+        (head_dim, "none", False): uncapped,
+        (head_dim, "none", True): online,
+    }
+
+
+WARPS = dict.fromkeys(KERNELS[:4], "HMMA")  # matrix instructions of a warp
+GROUPS = dict.fromkeys(KERNELS[:3], "HGMMA")  # of four warps; `split_kernel` has too few queries
+AMPERE_LIMITS = Limits(
+    dict.fromkeys(KERNELS, 128), WARPS, slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 15.0, 13.0, 20.0)
+)
+LIMITS = {
+    80: AMPERE_LIMITS,
+    89: AMPERE_LIMITS,
+    90: Limits(
+        dict.fromkeys((*KERNELS, "gluon_forward_kernel"), 256) | {"key_gradient_kernel": 128},
+        GROUPS | {"gluon_forward_kernel": "HGMMA"},
+        slots_of(128, 6.5, 4.5, 7.8),
+    ),
+    100: Limits({}, {}, {}),
+    120: Limits(dict.fromkeys(KERNELS, 128), WARPS, slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 13.0, 11.5, 16.5)),
+}
+DROPOUT_SLOTS = 16.5  # on Hopper, with a maximum, at head_dim 64 and 128
+GLUON = slots_of(64, 6.5, 4.5, 7.8) | slots_of(128, 6.5, 4.5, 7.8)
+GLUON |= {(256, "approx", False): 9.0, (256, "none", False): 7.2}  # in tiles of 64 keys
+GLUON_SPILL = 32  # bytes at head_dim 256 with the polynomial tanh, by Triton 3.9 and not 3.6: none in a loop of tiles
+EXTRA = 0.5  # slots of the plain kernel that Triton 3.9 adds to 3.6's, for descriptors of matrix instructions
+
+
+def complain(result: Report | Failure, arch: int) -> list[str]:
+    """The complaints about it, a line each."""
+    where = f"{result.kernel} ({result.configuration})"
+    if isinstance(result, Failure):
+        return [f"{where}: does not compile: {result.error}"]
+    return [f"{where}: {limit}" for limit in broken(result, arch)]
+
+
+def broken(report: Report, arch: int = HOPPER) -> list[str]:
+    """The limits that a kernel breaks, a sentence each."""
+    found = []
+    limits, shared = LIMITS[arch], ARCHITECTURES[divmod(arch, 10)].shared
+    if report.shared > shared:
+        found.append(f"{report.shared:,} bytes of shared memory, expected at most {shared:,}")
+    if report.dtype == "fp32":
+        return found
+    if report.spilled and report.kernel in limits.spill_free and not spills_allowed(report, arch):
+        found.append(f"{report.spilled:,} bytes spilled, expected none")
+    matrix = limits.matrix.get(report.kernel)
+    if matrix is not None and matrix not in report.matrix:
+        found.append(f"no {matrix}, got {report.matrix or 'no matrix instructions'}")
+    limit = slots_limit(report, arch)
+    if limit is not None and (report.slots is None or report.slots > limit):
+        got = "no main loop" if report.slots is None else f"{report.slots:.2f}"
+        found.append(f"{got} issue slots a score, expected at most {limit}")
+    return found
+
+
+def spills_allowed(report: Report, arch: int = HOPPER) -> bool:
+    """Whether spills are accepted: for wide heads, and the powers of an Lp norm."""
+    constants = report.constants
+    if report.kernel == "gluon_forward_kernel" and (constants["PADDED"], constants["TANH"]) == (256, "polynomial"):
+        return report.spilled <= GLUON_SPILL
+    return constants["PADDED"] > LIMITS[arch].spill_free[report.kernel] or of_any_order(constants.get("NORM"))
+
+
+def of_any_order(norm: NormKind | None) -> bool:
+    """Whether a norm computes powers."""
+    return norm is not None and norm.any_order
+
+
+def slots_limit(report: Report, arch: int = HOPPER) -> float | None:
+    """The limit of issue slots for a score, or None: only the forward pass with no option but dropout has one."""
+    constants = report.constants
+    loop = (constants.get("PADDED"), constants.get("TANH"), constants.get("ONLINE"))
+    if report.dtype == "fp32" or any(constants.get(x) for x in ("SCALED", "WINDOW", "RANGES", "STATISTICS")):
+        return None
+    if constants.get("DROPOUT"):
+        met = report.kernel == "forward_kernel" and loop in ((64, "none", True), (128, "none", True))
+        return DROPOUT_SLOTS if met and arch == HOPPER else None
+    if report.kernel == "gluon_forward_kernel":
+        return GLUON.get(loop)
+    if report.kernel != "forward_kernel":
+        return None
+    limit = LIMITS[arch].slots.get(loop)
+    newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+    return limit + EXTRA if limit is not None and newer and arch == HOPPER else limit
+
+
+def unmet(results: list[Report | Failure], arch: int = HOPPER, few: bool = False) -> list[str]:
+    """The limits that no report was checked against, as after the renaming of a kernel."""
+    reports = [result for result in results if isinstance(result, Report) and result.dtype != "fp32"]
+    kernels = {report.kernel for report in reports}
+    met = {
+        (r.kernel, r.constants["PADDED"], r.constants["TANH"], r.constants["ONLINE"])
+        for r in reports
+        if slots_limit(r, arch) is not None
+    }
+    wanted = LIMITS[arch].spill_free.keys() - ({"gluon_forward_kernel"} if few else set())
+    return [f"no limit was checked of {x}" for x in [*sorted(wanted - kernels), *sorted(limited(arch, few) - met)]]
+
+
+def limited(arch: int = HOPPER, few: bool = False) -> set[tuple[str, int, str, bool]]:
+    """The configurations with a limit of slots: kernel, head_dim, TANH and ONLINE."""
+    gluon_loops = GLUON if arch == HOPPER and not few else {}
+    return {("forward_kernel", *loop) for loop in LIMITS[arch].slots} | {
+        ("gluon_forward_kernel", *loop) for loop in gluon_loops
+    }
