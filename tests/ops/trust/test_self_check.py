@@ -35,6 +35,7 @@ PATHS = {
     "norm_rope": CodePath("norm_rope", BRAIN, 16, 2, True, 0, True, RMS, LAYER, ROTARY),
     "norm_rope_one": CodePath("norm_rope_one", HALF, 16, 1, True, 0, True, LAYER, None, ROTARY),
     "norm_rope_into": CodePath("norm_rope_into", BRAIN, 16, 2, False, 0, True, RMS, RMS, ROTARY),
+    "step": CodePath("step", BRAIN, 16, 2, False, 1, True, RMS, LAYER, ROTARY, cap="small", ranges=True),
 }
 
 
