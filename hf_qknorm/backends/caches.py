@@ -4,33 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+from hf_qknorm.ops.types import StaticCache
 
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
-def static_layer(cache: Any, index: int, keys: Tensor) -> StaticLayer | None:
-    """The cache's layer if it is a plain static one, allocated, on the device and in the dtype of `keys`; else None."""
+def static_layer(cache: Any, index: int, keys: Tensor) -> StaticCache | None:
+    """A layer of the cache if it is a plain static one, allocated, on the device and in the dtype of `keys`; else None.
+
+    Operators add to its number of keys in place, as compiled graphs expect.
+    """
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
     if layer is None or type(layer) is not StaticLayer or not layer.is_initialized:
         return None
     offloaded: bool = getattr(cache, "offloading", False)
     fits = layer.keys.device == keys.device and layer.keys.dtype == keys.dtype
-    return layer if fits and not offloaded else None
-
-
-def next_positions(layer: StaticLayer, count: int) -> Tensor:
-    """The positions of the next `count` keys, `[T]`."""
-    filled: Tensor = layer.cumulative_length
-    return torch.arange(count, device=filled.device) + filled
-
-
-def count_written(layer: StaticLayer, count: int) -> None:
-    """Add `count` to the number of keys in the layer, as its own `update` does."""
-    layer.cumulative_length.add_(count)  # in place: compiled graphs keep its address
+    return StaticCache(layer.keys, layer.values, layer.cumulative_length) if fits and not offloaded else None
 
 
 def is_empty(cache: Any, index: int) -> bool:

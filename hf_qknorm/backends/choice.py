@@ -16,7 +16,7 @@ from hf_qknorm.backends.calls import Operator
 from hf_qknorm.ops import flex, library, reference
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.trust.code_path import Operator as OperatorName
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -98,14 +98,28 @@ def norm_rope_into(module: nn.Module, heads: Heads, keys: Tensor, values: Tensor
     return q
 
 
+def step(module: nn.Module, heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
+    """`library.fused_step` if it passed its self-check, else its parts, each by the first implementation for it."""
+    if _trusted(module, heads._replace(k=cache.keys, v=cache.values), "step", visible, options):
+        log_once("runs its Triton kernels, norm and RoPE included")
+        return library.fused_step(heads, cache, visible, options)
+    keys, values, filled = cache
+    count = heads.q.shape[2]
+    q = norm_rope_into(module, heads, keys, values, filled + torch.arange(count, device=filled.device))
+    filled.add_(count)
+    return best_attention(Heads(q, keys, values), visible, options)
+
+
 def _normed_attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     """Norm and rotation in PyTorch, and the next implementation for the attention."""
     return best_attention(Heads(*reference.norm_rope(heads), heads.v), visible, options)
 
 
-def _trusted(module: nn.Module, heads: Heads, operator: OperatorName) -> bool:
+def _trusted(
+    module: nn.Module, heads: Heads, operator: OperatorName, visible: Visible = NOTHING, options: Options = NO_OPTIONS
+) -> bool:
     """Whether a kernel passed its self-check. Raises ValueError if it did not and the module asks for kernels."""
-    reason = first_use.why_distrusted(heads, NOTHING, NO_OPTIONS, operator)
+    reason = first_use.why_distrusted(heads, visible, options, operator)
     if reason is not None and module.config._attn_implementation == EXPLICIT:  # type: ignore[union-attr]
         refuse(reason)
     return reason is None

@@ -17,10 +17,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from hf_qknorm.backends import choice
-from hf_qknorm.backends.calls import Operator, call_operator, refuse_unsupported, structure, why_not_kernels
+from hf_qknorm.backends.calls import Operator, call_operator, is_ranges, refuse_unsupported, structure, why_not_kernels
 from hf_qknorm.backends.masks import structured_mask
 from hf_qknorm.ops import library, reference
-from hf_qknorm.ops.types import Heads
+from hf_qknorm.ops.types import Heads, Options, StaticCache, Visible
 
 CAP_BACKENDS: Final = (
     "hf_qknorm",
@@ -99,6 +99,24 @@ def attend_raw(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: A
     explicit = module.config._attn_implementation == choice.EXPLICIT  # type: ignore[union-attr]
     operator = choice.kernel_attention if explicit else choice.best_attention
     return _call_operator(operator, module, heads, mask, **kwargs)
+
+
+def takes_step(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attend_step` takes the mask of a call over a static cache."""
+    if mask is None:  # of many queries it means that the cache is empty but for the new keys
+        return query.shape[2] == 1
+    return is_ranges(mask)  # with padding in a trace, keys are copied, before the new ones are written
+
+
+def attend_step(
+    module: nn.Module, heads: Heads, cache: StaticCache, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """`attend_raw` over a static cache, to which the new keys and values are written; see `library.fused_step`."""
+
+    def step(seen: Heads, visible: Visible, options: Options) -> Tensor:
+        return choice.step(module, heads, StaticCache(seen.k, seen.v, cache.filled), visible, options)
+
+    return _call_operator(step, module, heads._replace(k=cache.keys, v=cache.values), mask, **kwargs)
 
 
 def best_attention(

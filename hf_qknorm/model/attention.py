@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from hf_qknorm.backends import choice, functions
-from hf_qknorm.backends.caches import count_written, is_empty, next_positions, static_layer
+from hf_qknorm.backends.caches import is_empty, static_layer
 from hf_qknorm.backends.calls import is_padded_ranges
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
@@ -48,12 +48,9 @@ class QKNormAttention(KneeStateDict, PlainAttention):
                 cache.update(choice.norm_rope_one(self, heads.k, k_norm, rotary), v, slot)
             return functions.attend_raw(self, heads, mask, **options)
         static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, heads.k)
-        if static is not None:
-            count = k.shape[2]
-            q = choice.norm_rope_into(self, heads, static.keys, static.values, next_positions(static, count))
-            q = self._length_scaled(q, options)
-            count_written(static, count)
-            return self._call_backend(q, static.keys, static.values, mask, options)
+        observed = self.scheme.length_scale is not None or self.observers
+        if static is not None and not observed and functions.takes_step(heads.q, mask):
+            return functions.attend_step(self, heads, static, mask, **options)
         q, k = choice.norm_rope(self, heads)
         q = self._length_scaled(q, options)
         if cache is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_qknorm.ops.checks import check_call, check_heads
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
 
 _find_spec = functools.cache(importlib.util.find_spec)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -106,8 +106,17 @@ def check_head_gradients(*pairs: tuple[Tensor | None, Tensor]) -> None:
             raise ValueError(f"expected the gradient of heads {list(x.shape)}, got {list(gradient.shape)}")
 
 
-def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-    """Raise ValueError unless new keys and values can be written to this cache at these positions."""
+def check_written(k: Tensor, positions: Tensor) -> None:
+    """Raise ValueError unless these can be the positions of new keys in a cache."""
+    if positions.shape != k.shape[2:3]:
+        raise ValueError(f"expected positions [{k.shape[2]}], got {list(positions.shape)}")
+    if positions.dtype != torch.int64:
+        raise ValueError(f"positions must be int64, got {positions.dtype}")
+    _check_tensors(k, floating=False, positions=positions)
+
+
+def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Raise ValueError unless new keys and values can be written to this cache."""
     room = keys.shape[2] if keys.dim() == 4 else 0
     wanted = (*k.shape[:2], room, k.shape[3])
     if v.shape != k.shape or keys.shape != wanted or values.shape != wanted:
@@ -115,11 +124,8 @@ def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: T
             f"keys {list(k.shape)} and values {list(v.shape)} do not fit a cache of {list(keys.shape)} and "
             f"{list(values.shape)}: batch, heads and head_dim must be the same"
         )
-    if keys.dtype != k.dtype or values.dtype != v.dtype or positions.shape != k.shape[2:3]:
-        raise ValueError(
-            f"expected a cache in {k.dtype} and positions [{k.shape[2]}], got {keys.dtype}, {values.dtype} and "
-            f"{list(positions.shape)}"
-        )
+    if keys.dtype != k.dtype or values.dtype != v.dtype:
+        raise ValueError(f"expected a cache in {k.dtype}, got {keys.dtype} and {values.dtype}")
     for name, cache in (("keys", keys), ("values", values)):
         strides = cache.stride()
         shared = 0 in strides and any(
@@ -127,9 +133,21 @@ def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: T
         )
         if strides[-1] != 1 or shared:
             raise ValueError(f"the cache's {name} must lie in dense rows of their own, got strides {strides}")
-    if positions.dtype != torch.int64:
-        raise ValueError(f"positions must be int64, got {positions.dtype}")
-    _check_tensors(k, floating=False, keys=keys, values=values, positions=positions)
+    _check_tensors(k, floating=False, keys=keys, values=values)
+
+
+def check_step(heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> None:
+    """Raise ValueError unless these are the arguments of one `fused_step`."""
+    q, k, v, q_norm, k_norm, rotary = heads
+    keys, values, filled = cache
+    check_norm_rope(q, k, q_norm, k_norm, rotary)
+    check_cache(k, v, keys, values)
+    if filled.dtype != torch.int64 or filled.numel() != 1:
+        raise ValueError(f"filled must be one number in torch.int64, got {list(filled.shape)} in {filled.dtype}")
+    if options.dropout > 0:
+        raise ValueError(f"a step of generation has no dropout, got {options.dropout}")
+    _check_tensors(k, floating=False, filled=filled)
+    check_attention(Heads(q, keys, values), visible, options)
 
 
 def check_positions(positions: Tensor, room: int) -> None:

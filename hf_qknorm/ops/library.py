@@ -16,7 +16,7 @@ from hf_qknorm.ops import operators
 from hf_qknorm.ops.checks import refuse_forward_mode
 from hf_qknorm.ops.fused_checks import why_not_fused as why_not_fused
 from hf_qknorm.ops.registration import Operator, Values, flatten, flatten_norms
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
 
 
 def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
@@ -80,10 +80,25 @@ def norm_rope_into(heads: Heads, keys: Tensor, values: Tensor, positions: Tensor
     written.
     """
     q, k, v = heads[:3]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, keys, values)):
-        raise ValueError("writing to a cache has no gradient: call it under torch.no_grad(), or use norm_rope")
+    _refuse_gradients(q, k, v, keys, values)
     cache = {"v": v, "keys": keys, "values": values, "positions": positions}
     return _call(operators.NORM_ROPE_INTO, {"q": q, "k": k, **cache, **flatten_norms(*heads[3:])})
+
+
+def fused_step(heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
+    """`norm_rope_into` and `fused_attention` over the cache, in two launches where T is small: a step of generation.
+
+    The new keys and values are written behind the `filled` ones, and T is added to `filled`, all in place. No gradient,
+    and no dropout. Raises ValueError for tensors that require gradients, and IndexError for a cache without room, which
+    on a GPU an assertion in the kernel reports, later.
+    """
+    _refuse_gradients(*heads[:3], *cache)
+    return _call(operators.FUSED_STEP, flatten(heads, visible, options) | cache._asdict())
+
+
+def _refuse_gradients(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise ValueError("writing to a cache has no gradient: call it under torch.no_grad(), or use norm_rope")
 
 
 def _fused(heads: Heads, visible: Visible, options: Options, *, statistics: bool) -> tuple[Tensor, ...]:

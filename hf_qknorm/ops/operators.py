@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_qknorm.ops import fused_checks, tiled
 from hf_qknorm.ops.checks import check_call
 from hf_qknorm.ops.registration import HEADS, NORM_ROPE, OPTIONS, VISIBLE, Operator, Values, call_of, norms_of
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible, laid_out
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible, laid_out
 
 Results = Sequence[Tensor | None]
 Call = tuple[Heads, Visible, Options]
@@ -39,8 +39,16 @@ def _checked_norms(values: Values) -> Norms:
     if "dq" in values:
         fused_checks.check_head_gradients((q, values["dq"]), (k, values["dk"]))
     if "keys" in values:
-        fused_checks.check_cache(k, values["v"], values["keys"], values["values"], values["positions"])
+        fused_checks.check_cache(k, values["v"], values["keys"], values["values"])
+        fused_checks.check_written(k, values["positions"])
     return norms
+
+
+def _checked_step(values: Values) -> tuple[Heads, StaticCache, Visible, Options]:
+    heads, visible, options = call_of(values)
+    cache = StaticCache(*(values[x] for x in StaticCache._fields))
+    fused_checks.check_step(heads, cache, visible, options)
+    return heads, cache, visible, options
 
 
 ATTENTION = Operator("attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", _checked_attention)
@@ -53,6 +61,8 @@ CACHE = {"v": "Tensor", "keys": "Tensor(a!)", "values": "Tensor(b!)", "positions
 NORM_ROPE_HEADS = Operator("norm_rope", QUERIES_KEYS | NORM_ROPE, "(Tensor, Tensor)", _checked_norms)
 NORM_ROPE_BACKWARD = NORM_ROPE_HEADS.derivative(("dq", "dk"), (), (*QUERIES_KEYS, *PARAMETERS))
 NORM_ROPE_INTO = Operator("norm_rope_into", {**QUERIES_KEYS, **CACHE, **NORM_ROPE}, "Tensor", _checked_norms)
+STATIC_CACHE = {"keys": "Tensor(a!)", "values": "Tensor(b!)", "filled": "Tensor(c!)"}
+FUSED_STEP = Operator("fused_step", HEADS | STATIC_CACHE | NORM_ROPE | VISIBLE | OPTIONS, "Tensor", _checked_step)
 
 ATTENTION.implement(lambda values, *call: tiled.forward(*call))
 ATTENTION_BACKWARD.implement(
@@ -65,6 +75,7 @@ NORM_ROPE_BACKWARD.fake(
     lambda v, *norms: [*(x if x is None else laid_out(x) for x in (v["q"], v["k"])), *_parameters(v)]
 )
 NORM_ROPE_INTO.fake(lambda values, *norms: values["q"].new_empty(values["q"].shape))
+FUSED_STEP.fake(lambda values, *call: laid_out(values["q"]))
 
 
 @ATTENTION.fake
@@ -118,6 +129,25 @@ def _(values: Values, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Tens
     fused_checks.check_positions(positions, keys.shape[2])
     cache = norm_rope.Cache(keys, values["values"], values["v"], positions)
     return norm_rope.forward(values["q"], values["k"], q_norm, k_norm, rotary, cache=cache).q
+
+
+@FUSED_STEP.implement
+def _(values: Values, heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
+    from hf_qknorm.ops.triton import decode_step
+
+    fused_checks.check_positions(cache.filled, cache.keys.shape[2] - heads.q.shape[2] + 1)
+    return decode_step.forward(heads, cache, visible.for_kernels(heads.q.shape[0]), options)
+
+
+def _repeated_step(values: Values) -> Tensor:
+    """A step as an earlier one of the same shapes, which takes the host a third of the time."""
+    from hf_qknorm.ops.triton import plans
+
+    fused_checks.check_positions(values["filled"], values["keys"].shape[2] - values["q"].shape[2] + 1)
+    return plans.repeated(FUSED_STEP.run)(values)
+
+
+FUSED_STEP.direct = _repeated_step
 
 
 def _parameters(values: Values) -> Results:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from typing import Any, NoReturn
+from types import NoneType
+from typing import Any, Final, NoReturn
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import torch._dynamo, and so Triton
 
 from hf_qknorm.ops._ops import add_op_namespace_prefix, ops
@@ -64,6 +65,26 @@ def call_of(values: Values) -> tuple[Heads, Visible, Options]:
     return Heads(q, k, v, *norms_of(values)), Visible(*rest[: len(VISIBLE)]), Options(*rest[len(VISIBLE) :])
 
 
+PLAIN: Final = frozenset((Tensor, nn.Parameter, int, float, bool, str, NoneType))  # types of arguments
+
+
+def _is_plain(arguments: tuple[Any, ...]) -> bool:
+    """Whether a call needs nothing of torch's dispatcher, which takes longer than the rest of a call on the host.
+
+    It does for gradients, graphs, modes, transforms of functions, subclasses of tensors, and tensors without memory.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state() is not None
+        or not PLAIN.issuperset(map(type, arguments))
+        or (_C.is_grad_enabled() and _C._any_requires_grad(*arguments))
+        or arguments[0].is_meta
+    )
+
+
 class Operator:
     """The operator `name` of these fields, in the namespace of `_ops`.
 
@@ -82,7 +103,8 @@ class Operator:
         self.overload = getattr(ops, name).default
 
     def __call__(self, values: Values) -> Any:
-        return self.overload(*self.arguments(values))
+        arguments = self.arguments(values)
+        return self.direct(values) if _is_plain(arguments) else self.overload(*arguments)
 
     def arguments(self, values: Values) -> tuple[Any, ...]:
         """The values in the schema's order, without those of other fields."""
@@ -94,15 +116,16 @@ class Operator:
 
     def implement(self, function: Callable[..., Any]) -> None:
         """Register the implementation, for every device."""
-        torch.library.impl(self.name, "default")(_disable_dynamo(self._by_field(function)))
+        self.run = self.direct = self._checked(function)
+        torch.library.impl(self.name, "default")(_disable_dynamo(lambda *arguments: self.run(self.named(arguments))))
 
     def fake(self, function: Callable[..., Any]) -> None:
         """Register the function that makes results of the right shapes, without their numbers."""
-        torch.library.register_fake(self.name)(self._by_field(function))
+        run = self._checked(function)
+        torch.library.register_fake(self.name)(lambda *arguments: run(self.named(arguments)))
 
-    def _by_field(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            values = self.named(arguments)
+    def _checked(self, function: Callable[..., Any]) -> Callable[[Values], Any]:
+        def run(values: Values) -> Any:
             results = function(values, *self.checked(values))
             if isinstance(results, Tensor):
                 return results

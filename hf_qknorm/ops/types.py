@@ -55,6 +55,14 @@ class Heads(NamedTuple):
         return self.rotary is not None or self.q_norm.kind != "none" or self.k_norm.kind != "none"
 
 
+class StaticCache(NamedTuple):
+    """Keys and values `[B, Hk, S, D]` in dense rows, of which the first `filled` (int64, one number) hold tokens."""
+
+    keys: Tensor
+    values: Tensor
+    filled: Tensor
+
+
 class Visible(NamedTuple):
     """The keys and weights that each query sees, apart from causality and window; as in `reference.attention`.
 

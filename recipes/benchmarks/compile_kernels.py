@@ -26,8 +26,8 @@ import triton
 from compiled import Failure, Report, compiling
 from kernel_limits import HOPPER, LIMITS, complain, unmet
 
-from hf_qknorm.ops.triton import attention, gluon, norm_rope
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.triton import attention, decode_step, gluon
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
 
 COLUMNS = (
     "kernel",
@@ -92,18 +92,17 @@ class Step:
     dtype: torch.dtype = torch.bfloat16
     softcap: float | None = 50.0
     knee: bool = False
+    queries: int = 1
 
     def launch(self) -> None:
         """Norm, rotate and write; then attend."""
-        b, h, hk, s, d = 2, 8, 2, 4096, self.head_dim
+        b, h, hk, t, s, d = 2, 8, 2, self.queries, 4096, self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
-        q, k, v = (empty(b, 1, n, d).transpose(1, 2) for n in (h, hk, hk))
-        keys, values = (empty(b, hk, s, d) for _ in range(2))
-        norm, cos = Norm("rms", empty(d), **stored_eps(self.knee)), empty(1, 1, d // 2)
-        cache = norm_rope.Cache(keys, values, v, torch.zeros(1, dtype=torch.int64))
-        made = norm_rope.forward(q, k, norm, norm, Rotary(cos, cos), cache=cache)
-        options = Options(d**-0.5, self.softcap, causal=True)
-        attention.forward(Heads(made.q, keys, values), Visible(), options)
+        q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
+        cache = StaticCache(empty(b, hk, s, d), empty(b, hk, s, d), torch.zeros((), dtype=torch.int64))
+        norm, cos = Norm("rms", empty(d), **stored_eps(self.knee)), empty(1, t, d // 2)
+        heads, options = Heads(q, k, v, norm, norm, Rotary(cos, cos)), Options(d**-0.5, self.softcap, causal=True)
+        decode_step.forward(heads, cache, Visible(), options)
 
 
 def stored_eps(knee: bool) -> dict[str, torch.Tensor]:
@@ -140,6 +139,7 @@ CASES = {
     "step, uncapped": Step(softcap=None),
     "step, knee": Step(knee=True),
     "step, fp32": Step(dtype=torch.float32),
+    "steps": Step(queries=20),
 }
 # Every kernel in every dtype, of the smallest heads: it is over the registers of wide ones that ptxas spends minutes.
 # Then those with a limit of slots, and their gradients.

@@ -121,8 +121,9 @@ FALLBACKS = [
     set(),
     {"attention"},
     {"attention", "flex"},
-    {"norm_rope", "norm_rope_one", "norm_rope_into"},
-    {"attention", "norm_rope", "norm_rope_one", "norm_rope_into"},
+    {"step"},
+    {"step", "norm_rope", "norm_rope_one", "norm_rope_into"},
+    {"attention", "step", "norm_rope", "norm_rope_one", "norm_rope_into"},
 ]
 
 
@@ -130,7 +131,8 @@ def test_each_fallback_computes_the_same(distrusted, monkeypatch):
     model = kernel_model()
     expected = outcome(model, "hf_qknorm_eager")
     ran: list[str] = []
-    for name in ("fused_attention", "norm_rope", "norm_rope_one", "norm_rope_into"):
+    kernels = {"fused_attention", "fused_step", "norm_rope", "norm_rope_one", "norm_rope_into"}
+    for name in kernels:
         monkeypatch.setattr(library, name, noted(getattr(library, name), name, ran))
     for wrong in FALLBACKS:
         distrusted.clear()
@@ -138,9 +140,8 @@ def test_each_fallback_computes_the_same(distrusted, monkeypatch):
         ran.clear()
         for name, value in outcome(model, "hf_qknorm").items():
             assert_near(value, expected[name], 1e-4, f"{wrong}: {name}")
-        sound = {"fused_attention", "norm_rope", "norm_rope_one", "norm_rope_into"} - wrong
-        sound -= {"fused_attention"} if "attention" in wrong else set()
-        assert set(ran) == sound
+        sound = kernels - wrong - ({"fused_attention"} if "attention" in wrong else set())
+        assert set(ran) == sound - {"fused_step" if "step" in wrong else "norm_rope_into"}
 
 
 def noted(function: Any, name: str, ran: list[str]) -> Any:
@@ -151,7 +152,7 @@ def noted(function: Any, name: str, ran: list[str]) -> Any:
     return run
 
 
-@pytest.mark.parametrize("wrong", ["attention", "norm_rope", "norm_rope_one", "norm_rope_into"])
+@pytest.mark.parametrize("wrong", ["attention", "norm_rope", "norm_rope_one", "step"])
 def test_an_explicit_name_raises_with_the_figures(wrong, distrusted):
     model = kernel_model()
     distrusted.add(wrong)

@@ -13,7 +13,7 @@ from kernel_models import DEVICE, assert_same, batch, counted, outputs, patched
 from tiny import tiny_config
 
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.ops.operators import FUSED_ATTENTION, NORM_ROPE_INTO
+from hf_qknorm.ops.operators import FUSED_ATTENTION, FUSED_STEP
 
 
 def saved(model, **options: Any) -> Counter[tuple[Any, ...]]:  # type: ignore[no-untyped-def]
@@ -165,7 +165,7 @@ def test_a_cache_of_another_batch_is_refused() -> None:
 def test_generation_with_a_cache(model_type: str, scheme: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched(model_type, scheme)
     calls: list[Any] = []
-    monkeypatch.setattr(NORM_ROPE_INTO, "overload", counted(NORM_ROPE_INTO.overload, calls))
+    monkeypatch.setattr(FUSED_STEP, "direct", counted(FUSED_STEP.direct, calls))
     prompt = batch("left", labels=False)
     settings = {
         "cache_implementation": cache,

@@ -1,12 +1,14 @@
-"""Attention of a few queries over many keys, as in cached generation: several programs split a head's keys.
+"""Attention of few queries over many keys, as in cached generation: several programs split the keys of a head.
 
-The query heads of a group are rows of one tile, so that K and V are read once for all of them. A second kernel combines
-the splits' sums.
+The queries of all heads of a group are rows of one tile, so that K and V are read once for all of them. A program
+writes the sums over its split of the keys. Of few rows, the program that arrives last combines the sums of all splits;
+of more rows, a second launch does. Both do so in the order of the splits, so that each run gives the same bits.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -16,52 +18,127 @@ from torch import Tensor
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments, ScoreArguments, Sizes
 from hf_qknorm.ops.triton.attention_forward import LOWEST, Sums, attend, from_sink
 from hf_qknorm.ops.triton.launch import (
-    as_tiles,
     dense,
     forward_variants,
     launch,
     padded,
+    pointers,
     precision,
     reach,
     tiles,
     units,
-    uses_pointers,
 )
 from hf_qknorm.ops.triton.score_math import QueryBlock, QueryRows, keys_seen
 from hf_qknorm.ops.types import Options, Visible, laid_out
 
-MOST_ROWS = 64  # queries of a group's heads
+MOST_ROWS = 64  # of a tile; up to this many queries of a group's heads, one tile holds them all
+MOST_QUERIES = 1024  # of a group's heads: from here on tiles of one head's queries fill the processors
 LEAST_KEYS = 256  # of a program: with fewer it takes longer to start than to read
 PROCESSORS = 132  # of a Hopper, where there is no GPU
+MOST_COMBINED = 16  # rows whose sums a program combines on its own faster than another launch does
+COMBINED_ROWS = 4  # of each program of that launch
+COMBINED = tl.constexpr(8192)  # numbers of the sums that a program reads at once
+
+
+@triton.jit
+def _finish(
+    acc, total, peak, out, normaliser, sinks, batch, head, query, real, heads, queries,
+    PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add the sinks to the sums of rows `[M]`; store output `[B, T, H, D]` and normaliser `[B, H, T, 2]`."""
+    if SINKS:
+        sink, weight = from_sink(sinks, head)
+        higher = tl.maximum(peak, sink)
+        shrink = tl.exp2(peak - higher)
+        acc = acc * shrink[:, None]
+        total = total * shrink + weight * tl.exp2(sink - higher)
+        peak = higher
+    at = normaliser + 2 * ((batch.to(tl.int64) * heads + head) * queries + query)
+    tl.store(at, peak, real)
+    tl.store(at + 1, total, real)
+    empty = total == 0  # false for NaN, which reaches the output
+    value = acc * tl.where(empty, 0.0, 1.0 / total)[:, None]
+    cols = tl.arange(0, PADDED)
+    at = ((batch.to(tl.int64) * queries + query) * heads + head) * HEAD_DIM
+    tl.store(
+        out + at[:, None] + cols[None, :], value.to(out.dtype.element_ty), real[:, None] & (cols < HEAD_DIM)[None, :]
+    )
+
+
+@triton.jit
+def _combine(
+    partial, out, normaliser, sinks, number, start, count, heads_kv, group, queries, splits,
+    ROWS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add up the sums of all splits, for ROWS rows of the group `number` from `start` on, and finish them."""
+    PARTS: tl.constexpr = COMBINED // (ROWS * PADDED) if ROWS * PADDED < COMBINED else 1
+    length = group * queries
+    totals = partial + splits * count * PADDED
+    rows = start + tl.arange(0, ROWS)
+    cols = tl.arange(0, PADDED)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = total + LOWEST
+    for first in tl.range(0, splits, PARTS):
+        part = first + tl.arange(0, PARTS)
+        at = part.to(tl.int64)[:, None] * count + (number.to(tl.int64) * length + rows)[None, :]
+        real = (part < splits)[:, None] & (rows < length)[None, :]
+        # not from the processor's own cache, which may hold older numbers than the other programs wrote
+        part_totals = tl.load(totals + at, real, 0.0, cache_modifier=".cg")
+        peaks = tl.load(totals + splits * count + at, real, LOWEST, cache_modifier=".cg")
+        entries = at[:, :, None] * PADDED + cols[None, None, :]
+        parts = tl.load(partial + entries, (part_totals != 0)[:, :, None], 0.0, cache_modifier=".cg")
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        weights = tl.exp2(peaks - higher[None, :])
+        shrink = tl.exp2(peak - higher)
+        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(part_totals * weights, 0)
+        peak = higher
+    _finish(
+        acc, total, peak, out, normaliser, sinks, number // heads_kv, number % heads_kv * group + rows % group,
+        rows // group, rows < length, heads_kv * group, queries, PADDED, HEAD_DIM, SINKS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "window", "splits"])  # keys grow with each step: one kernel for all
 def split_kernel(
-    q, K, V, partial, totals, ranges, score, group, heads_kv, queries, keys, window, splits, C: tl.constexpr
-):
-    """Sums of weights·v `[splits, B, H, T, P]`; sums of weights 2^(logit − peak), and peaks `[2, splits, B, H, T]`.
+    q, K, V, out, normaliser, partial, arrived, filled, ranges, sinks, score, group, heads_kv, queries, keys, window,
+    splits,
+    ROWS: tl.constexpr, SINKS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Output and normaliser, as `_finish` stores them; adds the number of queries to `filled`, if given.
 
-    A split is a part of the keys that some query sees, not of all keys: most of a static cache is empty. The first sum
-    is not written for a query that sees nothing of its split.
+    The rows of a group `[T·G]` are its first query of each head, then its second one. `partial` has room for the sums
+    of weights·v `[splits, B·Hk, T·G, P]`, then sums of weights and peaks `[2, splits, B·Hk, T·G]`. `arrived` is a zero
+    for each group, whose rows are then one block; without it `combine_kernel` does the rest. A split is a part of the
+    keys that some query of the block sees, not of all keys: most of a static cache is empty. The first sum is not
+    written for a query that sees nothing of its split.
     """
-    split = tl.program_id(0) % splits
-    number = tl.program_id(0) // splits
+    length = group * queries
+    blocks = tl.cdiv(length, C.BLOCK_M)
+    number = tl.program_id(0) // (blocks * splits)
+    split = tl.program_id(0) // blocks % splits
+    start = tl.program_id(0) % blocks * C.BLOCK_M
+    if filled is not None:  # noqa: SIM102 - the first is decided when compiling
+        if tl.program_id(0) == 0:
+            tl.store(filled, tl.load(filled) + queries)
     batch = number // heads_kv
     head_kv = number % heads_kv
-    sizes = Sizes(group * heads_kv, heads_kv, queries, keys, window)
-    rows = tl.arange(0, C.BLOCK_M)
-    real = rows < group * queries
-    head = head_kv * group + rows // queries
-    query = rows % queries
+    heads = group * heads_kv
+    sizes = Sizes(heads, heads_kv, queries, keys, window)
+    rows = start + tl.arange(0, C.BLOCK_M)
+    real = rows < length
+    head = head_kv * group + rows % group
+    query = rows // group
     first, last = keys_seen(query, batch, ranges, sizes, C)
-    lowest, _ = keys_seen(batch * 0, batch, ranges, sizes, C)
-    _, highest = keys_seen(batch * 0 + queries - 1, batch, ranges, sizes, C)
+    lowest, _ = keys_seen(start // group, batch, ranges, sizes, C)
+    _, highest = keys_seen((start + C.BLOCK_M - 1) // group, batch, ranges, sizes, C)
     lowest = lowest // C.BLOCK_N * C.BLOCK_N
-    length = tl.cdiv(tl.cdiv(highest - lowest, C.BLOCK_N), splits) * C.BLOCK_N
-    start = lowest + split * length
-    stop = tl.minimum(start + length, highest)
+    span = tl.cdiv(tl.cdiv(highest - lowest, C.BLOCK_N), splits) * C.BLOCK_N
+    low = lowest + split * span
+    high = tl.minimum(low + span, highest)
 
-    at = batch.to(tl.int64) * q.batch + head.to(tl.int64) * q.head + query * q.row
+    at = batch.to(tl.int64) * q.batch + head.to(tl.int64) * q.head + query.to(tl.int64) * q.row
     cols = tl.arange(0, C.PADDED)
     values = tl.load(q.data + at[:, None] + cols[None, :], real[:, None] & (cols < C.HEAD_DIM)[None, :], 0.0)
     zeros = tl.zeros([C.BLOCK_M], tl.float32)
@@ -71,86 +148,133 @@ def split_kernel(
     sums = Sums(tl.zeros([C.BLOCK_M, C.PADDED], tl.float32), zeros, peak, zeros, zeros)
     block = QueryBlock(0, number, batch, head_kv * group, head_kv)
     seen = QueryRows(rows, first, last)
-    sums = attend(sums, values, K, V, block, seen, start, stop, score, 0, sizes, MASKED=True, C=C)
-    count = tl.num_programs(0).to(tl.int64) // splits * group * queries
-    at = split * count + number * group * queries + rows
-    tl.store(totals + at, sums.total, real)
-    tl.store(totals + splits * count + at, sums.peak, real)
-    tl.store(partial + at[:, None] * C.PADDED + cols[None, :], sums.acc, (real & (sums.total != 0))[:, None])
+    sums = attend(sums, values, K, V, block, seen, low, high, score, 0, sizes, MASKED=True, C=C)
+    acc, total, peak, _, _ = sums
+    if splits == 1:
+        _finish(
+            acc, total, peak, out, normaliser, sinks, batch, head, query, real, heads, queries,
+            C.PADDED, C.HEAD_DIM, SINKS,
+        )  # fmt: skip
+    else:
+        count = tl.num_programs(0).to(tl.int64) // (blocks * splits) * length
+        totals = partial + splits * count * C.PADDED
+        at = split * count + number.to(tl.int64) * length + rows
+        tl.store(totals + at, total, real)
+        tl.store(totals + splits * count + at, peak, real)
+        tl.store(partial + at[:, None] * C.PADDED + cols[None, :], acc, (real & (total != 0))[:, None])
+        if arrived is not None:
+            tl.debug_barrier()  # the sums of all threads, before the program counts itself
+            if tl.atomic_add(arrived + number, 1) == splits - 1:
+                _combine(
+                    partial, out, normaliser, sinks, number, 0, count, heads_kv, group, queries, splits,
+                    ROWS, C.PADDED, C.HEAD_DIM, SINKS,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "splits"])
 def combine_kernel(
-    partial, totals, sinks, out, normaliser, heads, queries, splits,
-    BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
+    partial, out, normaliser, sinks, heads_kv, group, queries, splits,
+    ROWS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Output `[B, T, H, D]` and normaliser `[B, H, T, 2]` from the splits' sums, and the sinks."""
-    count = tl.num_programs(0).to(tl.int64)
-    number = tl.program_id(0)
-    head = number // queries % heads
-    cols = tl.arange(0, PADDED)
-    acc = tl.zeros([PADDED], tl.float32)
-    total = 0.0
-    peak = LOWEST
-    if SINKS:
-        peak, total = from_sink(sinks, head)
-    for s in tl.range(0, splits, BLOCK):
-        split = s + tl.arange(0, BLOCK)
-        at = split * count + number
-        part_totals = tl.load(totals + at, split < splits, 0.0)
-        peaks = tl.load(totals + splits * count + at, split < splits, LOWEST)
-        parts = tl.load(partial + at[:, None] * PADDED + cols[None, :], (part_totals != 0)[:, None], 0.0)
-        higher = tl.maximum(peak, tl.max(peaks, 0))
-        weights = tl.exp2(peaks - higher)
-        shrink = tl.exp2(peak - higher)
-        acc = acc * shrink + tl.sum(parts * weights[:, None], 0)
-        total = total * shrink + tl.sum(part_totals * weights, 0)
-        peak = higher
-    empty = total == 0  # false for NaN, which reaches the output
-    tl.store(normaliser + 2 * number.to(tl.int64), peak)
-    tl.store(normaliser + 2 * number.to(tl.int64) + 1, total)
-    row = (number // (heads * queries) * queries + number % queries).to(tl.int64) * heads + head
-    value = acc * tl.where(empty, 0.0, 1.0 / total)
-    tl.store(out + row * HEAD_DIM + cols, value.to(out.dtype.element_ty), cols < HEAD_DIM)
+    """Output and normaliser from the sums of the splits, ROWS rows of a group for each program."""
+    length = group * queries
+    blocks = tl.cdiv(length, ROWS)
+    count = (tl.num_programs(0) // blocks).to(tl.int64) * length
+    _combine(
+        partial, out, normaliser, sinks, tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS, count,
+        heads_kv, group, queries, splits, ROWS, PADDED, HEAD_DIM, SINKS,
+    )  # fmt: skip
 
 
 def suits(q: Tensor, k: Tensor) -> bool:
-    """Whether splits are faster than one program a head: q `[B, H, T, D]` has few rows, k `[B, Hk, S, D]` many keys."""
-    return q.shape[1] // k.shape[1] * q.shape[2] <= MOST_ROWS and k.shape[2] >= LEAST_KEYS
+    """Whether this kernel is faster than one program a head and block of queries: q `[B, H, T, D]`, k `[B, Hk, S, D]`.
+
+    It is for few queries, where it reads K and V once for a group, and where those programs leave half of the
+    processors idle and the keys can be split.
+    """
+    (b, h, t, _), rows = q.shape, rows_of(q, k)
+    if rows <= MOST_ROWS:
+        return True
+    programs = b * h * -(-t // tiles(q).forward.queries)
+    return rows < MOST_QUERIES and 2 * programs <= _processors(q.device) and splits(q, k) > 1
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
-    """Output and normaliser as in `attention.Result`, for heads without norm and RoPE, and without dropout."""
+def rows_of(q: Tensor, k: Tensor) -> int:
+    """The number of queries of a group's heads."""
+    return q.shape[1] // k.shape[1] * q.shape[2]
+
+
+def splits(q: Tensor, k: Tensor) -> int:
+    """The number of programs for a head's keys: two for each processor, but `LEAST_KEYS` keys for each of them."""
+    programs = k.shape[0] * k.shape[1] * -(-rows_of(q, k) // MOST_ROWS)
+    return max(1, min(-(-2 * _processors(q.device) // programs), k.shape[2] // LEAST_KEYS))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
+
+
+def counters(q: Tensor, k: Tensor) -> int:
+    """The number of zeros that `forward` takes as `arrived`: one for each group, 0 for groups of many rows."""
+    return k.shape[0] * k.shape[1] if rows_of(q, k) <= MOST_COMBINED else 0
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    options: Options,
+    arrived: Tensor | None = None,
+    filled: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and normaliser as in `attention.Result`, for heads without norm and RoPE, and without dropout.
+
+    With `arrived`, `counters(q, k)` zeros (int32), this is one launch. The kernel adds T to `filled` (int64), if given.
+    """
     (b, h, t, d), hk, s = q.shape, k.shape[1], k.shape[2]
-    shape, columns, parts = tiles(q).decode, padded(d), splits(q, k)
+    shape, columns, parts, rows = tiles(q).decode, padded(d), splits(q, k), min(rows_of(q, k), MOST_ROWS)
+    block = max(shape.queries, triton.next_power_of_2(rows))
     unit, cap, scaled = units(options.scale, options.softcap)
-    # the second kernel adds the sinks
+    # the sinks are added at the end
     (variant,) = forward_variants(q.dtype, options.softcap, bounded=False, sinks=False)
-    partial = torch.empty(parts, b, h, t, columns, dtype=torch.float32, device=q.device)
-    totals = torch.empty(2, parts, b, h, t, dtype=torch.float32, device=q.device)
+    normaliser = torch.empty(b, h, t, 2, dtype=torch.float32, device=q.device)
+    partial = normaliser  # of one split nothing is written there; without a tensor it would be another kernel
+    if parts > 1:
+        partial = torch.empty(parts * b * h * t * (columns + 2), dtype=torch.float32, device=q.device)
+    out = laid_out(q)
+    shared: dict[str, Any] = {
+        "partial": partial,
+        "out": out,
+        "normaliser": normaliser,
+        "sinks": visible.sinks,
+        "heads_kv": hk,
+        "group": h // hk,
+        "queries": t,
+        "splits": parts,
+        "SINKS": visible.sinks is not None,
+    }
     launch(
         split_kernel,
-        (parts * b * hk,),
+        (parts * b * hk * -(-rows_of(q, k) // block),),
         q.device,
         q=HeadArguments.of(q),
-        K=as_tiles(dense(k), shape.keys),
-        V=as_tiles(dense(v), shape.keys),
-        partial=partial,
-        totals=totals,
+        K=pointers(dense(k)),
+        V=pointers(dense(v)),
+        arrived=arrived,
+        filled=filled,
         ranges=visible.ranges,
         score=ScoreArguments(unit, cap),
-        group=h // hk,
-        heads_kv=hk,
-        queries=t,
         keys=s,
         window=reach(options.window, t, s),
-        splits=parts,
+        ROWS=triton.next_power_of_2(min(rows, MOST_COMBINED)),
         C=Constants(
-            max(shape.queries, triton.next_power_of_2(h // hk * t)),
+            block,
             shape.keys,
             columns,
             d,
-            POINTERS=uses_pointers(q.device),
+            POINTERS=True,  # on Hopper too: the host encodes a descriptor anew for each launch
             CAUSAL=options.causal,
             WINDOW=options.window is not None,
             RANGES=visible.ranges is not None,
@@ -159,43 +283,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options)
             SCALED=scaled,
             PRECISION=precision(q.dtype),
         ),
+        **shared,
         **shape.launch_options,
     )
-    return _combine(partial, totals, visible.sinks, q)
-
-
-def _combine(partial: Tensor, totals: Tensor, sinks: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and normaliser from the splits' sums, for queries q."""
-    b, h, t, d = q.shape
-    out = laid_out(q)
-    normaliser = torch.empty(b, h, t, 2, dtype=torch.float32, device=q.device)
-    launch(
-        combine_kernel,
-        (b * h * t,),
-        q.device,
-        partial=partial,
-        totals=totals,
-        sinks=sinks,
-        out=out,
-        normaliser=normaliser,
-        heads=h,
-        queries=t,
-        splits=partial.shape[0],
-        BLOCK=16,
-        PADDED=partial.shape[-1],
-        HEAD_DIM=d,
-        SINKS=sinks is not None,
-        num_warps=4,
-    )
+    if parts > 1 and arrived is None:
+        programs = b * hk * -(-rows_of(q, k) // COMBINED_ROWS)
+        launch(
+            combine_kernel, (programs,), q.device, ROWS=COMBINED_ROWS, PADDED=columns, HEAD_DIM=d, num_warps=4, **shared
+        )
     return out, normaliser
-
-
-def splits(q: Tensor, k: Tensor) -> int:
-    """The number of programs for a head's keys: two for each processor, but `LEAST_KEYS` keys for each of them."""
-    programs, keys = k.shape[0] * k.shape[1], k.shape[2]
-    return max(1, min(-(-2 * _processors(q.device) // programs), keys // LEAST_KEYS))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES, HOPPER, Architecture, Tiles
@@ -64,8 +66,37 @@ def launch(
         options |= {"debug": True, "sanitize_overflow": False}
     if "C" in options and not INTERPRETED:
         options["C"] = _with_constant_fields(options["C"])
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*arguments, **options, enable_fp_fusion=True)
+    with on(device), _disable_current_modes() if _records else nullcontext():  # the interpreter copies tensors
+        started = kernel[grid](*arguments, **options, enable_fp_fusion=True)
+    for record in _records:
+        named = options | dict(zip(kernel.arg_names, arguments, strict=False))
+        record.append(Launch(started or kernel, (*grid, 1, 1)[:3], [named[name] for name in kernel.arg_names]))
+
+
+class Launch(NamedTuple):
+    """A launch: the compiled kernel (the kernel itself in the interpreter), its grid and arguments."""
+
+    started: Any
+    grid: tuple[int, ...]
+    arguments: list[Any]
+
+
+_records: list[list[Launch]] = []
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """A context that gives the list of the launches inside."""
+    _records.append([])
+    try:
+        yield _records[-1]
+    finally:
+        _records.pop()
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which `device` is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache
@@ -85,9 +116,12 @@ def dense(x: Tensor) -> Tensor:
 
 def as_tiles(x: Tensor, rows: int) -> TensorDescriptor | HeadArguments:
     """x `[B, H, T, D]`, which is `dense`, as kernels on its device load and store tiles of `rows` rows of it."""
-    if uses_pointers(x.device):
-        return HeadArguments(x, *_strides(x)[:3])
-    return descriptor(x, rows)
+    return pointers(x) if uses_pointers(x.device) else descriptor(x, rows)
+
+
+def pointers(x: Tensor) -> HeadArguments:
+    """x `[B, H, T, D]`, which is `dense`, as kernels with C.POINTERS load and store tiles of it."""
+    return HeadArguments(x, *_strides(x)[:3])
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
@@ -96,9 +130,11 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Strides of x, which is `dense`; all but the last are multiples of 16 bytes, of an axis of one too."""
-    step = 16 // x.element_size()
-    *outer, _ = (stride if size > 1 else step for size, stride in zip(x.shape, x.stride(), strict=True))
+    """Strides of x, which is `dense`: multiples of 16 bytes but for the last; 16 numbers for an axis of one.
+
+    Of integers Triton specialises the multiples of 16, as most of the other strides are.
+    """
+    *outer, _ = (stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride(), strict=True))
     return [*outer, 1]
 
 

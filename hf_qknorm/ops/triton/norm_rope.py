@@ -27,12 +27,14 @@ STEPS = 4  # tiles of a program of the backward, one after the other: its partia
 class NormedHeads(NamedTuple):
     """q̂ `[B, H, T, D]`, k̂ `[B, Hk, T, D]`, and the largest ‖q̂‖ of each group and ‖k̂‖, `[B, Hk, 2]` in fp32.
 
-    There is no bound without k, nor with a cache, whose earlier keys are not read.
+    There is no bound without k, nor with a cache, whose earlier keys are not read. With a cache there are `zeros`
+    (int32), at least `B·Hk`, for a kernel that follows.
     """
 
     q: Tensor
     k: Tensor | None
     bound: Tensor | None
+    zeros: Tensor | None
 
 
 class Cache(NamedTuple):
@@ -81,9 +83,11 @@ def forward(
         bound = torch.zeros(batch, heads_kv, 2, device=device)
         k_out = torch.empty(k.shape, dtype=k.dtype, device=device)
     arguments = _arguments(q, q_norm, k_norm, rotary, factor)
+    programs = total * batch * -(-length // arguments["BLOCK"])
+    zeros = None if cache is None else torch.empty(programs, dtype=torch.int32, device=device)
     launch(
         norm_rope_kernel,
-        (total * batch * -(-length // arguments["BLOCK"]),),
+        (programs,),
         device,
         q=HeadArguments.of(q),
         q_out=HeadArguments.of(q_out),
@@ -94,12 +98,13 @@ def forward(
         positions=positions,
         room=0 if cache is None else cache.keys.shape[2],
         bound=None if bound is None else bound.view(torch.int32),
+        zeros=zeros,
         heads_kv=heads_kv,
         total=total,
         asserts=cache is not None,
         **arguments,
     )
-    return NormedHeads(q_out, k_out, bound)
+    return NormedHeads(q_out, k_out, bound, zeros)
 
 
 def backward(

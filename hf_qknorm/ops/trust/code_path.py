@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 
-Operator = Literal["attention", "statistics", "norm_rope", "norm_rope_one", "norm_rope_into", "flex"]
+Operator = Literal["attention", "statistics", "norm_rope", "norm_rope_one", "norm_rope_into", "step", "flex"]
 
 SMALL_CAP: Final = 64.0  # up to it the kernels' softmax needs no maximum: `launch.CAP_WITHOUT_MAXIMUM`
 FEW_ROWS: Final = 1024  # rows of a key head: with fewer of them, over a cache, the keys may be split
@@ -94,7 +94,8 @@ def fields(heads: Heads, visible: Visible, options: Options, operator: Operator)
         if operator in NORM_OPERATORS:
             return *path, 0, True, *ends
     queries, many_keys = 0, True
-    if not raw and not torch.compiler.is_compiling() and length < keys and group * length < FEW_ROWS:
+    over_cache = operator == "step" or not raw
+    if over_cache and not torch.compiler.is_compiling() and length < keys and group * length < FEW_ROWS:
         queries, many_keys = 1 << (length - 1).bit_length(), keys >= MANY_KEYS
     ranges, sinks, _, _ = visible
     _, softcap, causal, window, dropout = options

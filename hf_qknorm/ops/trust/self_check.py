@@ -17,6 +17,7 @@ from hf_qknorm.ops import flex, library, reference
 from hf_qknorm.ops.error_budget import Verdict, verdict
 from hf_qknorm.ops.trust.code_path import CodePath
 from hf_qknorm.ops.trust.problems import Problem, problems
+from hf_qknorm.ops.types import Heads, StaticCache
 
 Results = dict[str, Tensor]
 SIGMAS = 6.0  # by which the share of dropped weights may miss the rate
@@ -193,6 +194,26 @@ def _norm_rope_into_oracle(problem: Problem) -> Results:
     return {**_norm_rope_oracle(problem), "values": problem.heads.v}
 
 
+def _step(problem: Problem) -> Results:
+    """The last keys and values are those of the new tokens, the others lie in the cache."""
+    q, k, v = problem.heads[:3]
+    old = k.shape[2] - q.shape[2]
+    keys, values = (torch.cat([x[:, :, :old], torch.zeros_like(x[:, :, old:])], 2) for x in (k, v))
+    cache = StaticCache(keys, values, torch.tensor(old, device=q.device))
+    new = problem.heads._replace(k=k[:, :, old:], v=v[:, :, old:])
+    out = library.fused_step(new, cache, problem.visible, problem.options)
+    return {"output": out, "keys": keys, "values": values}
+
+
+def _step_oracle(problem: Problem) -> Results:
+    (q, k, v, q_norm, k_norm, rotary), old = problem.heads, problem.heads.k.shape[2] - problem.heads.q.shape[2]
+    gain, bias = (None if x is None else x[:, old:] for x in k_norm[1:3])  # of the new rows
+    k_norm = k_norm._replace(gain=gain, bias=bias)
+    q, new = reference.norm_rope(Heads(q, k[:, :, old:], v[:, :, old:], q_norm, k_norm, rotary))
+    keys = torch.cat([k[:, :, :old], new], 2)
+    return {"output": _attended(problem._replace(heads=Heads(q, keys, v))).out, "keys": keys, "values": v}
+
+
 # Each operator, and its specification.
 OPERATORS = {
     "attention": (_attention, _attention_oracle),
@@ -201,4 +222,5 @@ OPERATORS = {
     "norm_rope": (_norm_rope, _norm_rope_oracle),
     "norm_rope_one": (_norm_rope_one, _norm_rope_one_oracle),
     "norm_rope_into": (_norm_rope_into, _norm_rope_into_oracle),
+    "step": (_step, _step_oracle),
 }

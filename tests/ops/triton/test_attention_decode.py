@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from error_budget import assert_within_budget
-from kernel_cases import use_pointers
 from random_qkv import make_qkv
 from torch import Tensor
 
@@ -41,6 +40,11 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         changed = [f"{name}={x}" for name, x in self._asdict().items() if x != self._field_defaults[name]]
         return "-".join(changed).replace("torch.", "") or "plain"
+
+    @property
+    def rows(self) -> int:
+        """The queries of a group's heads."""
+        return self.heads[0] // self.heads[1] * self.queries
 
     @property
     def options(self) -> Options:
@@ -86,6 +90,9 @@ CASES = [
     Case(filled=3, queries=3, keys=64, splits=3, sinks=True),
     Case(filled=2, queries=2, keys=257, splits=2, dtype=BRAIN, softcap=None),
     Case(keys=300, head_dim=256, dtype=BRAIN, sinks=True, splits=2),
+    Case(keys=150, queries=23, heads=(7, 1), sinks=True, splits=3),  # 161 rows in three blocks
+    Case(keys=130, queries=40, heads=(4, 2), dtype=BRAIN, window=20, splits=2),
+    Case(filled=100, keys=256, queries=35, heads=(2, 1), dtype=HALF, softcap=None, splits=3),
 ]
 
 
@@ -97,6 +104,11 @@ class Call(NamedTuple):
 
     def run(self, case: Case) -> tuple[Tensor, Tensor]:
         return attention_decode.forward(*self, case.options)
+
+    def run_at_once(self, case: Case) -> tuple[Tensor, Tensor]:
+        """In one launch."""
+        arrived = torch.zeros(attention_decode.counters(self.q, self.k), dtype=torch.int32, device=DEVICE)
+        return attention_decode.forward(*self, case.options, arrived)
 
 
 def draw(case: Case, seed: int = 0) -> Call:
@@ -168,18 +180,11 @@ def test_output_and_log_sum_exp(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     assert_within_budget(lse[finite], exact_lse[finite], eager_lse[finite], "lse")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(heads=(4, 1), head_dim=96, dtype=HALF, queries=3, keys=300, splits=2),
-        Case(heads=(7, 1), head_dim=40, dtype=BRAIN, queries=3, keys=257, splits=3),
-        Case(filled=300, queries=3, keys=400, window=150, softcap=None, splits=2, head_dim=80),
-    ],
-    ids=str,
-)
-def test_keys_and_values_by_pointers(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_pointers(monkeypatch)
-    test_output_and_log_sum_exp(case, monkeypatch)
+@pytest.mark.parametrize("case", [case for case in CASES if case.splits in (2, 3, 9) and case.rows <= 16], ids=str)
+def test_the_last_program_combines_as_another_launch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, case.splits)
+    call = draw(case)
+    torch.testing.assert_close(call.run_at_once(case), call.run(case), rtol=0, atol=0)
 
 
 def reached(call: Call, case: Case) -> Tensor:
@@ -258,17 +263,28 @@ def meta(*shape: int) -> Tensor:
 
 
 def test_splits_fill_the_processors_with_enough_keys_each() -> None:
-    def splits(batch: int, heads_kv: int, keys: int) -> int:
-        return attention_decode.splits(meta(batch, 8, 1, 16), meta(batch, heads_kv, keys, 16))
+    def splits(batch: int, heads_kv: int, keys: int, queries: int = 1) -> int:
+        return attention_decode.splits(meta(batch, 8, queries, 16), meta(batch, heads_kv, keys, 16))
 
     assert [splits(1, 8, keys) for keys in (1, 255, 511, 512, 4096, 32768)] == [1, 1, 1, 2, 16, 33]
     assert [splits(batch, 8, 32768) for batch in (2, 16, 64)] == [17, 3, 1]
     assert splits(1, 1, 32768) == 128
+    assert [splits(1, 2, 32768, queries) for queries in (16, 17, 200)] == [128, 66, 11]
 
 
 @pytest.mark.parametrize(
-    ("queries", "heads_kv", "keys", "suits"),
-    [(1, 8, 256, True), (1, 8, 255, False), (16, 2, 512, True), (17, 2, 512, False), (64, 8, 512, True)],
+    ("queries", "heads", "keys", "suits"),
+    [
+        (1, (8, 8), 3, True),  # few queries
+        (16, (8, 2), 40, True),
+        (17, (8, 2), 511, False),  # too few keys for two programs
+        (17, (8, 2), 512, True),
+        (255, (8, 2), 32768, True),
+        (256, (8, 2), 32768, False),
+        (129, (32, 8), 32768, True),  # 64 programs of the plain grid
+        (129, (40, 8), 32768, False),  # 80 of them
+    ],
 )
-def test_few_queries_and_many_keys_suit(queries: int, heads_kv: int, keys: int, suits: bool) -> None:
-    assert attention_decode.suits(meta(1, 8, queries, 16), meta(1, heads_kv, keys, 16)) is suits
+def test_few_queries_or_idle_processors_suit(queries: int, heads: tuple[int, int], keys: int, suits: bool) -> None:
+    q, k = meta(1, heads[0], queries, 64).half(), meta(1, heads[1], keys, 64).half()
+    assert attention_decode.suits(q, k) is suits

@@ -71,6 +71,9 @@ def test_norm_rope_passes_torchs_opcheck(knee: float) -> None:
     fixed = {name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}
     checks = ("test_schema", "test_faketensor")
     opcheck(operators.NORM_ROPE_INTO.overload, operators.NORM_ROPE_INTO.arguments(fixed), test_utils=checks)
+    fixed |= dict.fromkeys(Visible._fields) | Options(0.25, 50.0, causal=True)._asdict()
+    fixed["filled"] = torch.tensor(2, device=DEVICE)
+    opcheck(operators.FUSED_STEP.overload, operators.FUSED_STEP.arguments(fixed), test_utils=checks)
 
 
 def test_one_compiled_graph_is_the_plain_function_at_every_length() -> None:

@@ -1,0 +1,167 @@
+"""Benchmark the host's time of one attention layer, without a GPU, beside transformers' SDPA layer.
+
+    python recipes/benchmarks/bench_host.py --output recipes/results/host.md
+
+A layer is a `LlamaAttention` of few columns, so that the time is that of Python and of the dispatch of operators. All
+layers take their turns in one process; the figure is the CPU time of the thread, on which other programs have the least
+effect.
+
+Counted: the layer's modules, checks, the dispatch and allocations of torch's operators, the kernels' arguments, and
+Triton's own specialisation of arguments and cache of kernels. Not counted, as there is no GPU: for each launch, of our
+kernels and of torch's, the driver's call; the encoding of tensor descriptors by Triton's launcher; the choice of the
+current device. Operators of torch compute on the CPU instead, with few numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from compiled import Target
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+
+from hf_qknorm import patch_model
+from hf_qknorm.ops import fused_checks
+
+HOPPER = 90
+HEADS, HEADS_KV, HEAD_DIM, ROOM = 2, 1, 16, 512  # the last is the keys of the static cache
+CALLS = 20  # of a turn
+LAYERS = {  # scheme and attention function
+    "SDPA": (None, "sdpa"),
+    "RMSNorm, SDPA": ("qk_norm", "sdpa"),
+    "hf_qknorm, norms": ("qk_norm", "hf_qknorm_triton"),
+    "hf_qknorm, norms and cap": ("qk_norm_cap", "hf_qknorm_triton"),
+}
+WORK = ("decode, static cache", "decode, dynamic cache", "training, forward", "training, forward and backward")
+
+
+class Launches:
+    """Counts the kernels that are launched, and starts none."""
+
+    def __init__(self) -> None:
+        self.count: Counter[str] = Counter()
+
+    @contextmanager
+    def stubbed(self) -> Iterator[None]:
+        """A context in which kernels are compiled for Hopper, and not started."""
+        active, load = driver._active, CompiledKernel._init_handles
+        here, positions = fused_checks._why_not_here, fused_checks.check_positions
+        driver.set_active(Target(HOPPER))
+        CompiledKernel._init_handles = lambda kernel: self._load(kernel)
+        fused_checks._why_not_here = lambda device: None
+        fused_checks.check_positions = lambda positions, room: None  # a GPU's kernel checks them
+        try:
+            yield
+        finally:
+            driver._active, CompiledKernel._init_handles = active, load
+            fused_checks._why_not_here, fused_checks.check_positions = here, positions
+
+    def _load(self, kernel: CompiledKernel) -> None:
+        """In the place of `CompiledKernel._init_handles`, which needs a GPU."""
+        kernel._run = partial(self._start, kernel.name)
+
+    def _start(self, name: str, *arguments: Any) -> None:
+        self.count[name] += 1
+
+
+def layer(scheme: str | None, attention: str) -> tuple[nn.Module, LlamaConfig]:
+    """A Llama's attention layer in bf16."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=HEADS * HEAD_DIM,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS_KV,
+        head_dim=HEAD_DIM,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    if scheme is not None:
+        patch_model(model, scheme)  # checks outputs, which stubbed kernels do not compute
+    model.set_attn_implementation(attention)
+    return model.model.layers[0].self_attn, model.config
+
+
+def calls_of(scheme: str | None, attention: str) -> dict[str, Callable[[], Any]]:
+    """A call of a layer for each kind of work."""
+    module, config = layer(scheme, attention)
+
+    def inputs(length: int) -> dict[str, Any]:
+        angles = (torch.zeros(1, length, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
+        hidden = torch.randn(1, length, HEADS * HEAD_DIM, dtype=torch.bfloat16)
+        return {"hidden_states": hidden, "position_embeddings": tuple(angles), "attention_mask": None}
+
+    static, dynamic = StaticCache(config=config, max_cache_len=ROOM), DynamicCache(config=config)
+    keys = torch.zeros(1, HEADS_KV, ROOM // 2, HEAD_DIM, dtype=torch.bfloat16)
+    for cache in (static, dynamic):
+        cache.update(keys, keys, 0)
+    # the mask of a static cache, as each layer's mask function makes it: once a step, for all layers
+    ranges = torch.tensor([[[[0, ROOM // 2 + 1]]]], dtype=torch.int32)
+    seen = torch.zeros(1, 1, 1, ROOM, dtype=torch.bool)
+    step, text = inputs(1), inputs(8)
+    masked = step | {"attention_mask": ranges if attention.startswith("hf_qknorm") else seen}
+
+    @torch.no_grad()
+    def decode_static() -> None:
+        module(**masked, past_key_values=static)
+        static.layers[0].cumulative_length.fill_(ROOM // 2)
+
+    @torch.no_grad()
+    def decode_dynamic() -> None:
+        module(**step, past_key_values=dynamic)
+        dynamic.crop(-1)
+
+    def forward() -> Tensor:
+        out: Tensor = module(**text)[0]
+        return out
+
+    def train() -> None:
+        forward().backward(gradient)
+
+    gradient = torch.ones(1, 8, HEADS * HEAD_DIM, dtype=torch.bfloat16)
+    return dict(zip(WORK, (decode_static, decode_dynamic, forward, train), strict=True))
+
+
+class Time(NamedTuple):
+    """Microseconds of a call: the median over turns, and the quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Time:
+        low, median, high = (1e6 * x for x in statistics.quantiles(seconds, n=4))
+        return cls(median, low, high)
+
+
+def measure(calls: dict[str, Callable[[], Any]], turns: int) -> dict[str, Time]:
+    """The time of each call, by turns."""
+    for call in calls.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            start = time.thread_time()
+            for _ in range(CALLS):
+                call()
+            seconds[name].append((time.thread_time() - start) / CALLS)
+    return {name: Time.of(spent) for name, spent in seconds.items()}
+
+
+def launches_of(call: Callable[[], Any], launches: Launches) -> dict[str, int]:
+    """The kernels of one call, by name."""
+    call()
+    launches.count.clear()
+    call()
+    return dict(launches.count)

@@ -1,0 +1,116 @@
+"""Steps of generation whose launches are repeated, and what a CUDA graph demands of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from random_qkv import make_qkv
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_qknorm.ops import library, operators
+from hf_qknorm.ops.triton import plans
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROOM, FILLED = 600, 520
+
+
+@pytest.fixture(autouse=True)
+def poison() -> None:
+    """In the place of the fixture that fills new memory: a step that fills memory is not repeated."""
+
+
+class Step(NamedTuple):
+    """The arguments of `library.fused_step`."""
+
+    heads: Heads
+    cache: StaticCache
+    visible: Visible
+    options: Options
+
+    @classmethod
+    def draw(cls, seed: int, queries: int = 1, dtype: torch.dtype = torch.float16) -> Step:
+        q, k, v = (x.detach().to(DEVICE) for x in make_qkv(2, 4, 2, queries, queries, 16, dtype=dtype, seed=seed))
+        _, keys, values = (x.detach().to(DEVICE) for x in make_qkv(2, 4, 2, 1, ROOM, 16, dtype=dtype, seed=seed + 1))
+        norms = [Norm("rms", torch.linspace(0.5, 2.0, 16).to(q)), Norm("rms", torch.linspace(1.5, 0.5, 16).to(q))]
+        angles = torch.linspace(0.0, 3.0, 8 * queries).view(1, queries, 8) + seed
+        ranges = torch.stack([torch.zeros(2, queries), torch.arange(queries).expand(2, -1) + FILLED + 1], -1)
+        filled = torch.tensor(FILLED, device=DEVICE)
+        heads = Heads(q, k, v, *norms, Rotary(angles.cos().to(q), angles.sin().to(q)))
+        visible = Visible(ranges.to(DEVICE, torch.int32))
+        return cls(heads, StaticCache(keys, values, filled), visible, Options(0.25, 50.0))
+
+    def run(self) -> dict[str, Tensor]:
+        """The output and the cache after it."""
+        return {"out": library.fused_step(*self), **self.cache._asdict()}
+
+    def in_two(self) -> dict[str, Tensor]:
+        """The same by two operators."""
+        heads, (keys, values, filled), visible, options = self
+        positions = filled + torch.arange(heads.q.shape[2], device=DEVICE)
+        q = library.norm_rope_into(heads, keys, values, positions)
+        out = library.fused_attention(Heads(q, keys, values), visible, options)
+        return {"out": out, "keys": keys, "values": values, "filled": filled + heads.q.shape[2]}
+
+
+@pytest.mark.parametrize("queries", [1, 3, 9])
+def test_steps_equal_two_operators(queries: int) -> None:
+    """The second step repeats the launches of the first, with other tensors."""
+    for seed in (0, 2):
+        torch.testing.assert_close(Step.draw(seed, queries).run(), Step.draw(seed, queries).in_two(), rtol=0, atol=0)
+
+
+def known() -> dict[Any, plans.Plan | None]:
+    """The plans of steps, by signature."""
+    call = plans.repeated(operators.FUSED_STEP.run)
+    return dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))["plans"].cell_contents  # type: ignore[attr-defined]
+
+
+def test_a_step_of_known_shapes_only_allocates_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    Step.draw(0).run()
+    monkeypatch.setattr(plans.Plan, "run", lambda plan, tensors: tensors[0].new_full((), len(plan.launches)))
+    assert Step.draw(2).run()["out"] == 2
+
+
+def every_second(x: Tensor) -> Tensor:
+    """x with gaps between columns, which the kernels take as a copy."""
+    room = x.new_zeros((*x.shape[:-1], 2 * x.shape[-1]))
+    return room[..., ::2].copy_(x)
+
+
+def test_a_step_that_copies_is_not_repeated() -> None:
+    for seed in (0, 2):
+        step, expected = Step.draw(seed), Step.draw(seed).run()
+        gaps = step._replace(heads=step.heads._replace(q=every_second(step.heads.q)))
+        torch.testing.assert_close(gaps.run(), expected, rtol=0, atol=0)
+
+
+def test_another_address_is_another_signature() -> None:
+    """A kernel that is compiled for aligned tensors reads others wrongly."""
+    x = torch.zeros(9, dtype=torch.float16)
+    assert plans._signature({"q": x[:8]}) != plans._signature({"q": x[1:]})
+    assert plans._signature({"q": x[:8]}) == plans._signature({"q": torch.zeros(8, dtype=torch.float16)})
+
+
+class OnTheDevice(TorchDispatchMode):
+    """Fails where the host would wait for a GPU, or copy to it, which no CUDA graph captures."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "_to_copy", "equal", "item", "masked_select", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in self.WAITING, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_step_never_waits_for_the_device(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators.fused_checks, "check_positions", lambda positions, room: None)  # of CPU tensors alone
+    step = Step.draw(0, queries)
+    for run in (operators.FUSED_STEP.run, operators.FUSED_STEP.direct):
+        values = library.flatten(step.heads, step.visible, step.options) | step.cache._asdict()
+        with OnTheDevice():
+            run(values)
