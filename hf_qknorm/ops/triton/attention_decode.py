@@ -147,7 +147,7 @@ def split_kernel(
         peak = zeros + LOWEST
     sums = Sums(tl.zeros([C.BLOCK_M, C.PADDED], tl.float32), zeros, peak, zeros, zeros)
     block = QueryBlock(0, number, batch, head_kv * group, head_kv)
-    seen = QueryRows(rows, first, last)
+    seen = QueryRows(first, last)
     sums = attend(sums, values, K, V, block, seen, low, high, score, 0, sizes, MASKED=True, C=C)
     acc, total, peak, _, _ = sums
     if splits == 1:
