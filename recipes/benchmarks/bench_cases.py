@@ -44,7 +44,7 @@ class Case:
         if self.keys is not None:
             return f"decode {shape} B{self.batch} S{self.keys}"
         kind = "packed " if self.lengths else "window " if self.window else "prologue " if self.prologue else ""
-        return f"{kind}{shape} T{self.length}" + (f" W{self.window}" if self.window else "")
+        return f"{kind}{shape} B{self.batch} T{self.length}" + (f" W{self.window}" if self.window else "")
 
     @property
     def pairs(self) -> float:

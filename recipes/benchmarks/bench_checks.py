@@ -43,6 +43,8 @@ class Job:
 
     def known(self, verdicts: Container[tuple[str, str]]) -> bool:
         """Whether all verdicts are known, and nothing is left to compile."""
+        if self.model is not None:
+            return (str(self.model), MODEL) in verdicts
         return all((str(self.case), x.name) in verdicts and not x.compiled for x in self.implementations)
 
 
@@ -85,7 +87,7 @@ class Checks:
     def run(self, part: int, jobs: list[Job], seconds: float) -> list[str]:
         """Run the jobs of a part whose verdicts are not known; returns the failures of ours."""
         start = time.monotonic()
-        needed = {n: job for n, job in enumerate(jobs) if job.model or not job.known(self.verdicts)}
+        needed = {n: job for n, job in enumerate(jobs) if not job.known(self.verdicts)}
         verdicts = run_checks(needed, part, self.arguments, self.processes, min(SECONDS, seconds)) if needed else []
         self.verdicts |= {(x.case, x.what): x for x in verdicts}
         failed = [str(verdict) for verdict in verdicts if verdict.ours and not verdict.passed]

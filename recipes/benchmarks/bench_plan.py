@@ -32,6 +32,7 @@ LENGTHS = (4096, 16_384, 1024)
 SHAPES = ((32, 8, 128), (32, 8, 64), (16, 4, 128), (8, 4, 256), (16, 16, 96))
 MIX = (8192, 4096, 2048, 1024, 512, 256, 128, 128)
 MAIN = (FLASH, OURS, CUDNN)
+UNEVEN = (Case(32, 8, 128, 4096), Case(32, 8, 128, 1024), Case(32, 1, 128, 4096))  # few programs: their order matters
 STEP = (16, 32_768)  # batch and keys of the most important decode step
 TOGETHER = 2  # implementations in a job: more would compile one after the other
 
@@ -104,6 +105,7 @@ def full_plan() -> list[Part]:
         Item(causal(shape, 4096), (FLASH, *SEPARATE_RIVALS), shown=False, seconds=30) for shape in (wide, narrow)
     ]
     shapes = [Item(causal(shape, 4096), MAIN) for shape in SHAPES[2:]]
+    shapes += [Item(case, MAIN) for case in UNEVEN]
     shapes += [Item(causal(shape, 4096), (FLASH, *ARMS), shown=False) for shape in (wide, narrow)]
     shapes += [decoding(batch, keys) for keys in (4096, 32_768) for batch in (1, 16, 64) if (batch, keys) != STEP]
     longer = [Item(causal(shape, length), MAIN) for length in LENGTHS[1:] for shape in SHAPES]

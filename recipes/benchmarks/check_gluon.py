@@ -57,7 +57,7 @@ def check(problem: Problem, device: str) -> tuple[bool, str]:
             f"{kernel} {verdict.error:.1e} of {verdict.budget:.1e}" + ("" if same else ", DIFFERS when rerun")
         )
     kind = ("norm, RoPE, " if normed else "") + ("no cap" if softcap is None else f"cap {softcap:g}")
-    return passed, f"{'passed' if passed else 'FAILED'} {case} B{case.batch} {kind} | " + " | ".join(verdicts)
+    return passed, f"{'passed' if passed else 'FAILED'} {case} {kind} | " + " | ".join(verdicts)
 
 
 def main(arguments: list[str]) -> int:
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     problems = TINY if args.cpu else SMALL if args.small else ALL
     if args.list:
-        print("\n".join(f"{case} B{case.batch}" for case, *_ in problems))
+        print("\n".join(str(case) for case, *_ in problems))
         return 0
     if args.cpu and os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported
         os.execve(sys.executable, [sys.executable, __file__, *arguments], os.environ | {"TRITON_INTERPRET": "1"})

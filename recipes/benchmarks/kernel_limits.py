@@ -41,7 +41,7 @@ LIMITS = {
     80: AMPERE_LIMITS,
     89: AMPERE_LIMITS,
     90: Limits(
-        dict.fromkeys((*KERNELS, "gluon_forward_kernel"), 256) | {"key_gradient_kernel": 128},
+        dict.fromkeys((*KERNELS, "gluon_forward_kernel"), 256),
         GROUPS | {"gluon_forward_kernel": "HGMMA"},
         slots_of(128, 6.5, 4.5, 7.8),
     ),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from children import child
-from tables import applies, assert_near, randomise, sharp_model
-from tiny import TINY, tiny_config
-from torch import Tensor, nn
+from tables import assert_near
+from tiny import tiny_config
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -24,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_qknorm import Scheme, patch_model, unpatch_model
+from hf_qknorm import Scheme, unpatch_model
 from hf_qknorm.families import FAMILIES, known_families
 
 pytest.importorskip("liger_kernel")
@@ -33,9 +32,18 @@ pytest.importorskip("triton")
 from liger_kernel.transformers import AutoLigerKernelForCausalLM, _apply_liger_kernel_to_instance
 from liger_kernel.transformers.model import output_classes
 from liger_kernels import TABLE, interpreted, replaced, without_traces
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = 1e-4  # relative, fp32: Liger's kernels sum in another order
+from liger_models import (
+    DEVICE,
+    TOLERANCE,
+    assert_same_step,
+    logits,
+    patch,
+    patched,
+    scheme_of,
+    step,
+    tokens,
+    unpatched,
+)
 
 # With transformers 5.23, Liger 0.8.5 imports a name for it that it does not define.
 BROKEN = {"qwen3_5_moe_text"} if not hasattr(output_classes, "LigerQwen3_5MoeCausalLMOutputWithPast") else set()
@@ -64,59 +72,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         rotated = [t for t in TYPES if "rope" in inspect.signature(TABLE[t]).parameters]
         styles = {FAMILIES[t].style: t for t in reversed(rotated) if t not in {*SLOW, "mixtral"}}
         metafunc.parametrize("rotated", rotated if every else sorted(styles.values()))
-
-
-def scheme_of(model_type: str) -> Scheme:
-    scheme = Scheme(q="auto", k="auto", gain="per_head", softcap=2.0)
-    return scheme if applies(model_type, scheme) else Scheme(softcap=2.0)
-
-
-def unpatched(model_type: str) -> PreTrainedModel:
-    model: Any = sharp_model(model_type)
-    return model.to(DEVICE)
-
-
-def patched(model_type: str = "llama", scheme: Scheme | str | None = None) -> PreTrainedModel:
-    return patch(unpatched(model_type), scheme or scheme_of(model_type))
-
-
-def patch(model: PreTrainedModel, scheme: Scheme | str) -> PreTrainedModel:
-    patch_model(model, scheme)
-    randomise(model)
-    return model
-
-
-def tokens() -> Tensor:
-    return torch.randint(3, TINY["vocab_size"], (1, 6), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-
-
-def step(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Loss and gradients of a training step, where Liger's loss forms no logits, and the logits of evaluation."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model.train()
-    model.zero_grad()
-    loss = model(input_ids=tokens(), labels=tokens()).loss
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), "logits": logits(model), **gradients}
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel) -> Tensor:
-    return model.eval()(input_ids=tokens()).logits
-
-
-def assert_same_step(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compare tensors by name; single numbers, each of which may be near zero by chance, together over the layers."""
-    assert actual.keys() == expected.keys()
-    groups: dict[str, list[str]] = {}
-    for name, value in expected.items():
-        groups.setdefault(name if value.numel() > 1 else re.sub(r"\.\d+\.", ".*.", name), []).append(name)
-    for group, names in groups.items():
-        pair = (torch.stack([step[name].detach() for name in names]) for step in (actual, expected))
-        assert_near(*pair, TOLERANCE, group)
 
 
 def modelling_file(model: Any) -> Any:

@@ -6,12 +6,16 @@ from typing import Any, NamedTuple
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, and the numbers of warps and pipeline stages of its kernel."""
+    """Queries and keys of a tile, and the numbers of warps and pipeline stages of its kernel.
+
+    `apart` computes dk and dv in a launch each: both do not fit the registers.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    apart: bool = False
 
     @property
     def launch_options(self) -> dict[str, Any]:
@@ -49,7 +53,7 @@ HOPPER = Architecture(
         (2, 32): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
         (2, 64): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
         (2, 128): Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
-        (2, 256): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3)),
+        (2, 256): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 4, 2, apart=True), Tile(16, 32, 4, 3)),
         (4, 16): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 3)),
         (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
         (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
@@ -59,6 +63,7 @@ HOPPER = Architecture(
     {
         **{(2, columns): {"query_gradient": Tile(128, 64, 8, 2)} for columns in (16, 32, 64)},
         (2, 128): {"key_gradient": Tile(32, 128, 8, 2)},
+        (2, 256): {"key_gradient": Tile(32, 64, 4, 2, apart=True)},
     },
 )
 # 8.0 has room for 163 KiB, but no tile gains by it. Larger tiles than these spill, for sm_80 or for sm_89.

@@ -220,21 +220,22 @@ def _kernels_undo_norm(heads: Heads) -> bool:
 def _gradient(
     call: _Call, grad: Tensor, row_terms: Tensor, kernel: Any, shape: Tile, raw: RawGradient, **arguments: Any
 ) -> None:
-    """Launch a kernel that stores the raw gradient; `arguments` are its own."""
+    """Launch a kernel that stores the raw gradient, for keys and values one by one if `shape` says so."""
     dtype = call.prepared.q.dtype
     bounded, sinks = call.prepared.bound is not None, call.visible.sinks is not None
-    _launch(
-        kernel,
-        raw.programs,
-        call,
-        shape,
-        backward_variants(dtype, call.options.softcap, bounded, sinks),
-        {"EXACT": dtype == torch.float32},
-        GRAD=as_tiles(grad, shape.queries),
-        row_terms=row_terms,
-        **raw.arguments,
-        **arguments,
-    )
+    for omitted in ("keys", "values") if shape.apart else ("none",):
+        _launch(
+            kernel,
+            raw.programs,
+            call,
+            shape,
+            backward_variants(dtype, call.options.softcap, bounded, sinks),
+            {"EXACT": dtype == torch.float32, "OMIT": omitted},
+            GRAD=as_tiles(grad, shape.queries),
+            row_terms=row_terms,
+            **raw.arguments,
+            **arguments,
+        )
 
 
 def _key_gradient(

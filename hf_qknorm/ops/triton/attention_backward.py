@@ -234,11 +234,13 @@ def _add_to_keys(
         if C.DROPOUT:
             keep = kept(seed, number + member, m, own, score, C, TRANSPOSED=True)
             p = drop(p, keep, score)
-        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=C.PRECISION)
-        dp = tl.dot(v, grad.T, input_precision=C.PRECISION)  # after dv: both at once do not fit the registers
-        delta = tl.load(row_terms + at + stride + rows)
-        dx = score_gradient(sloped, dp, delta[None, :], keep, score, C)
-        dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=C.PRECISION)
+        if C.OMIT != "values":
+            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=C.PRECISION)
+        if C.OMIT != "keys":
+            dp = tl.dot(v, grad.T, input_precision=C.PRECISION)  # after dv: both at once do not fit the registers
+            delta = tl.load(row_terms + at + stride + rows)
+            dx = score_gradient(sloped, dp, delta[None, :], keep, score, C)
+            dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=C.PRECISION)
         block += 1
         member += (block == count).to(tl.int32)
         block = tl.where(block == count, 0, block)
@@ -289,7 +291,10 @@ def key_gradient_kernel(
         dk, dv, k, v, Q, GRAD, row_terms, batch, head, first_head, members, stride, own, first, last, start, count,
         score, seed, sizes, C,
     )  # fmt: skip
-    if C.DROPOUT:
-        dv *= score.rescale
-    store_tile(DV, dv, batch, head_out, own, keys, C.BLOCK_N, C)
-    store_raw_gradient(dk * factor, X, DX, norm, dgain, dbias, rotary, batch, head_out, own, keys, C.BLOCK_N, NORM, C)
+    if C.OMIT != "values":
+        if C.DROPOUT:
+            dv *= score.rescale
+        store_tile(DV, dv, batch, head_out, own, keys, C.BLOCK_N, C)
+    if C.OMIT != "keys":
+        dk *= factor
+        store_raw_gradient(dk, X, DX, norm, dgain, dbias, rotary, batch, head_out, own, keys, C.BLOCK_N, NORM, C)

@@ -130,9 +130,11 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Strides of x, which is `dense`; all but the last are multiples of 16 bytes, of an axis of one too."""
-    step = 16 // x.element_size()
-    *outer, _ = (stride if size > 1 else step for size, stride in zip(x.shape, x.stride(), strict=True))
+    """Strides of x, which is `dense`: multiples of 16 bytes but for the last; 16 numbers for an axis of one.
+
+    Of integers Triton specialises the multiples of 16, as most of the other strides are.
+    """
+    *outer, _ = (stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride(), strict=True))
     return [*outer, 1]
 
 

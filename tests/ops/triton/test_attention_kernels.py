@@ -110,7 +110,7 @@ def test_gradients_after_a_split_forward_pass(case: Case, dtype: torch.dtype, mo
     plain_problem(case, dtype).check()
 
 
-@pytest.mark.parametrize("forward", [Tile(16, 16, 4, 1), Tile(64, 16, 4, 1), Tile(16, 64, 4, 1)], ids=str)
+@pytest.mark.parametrize("forward", [Tile(16, 16, 4, 1), Tile(64, 16, 4, 1), Tile(16, 64, 4, 1, apart=True)], ids=str)
 def test_tiles_of_every_shape(forward: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink_tiles(monkeypatch, forward=forward, query_gradient=forward, key_gradient=forward)
     plain_problem(Case(batch=3, heads=1, heads_kv=1, queries=70, keys=60, ranges="window"), FULL).check()

@@ -160,7 +160,7 @@ def test_the_stride_of_an_axis_of_one_is_replaced(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launch, "architecture", lambda device: HOPPER)
     made = as_tiles(x, 4)
     assert made.shape == [1, 1, 5, 40]
-    assert made.strides == [8, 8, 40, 1]
+    assert made.strides == [16, 16, 40, 1]
     assert made.block_shape == [1, 1, 4, 64]
     monkeypatch.setattr(launch, "architecture", lambda device: AMPERE)
-    assert as_tiles(x, 4) == (x, 8, 8, 40)
+    assert as_tiles(x, 4) == (x, 16, 16, 40)

@@ -22,6 +22,7 @@ import bench_checks as checks
 import bench_plan as plan
 from bench_cases import Case, draw, exactly, oracle
 from bench_implementations import ARMS, FLASH, GLUON, OURS, VARLEN, nothing
+from bench_model import Size
 from bench_rivals import CUDNN_CAPPED, FLASH_3, FLASH_4, FLEX_FLASH, FUSED_RIVALS, SEPARATE_RIVALS, TLX, dense_mask
 from bench_timing import Clock, Late, Run, limit
 from error_budget import error
@@ -214,6 +215,21 @@ def test_what_is_checked_is_not_checked_again():
     assert not job.known(known - {(str(SMALL.at(48)), FLASH.name)})
     (other,) = plan.check_jobs([plan.Item(SMALL, (replace(FLASH, compiled=True),))], 48)
     assert not other.known(known)
+    (model,) = plan.check_jobs([plan.Item(None, model=Size())], 48)
+    assert not model.known(known)
+    assert model.known({(str(Size().at(48)), checks.MODEL)})
+
+
+def test_full_size_is_compiled_in_the_checks_where_it_can_be():
+    seen = []
+
+    def attend(case, x):
+        seen.append((case, x.q.requires_grad))
+        return fail(case, x) if len(seen) == 2 else FLASH.attend(case, x)
+
+    for _ in range(2):  # the second one fails, which is left to the timing process
+        checks.compile_for(replace(FLASH, attend=attend), SMALL, CPU, torch.float32)
+    assert seen == [(SMALL, True)] * 2
 
 
 def test_the_first_checks_are_five_of_ours():

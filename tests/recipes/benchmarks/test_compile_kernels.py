@@ -150,8 +150,7 @@ def test_each_limit_is_checked(changes, complaint):
     [
         ("forward_kernel", {"PADDED": 256}, False),
         ("query_gradient_kernel", {"PADDED": 256}, False),
-        ("key_gradient_kernel", {"PADDED": 128}, False),
-        ("key_gradient_kernel", {"PADDED": 256}, True),
+        ("key_gradient_kernel", {"PADDED": 256}, False),
         ("query_gradient_kernel", {"NORM": NORMS["lp"]}, True),
         ("forward_kernel", {"DROPOUT": True}, False),
         ("gluon_forward_kernel", {"PADDED": 256, "TANH": "polynomial"}, True),

@@ -1,0 +1,34 @@
+"""Growing lengths compile no kernel anew: a cache grows with each token, and texts of a batch differ in length."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+STEP = {"norm_rope_kernel": 1, "split_kernel": 1, "combine_kernel": 1}
+GRADIENTS = {"row_terms_kernel": 1, "query_gradient_kernel": 1, "key_gradient_kernel": 2, "add_parts_kernel": 1}
+TRAINING = GRADIENTS | {"norm_rope_kernel": 1, "forward_kernel": 2}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_kernel_serves_every_length(arch: int) -> None:
+    """Two forward loops, with and without a maximum; gradients of keys in bf16, or as sums in fp32."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "growing.py"), str(arch)]
+    run = subprocess.run(
+        command, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert json.loads(run.stdout) == {
+        "decode": STEP,
+        "decode, window": STEP,
+        "static cache": {"norm_rope_kernel": 1},
+        "train": TRAINING,
+        "train, window": TRAINING,
+        "prefill": GRADIENTS | {"forward_kernel": 1},
+    }
