@@ -283,8 +283,9 @@ def forward(
             SCALED=scaled,
             PRECISION=precision(q.dtype),
         ),
+        num_warps=8 if block == MOST_ROWS else shape.warps,  # else the accumulator would spill
+        num_stages=shape.stages,
         **shared,
-        **shape.launch_options,
     )
     if parts > 1 and arrived is None:
         programs = b * hk * -(-rows_of(q, k) // COMBINED_ROWS)
