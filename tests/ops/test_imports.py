@@ -13,6 +13,7 @@ import hf_qknorm.ops
 FOLDER = Path(hf_qknorm.ops.__file__).parent
 FILES = sorted(FOLDER.rglob("*.py"))
 KERNELS = [path for path in FILES if path.name not in ("reference.py", "__init__.py") and path.parent.name != "trust"]
+TABLES = "hf_qknorm.ops.triton.architectures."  # which loads no Triton
 BELOW = ("hf_qknorm.ops", "hf_qknorm.files", "hf_qknorm.version")
 
 ALONE = """
@@ -57,7 +58,7 @@ def test_kernels_never_import_their_oracle(path: Path) -> None:
 @pytest.mark.parametrize("path", [path for path in FILES if path.parent == FOLDER], ids=relative)
 def test_triton_is_loaded_when_first_used(path: Path) -> None:
     names = imported(iter(ast.parse(path.read_text()).body))
-    assert not [name for name in names if "triton" in name]
+    assert not [name for name in names if "triton" in name and not name.startswith(TABLES)]
 
 
 def test_the_operators_load_without_transformers_or_triton() -> None:

@@ -11,7 +11,8 @@ from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.trust.code_path import CodePath, NormPath
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
-LENGTH = 200  # more than one tile of every kernel, and no multiple of one
+LENGTH = 300  # more than two tiles of every kernel, and no multiple of one
+SHORT = 40  # of many sequences
 KEYS, FEW_KEYS, FEW_QUERIES = 600, 100, 64  # over a cache
 CAPS = {"none": None, "small": 5.0, "large": 80.0}
 WINDOW, RATE, SEED = 70, 0.3, 7
@@ -39,17 +40,25 @@ class Problem(NamedTuple):
 
 
 def problems(path: CodePath, device: torch.device) -> list[Problem]:
-    """The problems of a path. With norms, a bound on the logits chooses the kernels' loop, and each loop has one."""
-    first = draw(path, device)
-    if path.dropout:
-        first = first._replace(dropout_mask=dropout_mask(first))
-    if path.operator not in ("attention", "statistics") or not first.heads.raw:
-        return [first]
-    factor = 10.0 if path.cap == "none" else 0.02  # beyond the bound without a maximum; within the one of a polynomial
-    return [first, first._replace(options=first.options._replace(scale=factor * first.options.scale))]
+    """The problems of a path: one for each way that the kernels choose by sizes or numbers.
+
+    A bound on the logits of normed heads chooses their loop. In backward, programs share a block of keys where there
+    are fewer than two blocks for each processor.
+    """
+    found = [draw(path, device)]
+    first = found[0]
+    if path.operator in ("attention", "statistics") and first.heads.raw:
+        factor = 10.0 if path.cap == "none" else 0.02  # beyond the bound of no maximum; within that of a polynomial
+        found.append(first._replace(options=first.options._replace(scale=factor * first.options.scale)))
+    if path.operator == "attention" and path.gradient and path.group > 1:
+        from hf_qknorm.ops.triton import schedule
+
+        batch = -(-2 * schedule.gpu(device).processors // first.heads.k.shape[1])
+        found.append(draw(path, device, batch, SHORT))
+    return [problem._replace(dropout_mask=dropout_mask(problem)) if path.dropout else problem for problem in found]
 
 
-def draw(path: CodePath, device: torch.device) -> Problem:
+def draw(path: CodePath, device: torch.device, batch: int = 2, length: int | None = None) -> Problem:
     """Heads in a projection's layout, with padding at the start of some rows if the path has ranges."""
     generator = torch.Generator().manual_seed(0)
 
@@ -68,13 +77,13 @@ def draw(path: CodePath, device: torch.device) -> Problem:
         return Norm(of.kind, gain, bias, blend if of.blend else None, eps if of.stored_eps else 1e-6, of.p)
 
     heads_kv = 2 if path.group <= 8 else 1
-    queries, keys = LENGTH, LENGTH
-    if path.queries:
+    queries = keys = LENGTH if length is None else length
+    if path.queries and length is None:
         queries = path.queries if path.many_keys else min(path.queries, FEW_QUERIES)
         keys = max(KEYS, 2 * queries) if path.many_keys else FEW_KEYS
     q, k, v = (
-        normal(2, length, count, path.head_dim).to(device, path.dtype).transpose(1, 2)
-        for count, length in ((heads_kv * path.group, queries), (heads_kv, keys), (heads_kv, keys))
+        normal(batch, rows, count, path.head_dim).to(device, path.dtype).transpose(1, 2)
+        for count, rows in ((heads_kv * path.group, queries), (heads_kv, keys), (heads_kv, keys))
     )
     rotary = ranges = None
     if path.rotary is not None:
@@ -82,8 +91,8 @@ def draw(path: CodePath, device: torch.device) -> Problem:
         angle = 6 * normal(1, queries, columns // 2)
         rotary = Rotary(angle.cos().to(device, dtype), angle.sin().to(device, dtype), interleaved)
     if path.ranges:
-        stop = torch.arange(keys - queries, keys, device=device).expand(2, -1) + 1
-        start = torch.tensor([[0], [keys // 3]], device=device).expand_as(stop)
+        stop = torch.arange(keys - queries, keys, device=device).expand(batch, -1) + 1
+        start = (torch.arange(batch, device=device)[:, None] % 2 * (keys // 3)).expand_as(stop)
         ranges = torch.stack([start, stop], -1).to(torch.int32)
     sinks = normal(q.shape[1]).to(device, path.dtype) if path.sinks else None
     seed = torch.tensor([SEED], device=device) if path.dropout else None

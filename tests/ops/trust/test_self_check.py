@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 import interpreter
+from kernel_cases import shrink_tiles
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_qknorm.ops.triton import attention, attention_decode, norm_rope
+from hf_qknorm.ops.triton import attention, attention_decode, norm_rope, schedule
 from hf_qknorm.ops.trust import problems
 from hf_qknorm.ops.trust.code_path import CodePath, NormPath
 from hf_qknorm.ops.trust.self_check import check
@@ -42,6 +43,8 @@ PATHS = {
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         monkeypatch.setattr(problems, "LENGTH", 21)
+        monkeypatch.setattr(problems, "SHORT", 9)
+        monkeypatch.setattr(schedule, "gpu", lambda device: schedule.Gpu(4, 10**6))
         monkeypatch.setattr(problems, "KEYS", 300)
 
 
@@ -49,6 +52,21 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sound_kernels_pass(name: str) -> None:
     found = check(PATHS[name], DEVICE)
     assert found.verdict.passed, found
+
+
+def test_blocks_of_keys_are_shared_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    divide, parts = schedule.divide, []
+
+    def noted(*arguments: Any) -> Any:
+        found = divide(*arguments)
+        parts.append(found.parts)
+        return found
+
+    monkeypatch.setattr(schedule, "divide", noted)
+    monkeypatch.setattr(problems, "LENGTH", 64)
+    shrink_tiles(monkeypatch, processors=16)
+    assert check(PATHS["plain"]._replace(group=2, window=False, ranges=False), DEVICE).verdict.passed
+    assert set(parts) == {1, 2}
 
 
 def scaled(owner: Any, name: str, part: str | int, factor: float) -> tuple[Any, str, Callable[..., Any]]:
