@@ -146,7 +146,7 @@ CASES = {
 FEW = {
     f"{kind.__name__} {dtype}": kind(16, dtype, **options)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    for kind, options in ((Case, {"interleaved": True, "softcap": None, "batch": 1}), (Step, {}))
+    for kind, options in ((Case, {"interleaved": True, "softcap": None, "batch": 1}), (Step, {"queries": 20}))
 } | {name: CASES[name] for name in ("capped 128", "capped 64", "uncapped 128", "uncapped 64", "step 128")}
 
 
