@@ -30,5 +30,5 @@ def test_a_kernel_serves_every_length(arch: int) -> None:
         "static cache": {"norm_rope_kernel": 1},
         "train": TRAINING,
         "train, window": TRAINING,
-        "prefill": GRADIENTS | {"forward_kernel": 1},
+        "prefill": GRADIENTS | {"forward_kernel": 1, "split_kernel": 1, "combine_kernel": 1},
     }
