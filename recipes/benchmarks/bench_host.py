@@ -14,15 +14,23 @@ current device. Operators of torch compute on the CPU instead, with few numbers.
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import os
+import platform
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+import triton
+from bench_tiled import busy_seconds, commit, cpu_name
 from compiled import Target
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -30,6 +38,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from hf_qknorm import patch_model
+from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.ops import fused_checks
 
 HOPPER = 90
@@ -165,3 +174,57 @@ def launches_of(call: Callable[[], Any], launches: Launches) -> dict[str, int]:
     launches.count.clear()
     call()
     return dict(launches.count)
+
+
+def table(turns: int) -> list[str]:
+    """Rows of Markdown: the time of each layer for each kind of work, its ratio to SDPA's, and its launches."""
+    launches, rows = Launches(), []
+    with launches.stubbed():
+        made = {name: calls_of(*how) for name, how in LAYERS.items()}
+        for work in WORK:
+            calls = {name: of[work] for name, of in made.items()}
+            times = measure(calls, turns)
+            for name, spent in times.items():
+                started = ", ".join(f"{n} {kernel}" for kernel, n in launches_of(calls[name], launches).items())
+                ratio = spent.median / times["SDPA"].median
+                figures = f"{spent.median:.0f} | {spent.low:.0f} to {spent.high:.0f} | {ratio:.2f}"
+                rows.append(f"| {work} | {name} | {figures} | {started or 'none'} |")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=100, help=f"of {CALLS} calls of each layer")
+    parser.add_argument("--output", type=Path, help="a Markdown file; default: print")
+    args = parser.parse_args()
+    if triton.knobs.runtime.interpret:
+        parser.error("kernels are interpreted: unset TRITON_INTERPRET")
+    torch.set_num_threads(1)
+    (machine, own), start = busy_seconds(), time.monotonic()
+    rows = table(args.turns)
+    (machine_after, own_after), seconds = busy_seconds(), time.monotonic() - start
+    others = max(machine_after - machine - own_after + own, 0) / seconds
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Triton {triton.__version__}"
+    page = [
+        "# The host's time of an attention layer",
+        "",
+        "`python recipes/benchmarks/bench_host.py --output recipes/results/host.md`",
+        "",
+        f"{cpu_name()}, 1 of {os.cpu_count()} CPUs (other programs used {others:.2f} CPUs), {versions}, Python "
+        f"{platform.python_version()}, commit {commit()}, {datetime.date.today()}.",
+        "",
+        f"A Llama's attention layer in bf16, batch 1, {HEADS} heads of {HEAD_DIM} on {HEADS_KV} key head: a token over "
+        f"{ROOM // 2} keys, or a text of 8 tokens. CPU time of the thread, {args.turns} turns of {CALLS} calls. The "
+        "projections, three views and the output's copy are part of every layer. There is no GPU: the script's "
+        "docstring says what is not counted.",
+        "",
+        "| work | layer | µs: median | quartiles | of SDPA's | kernels of hf_qknorm |",
+        "|---|---|---:|---:|---:|---|",
+        *rows,
+    ]
+    text = "\n".join(page) + "\n"
+    replace_text(args.output, text) if args.output else print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,8 +7,8 @@
 The stages, in order: the five smallest checks; the attention benchmark, part by part; the kernels of the tests,
 compiled by all CPU cores; the tests (the oracle's budget, the same bits on each run), those of graphs, streams,
 inductor and training, the Gluon kernel against the plain one and timed in turns with it, tests of 128k keys and more
-than 2³¹ numbers, the Gluon kernel under compute-sanitizer, its tests, `hf-qknorm doctor`; then, if time and a folder
-permit, `gpu_smoke.py` of the prototypes.
+than 2³¹ numbers, the Gluon kernel under compute-sanitizer, its tests, the host's time of a layer, `hf-qknorm doctor`;
+then, if time and a folder permit, `gpu_smoke.py` of the prototypes.
 
 Each stage is a process with a share of the time. What a stage leaves of it goes to the next one; a stage that is late
 is stopped, keeps the rows that it wrote, and the next one runs. A stage that fails is reported and the next ones run,
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -143,7 +144,7 @@ def main(arguments: list[str]) -> int:
     found = run_stages([stage.dried() for stage in stages] if args.dry_run else stages, log, deadline)
     for plot in out.glob("gluon/*.png"):  # of a few rows
         plot.unlink()
-    print("\n" + write(out, found, machine, " ".join(["python recipes/benchmarks/device.py", *arguments])))
+    print("\n" + write(out, found, machine, shlex.join(["python", "recipes/benchmarks/device.py", *arguments])))
     return int(any(x.outcome in ("failed", "too long") or x.detail == "no time left" for x in found))
 
 

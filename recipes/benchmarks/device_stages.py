@@ -107,21 +107,22 @@ def full_plan(out: Path, commit: tuple[str, ...] = (), prototypes: Path | None =
     """All stages, the most important first. Their shares fit into nine minutes, but for the prototypes'."""
     bench, gluon = HERE / "bench_attention.py", HERE / "check_gluon.py"
     smoke = prototypes / "gpu_smoke.py" if prototypes else Path("gpu_smoke.py")
-    rows = ("--minutes", "2.2", "--keep-going", "--out", out, *commit)
+    rows = ("--minutes", "2.1", "--keep-going", "--out", out, *commit)
     gluon_rows = ("--gluon", "--minutes", "0.75", "--keep-going", "--out", out / "gluon", *commit)
     doctor = python("-c", "import sys, hf_qknorm_command; sys.exit(hf_qknorm_command.main())", "doctor")
     return [
         Stage("first checks", python(bench, "--first", "--processes", 5), 70, ("--list",)),
-        Stage("benchmark", python(bench, *rows), 145, ("--list",)),
+        Stage("benchmark", python(bench, *rows), 140, ("--list",)),
         tests("compilation", CORES, 50, "--compile-only", "--quiet", "--tb=no", *TESTS, ON_CARD),
-        tests("tests", CORES, 55, "--verbose", *TESTS),
+        tests("tests", CORES, 50, "--verbose", *TESTS),
         tests("tests, on the card", min(CORES, 8), 30, "--verbose", ON_CARD),
         Stage(CHECKED, python(gluon), 30, ("--cpu",)),
-        Stage("benchmark, Gluon", python(bench, *gluon_rows), 50, ("--list",), after=CHECKED),
-        tests("tests, large", large_processes(), 30, "--verbose", LARGE),
+        Stage("benchmark, Gluon", python(bench, *gluon_rows), 48, ("--list",), after=CHECKED),
+        tests("tests, large", large_processes(), 25, "--verbose", LARGE),
         sanitized("memcheck"),
         sanitized("racecheck"),
         tests("Gluon, tests", CORES, 15, "--verbose", f"{TESTS[0]}/test_gluon.py", settings=GLUON, after=CHECKED),
-        Stage("doctor", doctor, 25, settings={"HF_QKNORM_CHECK": "1"}),
+        Stage("host", python(HERE / "bench_host.py", "--turns", 20), 20, ("--help",)),
+        Stage("doctor", doctor, 22, settings={"HF_QKNORM_CHECK": "1"}),
         Stage("prototypes", python(smoke), 90, missing="" if smoke.is_file() else "no folder of prototypes"),
     ]

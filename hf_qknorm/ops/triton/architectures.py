@@ -66,9 +66,8 @@ HOPPER = Architecture(
         (2, 256): {"key_gradient": Tile(32, 64, 4, 2, apart=True)},
     },
 )
-# 8.0 has room for 163 KiB, but no tile gains by it. Larger tiles than these spill, for sm_80 or for sm_89.
 AMPERE = Architecture(
-    101_376,
+    166_912,
     False,
     {
         (2, 16): Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
@@ -84,16 +83,27 @@ AMPERE = Architecture(
     },
     {},
 )
+# RTX 30 and 40, L40S: Ampere's tiles, but where they would spill for sm_89, or not fit the shared memory.
+ADA = Architecture(
+    101_376,
+    False,
+    AMPERE.tiles
+    | {
+        (2, 128): AMPERE.tiles[2, 128]._replace(query_gradient=Tile(64, 64, 8, 2)),
+        (2, 256): AMPERE.tiles[2, 256]._replace(query_gradient=Tile(32, 32, 8, 2), key_gradient=Tile(32, 32, 8, 2)),
+    },
+    {},
+)
 # Blackwell without tensor memory: RTX 50 and DGX Spark.
 CONSUMER_BLACKWELL = Architecture(
     101_376,
     True,
     {
-        (2, 16): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
-        (2, 32): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 128, 4, 3)),
-        (2, 64): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+        (2, 16): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+        (2, 32): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 4, 3)),
+        (2, 64): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
         (2, 128): Tiles(Tile(128, 64, 8, 2), Tile(128, 16, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3)),
-        (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(64, 16, 8, 2), Tile(32, 64, 8, 2), Tile(16, 16, 4, 3)),
+        (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 4, 3)),
         (4, 16): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 3)),
         (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
         (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
@@ -105,8 +115,8 @@ CONSUMER_BLACKWELL = Architecture(
 
 ARCHITECTURES: dict[tuple[int, int], Architecture] = {  # by compute capability
     (8, 0): AMPERE,
-    (8, 6): AMPERE,
-    (8, 9): AMPERE,
+    (8, 6): ADA,
+    (8, 9): ADA,
     (9, 0): HOPPER,
     (10, 0): HOPPER,
     (10, 3): HOPPER,

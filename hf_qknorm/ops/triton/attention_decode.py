@@ -147,7 +147,7 @@ def split_kernel(
         peak = zeros + LOWEST
     sums = Sums(tl.zeros([C.BLOCK_M, C.PADDED], tl.float32), zeros, peak, zeros, zeros)
     block = QueryBlock(0, number, batch, head_kv * group, head_kv)
-    seen = QueryRows(rows, first, last)
+    seen = QueryRows(first, last)
     sums = attend(sums, values, K, V, block, seen, low, high, score, 0, sizes, MASKED=True, C=C)
     acc, total, peak, _, _ = sums
     if splits == 1:
@@ -283,8 +283,9 @@ def forward(
             SCALED=scaled,
             PRECISION=precision(q.dtype),
         ),
+        num_warps=8 if block == MOST_ROWS else shape.warps,  # else the accumulator would spill
+        num_stages=shape.stages,
         **shared,
-        **shape.launch_options,
     )
     if parts > 1 and arrived is None:
         programs = b * hk * -(-rows_of(q, k) // COMBINED_ROWS)

@@ -110,7 +110,7 @@ def forward_kernel(
         return
     index = block.start + tl.arange(0, C.BLOCK_M)
     first, last = keys_seen(index, block.batch, ranges, sizes, C)
-    rows = QueryRows(index, first, last)
+    rows = QueryRows(first, last)
     starts, stops = key_segments(block, ranges, sizes, C)
     seed = 0
     if C.DROPOUT:

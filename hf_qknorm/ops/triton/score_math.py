@@ -28,7 +28,6 @@ class QueryBlock(NamedTuple):
 class QueryRows(NamedTuple):
     """Rows of queries; each sees the keys from `first` on, before `last`."""
 
-    index: Any
     first: Any
     last: Any
 

@@ -1,4 +1,4 @@
-"""The compile report: that every kernel keeps its limits on Hopper, and that a kernel which does not is named."""
+"""The compile report: that every kernel keeps its limits, and that a kernel which does not is named, with its GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hf_qknorm.ops.norms import NORMS
 pytest.importorskip("triton", reason="needs Triton, which compiles the kernels")
 RECIPES = Path(__file__).parents[3] / "recipes" / "benchmarks"
 recipe = import_module("compile_kernels")
+limits = import_module("kernel_limits")
 
 SOUND = recipe.Report(
     kernel="forward_kernel",
@@ -33,6 +34,7 @@ SOUND = recipe.Report(
     slots=6.4,
     size=1900,
 )
+EVERY = {"HGMMA": 32, "HMMA": 32}
 
 
 def compile_script(*command: object) -> subprocess.CompletedProcess[str]:
@@ -49,7 +51,7 @@ def test_kernels_keep_their_limits_on_hopper():
     cases = [x for case in ("capped 128", "step 128", "gluon, uncapped 64") for x in ("--case", case)]
     run = compile_script(RECIPES / "compile_kernels.py", "--arch", 90, *cases, "--processes", 1)
     assert run.returncode == 0, run.stderr
-    for kernel in recipe.SPILL_FREE:
+    for kernel in limits.LIMITS[90].spill_free.keys() - {"add_parts_kernel"}:
         assert f"| {kernel} | bf16" in run.stdout
 
 
@@ -71,7 +73,9 @@ def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str, interpreted: bool
         def __init__(self, processes: int, context: object) -> None:
             super().__init__(1)
 
-    monkeypatch.setattr(recipe, "compile_case", lambda arch, case: [replace(SOUND, shared=1000 * arch + case.head_dim)])
+    monkeypatch.setattr(
+        recipe, "compile_case", lambda arch, case: [replace(SOUND, matrix=EVERY, shared=1000 * arch + case.head_dim)]
+    )
     monkeypatch.setattr(recipe, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(recipe.triton.knobs.runtime, "interpret", interpreted)
     monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *arguments])
@@ -85,7 +89,7 @@ def test_kernels_that_are_interpreted_are_refused(monkeypatch, capsys):
 
 
 def test_each_gpu_has_its_table(monkeypatch, capsys):
-    assert run_here(monkeypatch, "--few", "--arch", "80", "--arch", "100") is None
+    assert run_here(monkeypatch, "--case", "plain 16", "--arch", "80", "--arch", "100") is None
     first, second = capsys.readouterr().out.split("sm_100, ")
     assert first.startswith("sm_80, ")
     assert "80,016" in first
@@ -94,7 +98,7 @@ def test_each_gpu_has_its_table(monkeypatch, capsys):
 
 
 def test_what_is_wrong_is_told_of_its_gpu(monkeypatch):
-    monkeypatch.setitem(recipe.SHARED, 100, 100_100)
+    monkeypatch.setitem(limits.ARCHITECTURES, (10, 0), limits.ARCHITECTURES[10, 0]._replace(shared=100_100))
     complaints = run_here(monkeypatch, "--arch", "90", "--arch", "100", "--case", "plain 16", "--case", "raw")
     (complaint,) = complaints.splitlines()
     assert complaint.startswith("sm_100 forward_kernel (bf16 ")
@@ -120,13 +124,13 @@ def launched(monkeypatch: pytest.MonkeyPatch, cases: dict) -> set[tuple[str, tor
 
 def test_the_few_cases_have_every_kernel_in_every_dtype(monkeypatch):
     kernels = {kernel for kernel, _ in launched(monkeypatch, recipe.CASES)}
-    assert recipe.SPILL_FREE.keys() - {"gluon_forward_kernel"} < kernels
+    assert limits.LIMITS[90].spill_free.keys() - {"gluon_forward_kernel"} < kernels
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     assert launched(monkeypatch, recipe.FEW) == {(kernel, dtype) for kernel in kernels for dtype in dtypes}
 
 
 def test_a_kernel_within_the_limits_passes():
-    assert recipe.broken(SOUND) == []
+    assert limits.broken(SOUND) == []
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_a_kernel_within_the_limits_passes():
     ],
 )
 def test_each_limit_is_checked(changes, complaint):
-    (found,) = recipe.broken(replace(SOUND, **changes))
+    (found,) = limits.broken(replace(SOUND, **changes))
     assert complaint in found
 
 
@@ -159,13 +163,13 @@ def test_each_limit_is_checked(changes, complaint):
 )
 def test_where_spills_are_allowed(kernel, constants, allowed):
     report = replace(SOUND, kernel=kernel, constants=SOUND.constants | constants, spilled=8)
-    assert (recipe.broken(report) == []) == allowed
+    assert (limits.broken(report) == []) == allowed
 
 
 def test_the_gluon_kernel_may_not_spill_more_than_it_does():
     constants = SOUND.constants | {"PADDED": 256, "TANH": "polynomial"}
     report = replace(SOUND, kernel="gluon_forward_kernel", constants=constants, spilled=40)
-    assert recipe.broken(report) == ["40 bytes spilled, expected none"]
+    assert limits.broken(report) == ["40 bytes spilled, expected none"]
 
 
 @pytest.mark.parametrize(
@@ -173,18 +177,18 @@ def test_the_gluon_kernel_may_not_spill_more_than_it_does():
 )
 def test_each_loop_has_its_own_limit_of_slots(tanh, online, slots):
     report = replace(SOUND, constants=SOUND.constants | {"TANH": tanh, "ONLINE": online})
-    assert recipe.broken(replace(report, slots=slots))
-    assert recipe.broken(replace(report, slots=slots - 0.7)) == []
+    assert limits.broken(replace(report, slots=slots))
+    assert limits.broken(replace(report, slots=slots - 0.7)) == []
 
 
 @pytest.mark.parametrize(("head_dim", "over", "under"), [(64, 6.6, 6.5), (128, 6.6, 6.5), (256, 9.1, 9.0)])
 def test_the_gluon_kernel_has_limits_at_each_head_dim_and_with_each_triton(head_dim, over, under, monkeypatch):
-    monkeypatch.setattr(recipe.triton, "__version__", "3.9.0")
+    monkeypatch.setattr(limits.triton, "__version__", "3.9.0")
     constants = SOUND.constants | {"PADDED": head_dim}
     report = replace(SOUND, kernel="gluon_forward_kernel", constants=constants, slots=under)
-    assert recipe.broken(report) == []
-    assert len(recipe.broken(replace(report, slots=over))) == 1
-    assert len(recipe.broken(replace(report, spilled=8))) == 1
+    assert limits.broken(report) == []
+    assert len(limits.broken(replace(report, slots=over))) == 1
+    assert len(limits.broken(replace(report, spilled=8))) == 1
 
 
 def test_the_gluon_kernel_is_compiled_for_hopper_alone(monkeypatch, capsys):
@@ -195,24 +199,42 @@ def test_the_gluon_kernel_is_compiled_for_hopper_alone(monkeypatch, capsys):
 
 def test_fp32_has_no_limits_but_shared_memory():
     report = replace(SOUND, dtype="fp32", matrix={}, spilled=3000, slots=None)
-    assert recipe.broken(report) == []
-    assert recipe.broken(replace(report, shared=300_000))
+    assert limits.broken(report) == []
+    assert limits.broken(replace(report, shared=300_000))
 
 
 def test_a_limit_that_nothing_was_measured_by_is_named():
-    everything = [*recipe.SPILL_FREE, *recipe.limited()]
+    everything = [*limits.LIMITS[90].spill_free, *limits.limited()]
     met = ["forward_kernel", ("forward_kernel", 128, "approx", False)]
-    assert set(recipe.unmet([SOUND])) == {f"no limit was checked of {x}" for x in everything if x not in met}
-    assert len(recipe.unmet([replace(SOUND, dtype="fp32")])) == len(everything)
+    assert set(limits.unmet([SOUND])) == {f"no limit was checked of {x}" for x in everything if x not in met}
+    assert len(limits.unmet([replace(SOUND, dtype="fp32")])) == len(everything)
 
 
-def test_blackwell_has_shared_memory_enough():
-    assert recipe.complain(replace(SOUND, shared=232_449), 100)
-    assert recipe.complain(replace(SOUND, spilled=8, matrix={"UTCHMMA": 64}, slots=9.0), 100) == []
-
-
-def test_elsewhere_everything_must_only_compile():
-    assert recipe.complain(replace(SOUND, spilled=8, shared=300_000), 80) == []
-    assert recipe.complain(recipe.Failure("forward_kernel", "bf16", "OutOfResources"), 80) == [
+@pytest.mark.parametrize(
+    ("arch", "shared", "slots"),
+    [(80, 166_912, 15.0), (89, 101_376, 15.0), (90, 232_448, 7.0), (100, 232_448, None), (120, 101_376, 13.0)],
+)
+def test_each_gpu_has_limits_of_its_own(arch, shared, slots, monkeypatch):
+    monkeypatch.setattr(limits.triton, "__version__", "3.9.0")
+    matrix = limits.LIMITS[arch].matrix.get("forward_kernel", "UTCHMMA")
+    report = replace(SOUND, shared=shared, slots=slots or 99.0, matrix={matrix: 64})
+    assert limits.complain(report, arch) == []
+    assert "shared memory" in limits.complain(replace(report, shared=shared + 1), arch)[0]
+    if slots is not None:
+        assert "issue slots" in limits.complain(replace(report, slots=slots + 0.1), arch)[0]
+        assert "spilled" in limits.complain(replace(report, spilled=8), arch)[0]
+        assert f"no {matrix}" in limits.complain(replace(report, matrix={}), arch)[0]
+    assert limits.complain(recipe.Failure("forward_kernel", "bf16", "OutOfResources"), arch) == [
         "forward_kernel (bf16): does not compile: OutOfResources"
     ]
+
+
+def test_the_few_cases_are_checked_by_every_limit_of_other_gpus(monkeypatch):
+    for arch in limits.LIMITS.keys() - {90}:
+        forward = [
+            replace(SOUND, constants=SOUND.constants | dict(zip(("PADDED", "TANH", "ONLINE"), loop, strict=True)))
+            for loop in limits.LIMITS[arch].slots
+        ]
+        others = [replace(SOUND, kernel=kernel) for kernel in limits.LIMITS[arch].spill_free]
+        assert limits.unmet(forward + others, arch, few=True) == []
+        assert len(limits.unmet([], arch, few=True)) == len(forward) + len(others)

@@ -48,7 +48,7 @@ def test_every_file_of_the_plan_exists():
     for name in ("compilation", "tests"):
         assert set(plans.TESTS) <= set(stages[name].command)
     files = {x for stage in stages.values() for x in stage.command if x.startswith(("tests/", str(plans.HERE)))}
-    assert len(files) == 10
+    assert len(files) == 11
     assert all((ROOT / file).exists() for file in files)
     assert stages["benchmark"].command[-2:] == ("--commit", "abc")
 
