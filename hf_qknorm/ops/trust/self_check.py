@@ -202,7 +202,7 @@ def _step(problem: Problem) -> Results:
     cache = StaticCache(keys, values, torch.tensor(old, device=q.device))
     new = problem.heads._replace(k=k[:, :, old:], v=v[:, :, old:])
     out = library.fused_step(new, cache, problem.visible, problem.options)
-    return {"output": out, "keys": keys, "values": values}
+    return {"output": out, "keys": keys[:, :, old:], "values": values[:, :, old:]}
 
 
 def _step_oracle(problem: Problem) -> Results:
@@ -211,7 +211,8 @@ def _step_oracle(problem: Problem) -> Results:
     k_norm = k_norm._replace(gain=gain, bias=bias)
     q, new = reference.norm_rope(Heads(q, k[:, :, old:], v[:, :, old:], q_norm, k_norm, rotary))
     keys = torch.cat([k[:, :, :old], new], 2)
-    return {"output": _attended(problem._replace(heads=Heads(q, keys, v))).out, "keys": keys, "values": v}
+    out = _attended(problem._replace(heads=Heads(q, keys, v))).out
+    return {"output": out, "keys": new, "values": v[:, :, old:]}
 
 
 # Each operator, and its specification.

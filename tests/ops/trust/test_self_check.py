@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 import interpreter
 from kernel_cases import shrink_tiles
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_qknorm.ops import library
 from hf_qknorm.ops.triton import attention, attention_decode, norm_rope, schedule
 from hf_qknorm.ops.trust import problems
 from hf_qknorm.ops.trust.code_path import CodePath, NormPath
 from hf_qknorm.ops.trust.self_check import check
+from hf_qknorm.ops.types import Heads, Options, StaticCache, Visible
 
 interpreter.install()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,6 +105,21 @@ def test_an_error_of_five_per_cent_is_found(
     monkeypatch.setattr(*breaks())
     found = check(PATHS[path], DEVICE)
     assert found.name == name
+    assert not found.verdict.passed
+
+
+def test_a_wrong_key_in_the_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of many, which hardly shows in the output."""
+    sound = library.fused_step
+
+    def broken(heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
+        out = sound(heads, cache, visible, options)
+        cache.keys[:, :, -1] *= 1.05
+        return out
+
+    monkeypatch.setattr(library, "fused_step", broken)
+    found = check(PATHS["step"], DEVICE)
+    assert found.name == "keys"
     assert not found.verdict.passed
 
 
