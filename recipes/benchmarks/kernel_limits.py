@@ -45,7 +45,11 @@ LIMITS = {
         GROUPS | {"gluon_forward_kernel": "HGMMA"},
         slots_of(128, 6.5, 4.5, 7.8),
     ),
-    100: Limits({}, {}, {}),
+    100: Limits(  # dk and dv of the smallest heads spill 24 bytes
+        dict.fromkeys((kernel for kernel in KERNELS if kernel != "key_gradient_kernel"), 128),
+        dict.fromkeys(KERNELS[:3], "UTCHMMA"),
+        slots_of(64, 7.0, 5.0, 7.2) | slots_of(128, 7.0, 5.0, 7.8),
+    ),
     120: Limits(dict.fromkeys(KERNELS, 128), WARPS, slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 13.0, 11.5, 16.5)),
 }
 DROPOUT_SLOTS = 16.5  # on Hopper, with a maximum, at head_dim 64 and 128
