@@ -54,6 +54,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Checks:
 def restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget everything that a process remembers."""
     monkeypatch.setattr(first_use, "_reasons", {})
+    monkeypatch.setattr(first_use, "_absent", set())
     first_use._warn.cache_clear()
 
 
@@ -201,6 +202,15 @@ def test_fake_tensors_and_a_backward_pass_check_nothing(checks):
     assert reasons == [None]
     assert not checks.paths
     assert asked() is not None
+
+
+def test_a_backward_pass_reads_the_disk_once(checks, monkeypatch):
+    """Activation checkpointing runs each layer's forward there, at every step."""
+    read, reads = verdict_files.read, []
+    monkeypatch.setattr(verdict_files, "read", lambda *key: reads.append(key) or read(*key))
+    monkeypatch.setattr(first_use, "_can_check", lambda q: False)
+    assert asked() is asked() is None
+    assert len(reads) == 1
 
 
 def test_a_graph_capture_checks_nothing(monkeypatch):
