@@ -139,7 +139,7 @@ class HeadArguments(NamedTuple):
 def partial_sums(norm: Norm, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Buffers for partial sums of the gradients of gain and bias, None for an absent one."""
     values = (norm.gain, norm.bias) if norm.kind != "none" else (None, None)
-    gain, bias = (None if value is None else torch.empty(shape, device=device) for value in values)
+    gain, bias = (None if value is None else torch.empty(shape, dtype=torch.float32, device=device) for value in values)
     return gain, bias
 
 

@@ -171,7 +171,7 @@ def split_kernel(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "splits"])
+@triton.jit(do_not_specialize=["queries", "splits"])
 def combine_kernel(
     partial, out, normaliser, sinks, heads_kv, group, queries, splits,
     ROWS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
