@@ -17,18 +17,21 @@ from hf_qknorm.stats.plotting import INK, finish_axes, new_figure
 def plot(sections: dict[str, dict[str, Row]], length: int, path: Path) -> None:
     """Draw a panel of rises by position per model, and one of copying per model that copies."""
     able = [name for name, runs in sections.items() if copies(runs[BASE])]
-    figure = new_figure(4.2 * (len(sections) + len(able)), 4.2)
-    panels = list(figure.subplots(1, len(sections) + len(able), squeeze=False)[0])
+    rows = -(-(len(sections) + len(able)) // 2)
+    figure = new_figure(10.5, 4.4 * rows)
+    panels = list(figure.subplots(rows, 2, squeeze=False).flat)
     arms = list(dict.fromkeys(arm for runs in sections.values() for arm in runs))
     looks = {arm: {"color": COLOURS[i % 7], "marker": MARKERS[i % 7], "linestyle": "-" if i < 7 else "--",
                    "markersize": 4, "linewidth": 1.1, "label": arm} for i, arm in enumerate(arms)}  # fmt: skip
     for axes, (name, runs) in zip(panels, sections.items(), strict=False):
         draw_rises(axes, runs, looks, length)
         axes.set_title(name, fontsize=9, color=INK)
-    for axes, name in zip(panels[len(sections) :], able, strict=True):
+    for axes, name in zip(panels[len(sections) :], able, strict=False):
         draw_copying(axes, sections[name], looks, length)
         axes.set_title(f"{name}: copying", fontsize=9, color=INK)
-    finish(figure, panels[::-1], path, columns=5, size=8)  # the last panel's lines have no error bars
+    for axes in panels[len(sections) + len(able) :]:
+        axes.remove()
+    finish(figure, panels[len(sections) + len(able) - 1 :: -1], path, columns=4, size=8)
 
 
 def draw_rises(axes: Any, runs: dict[str, Row], looks: dict[str, Any], length: int) -> None:
@@ -50,4 +53,4 @@ def draw_copying(axes: Any, runs: dict[str, Row], looks: dict[str, Any], length:
         axes.plot([int(d) for d in found], [statistics.fmean(x["right"]) for x in found.values()], **looks[arm])
     axes.axvline(length, color="#999999", linewidth=0.8, linestyle=":")
     axes.set_ylim(0, 1)
-    finish_axes(axes, "distance from a span to its copy", "share of characters right in the second copy")
+    finish_axes(axes, "distance from a span to its copy", "right in the second copy (share)")

@@ -32,9 +32,7 @@ class Constants(NamedTuple):
     SINKS: bool = False
     DROPOUT: bool = False
     STATISTICS: bool = False
-    OMIT: str = (
-        "none"  # of "keys" and "values", those whose gradient the key gradient's kernel leaves to another launch
-    )
+    OMIT: str = "none"  # "keys" or "values": a gradient that `key_gradient_kernel` leaves to another launch
     EXACT: bool = False  # fp32: weights from peak and total, not from the log-sum-exp
     PRECISION: str = "ieee"  # of products of fp32 tiles
 

@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_qknorm.ops.triton.arguments import Constants
-from hf_qknorm.ops.triton.attention_backward import store_raw_gradient
 from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
 from hf_qknorm.ops.triton.launch import as_tiles, launch, padded, uses_pointers
 from hf_qknorm.ops.triton.raw_gradient import RawGradient
+from hf_qknorm.ops.triton.undo_norm_rope import store_raw_gradient
 
 
 @triton.jit(do_not_specialize=["heads_kv", "keys", "parts"])

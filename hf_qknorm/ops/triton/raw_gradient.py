@@ -12,7 +12,7 @@ from hf_qknorm.ops.types import Norm, Rotary
 
 
 class RawGradient(NamedTuple):
-    """The arguments of `attention_backward.store_raw_gradient`, and the number of programs that call it."""
+    """The arguments of `undo_norm_rope.store_raw_gradient`, and the number of programs that call it."""
 
     arguments: dict[str, Any]
     programs: int
