@@ -230,9 +230,7 @@ def forward(
     (b, h, t, d), hk, s = q.shape, k.shape[1], k.shape[2]
     shape, columns, parts, rows = tiles(q).decode, padded(d), splits(q, k), min(rows_of(q, k), MOST_ROWS)
     block = max(shape.queries, triton.next_power_of_2(rows))
-    unit, cap, scaled = units(options.scale, options.softcap)
-    # the sinks are added at the end
-    (variant,) = forward_variants(q.dtype, options.softcap, bounded=False, sinks=False)
+    unit, cap, _ = units(options.scale, options.softcap)
     normaliser = torch.empty(b, h, t, 2, dtype=torch.float32, device=q.device)
     partial = normaliser  # of one split nothing is written there; without a tensor it would be another kernel
     if parts > 1:
@@ -263,20 +261,7 @@ def forward(
         keys=s,
         window=reach(options.window, t, s),
         ROWS=triton.next_power_of_2(min(rows, MOST_COMBINED)),
-        C=Constants(
-            block,
-            shape.keys,
-            columns,
-            d,
-            POINTERS=True,  # on Hopper too: the host encodes a descriptor anew for each launch
-            CAUSAL=options.causal,
-            WINDOW=options.window is not None,
-            RANGES=visible.ranges is not None,
-            TANH=variant.tanh,
-            ONLINE=variant.online,
-            SCALED=scaled,
-            PRECISION=precision(q.dtype),
-        ),
+        C=_constants(q, block, shape.keys, visible, options),
         num_warps=8 if block == MOST_ROWS else shape.warps,  # else the accumulator would spill
         num_stages=shape.stages,
         **shared,
@@ -287,3 +272,24 @@ def forward(
             combine_kernel, (programs,), q.device, ROWS=COMBINED_ROWS, PADDED=columns, HEAD_DIM=d, num_warps=4, **shared
         )
     return out, normaliser
+
+
+def _constants(q: Tensor, rows: int, keys: int, visible: Visible, options: Options) -> Constants:
+    """The constants of `split_kernel` for tiles of these rows and keys."""
+    _, _, scaled = units(options.scale, options.softcap)
+    # the sinks are added at the end
+    (variant,) = forward_variants(q.dtype, options.softcap, bounded=False, sinks=False)
+    return Constants(
+        rows,
+        keys,
+        padded(q.shape[-1]),
+        q.shape[-1],
+        POINTERS=True,  # on Hopper too: the host encodes a descriptor anew for each launch
+        CAUSAL=options.causal,
+        WINDOW=options.window is not None,
+        RANGES=visible.ranges is not None,
+        TANH=variant.tanh,
+        ONLINE=variant.online,
+        SCALED=scaled,
+        PRECISION=precision(q.dtype),
+    )
