@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check, verdict_files
 from hf_qknorm.ops.trust.code_path import FEW_ROWS, MANY_KEYS, SMALL_CAP, CodePath, NormPath, fields
-from hf_qknorm.ops.trust.problems import FEW_KEYS, FEW_QUERIES
+from hf_qknorm.ops.trust.problems import FEW_KEYS, FEW_QUERIES, SPLIT_ROWS
 from hf_qknorm.ops.types import Norm, Rotary
 
 CPU = torch.device("cpu")
@@ -310,4 +310,4 @@ def test_limits_are_the_kernels_own():
 
     assert SMALL_CAP == launch.CAP_WITHOUT_MAXIMUM
     assert (FEW_ROWS, MANY_KEYS) == (attention_decode.MOST_QUERIES, attention_decode.LEAST_KEYS)
-    assert FEW_KEYS > FEW_QUERIES > attention_decode.MOST_ROWS
+    assert FEW_KEYS > FEW_QUERIES > SPLIT_ROWS == attention_decode.MOST_ROWS
