@@ -101,8 +101,10 @@ def attend_raw(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: A
     return _call_operator(operator, module, heads, mask, **kwargs)
 
 
-def takes_step(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attend_step` takes the mask of a call over a static cache."""
+def takes_step(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
+    """Whether `attend_step` takes a call over a static cache: without dropout, and with this mask."""
+    if options["dropout"] > 0:
+        return False
     if mask is None:  # of many queries it means that the cache is empty but for the new keys
         return query.shape[2] == 1
     return is_ranges(mask)  # with padding in a trace, keys are copied, before the new ones are written

@@ -49,7 +49,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
             return functions.attend_raw(self, heads, mask, **options)
         static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, heads.k)
         observed = self.scheme.length_scale is not None or self.observers
-        if static is not None and not observed and functions.takes_step(heads.q, mask):
+        if static is not None and not observed and functions.takes_step(heads.q, mask, options):
             return functions.attend_step(self, heads, static, mask, **options)
         q, k = choice.norm_rope(self, heads)
         q = self._length_scaled(q, options)

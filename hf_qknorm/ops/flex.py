@@ -62,7 +62,10 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
 
 
 def checked_attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
-    """`attention`, compiled apart from it: the check's sizes do not make those of later calls dynamic."""
+    """`attention`, compiled apart from it: the check's sizes do not make those of later calls dynamic.
+
+    torch keeps graphs by a function's code, so that the two compiled functions need a body each.
+    """
     return _attend(_compiled_for_checks(), heads, visible, options)
 
 

@@ -79,10 +79,10 @@ def norm_rope_into(heads: Heads, keys: Tensor, values: Tensor, positions: Tensor
     outside of the cache. On a GPU an assertion in the kernel reports these, later. Nothing outside of the cache is
     written.
     """
-    q, k, v = heads[:3]
-    _refuse_gradients(q, k, v, keys, values)
-    cache = {"v": v, "keys": keys, "values": values, "positions": positions}
-    return _call(operators.NORM_ROPE_INTO, {"q": q, "k": k, **cache, **flatten_norms(*heads[3:])})
+    cache = {"v": heads.v, "keys": keys, "values": values, "positions": positions}
+    return _call_without_gradient(
+        operators.NORM_ROPE_INTO, {"q": heads.q, "k": heads.k, **cache, **flatten_norms(*heads[3:])}
+    )
 
 
 def fused_step(heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
@@ -92,13 +92,14 @@ def fused_step(heads: Heads, cache: StaticCache, visible: Visible, options: Opti
     and no dropout. Raises ValueError for tensors that require gradients, and IndexError for a cache without room, which
     on a GPU an assertion in the kernel reports, later.
     """
-    _refuse_gradients(*heads[:3], *cache)
-    return _call(operators.FUSED_STEP, flatten(heads, visible, options) | cache._asdict())
+    return _call_without_gradient(operators.FUSED_STEP, flatten(heads, visible, options) | cache._asdict())
 
 
-def _refuse_gradients(*tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+def _call_without_gradient(operator: Operator, values: Values) -> Any:
+    """Call an operator that writes to a cache. Raises ValueError if a tensor, such as a gain, requires a gradient."""
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values.values()):
         raise ValueError("writing to a cache has no gradient: call it under torch.no_grad(), or use norm_rope")
+    return _call(operator, values)
 
 
 def _fused(heads: Heads, visible: Visible, options: Options, *, statistics: bool) -> tuple[Tensor, ...]:

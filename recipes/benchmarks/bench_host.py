@@ -43,7 +43,7 @@ from hf_qknorm.ops import fused_checks
 
 HOPPER = 90
 HEADS, HEADS_KV, HEAD_DIM, ROOM = 2, 1, 16, 512  # the last is the keys of the static cache
-CALLS = 20  # of a turn
+CALLS, TURNS = 20, 100  # calls of a turn
 LAYERS = {  # scheme and attention function
     "SDPA": (None, "sdpa"),
     "RMSNorm, SDPA": ("qk_norm", "sdpa"),
@@ -194,7 +194,7 @@ def table(turns: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=100, help=f"of {CALLS} calls of each layer")
+    parser.add_argument("--turns", type=int, default=TURNS, help=f"of {CALLS} calls of each layer")
     parser.add_argument("--output", type=Path, help="a Markdown file; default: print")
     args = parser.parse_args()
     if triton.knobs.runtime.interpret:
@@ -205,10 +205,11 @@ def main() -> None:
     (machine_after, own_after), seconds = busy_seconds(), time.monotonic() - start
     others = max(machine_after - machine - own_after + own, 0) / seconds
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Triton {triton.__version__}"
+    turns = "" if args.turns == TURNS else f" --turns {args.turns}"
     page = [
         "# The host's time of an attention layer",
         "",
-        "`python recipes/benchmarks/bench_host.py --output recipes/results/host.md`",
+        f"`python recipes/benchmarks/bench_host.py{turns} --output recipes/results/host.md`",
         "",
         f"{cpu_name()}, 1 of {os.cpu_count()} CPUs (other programs used {others:.2f} CPUs), {versions}, Python "
         f"{platform.python_version()}, commit {commit()}, {datetime.date.today()}.",

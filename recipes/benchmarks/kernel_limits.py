@@ -51,7 +51,11 @@ LIMITS = {
         GROUPS | {"gluon_forward_kernel": "HGMMA"},
         slots_of(128, 6.5, 4.5, 7.8) | capped({96: 7.8, 192: 11.2}),
     ),
-    100: Limits({}, {}, {}),
+    100: Limits(  # dk and dv of the smallest heads spill 24 bytes
+        dict.fromkeys((kernel for kernel in KERNELS if kernel != "key_gradient_kernel"), 128),
+        dict.fromkeys(KERNELS[:3], "UTCHMMA"),
+        slots_of(64, 7.0, 5.0, 7.2) | slots_of(128, 7.0, 5.0, 7.8),
+    ),
     120: Limits(
         NARROW | {"forward_kernel": 192},
         WARPS,

@@ -153,6 +153,24 @@ def test_a_cache_of_another_batch_is_refused() -> None:
         model(tokens[:, 8:9], past_key_values=cache)
 
 
+@torch.no_grad()
+def test_a_static_cache_takes_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in sampling from a model that trains."""
+    model = patched("llama", "qk_norm_cap").train()
+    for layer in patched_layers(model).values():
+        layer.attention_dropout = 0.5
+    model.set_attn_implementation("hf_qknorm_triton")
+    tokens, outs = batch("plain")["input_ids"][:, :9], []
+    for seed in (0, 0, 1):
+        cache = StaticCache(model.config, max_cache_len=16)
+        model(tokens[:, :8], past_key_values=cache)
+        torch.manual_seed(seed)
+        outs.append(model(tokens[:, 8:], past_key_values=cache).logits)
+        assert int(cache.layers[0].cumulative_length) == 9
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
 @pytest.mark.parametrize(
     ("model_type", "scheme", "cache"),
     [

@@ -47,8 +47,16 @@ class Architecture(NamedTuple):
     dropout: dict[tuple[int, int], dict[str, Tile]]
 
 
-# Chosen so that no registers spill for sm_90 and the shared memory holds at least one program; of `decode` in half
-# precision two, with 64 KiB on their way: more than memory's latency needs.
+# For every GPU; wide heads spill registers.
+FP32: dict[tuple[int, int], Tiles] = {
+    (4, 16): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 3)),
+    (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
+    (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
+    (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
+    (4, 256): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
+}
+# Chosen so that in half precision no registers spill for sm_90, and the shared memory holds at least one program; of
+# `decode` two, with 64 KiB on their way: more than memory's latency needs.
 HOPPER = Architecture(
     232_448,
     True,
@@ -58,12 +66,9 @@ HOPPER = Architecture(
         (2, 64): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
         (2, 128): Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
         (2, 256): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 4, 2, apart=True), Tile(16, 32, 4, 3)),
-        (4, 16): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 3)),
-        (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
-        (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
-        (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
-        (4, 256): Tiles(Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
-    },
+    }
+    | FP32
+    | {(4, 256): FP32[4, 256]._replace(forward=Tile(32, 32, 8, 1))},
     {
         (2, 128): {
             "forward": Tile(128, 128, 8, 2, split=True),
@@ -91,12 +96,8 @@ AMPERE = Architecture(
         (2, 64): Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
         (2, 128): Tiles(Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3)),
         (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(16, 16, 4, 3)),
-        (4, 16): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 3)),
-        (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
-        (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
-        (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
-        (4, 256): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
-    },
+    }
+    | FP32,
     {
         (2, 128): {
             "forward": Tile(128, 32, 8, 2, split=True),
@@ -140,12 +141,8 @@ CONSUMER_BLACKWELL = Architecture(
         (2, 64): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
         (2, 128): Tiles(Tile(128, 64, 8, 2), Tile(128, 16, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3)),
         (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 4, 3)),
-        (4, 16): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 64, 8, 3)),
-        (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
-        (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 32, 8, 3)),
-        (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
-        (4, 256): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
-    },
+    }
+    | FP32,
     {  # in two parts the other kernels spill hundreds of bytes
         (2, 128): {
             "forward": Tile(128, 64, 8, 2, split=True),

@@ -33,9 +33,7 @@ class Constants(NamedTuple):
     SINKS: bool = False
     DROPOUT: bool = False
     STATISTICS: bool = False
-    OMIT: str = (
-        "none"  # of "keys" and "values", those whose gradient the key gradient's kernel leaves to another launch
-    )
+    OMIT: str = "none"  # "keys" or "values": a gradient that `key_gradient_kernel` leaves to another launch
     EXACT: bool = False  # fp32: weights from peak and total, not from the log-sum-exp
     PRECISION: str = "ieee"  # of products of fp32 tiles
 
@@ -142,7 +140,7 @@ class HeadArguments(NamedTuple):
 def partial_sums(norm: Norm, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Buffers for partial sums of the gradients of gain and bias, None for an absent one."""
     values = (norm.gain, norm.bias) if norm.kind != "none" else (None, None)
-    gain, bias = (None if value is None else torch.empty(shape, device=device) for value in values)
+    gain, bias = (None if value is None else torch.empty(shape, dtype=torch.float32, device=device) for value in values)
     return gain, bias
 
 

@@ -7,7 +7,6 @@ of more rows, a second launch does. Both do so in the order of the splits, so th
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_qknorm.ops.triton import schedule
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments, ScoreArguments, Sizes
 from hf_qknorm.ops.triton.attention_forward import LOWEST, Sums, attend, from_sink
 from hf_qknorm.ops.triton.launch import (
@@ -34,7 +34,6 @@ from hf_qknorm.ops.types import Options, Visible, laid_out
 MOST_ROWS = 64  # of a tile; up to this many queries of a group's heads, one tile holds them all
 MOST_QUERIES = 1024  # of a group's heads: from here on tiles of one head's queries fill the processors
 LEAST_KEYS = 256  # of a program: with fewer it takes longer to start than to read
-PROCESSORS = 132  # of a Hopper, where there is no GPU
 MOST_COMBINED = 16  # rows whose sums a program combines on its own faster than another launch does
 COMBINED_ROWS = 4  # of each program of that launch
 COMBINED = tl.constexpr(8192)  # numbers of the sums that a program reads at once
@@ -171,7 +170,7 @@ def split_kernel(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "splits"])
+@triton.jit(do_not_specialize=["queries", "splits"])
 def combine_kernel(
     partial, out, normaliser, sinks, heads_kv, group, queries, splits,
     ROWS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
@@ -196,7 +195,7 @@ def suits(q: Tensor, k: Tensor) -> bool:
     if rows <= MOST_ROWS:
         return True
     programs = b * h * -(-t // tiles(q).forward.queries)
-    return rows < MOST_QUERIES and 2 * programs <= _processors(q.device) and splits(q, k) > 1
+    return rows < MOST_QUERIES and 2 * programs <= schedule.gpu(q.device).processors and splits(q, k) > 1
 
 
 def rows_of(q: Tensor, k: Tensor) -> int:
@@ -207,12 +206,7 @@ def rows_of(q: Tensor, k: Tensor) -> int:
 def splits(q: Tensor, k: Tensor) -> int:
     """The number of programs for a head's keys: two for each processor, but `LEAST_KEYS` keys for each of them."""
     programs = k.shape[0] * k.shape[1] * -(-rows_of(q, k) // MOST_ROWS)
-    return max(1, min(-(-2 * _processors(q.device) // programs), k.shape[2] // LEAST_KEYS))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
+    return max(1, min(-(-2 * schedule.gpu(q.device).processors // programs), k.shape[2] // LEAST_KEYS))
 
 
 def counters(q: Tensor, k: Tensor) -> int:
@@ -236,9 +230,7 @@ def forward(
     (b, h, t, d), hk, s = q.shape, k.shape[1], k.shape[2]
     shape, columns, parts, rows = tiles(q).decode, padded(d), splits(q, k), min(rows_of(q, k), MOST_ROWS)
     block = max(shape.queries, triton.next_power_of_2(rows))
-    unit, cap, scaled = units(options.scale, options.softcap)
-    # the sinks are added at the end
-    (variant,) = forward_variants(q.dtype, options.softcap, bounded=False, sinks=False)
+    unit, cap, _ = units(options.scale, options.softcap)
     normaliser = torch.empty(b, h, t, 2, dtype=torch.float32, device=q.device)
     partial = normaliser  # of one split nothing is written there; without a tensor it would be another kernel
     if parts > 1:
@@ -269,20 +261,7 @@ def forward(
         keys=s,
         window=reach(options.window, t, s),
         ROWS=triton.next_power_of_2(min(rows, MOST_COMBINED)),
-        C=Constants(
-            block,
-            shape.keys,
-            columns,
-            d,
-            POINTERS=True,  # on Hopper too: the host encodes a descriptor anew for each launch
-            CAUSAL=options.causal,
-            WINDOW=options.window is not None,
-            RANGES=visible.ranges is not None,
-            TANH=variant.tanh,
-            ONLINE=variant.online,
-            SCALED=scaled,
-            PRECISION=precision(q.dtype),
-        ),
+        C=_constants(q, block, shape.keys, visible, options),
         num_warps=8 if block == MOST_ROWS else shape.warps,  # else the accumulator would spill
         num_stages=shape.stages,
         **shared,
@@ -293,3 +272,24 @@ def forward(
             combine_kernel, (programs,), q.device, ROWS=COMBINED_ROWS, PADDED=columns, HEAD_DIM=d, num_warps=4, **shared
         )
     return out, normaliser
+
+
+def _constants(q: Tensor, rows: int, keys: int, visible: Visible, options: Options) -> Constants:
+    """The constants of `split_kernel` for tiles of these rows and keys."""
+    _, _, scaled = units(options.scale, options.softcap)
+    # the sinks are added at the end
+    (variant,) = forward_variants(q.dtype, options.softcap, bounded=False, sinks=False)
+    return Constants(
+        rows,
+        keys,
+        padded(q.shape[-1]),
+        q.shape[-1],
+        POINTERS=True,  # on Hopper too: the host encodes a descriptor anew for each launch
+        CAUSAL=options.causal,
+        WINDOW=options.window is not None,
+        RANGES=visible.ranges is not None,
+        TANH=variant.tanh,
+        ONLINE=variant.online,
+        SCALED=scaled,
+        PRECISION=precision(q.dtype),
+    )

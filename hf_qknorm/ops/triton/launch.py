@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from threading import local
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -84,9 +85,9 @@ def launch(
         options |= {"debug": True, "sanitize_overflow": False}
     if "C" in options and not INTERPRETED:
         options["C"] = _with_constant_fields(options["C"])
-    with on(device), _disable_current_modes() if _records else nullcontext():  # the interpreter copies tensors
+    with on(device), _disable_current_modes() if _records.open else nullcontext():  # the interpreter copies tensors
         started = kernel[grid](*arguments, **options, enable_fp_fusion=True)
-    for record in _records:
+    for record in _records.open:
         named = options | dict(zip(kernel.arg_names, arguments, strict=False))
         record.append(Launch(started or kernel, (*grid, 1, 1)[:3], [named[name] for name in kernel.arg_names]))
 
@@ -99,17 +100,24 @@ class Launch(NamedTuple):
     arguments: list[Any]
 
 
-_records: list[list[Launch]] = []
+class _Records(local):
+    """The lists that `recorded` fills, of each thread its own: another thread's launches belong to other calls."""
+
+    def __init__(self) -> None:
+        self.open: list[list[Launch]] = []
+
+
+_records = _Records()
 
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """A context that gives the list of the launches inside."""
-    _records.append([])
+    """A context that gives the list of this thread's launches inside."""
+    _records.open.append([])
     try:
-        yield _records[-1]
+        yield _records.open[-1]
     finally:
-        _records.pop()
+        _records.open.pop()
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

@@ -80,7 +80,7 @@ def forward(
     k_out, values, v, positions = (None, None, None, None) if cache is None else cache
     bound = None
     if cache is None and k is not None:
-        bound = torch.zeros(batch, heads_kv, 2, device=device)
+        bound = torch.zeros(batch, heads_kv, 2, dtype=torch.float32, device=device)
         k_out = torch.empty(k.shape, dtype=k.dtype, device=device)
     arguments = _arguments(q, q_norm, k_norm, rotary, factor)
     programs = total * batch * -(-length // arguments["BLOCK"])

@@ -55,9 +55,10 @@ def section(heads: int, programs: int, size: int, gpu: Gpu) -> int:
 
 def query_section(k: Tensor, heads: int, queries: int, block: int) -> int:
     """Query heads of a section, for blocks of queries which read the keys k `[B, Hk, S, D]` and as many values."""
-    (batch, heads_kv, *_), group = k.shape, heads // k.shape[1]
+    batch, heads_kv, keys, head_dim = k.shape
+    group = heads // heads_kv
     programs = group * -(-queries // block)
-    size = 2 * k[0, 0].numel() * k.element_size()
+    size = 2 * keys * head_dim * k.element_size()
     return group * section(batch * heads_kv, programs, size, gpu(k.device))
 
 

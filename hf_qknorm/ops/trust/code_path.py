@@ -12,8 +12,9 @@ from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 Operator = Literal["attention", "statistics", "norm_rope", "norm_rope_one", "norm_rope_into", "step", "flex"]
 
 SMALL_CAP: Final = 64.0  # up to it the kernels' softmax needs no maximum: `launch.CAP_WITHOUT_MAXIMUM`
-FEW_ROWS: Final = 1024  # rows of a key head: with fewer of them, over a cache, the keys may be split
-MANY_KEYS: Final = 256
+# Rows are the queries of a key head's query heads. With fewer of them, over a cache, the keys may be split.
+FEW_ROWS: Final = 1024  # `attention_decode.MOST_QUERIES`
+MANY_KEYS: Final = 256  # `attention_decode.LEAST_KEYS`
 NORM_OPERATORS: Final = ("norm_rope", "norm_rope_one", "norm_rope_into")
 NO_ENDS: Final = (None, None, None)  # neither norms nor a rotation
 
@@ -38,7 +39,7 @@ class CodePath(NamedTuple):
     head_dim: int
     group: int  # query heads of a key head
     gradient: bool
-    queries: int = 0  # of a few over a cache, rounded up to a power of two; else 0
+    queries: int = 0  # of a few over a cache: the most of this many rows, up to the next power of two; else 0
     many_keys: bool = True
     q_norm: NormPath | None = None
     k_norm: NormPath | None = None
@@ -96,12 +97,18 @@ def fields(heads: Heads, visible: Visible, options: Options, operator: Operator)
     queries, many_keys = 0, True
     over_cache = operator == "step" or not raw
     if over_cache and not torch.compiler.is_compiling() and length < keys and group * length < FEW_ROWS:
-        queries, many_keys = 1 << (length - 1).bit_length(), keys >= MANY_KEYS
+        queries, many_keys = _most_queries(group, length), keys >= MANY_KEYS
     ranges, sinks, _, _ = visible
     _, softcap, causal, window, dropout = options
     cap = "none" if softcap is None else "small" if softcap <= SMALL_CAP else "large"
     switches = causal, window is not None, ranges is not None, sinks is not None, dropout > 0
     return *path, queries, many_keys, *ends, cap, *switches
+
+
+def _most_queries(group: int, length: int) -> int:
+    """The most queries whose rows fill tiles as those of `length` queries do: up to the same power of two."""
+    rows = 1 << (group * length - 1).bit_length()
+    return min(rows, FEW_ROWS - 1) // group
 
 
 def _norm_path(norm: Norm) -> tuple[Any, ...] | None:

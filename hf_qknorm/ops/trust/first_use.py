@@ -28,6 +28,7 @@ CHECKED: Final = ("cuda",)  # kinds of devices; Triton's interpreter is for test
 _UNKNOWN: Final = "unknown"
 
 _reasons: dict[tuple[Any, ...], str | None] = {}  # of this process: by device and fields of a path, None for trust
+_absent: set[tuple[Any, ...]] = set()  # keys that the disk had no reason for when no check could run
 _lock = Lock()
 
 
@@ -53,9 +54,12 @@ def _known(device: str, *found: Any) -> str | None:
     """The reason that this process or the disk knows; None for a path without a verdict."""
     place = torch.device(device)
     key = _key(place, found)
-    if key not in _reasons and is_checked(place):
+    if key not in _reasons and key not in _absent and is_checked(place):
         stored = verdict_files.read(place, CodePath.of(found))
-        return None if stored is None else _warned(stored.reason)
+        if stored is None:
+            _absent.add(key)
+        else:
+            _reasons[key] = _warned(stored.reason)
     return _reasons.get(key)
 
 

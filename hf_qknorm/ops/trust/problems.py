@@ -13,7 +13,9 @@ from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 LENGTH = 300  # more than two tiles of every kernel, and no multiple of one
 SHORT = 40  # of many sequences
-KEYS, FEW_KEYS, FEW_QUERIES = 600, 100, 64  # over a cache
+KEYS, FEW_KEYS = 600, 100  # over a cache
+SPLIT_ROWS = 64  # `attention_decode.MOST_ROWS`, up to which keys are split in any case
+FEW_QUERIES = 80  # more than these
 CAPS = {"none": None, "small": 5.0, "large": 80.0}
 WINDOW, RATE, SEED = 70, 0.3, 7
 
@@ -43,7 +45,7 @@ def problems(path: CodePath, device: torch.device) -> list[Problem]:
     """The problems of a path: one for each way that the kernels choose by sizes or numbers.
 
     A bound on the logits of normed heads chooses their loop. In backward, programs share a block of keys where there
-    are fewer than two blocks for each processor.
+    are fewer than two blocks for each processor. Over a cache, keys are split where queries leave processors idle.
     """
     found = [draw(path, device)]
     first = found[0]
@@ -51,11 +53,18 @@ def problems(path: CodePath, device: torch.device) -> list[Problem]:
         factor = 10.0 if path.cap == "none" else 0.02  # beyond the bound of no maximum; within that of a polynomial
         found.append(first._replace(options=first.options._replace(scale=factor * first.options.scale)))
     if path.operator == "attention" and path.gradient and path.group > 1:
-        from hf_qknorm.ops.triton import schedule
-
-        batch = -(-2 * schedule.gpu(device).processors // first.heads.k.shape[1])
+        batch = -(-2 * _processors(device) // first.heads.k.shape[1])
         found.append(draw(path, device, batch, SHORT))
+    if path.operator in ("attention", "step") and path.many_keys and path.queries * path.group > SPLIT_ROWS:
+        batch = _processors(device) // (2 * first.heads.q.shape[1]) + 1
+        found.append(draw(path._replace(queries=SPLIT_ROWS // path.group + 1), device, batch))
     return [problem._replace(dropout_mask=dropout_mask(problem)) if path.dropout else problem for problem in found]
+
+
+def _processors(device: torch.device) -> int:
+    from hf_qknorm.ops.triton import schedule
+
+    return schedule.gpu(device).processors
 
 
 def draw(path: CodePath, device: torch.device, batch: int = 2, length: int | None = None) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_qknorm.ops import library, operators
 from hf_qknorm.ops.triton import plans
+from hf_qknorm.ops.triton.launch import recorded
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,12 +65,6 @@ def test_steps_equal_two_operators(queries: int) -> None:
         torch.testing.assert_close(Step.draw(seed, queries).run(), Step.draw(seed, queries).in_two(), rtol=0, atol=0)
 
 
-def known() -> dict[Any, plans.Plan | None]:
-    """The plans of steps, by signature."""
-    call = plans.repeated(operators.FUSED_STEP.run)
-    return dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))["plans"].cell_contents  # type: ignore[attr-defined]
-
-
 def test_a_step_of_known_shapes_only_allocates_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     Step.draw(0).run()
     monkeypatch.setattr(plans.Plan, "run", lambda plan, tensors: tensors[0].new_full((), len(plan.launches)))
@@ -93,6 +89,17 @@ def test_another_address_is_another_signature() -> None:
     x = torch.zeros(9, dtype=torch.float16)
     assert plans._signature({"q": x[:8]}) != plans._signature({"q": x[1:]})
     assert plans._signature({"q": x[:8]}) == plans._signature({"q": torch.zeros(8, dtype=torch.float16)})
+
+
+def test_a_record_has_the_launches_of_its_own_thread() -> None:
+    """Else the plan of one thread's step would launch, or lack, the kernels of another's."""
+    with recorded() as launches:
+        other = Thread(target=Step.draw(0, 3).run)  # of three tokens, which is not repeated
+        other.start()
+        other.join()
+        assert not launches
+        Step.draw(0, 3).run()
+        assert launches
 
 
 class OnTheDevice(TorchDispatchMode):

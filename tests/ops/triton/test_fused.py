@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 from hf_qknorm.ops import library, operators
 from hf_qknorm.ops.registration import flatten, flatten_norms
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, HK, T, D = 2, 4, 2, 9, 16
@@ -207,6 +207,11 @@ def test_writing_a_cache_with_gradients_is_refused() -> None:
     places = torch.arange(2, 2 + T, device=DEVICE)
     with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
         library.norm_rope_into(Heads(q, k, v), keys, values, places)
+    constants = Heads(q.detach(), k.detach(), v.detach(), Norm("rms", draw(D)))
+    with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
+        library.norm_rope_into(constants, keys, values, places)
+    with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
+        library.fused_step(constants, StaticCache(keys, values, places[0]), Visible(), OPTIONS["capped"])
     with torch.no_grad():
         with pytest.raises(ValueError, match=r"positions \[9\], got .*\[3\]"):
             library.norm_rope_into(Heads(q, k, v), keys, values, places[:3])
@@ -214,6 +219,20 @@ def test_writing_a_cache_with_gradients_is_refused() -> None:
     assert torch.equal(keys[:, :, 2 : 2 + T], k)
     assert torch.equal(values[:, :, 2 : 2 + T], v)
     assert not keys[:, :, :2].any()
+
+
+def test_the_default_dtype_is_not_that_of_sums_and_bounds() -> None:
+    """`torch.set_default_dtype` changes nothing."""
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors, fused = heads(), parts()
+        torch.set_default_dtype(dtype)
+        try:
+            out = library.fused_attention(*call(*tensors, causal=True, **fused))
+            results.append([out, *torch.autograd.grad(out.sum(), wanted(fused, *tensors))])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 def test_statistics_of_each_query() -> None:

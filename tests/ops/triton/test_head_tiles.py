@@ -12,8 +12,8 @@ from tiled_cases import Case
 
 from hf_qknorm.ops.triton import launch
 from hf_qknorm.ops.triton.architectures import AMPERE, HOPPER, Tile
-from hf_qknorm.ops.triton.arguments import Constants
-from hf_qknorm.ops.triton.head_tiles import both_parts, load_tile, store_tile
+from hf_qknorm.ops.triton.arguments import Constants, HeadArguments
+from hf_qknorm.ops.triton.head_tiles import _addresses, both_parts, load_tile, store_tile
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 ONE = {"batch": 1, "heads": 2, "heads_kv": 1}
@@ -61,6 +61,22 @@ def test_a_tile_ends_with_its_head(architecture, dtype, head_dim, length, full, 
     assert torch.equal(seen[:, :, :length, :head_dim].to(dtype), x)
     assert not seen[:, :, length:].any()
     assert not seen[..., head_dim:].any()
+
+
+@triton.jit
+def _offsets(X, head, start, out, C: tl.constexpr):
+    at = _addresses(X, tl.program_id(0) + 3, head, start, C.BLOCK_M, 0, C.PADDED).to(tl.int64) - X.data.to(tl.int64)
+    tl.store(out + tl.arange(0, C.BLOCK_M)[:, None] * C.PADDED + tl.arange(0, C.PADDED)[None, :], at)
+
+
+def test_addresses_have_64_bits() -> None:
+    out = torch.zeros(16, 16, dtype=torch.int64, device=DEVICE)
+    batch, head, row = 2**31 - 16, 2**30, 2**17
+    launch.launch(
+        _offsets, (1,), DEVICE, HeadArguments(out, batch, head, row), 7, 2**15, out, C=Constants(16, 16, 16, 16)
+    )
+    i = torch.arange(16, device=DEVICE)
+    assert torch.equal(out, 8 * (3 * batch + 7 * head + (2**15 + i[:, None]) * row + i[None, :]))
 
 
 PLAIN = [

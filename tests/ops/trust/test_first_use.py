@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check, verdict_files
-from hf_qknorm.ops.trust.code_path import SMALL_CAP, CodePath, NormPath, fields
+from hf_qknorm.ops.trust.code_path import FEW_ROWS, MANY_KEYS, SMALL_CAP, CodePath, NormPath, fields
+from hf_qknorm.ops.trust.problems import FEW_KEYS, FEW_QUERIES, SPLIT_ROWS
 from hf_qknorm.ops.types import Norm, Rotary
 
 CPU = torch.device("cpu")
@@ -53,6 +54,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Checks:
 def restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget everything that a process remembers."""
     monkeypatch.setattr(first_use, "_reasons", {})
+    monkeypatch.setattr(first_use, "_absent", set())
     first_use._warn.cache_clear()
 
 
@@ -202,6 +204,15 @@ def test_fake_tensors_and_a_backward_pass_check_nothing(checks):
     assert asked() is not None
 
 
+def test_a_backward_pass_reads_the_disk_once(checks, monkeypatch):
+    """Activation checkpointing runs each layer's forward there, at every step."""
+    read, reads = verdict_files.read, []
+    monkeypatch.setattr(verdict_files, "read", lambda *key: reads.append(key) or read(*key))
+    monkeypatch.setattr(first_use, "_can_check", lambda q: False)
+    assert asked() is asked() is None
+    assert len(reads) == 1
+
+
 def test_a_graph_capture_checks_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not first_use._can_check(SimpleNamespace(is_cuda=True))
@@ -283,8 +294,20 @@ def test_norms_and_rotation_have_paths_without_the_options_of_attention():
     assert path == CodePath("norm_rope", FULL, 16, 2, True, q_norm=NormPath("rms", 2.0, 1, None, FULL, False, True))
 
 
-def test_the_limit_of_small_caps_is_the_kernels_own():
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 12])
+def test_a_check_has_as_many_rows_as_its_calls_up_to_a_power_of_two(group):
+    """Kernels are chosen, and tiles sized, by 16, 64 and 1024 rows, and by powers of two between."""
+    for length in range(1, 1023 // group + 1):
+        heads = [torch.empty(1, n, rows, 1, device="meta") for n, rows in ((group, length), (1, 2000), (1, 2000))]
+        queries = CodePath.of(fields(*call(*heads), "attention")).queries
+        assert length <= queries < FEW_ROWS / group
+        assert (group * queries - 1).bit_length() == (group * length - 1).bit_length()
+
+
+def test_limits_are_the_kernels_own():
     pytest.importorskip("triton")
-    from hf_qknorm.ops.triton import launch
+    from hf_qknorm.ops.triton import attention_decode, launch
 
     assert SMALL_CAP == launch.CAP_WITHOUT_MAXIMUM
+    assert (FEW_ROWS, MANY_KEYS) == (attention_decode.MOST_QUERIES, attention_decode.LEAST_KEYS)
+    assert FEW_KEYS > FEW_QUERIES > SPLIT_ROWS == attention_decode.MOST_ROWS

@@ -72,6 +72,20 @@ def test_blocks_of_keys_are_shared_and_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert set(parts) == {1, 2}
 
 
+def test_queries_over_a_cache_take_split_keys_and_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    suits, taken = attention_decode.suits, []
+
+    def noted(q: Tensor, k: Tensor) -> bool:
+        taken.append(suits(q, k))
+        return taken[-1]
+
+    monkeypatch.setattr(attention_decode, "suits", noted)
+    monkeypatch.setattr(problems, "KEYS", 512)
+    monkeypatch.setattr(schedule, "gpu", lambda device: schedule.Gpu(32, 10**6))
+    assert check(PATHS["decode"]._replace(queries=32), DEVICE).verdict.passed
+    assert taken == [True, False]
+
+
 def scaled(owner: Any, name: str, part: str | int, factor: float) -> tuple[Any, str, Callable[..., Any]]:
     """A function of the kernels' host code whose result has a wrong part."""
     sound = getattr(owner, name)

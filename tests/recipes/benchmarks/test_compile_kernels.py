@@ -34,7 +34,7 @@ SOUND = recipe.Report(
     slots=6.4,
     size=1900,
 )
-EVERY = {"HGMMA": 32, "HMMA": 32}
+EVERY = {"HGMMA": 32, "HMMA": 32, "UTCHMMA": 32}
 
 
 def compile_script(*command: object) -> subprocess.CompletedProcess[str]:
@@ -219,18 +219,17 @@ def test_a_limit_that_nothing_was_measured_by_is_named():
 
 @pytest.mark.parametrize(
     ("arch", "shared", "slots"),
-    [(80, 166_912, 15.0), (89, 101_376, 15.0), (90, 232_448, 7.0), (100, 232_448, None), (120, 101_376, 13.0)],
+    [(80, 166_912, 15.0), (89, 101_376, 15.0), (90, 232_448, 7.0), (100, 232_448, 7.0), (120, 101_376, 13.0)],
 )
 def test_each_gpu_has_limits_of_its_own(arch, shared, slots, monkeypatch):
     monkeypatch.setattr(limits.triton, "__version__", "3.9.0")
-    matrix = limits.LIMITS[arch].matrix.get("forward_kernel", "UTCHMMA")
-    report = replace(SOUND, shared=shared, slots=slots or 99.0, matrix={matrix: 64})
+    matrix = limits.LIMITS[arch].matrix["forward_kernel"]
+    report = replace(SOUND, shared=shared, slots=slots, matrix={matrix: 64})
     assert limits.complain(report, arch) == []
     assert "shared memory" in limits.complain(replace(report, shared=shared + 1), arch)[0]
-    if slots is not None:
-        assert "issue slots" in limits.complain(replace(report, slots=slots + 0.1), arch)[0]
-        assert "spilled" in limits.complain(replace(report, spilled=8), arch)[0]
-        assert f"no {matrix}" in limits.complain(replace(report, matrix={}), arch)[0]
+    assert "issue slots" in limits.complain(replace(report, slots=slots + 0.1), arch)[0]
+    assert "spilled" in limits.complain(replace(report, spilled=8), arch)[0]
+    assert f"no {matrix}" in limits.complain(replace(report, matrix={}), arch)[0]
     assert limits.complain(recipe.Failure("forward_kernel", "bf16", "OutOfResources"), arch) == [
         "forward_kernel (bf16): does not compile: OutOfResources"
     ]

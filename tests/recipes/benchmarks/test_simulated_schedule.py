@@ -23,7 +23,7 @@ def test_schedules_are_near_the_ideal(shape):
     for simulated in kernels:
         assert simulated.now <= simulated.before + 0.01
         assert simulated.now <= 1.09 * simulated.least
-        if simulated.programs >= 600 * simulated.parts:
+        if simulated.programs >= 600 and simulated.parts == 1:
             assert round(simulated.now, 2) <= (1.03 if not shape.window else 1.06)
 
 
