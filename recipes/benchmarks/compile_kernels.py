@@ -113,7 +113,7 @@ def stored_eps(knee: bool) -> dict[str, torch.Tensor]:
 RAW = {"norm": "none", "rotary": 0.0}
 PLAIN = RAW | {"softcap": None}
 CASES = {
-    **{f"capped {d}": Case(d) for d in (256, 128, 64)},
+    **{f"capped {d}": Case(d) for d in (256, 192, 128, 96, 80, 64)},
     **{f"uncapped {d}": Case(d, softcap=None) for d in (256, 128, 64)},
     **{f"knee {d}": Case(d, softcap=None, knee=True) for d in (128, 64)},
     "knee, layer": Case(64, norm="layer", knee=True),
@@ -143,11 +143,12 @@ CASES = {
 }
 # Every kernel in every dtype, of the smallest heads: it is over the registers of wide ones that ptxas spends minutes.
 # Then those with a limit of slots, and their gradients.
+LIMITED = ("capped 192", "capped 128", "capped 96", "capped 64", "uncapped 128", "uncapped 64", "step 128")
 FEW = {
     f"{kind.__name__} {dtype}": kind(16, dtype, **options)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for kind, options in ((Case, {"interleaved": True, "softcap": None, "batch": 1}), (Step, {"queries": 20}))
-} | {name: CASES[name] for name in ("capped 128", "capped 64", "uncapped 128", "uncapped 64", "step 128")}
+} | {name: CASES[name] for name in LIMITED}
 
 
 def compiles(arch: int, case: Case | Step) -> bool:

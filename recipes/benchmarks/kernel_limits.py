@@ -34,28 +34,39 @@ def slots_of(head_dim: int, capped: float, uncapped: float, online: float) -> di
 
 WARPS = dict.fromkeys(KERNELS[:4], "HMMA")  # matrix instructions of a warp
 GROUPS = dict.fromkeys(KERNELS[:3], "HGMMA")  # of four warps; `split_kernel` has too few queries
-AMPERE_LIMITS = Limits(
-    dict.fromkeys(KERNELS, 128), WARPS, slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 15.0, 13.0, 20.0)
-)
+NARROW = dict.fromkeys(KERNELS, 128)
+
+
+def capped(slots: dict[int, float]) -> dict[tuple[int, str, bool], float]:
+    """The slots of the forward pass with a cap alone, by the columns of heads in two parts."""
+    return {(columns, "approx", False): limit for columns, limit in slots.items()}
+
+
+AMPERE_SLOTS = slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 15.0, 13.0, 20.0) | capped({96: 13.0, 192: 22.0})
 LIMITS = {
-    80: AMPERE_LIMITS,
-    89: AMPERE_LIMITS,
+    80: Limits(NARROW | dict.fromkeys(KERNELS[:3], 192), WARPS, AMPERE_SLOTS),
+    89: Limits(NARROW | {"forward_kernel": 192, "key_gradient_kernel": 192}, WARPS, AMPERE_SLOTS),
     90: Limits(
         dict.fromkeys((*KERNELS, "gluon_forward_kernel"), 256),
         GROUPS | {"gluon_forward_kernel": "HGMMA"},
-        slots_of(128, 6.5, 4.5, 7.8),
+        slots_of(128, 6.5, 4.5, 7.8) | capped({96: 7.8, 192: 11.2}),
     ),
     100: Limits(  # dk and dv of the smallest heads spill 24 bytes
         dict.fromkeys((kernel for kernel in KERNELS if kernel != "key_gradient_kernel"), 128),
         dict.fromkeys(KERNELS[:3], "UTCHMMA"),
         slots_of(64, 7.0, 5.0, 7.2) | slots_of(128, 7.0, 5.0, 7.8),
     ),
-    120: Limits(dict.fromkeys(KERNELS, 128), WARPS, slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 13.0, 11.5, 16.5)),
+    120: Limits(
+        NARROW | {"forward_kernel": 192},
+        WARPS,
+        slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 13.0, 11.5, 16.5) | capped({96: 12.5, 192: 27.0}),
+    ),
 }
 DROPOUT_SLOTS = 16.5  # on Hopper, with a maximum, at head_dim 64 and 128
 GLUON = slots_of(64, 6.5, 4.5, 7.8) | slots_of(128, 6.5, 4.5, 7.8)
 GLUON |= {(256, "approx", False): 9.0, (256, "none", False): 7.2}  # in tiles of 64 keys
 GLUON_SPILL = 32  # bytes at head_dim 256 with the polynomial tanh, by Triton 3.9 and not 3.6: none in a loop of tiles
+SPLIT_SPILL = 8  # bytes of dk and dv on Ampere and Ada at 96 columns, as padded to 128: without, 11 % more slots
 EXTRA = 0.5  # slots of the plain kernel that Triton 3.9 adds to 3.6's, for descriptors of matrix instructions
 
 
@@ -92,6 +103,8 @@ def spills_allowed(report: Report, arch: int = HOPPER) -> bool:
     constants = report.constants
     if report.kernel == "gluon_forward_kernel" and (constants["PADDED"], constants["TANH"]) == (256, "polynomial"):
         return report.spilled <= GLUON_SPILL
+    if (report.kernel, constants["PADDED"]) == ("key_gradient_kernel", 96) and arch in (80, 89):
+        return report.spilled <= SPLIT_SPILL
     return constants["PADDED"] > LIMITS[arch].spill_free[report.kernel] or of_any_order(constants.get("NORM"))
 
 

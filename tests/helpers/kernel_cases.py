@@ -127,12 +127,18 @@ SMALL = {
 
 
 def shrink_tiles(monkeypatch: pytest.MonkeyPatch, processors: int = 1, **tiles: Tile) -> None:
-    """Give short sequences many tiles, and a GPU of few processors, so that one program has a whole block of keys."""
+    """Give short sequences many tiles, and a GPU of few processors, so that one program has a whole block of keys.
+
+    Every kernel takes heads in two parts where these have fewer columns.
+    """
     monkeypatch.setattr(schedule, "gpu", lambda device: schedule.Gpu(processors, 1))
     for table in {id(x): x.tiles for x in ARCHITECTURES.values()}.values():
         for key, row in table.items():
             monkeypatch.setitem(table, key, row._replace(**(SMALL | tiles)))
+    halves = {name: tile._replace(split=True) for name, tile in (SMALL | tiles).items()}
     for found in ARCHITECTURES.values():
+        for key in found.tiles:
+            monkeypatch.setitem(found.split, key, halves)
         for key in list(found.dropout):
             monkeypatch.delitem(found.dropout, key)
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 class Tile(NamedTuple):
     """Queries and keys of a tile, and the numbers of warps and pipeline stages of its kernel.
 
-    `apart` computes dk and dv in a launch each: both do not fit the registers.
+    `apart` computes dk and dv in a launch each: both do not fit the registers. `split` divides the columns of a head in
+    two parts, see `launch.split`.
     """
 
     queries: int
@@ -16,6 +17,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     apart: bool = False
+    split: bool = False
 
     @property
     def launch_options(self) -> dict[str, Any]:
@@ -34,12 +36,14 @@ class Tiles(NamedTuple):
 class Architecture(NamedTuple):
     """A class of GPUs; `tiles` by the size of a number in bytes, and head_dim rounded up to a power of two.
 
-    `dropout` holds the tiles that differ with dropout, whose random numbers take registers.
+    `split` holds those of kernels that take heads in two parts, where these have fewer columns. `dropout` holds those
+    that differ with dropout, whose random numbers take registers.
     """
 
     shared: int  # bytes of shared memory that a program may take
     descriptors: bool  # whether a copy engine (TMA) reads tensor descriptors
     tiles: dict[tuple[int, int], Tiles]
+    split: dict[tuple[int, int], dict[str, Tile]]
     dropout: dict[tuple[int, int], dict[str, Tile]]
 
 
@@ -66,6 +70,18 @@ HOPPER = Architecture(
     | FP32
     | {(4, 256): FP32[4, 256]._replace(forward=Tile(32, 32, 8, 1))},
     {
+        (2, 128): {
+            "forward": Tile(128, 128, 8, 2, split=True),
+            "query_gradient": Tile(128, 64, 8, 2, split=True),
+            "key_gradient": Tile(64, 128, 8, 2, split=True),
+        },
+        (2, 256): {
+            "forward": Tile(128, 64, 8, 2, split=True),
+            "query_gradient": Tile(128, 64, 8, 2, split=True),
+            "key_gradient": Tile(64, 64, 4, 2, apart=True, split=True),
+        },
+    },
+    {
         **{(2, columns): {"query_gradient": Tile(128, 64, 8, 2)} for columns in (16, 32, 64)},
         (2, 128): {"key_gradient": Tile(32, 128, 8, 2)},
         (2, 256): {"key_gradient": Tile(32, 64, 4, 2, apart=True)},
@@ -82,6 +98,18 @@ AMPERE = Architecture(
         (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(16, 16, 4, 3)),
     }
     | FP32,
+    {
+        (2, 128): {
+            "forward": Tile(128, 32, 8, 2, split=True),
+            "query_gradient": Tile(128, 32, 8, 2, split=True),
+            "key_gradient": Tile(32, 128, 8, 2, split=True),
+        },
+        (2, 256): {
+            "forward": Tile(128, 16, 8, 2, split=True),
+            "query_gradient": Tile(128, 16, 8, 2, split=True),
+            "key_gradient": Tile(32, 128, 8, 2, apart=True, split=True),
+        },
+    },
     {},
 )
 # RTX 30 and 40, L40S: Ampere's tiles, but where they would spill for sm_89, or not fit the shared memory.
@@ -92,6 +120,14 @@ ADA = Architecture(
     | {
         (2, 128): AMPERE.tiles[2, 128]._replace(query_gradient=Tile(64, 64, 8, 2)),
         (2, 256): AMPERE.tiles[2, 256]._replace(query_gradient=Tile(32, 32, 8, 2), key_gradient=Tile(32, 32, 8, 2)),
+    },
+    AMPERE.split
+    | {
+        (2, 256): {
+            "forward": Tile(128, 16, 8, 2, split=True),
+            "query_gradient": Tile(64, 16, 4, 2, split=True),
+            "key_gradient": Tile(32, 64, 4, 2, apart=True, split=True),
+        },
     },
     {},
 )
@@ -107,6 +143,13 @@ CONSUMER_BLACKWELL = Architecture(
         (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 4, 3)),
     }
     | FP32,
+    {  # in two parts the other kernels spill hundreds of bytes
+        (2, 128): {
+            "forward": Tile(128, 64, 8, 2, split=True),
+            "query_gradient": Tile(128, 16, 8, 2, split=True),
+        },
+        (2, 256): {"forward": Tile(128, 16, 8, 2, split=True)},
+    },
     {},
 )
 

@@ -24,9 +24,11 @@ from hf_qknorm.ops.triton.launch import (
     LoopVariant,
     as_tiles,
     backward_variants,
+    columns,
     dense,
     dropout_numbers,
     forward_variants,
+    head_arguments,
     launch,
     padded,
     precision,
@@ -76,7 +78,7 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
             variants,
             {"SINKS": sinks, "STATISTICS": statistics},
             section=schedule.query_section(prepared.k, h, t, shape.queries),
-            OUT=as_tiles(out, shape.queries),
+            **head_arguments(shape, shape.queries, OUT=out),
             normaliser=normaliser,
             ranges=visible.ranges,
             sinks=visible.sinks,
@@ -109,10 +111,10 @@ def _launch(
     """Launch an attention kernel for each variant; `constants` and `arguments` are its own."""
     prepared, visible, options = call
     (h, t), (hk, s) = prepared.q.shape[1:3], prepared.k.shape[1:3]
-    arguments |= shape.launch_options | {
-        "Q": as_tiles(prepared.q, shape.queries),
-        "K": as_tiles(prepared.k, shape.keys),
-        "V": as_tiles(prepared.v, shape.keys),
+    arguments |= shape.launch_options
+    arguments |= head_arguments(shape, shape.queries, Q=prepared.q)
+    arguments |= head_arguments(shape, shape.keys, K=prepared.k, V=prepared.v)
+    arguments |= {
         "bound": prepared.bound,
         "seeds": visible.seed,
         "heads": h,
@@ -121,11 +123,14 @@ def _launch(
         "keys": s,
         "window": reach(options.window, t, s),
     }
+    head_dim = prepared.q.shape[-1]
+    width, rest = columns(head_dim, shape)
     shared = Constants(
         shape.queries,
         shape.keys,
-        padded(prepared.q.shape[-1]),
-        prepared.q.shape[-1],
+        width,
+        head_dim,
+        rest,
         POINTERS=uses_pointers(prepared.q.device),
         CAUSAL=options.causal,
         WINDOW=options.window is not None,
@@ -170,7 +175,8 @@ def backward(
     shape = tiles(heads.q, options.dropout > 0).query_gradient
     section = schedule.query_section(heads.k, heads.q.shape[1], heads.q.shape[2], shape.queries)
     raw = RawGradient.of(inner.q, inner.q_norm, inner.rotary, dq, shape.queries, section)
-    gradient(query_gradient_kernel, shape, raw, factor=options.scale, ranges=visible.ranges, section=section)
+    arguments = head_arguments(shape, shape.queries, DX=dq) | {"ranges": visible.ranges, "section": section}
+    gradient(query_gradient_kernel, shape, raw, factor=options.scale, **arguments)
     q_gain, q_bias = raw.gain_and_bias()
     # prepared queries hold a part of the scale: see ops/README.md
     k_factor = options.scale if not heads.raw else options.softcap or 1 / LOG2E
@@ -231,7 +237,7 @@ def _gradient(
             shape,
             backward_variants(dtype, call.options.softcap, bounded, sinks),
             {"EXACT": dtype == torch.float32, "OMIT": omitted},
-            GRAD=as_tiles(grad, shape.queries),
+            **head_arguments(shape, shape.queries, GRAD=grad),
             row_terms=row_terms,
             **raw.arguments,
             **arguments,
@@ -254,13 +260,15 @@ def _key_gradient(
     raw = partial(RawGradient.of, k, heads.k_norm, heads.rotary, dk)
     if parts == 1:
         whole = raw(shape.keys, section)
-        gradient(key_gradient_kernel, shape, whole, DV=as_tiles(dv, shape.keys), **arguments)
+        arguments |= head_arguments(shape, shape.keys, DX=dk, DV=dv)
+        gradient(key_gradient_kernel, shape, whole, **arguments)
     else:
         dk_parts, dv_parts = (k.new_empty(b, hk * parts, s, d, dtype=torch.float32) for _ in range(2))
         sums = RawGradient.of(k, Norm(), None, dk_parts, shape.keys)
-        gradient(key_gradient_kernel, shape, sums, DV=as_tiles(dv_parts, shape.keys), **arguments)
+        arguments |= head_arguments(shape, shape.keys, DX=dk_parts, DV=dv_parts)
+        gradient(key_gradient_kernel, shape, sums, **arguments)
         whole = raw(key_parts.rows(d))
-        key_parts.add_parts(dk_parts, dv_parts, whole, dv)
+        key_parts.add_parts(dk_parts, dv_parts, whole, dk, dv)
     return whole.gain_and_bias()
 
 

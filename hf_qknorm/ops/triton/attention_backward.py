@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton.arguments import Sizes
-from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
+from hf_qknorm.ops.triton.head_tiles import (
+    add_weighted,
+    both_parts,
+    load_tile,
+    products,
+    scaled,
+    store_tile,
+    zero_tile,
+)
 from hf_qknorm.ops.triton.score_math import (
     QueryRows,
     drop,
@@ -97,21 +105,22 @@ def _add_to_queries(
         n = tl.multiple_of(n, C.BLOCK_N)
         k = load_tile(K, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
         v = load_tile(V, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
-        x = tl.dot(q, k.T, input_precision=C.PRECISION)  # [M, N]
+        x = products(q, k, C)  # [M, N]
         seen = (cols[None, :] >= (rows.first - n)[:, None]) & (cols[None, :] < (rows.last - n)[:, None])
         _, sloped = weights(x, terms.lse[:, None], terms.inverse_total[:, None], seen, score, MASKED, C)
         keep = True
         if C.DROPOUT:
             keep = kept(seed, block.number, block.start, n, score, C)
-        dp = tl.dot(grad, v.T, input_precision=C.PRECISION)
+        dp = products(grad, v, C)
         dx = score_gradient(sloped, dp, terms.delta[:, None], keep, score, C)
-        dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=C.PRECISION)
+        dq = add_weighted(dq, dx, k, C)
     return dq
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def query_gradient_kernel(
-    Q, K, V, GRAD, X, DX, row_terms, bound, ranges, seeds, norm, dgain, dbias, rotary, factor, score,
+    Q, Q_REST, K, K_REST, V, V_REST, GRAD, GRAD_REST, X, DX, DX_REST, row_terms, bound, ranges, seeds, norm, dgain,
+    dbias, rotary, factor, score,
     heads, heads_kv, queries, keys, window, section, NORM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the raw queries, one program for a block of queries and a head."""
@@ -133,16 +142,18 @@ def query_gradient_kernel(
     if C.EXACT:
         inverse_total = tl.load(row_terms + 2 * stride)
     terms = RowTerms(lse, inverse_total, tl.load(row_terms + stride))
+    Q, K, V = both_parts(Q, Q_REST, C), both_parts(K, K_REST, C), both_parts(V, V_REST, C)
+    GRAD, DX = both_parts(GRAD, GRAD_REST, C), both_parts(DX, DX_REST, C)
     q = load_tile(Q, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
     grad = load_tile(GRAD, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
-    dq = tl.zeros([C.BLOCK_M, C.PADDED], tl.float32)
+    dq = zero_tile(C.BLOCK_M, C)
     for SEGMENT in tl.static_range(0 if C.WINDOW or C.RANGES else 1, 3):  # without these, no key is hidden at the start
         dq = _add_to_queries(
             dq, q, grad, K, V, block, rows, terms, starts[SEGMENT], stops[SEGMENT], score, seed, sizes,
             MASKED=SEGMENT != 1, C=C,
         )  # fmt: skip
     store_raw_gradient(
-        dq * factor, X, DX, norm, dgain, dbias, rotary, block.batch, block.head, block.start, queries,
+        scaled(dq, factor, C), X, DX, norm, dgain, dbias, rotary, block.batch, block.head, block.start, queries,
         C.BLOCK_M, NORM, C,
     )  # fmt: skip
 
@@ -171,7 +182,7 @@ def _add_to_keys(
         inverse_total = lse
         if C.EXACT:
             inverse_total = tl.load(row_terms + at + 2 * stride + rows)
-        x = tl.dot(k, q.T, input_precision=C.PRECISION)
+        x = products(k, q, C)
         seen = True
         if UNTIL:  # both ends in one comparison: in front of `first` the unsigned distance is huge
             seen = (rows[None, :] + (m - first)[:, None]).to(tl.uint32, bitcast=True) < span[:, None]
@@ -183,12 +194,12 @@ def _add_to_keys(
             keep = kept(seed, number + member, m, own, score, C, TRANSPOSED=True)
             p = drop(p, keep, score)
         if C.OMIT != "values":
-            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=C.PRECISION)
+            dv = add_weighted(dv, p, grad, C)
         if C.OMIT != "keys":
-            dp = tl.dot(v, grad.T, input_precision=C.PRECISION)  # after dv: both at once do not fit the registers
+            dp = products(v, grad, C)  # after dv: both at once do not fit the registers
             delta = tl.load(row_terms + at + stride + rows)
             dx = score_gradient(sloped, dp, delta[None, :], keep, score, C)
-            dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=C.PRECISION)
+            dk = add_weighted(dk, dx, q, C)
         block += 1
         member += (block == count).to(tl.int32)
         block = tl.where(block == count, 0, block)
@@ -197,7 +208,8 @@ def _add_to_keys(
 
 @triton.jit(do_not_specialize=[*Sizes._fields, "parts"])
 def key_gradient_kernel(
-    Q, K, V, GRAD, X, DX, DV, row_terms, bound, ranges, seeds, norm, dgain, dbias, rotary, factor, score,
+    Q, Q_REST, K, K_REST, V, V_REST, GRAD, GRAD_REST, X, DX, DX_REST, DV, DV_REST, row_terms, bound, ranges, seeds,
+    norm, dgain, dbias, rotary, factor, score,
     heads, heads_kv, queries, keys, window, section, parts, NORM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the raw keys and of the values: `parts` programs for a block of keys, over a group's heads.
@@ -224,10 +236,12 @@ def key_gradient_kernel(
     seed = 0
     if C.DROPOUT:
         seed = tl.load(seeds)
+    Q, K, V = both_parts(Q, Q_REST, C), both_parts(K, K_REST, C), both_parts(V, V_REST, C)
+    GRAD, DX, DV = both_parts(GRAD, GRAD_REST, C), both_parts(DX, DX_REST, C), both_parts(DV, DV_REST, C)
     k = load_tile(K, batch, head_kv, own, sizes.keys, C.BLOCK_N, C)
     v = load_tile(V, batch, head_kv, own, sizes.keys, C.BLOCK_N, C)
-    dk = tl.zeros([C.BLOCK_N, C.PADDED], tl.float32)
-    dv = tl.zeros([C.BLOCK_N, C.PADDED], tl.float32)
+    dk = zero_tile(C.BLOCK_N, C)
+    dv = zero_tile(C.BLOCK_N, C)
     group = heads // heads_kv
     member = part * group // parts
     members = (part + 1) * group // parts - member
@@ -241,8 +255,8 @@ def key_gradient_kernel(
     )  # fmt: skip
     if C.OMIT != "values":
         if C.DROPOUT:
-            dv *= score.rescale
+            dv = scaled(dv, score.rescale, C)
         store_tile(DV, dv, batch, head_out, own, keys, C.BLOCK_N, C)
     if C.OMIT != "keys":
-        dk *= factor
+        dk = scaled(dk, factor, C)
         store_raw_gradient(dk, X, DX, norm, dgain, dbias, rotary, batch, head_out, own, keys, C.BLOCK_N, NORM, C)

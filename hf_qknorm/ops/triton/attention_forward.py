@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton.arguments import Sizes
-from hf_qknorm.ops.triton.head_tiles import load_tile, store_tile
+from hf_qknorm.ops.triton.head_tiles import (
+    add_weighted,
+    both_parts,
+    load_tile,
+    products,
+    scaled,
+    store_tile,
+    zero_tile,
+)
 from hf_qknorm.ops.triton.score_math import (
     LOG2E,
     QueryRows,
@@ -57,7 +65,7 @@ def attend(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: 
     for n in tl.range(start, stop, C.BLOCK_N):
         n = tl.multiple_of(n, C.BLOCK_N)
         k = load_tile(K, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
-        x = tl.dot(q, k.T, input_precision=C.PRECISION)  # [M, N]
+        x = products(q, k, C)  # [M, N]
         if C.SCALED:
             x = x * score.unit
         if C.STATISTICS:
@@ -72,7 +80,7 @@ def attend(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: 
             higher = tl.maximum(peak, tl.max(x, 1) * score.cap)
             x = x * score.cap - higher[:, None]
             shrink = tl.exp2(peak - higher)
-            acc = acc * shrink[:, None]
+            acc = scaled(acc, shrink[:, None], C)
             if C.STATISTICS:
                 p_logit = (p_logit + total * (peak - higher)) * shrink
             total = total * shrink
@@ -91,18 +99,19 @@ def attend(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: 
         if C.DROPOUT:
             p = drop(p, kept(seed, block.number, block.start, n, score, C), score)
         v = load_tile(V, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION)
+        acc = add_weighted(acc, p, v, C)
     return Sums(acc, total, peak, p_logit, largest)
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def forward_kernel(
-    Q, K, V, OUT, normaliser, bound, ranges, sinks, seeds, largest_out, entropy_out, score,
-    heads, heads_kv, queries, keys, window, section, C: tl.constexpr,
+    Q, Q_REST, K, K_REST, V, V_REST, OUT, OUT_REST, normaliser, bound, ranges, sinks, seeds, largest_out, entropy_out,
+    score, heads, heads_kv, queries, keys, window, section, C: tl.constexpr,
 ):  # fmt: skip
     """Output `[B, H, T, D]` and normaliser `[B, H, T, 2]`; both are 0 for a query without keys, but for its peak.
 
-    Q, K, V, OUT are heads `[B, H or Hk, T or S, D]` as `head_tiles` takes them; `score` is `arguments.ScoreArguments`.
+    Q, K, V, OUT and their rests are `launch.head_arguments` of heads `[B, H or Hk, T or S, D]`; `score` is
+    `arguments.ScoreArguments`.
     """
     sizes = Sizes(heads, heads_kv, queries, keys, window, section)
     block = query_block(sizes, C)
@@ -115,6 +124,8 @@ def forward_kernel(
     seed = 0
     if C.DROPOUT:
         seed = tl.load(seeds)
+    Q, OUT = both_parts(Q, Q_REST, C), both_parts(OUT, OUT_REST, C)
+    K, V = both_parts(K, K_REST, C), both_parts(V, V_REST, C)
     q = load_tile(Q, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
     zeros = tl.zeros([C.BLOCK_M], tl.float32)
     total = zeros
@@ -125,7 +136,7 @@ def forward_kernel(
         sink, weight = from_sink(sinks, block.head)
         peak = zeros + sink
         total = zeros + weight
-    sums = Sums(tl.zeros([C.BLOCK_M, C.PADDED], tl.float32), total, peak, zeros, zeros)
+    sums = Sums(zero_tile(C.BLOCK_M, C), total, peak, zeros, zeros)
     for SEGMENT in tl.static_range(0 if C.WINDOW or C.RANGES else 1, 3):  # without these, no key is hidden at the start
         sums = attend(
             sums, q, K, V, block, rows, starts[SEGMENT], stops[SEGMENT], score, seed, sizes, MASKED=SEGMENT != 1, C=C
@@ -146,5 +157,5 @@ def forward_kernel(
     tl.store(normaliser + 2 * at + 1, total, mask=real)
     if C.DROPOUT:
         inverse_total = inverse_total * score.rescale
-    out = acc * inverse_total[:, None]
+    out = scaled(acc, inverse_total[:, None], C)
     store_tile(OUT, out, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)

@@ -104,8 +104,9 @@ def _tiles(x: Tensor, rows: int) -> Any:
     """`launch.descriptor`, for Gluon: with the layout that tiles have in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    plain = descriptor(x, rows)
-    layout = _layout(rows, padded(x.shape[-1]), x.dtype)
+    columns = padded(x.shape[-1])
+    plain = descriptor(x, rows, columns)
+    layout = _layout(rows, columns, x.dtype)
     return TensorDescriptor(x, plain.shape, plain.strides, plain.block_shape, layout)
 
 

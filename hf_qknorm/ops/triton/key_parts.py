@@ -33,8 +33,8 @@ def add_parts_kernel(
     store_raw_gradient(dk, X, DX, norm, dgain, dbias, rotary, batch, head_kv, start, keys, C.BLOCK_N, NORM, C)
 
 
-def add_parts(dk_parts: Tensor, dv_parts: Tensor, raw: RawGradient, dv: Tensor) -> None:
-    """Store dv `[B, Hk, S, D]` and the raw gradient of the keys, in blocks of `rows`, from `[B, Hk·parts, S, D]`."""
+def add_parts(dk_parts: Tensor, dv_parts: Tensor, raw: RawGradient, dk: Tensor, dv: Tensor) -> None:
+    """Store dv and the raw gradient dk `[B, Hk, S, D]`, in blocks of `rows`, from sums `[B, Hk·parts, S, D]`."""
     _, heads_kv, keys, head_dim = dv.shape
     block = rows(head_dim)
     launch(
@@ -43,6 +43,7 @@ def add_parts(dk_parts: Tensor, dv_parts: Tensor, raw: RawGradient, dv: Tensor) 
         dv.device,
         DK_PARTS=as_tiles(dk_parts, block),
         DV_PARTS=as_tiles(dv_parts, block),
+        DX=as_tiles(dk, block),
         DV=as_tiles(dv, block),
         heads_kv=heads_kv,
         keys=keys,

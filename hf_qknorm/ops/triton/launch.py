@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hf_qknorm.ops.triton.architectures import ARCHITECTURES, HOPPER, Architecture, Tiles
+from hf_qknorm.ops.triton.architectures import ARCHITECTURES, HOPPER, Architecture, Tile, Tiles
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments
 
 LOG2E = math.log2(math.e)
@@ -48,12 +48,30 @@ def tiles(x: Tensor, dropout: bool = False) -> Tiles:
     """The tiles for heads like those of x `[B, H, T, D]`, with or without dropout."""
     chosen, key = architecture(x.device), (x.element_size(), padded(x.shape[-1]))
     found = chosen.tiles[key]
+    if split(x.shape[-1]) is not None:
+        found = found._replace(**chosen.split.get(key, {}))
     return found._replace(**chosen.dropout.get(key, {})) if dropout else found
 
 
 def padded(head_dim: int) -> int:
     """Columns of a tile: the power of two, 16 at least, that holds head_dim."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def split(head_dim: int) -> tuple[int, int] | None:
+    """Columns of two tiles side by side, both powers of two, where these are fewer than those of one.
+
+    None for narrow heads too, where matrix products are not what takes time.
+    """
+    main = padded(head_dim) // 2
+    rest = padded(head_dim - main)
+    return (main, rest) if main >= 64 and rest < main else None
+
+
+def columns(head_dim: int, tile: Tile) -> tuple[int, int]:
+    """The columns of a kernel's tile, and those of its second part, 0 if it has one part."""
+    parts = split(head_dim) if tile.split else None
+    return (padded(head_dim), 0) if parts is None else (sum(parts), parts[1])
 
 
 def launch(
@@ -124,7 +142,20 @@ def dense(x: Tensor) -> Tensor:
 
 def as_tiles(x: Tensor, rows: int) -> TensorDescriptor | HeadArguments:
     """x `[B, H, T, D]`, which is `dense`, as kernels on its device load and store tiles of `rows` rows of it."""
-    return pointers(x) if uses_pointers(x.device) else descriptor(x, rows)
+    return pointers(x) if uses_pointers(x.device) else descriptor(x, rows, padded(x.shape[-1]))
+
+
+def head_arguments(tile: Tile, rows: int, **heads: Tensor) -> dict[str, Any]:
+    """Heads X `[B, H, T, D]`, which are `dense`, as arguments X and X_REST of a kernel with this tile.
+
+    The second is None for heads of one part.
+    """
+    found: dict[str, Any] = {}
+    for name, x in heads.items():
+        total, rest = columns(x.shape[-1], tile)
+        for part, width in ((name, total - rest), (f"{name}_REST", rest)):
+            found[part] = None if width == 0 else pointers(x) if uses_pointers(x.device) else descriptor(x, rows, width)
+    return found
 
 
 def pointers(x: Tensor) -> HeadArguments:
@@ -132,9 +163,9 @@ def pointers(x: Tensor) -> HeadArguments:
     return HeadArguments(x, *_strides(x)[:3])
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows and all (padded) columns of x `[B, H, T, D]`, which is `dense`; zero outside of x."""
-    return TensorDescriptor(x, list(x.shape), _strides(x), [1, 1, rows, padded(x.shape[-1])])
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Tiles of `rows` rows and `columns` columns of x `[B, H, T, D]`, which is `dense`; zero outside of x."""
+    return TensorDescriptor(x, list(x.shape), _strides(x), [1, 1, rows, columns])
 
 
 def _strides(x: Tensor) -> list[int]:

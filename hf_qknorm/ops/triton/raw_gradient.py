@@ -12,7 +12,7 @@ from hf_qknorm.ops.types import Norm, Rotary
 
 
 class RawGradient(NamedTuple):
-    """The arguments of `undo_norm_rope.store_raw_gradient`, and the number of programs that call it."""
+    """Arguments of `undo_norm_rope.store_raw_gradient`, all but DX, and the number of programs that call it."""
 
     arguments: dict[str, Any]
     programs: int
@@ -27,7 +27,6 @@ class RawGradient(NamedTuple):
         dgain, dbias = partial_sums(norm, (b * heads // section, blocks, section, padded(d)), x.device)
         arguments = {
             "X": None if kind is None else as_tiles(dense(x), rows),
-            "DX": as_tiles(dx, rows),
             "norm": NormArguments.of(norm),
             "dgain": dgain,
             "dbias": dbias,

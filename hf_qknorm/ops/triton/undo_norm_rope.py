@@ -34,10 +34,10 @@ def store_raw_gradient(
     dgain and dbias `[programs, P]` get the program's sums. Heads without padding and rotated whole, in halves: with
     others this would not fit into the registers.
     """
-    columns = tl.arange(0, C.PADDED)
     if rotary is not None:
         grad = unrotated(grad, rotary, batch, start, length, BLOCK, C.PADDED)
     if NORM is not None:
+        columns = tl.arange(0, C.PADDED)
         x = load_tile(X, batch, head, start, length, BLOCK, C).to(tl.float32)
         real = columns >= 0
         shift, factor = statistics(x, real, norm, C.PADDED, NORM)

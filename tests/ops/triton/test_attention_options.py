@@ -40,7 +40,7 @@ DROPOUT = [
     (Case(queries=60, head_dim=64, causal=True, dropout=0.3), FULL, None),
     (Case(queries=40, keys=63, head_dim=64, softcap=50.0, window=20, dropout=0.5), BRAIN, None),
     (Case(batch=1, heads=8, queries=33, head_dim=40, softcap=5.0, sinks=True, dropout=0.1), HALF, None),
-    (Case(queries=50, head_dim=64, ranges="packed", dropout=0.3), HALF, None),
+    (Case(queries=50, head_dim=80, ranges="packed", dropout=0.3), HALF, None),
     (
         Case(causal=True, softcap=50.0, dropout=0.3),
         BRAIN,
@@ -133,7 +133,7 @@ STATISTICS = [
     (Case(softcap=70.0, causal=True, window=20, spread=3.0), HALF, None),
     (Case(heads=8, queries=40, causal=True, sinks=True), FULL, None),
     (Case(heads=8, queries=40, softcap=5.0, sinks=True), BRAIN, None),
-    (Case(queries=80, keys=40, causal=True), HALF, None),
+    (Case(queries=80, keys=40, causal=True, head_dim=72), HALF, None),
     (Case(ranges="left_padding", softcap=50.0), FULL, None),
     (Case(ranges="packed", queries=40, sinks=True), BRAIN, None),
     (Case(queries=40, dropout=0.3, softcap=50.0), FULL, None),

@@ -1,4 +1,4 @@
-"""Tiles of heads by tensor descriptors and by pointers: their bounds, and attention by pointers against the oracle."""
+"""Tiles of heads, of one part or two, by descriptors and by pointers: bounds, and attention against the oracle."""
 
 from __future__ import annotations
 
@@ -11,41 +11,51 @@ from norm_cases import DEVICE, lay_out
 from tiled_cases import Case
 
 from hf_qknorm.ops.triton import launch
-from hf_qknorm.ops.triton.architectures import AMPERE, HOPPER
+from hf_qknorm.ops.triton.architectures import AMPERE, HOPPER, Tile
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments
-from hf_qknorm.ops.triton.head_tiles import _addresses, load_tile, store_tile
+from hf_qknorm.ops.triton.head_tiles import _addresses, both_parts, load_tile, store_tile
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 ONE = {"batch": 1, "heads": 2, "heads_kv": 1}
+PAIR = {"heads": 2, "heads_kv": 1}
 GROUP = {"batch": 1, "heads": 6, "heads_kv": 2}
+WAYS = pytest.mark.parametrize("architecture", [HOPPER, AMPERE], ids=["descriptors", "pointers"])
 
 
 @triton.jit
-def copy_kernel(X, OUT, SEEN, length, FULL: tl.constexpr, C: tl.constexpr):
+def copy_kernel(X, X_REST, OUT, OUT_REST, SEEN, length, FULL: tl.constexpr, C: tl.constexpr):
     """Copy a tile of a head, and store what was loaded of it, padding too, at SEEN `[B, H, T′, P]`."""
+    MAIN: tl.constexpr = C.PADDED - C.REST
     start = tl.program_id(2) * C.BLOCK_M
+    X, OUT = both_parts(X, X_REST, C), both_parts(OUT, OUT_REST, C)
     x = load_tile(X, tl.program_id(0), tl.program_id(1), start, length, C.BLOCK_M, C, FULL=FULL)
-    store_tile(OUT, x.to(tl.float32), tl.program_id(0), tl.program_id(1), start, length, C.BLOCK_M, C)
+    store_tile(OUT, x, tl.program_id(0), tl.program_id(1), start, length, C.BLOCK_M, C)
     number = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     rows = (number * tl.num_programs(2) + tl.program_id(2)) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
-    tl.store(SEEN + rows[:, None] * C.PADDED + tl.arange(0, C.PADDED)[None, :], x.to(tl.float32))
+    at = SEEN + rows[:, None] * C.PADDED
+    if C.REST:
+        tl.store(at + tl.arange(0, MAIN)[None, :], x[0].to(tl.float32))
+        tl.store(at + tl.arange(MAIN, C.PADDED)[None, :], x[1].to(tl.float32))
+    else:
+        tl.store(at + tl.arange(0, MAIN)[None, :], x.to(tl.float32))
 
 
 @pytest.mark.parametrize(("length", "full"), [(32, True), (37, False), (1, False)])
-@pytest.mark.parametrize("head_dim", [16, 40])
+@pytest.mark.parametrize("head_dim", [16, 40, 72, 96])
 @pytest.mark.parametrize("dtype", [BRAIN, FULL])
-@pytest.mark.parametrize("architecture", [HOPPER, AMPERE], ids=["descriptors", "pointers"])
+@WAYS
 def test_a_tile_ends_with_its_head(architecture, dtype, head_dim, length, full, monkeypatch):
     """Heads have NaN around them: none may be read, nor overwritten."""
     monkeypatch.setattr(launch, "architecture", lambda device: architecture)
-    rows, columns = 16, launch.padded(head_dim)
+    tile, rows = Tile(16, 16, 4, 1, split=True), 16
+    columns, rest = launch.columns(head_dim, tile)
     x = lay_out(torch.randn(2, 3, length, head_dim, device=DEVICE).to(dtype), "gaps")
     out, blocks = torch.full_like(x._base, 7.0), -(-length // rows)
     copied = out.as_strided(x.shape, x.stride(), x.storage_offset())
     seen = torch.full((2, 3, blocks * rows, columns), float("nan"), device=DEVICE)
-    tiles = (launch.as_tiles(launch.dense(y), rows) for y in (x, copied))
-    C = Constants(rows, rows, columns, head_dim, POINTERS=not architecture.descriptors)
-    launch.launch(copy_kernel, (2, 3, blocks), x.device, *tiles, seen, length, FULL=full, C=C)
+    tiles = launch.head_arguments(tile, rows, X=launch.dense(x), OUT=launch.dense(copied))
+    C = Constants(rows, rows, columns, head_dim, rest, POINTERS=not architecture.descriptors)
+    launch.launch(copy_kernel, (2, 3, blocks), x.device, **tiles, SEEN=seen, length=length, FULL=full, C=C)
     assert torch.equal(copied, x)
     assert int((out != 7.0).sum()) == x.numel()
     assert torch.equal(seen[:, :, :length, :head_dim].to(dtype), x)
@@ -55,7 +65,7 @@ def test_a_tile_ends_with_its_head(architecture, dtype, head_dim, length, full, 
 
 @triton.jit
 def _offsets(X, head, start, out, C: tl.constexpr):
-    at = _addresses(X, tl.program_id(0) + 3, head, start, C.BLOCK_M, C).to(tl.int64) - X.data.to(tl.int64)
+    at = _addresses(X, tl.program_id(0) + 3, head, start, C.BLOCK_M, 0, C.PADDED).to(tl.int64) - X.data.to(tl.int64)
     tl.store(out + tl.arange(0, C.BLOCK_M)[:, None] * C.PADDED + tl.arange(0, C.PADDED)[None, :], at)
 
 
@@ -71,13 +81,10 @@ def test_addresses_have_64_bits() -> None:
 
 PLAIN = [
     (Case(**ONE, queries=1, keys=63, causal=True, head_dim=40), BRAIN),
-    (Case(**GROUP, queries=33, keys=40, causal=True, head_dim=80, softcap=5.0), HALF),
-    (Case(**ONE, queries=40, keys=33, head_dim=96, softcap=50.0), FULL),
     (Case(**ONE, queries=64, keys=64, causal=True, head_dim=64), BRAIN),
     (Case(**ONE, queries=63, causal=True, window=20, head_dim=40), HALF),
     (Case(**ONE, queries=40, keys=63, window=9, head_dim=16, softcap=50.0), FULL),
-    (Case(heads=2, heads_kv=1, queries=40, ranges="packed", head_dim=96), BRAIN),
-    (Case(heads=2, heads_kv=1, queries=40, keys=63, ranges="right_padding", softcap=5.0), FULL),
+    (Case(**PAIR, queries=40, keys=63, ranges="right_padding", softcap=5.0), FULL),
     (Case(**GROUP, queries=20, sinks=True, ranges="left_padding", softcap=100.0), BRAIN),
 ]
 
@@ -86,6 +93,23 @@ PLAIN = [
 def test_output_and_gradients(case, dtype, monkeypatch):
     shrink_tiles(monkeypatch)
     use_pointers(monkeypatch)
+    plain_problem(case, dtype).check()
+
+
+TWO_PARTS = [
+    (Case(**GROUP, queries=33, keys=40, causal=True, head_dim=80, softcap=5.0), HALF),
+    (Case(**PAIR, queries=40, ranges="packed", head_dim=96), BRAIN),
+    (Case(**GROUP, queries=40, causal=True, window=20, head_dim=96, sinks=True), FULL),
+    (Case(**ONE, queries=40, keys=33, head_dim=192, softcap=50.0), BRAIN),
+    (Case(**ONE, queries=33, causal=True, head_dim=152), HALF),
+]
+
+
+@WAYS
+@pytest.mark.parametrize(("case", "dtype"), TWO_PARTS, ids=str)
+def test_heads_of_two_parts(case, dtype, architecture, monkeypatch):
+    shrink_tiles(monkeypatch)
+    monkeypatch.setattr(launch, "architecture", lambda device: architecture)
     plain_problem(case, dtype).check()
 
 

@@ -10,7 +10,7 @@ import triton
 from norm_cases import DEVICE, lay_out
 
 from hf_qknorm.ops.triton import launch
-from hf_qknorm.ops.triton.architectures import AMPERE, ARCHITECTURES, HOPPER
+from hf_qknorm.ops.triton.architectures import AMPERE, ARCHITECTURES, HOPPER, Tile
 from hf_qknorm.ops.triton.arguments import Constants
 from hf_qknorm.ops.triton.launch import (
     BOUND_WITHOUT_MAXIMUM,
@@ -19,9 +19,12 @@ from hf_qknorm.ops.triton.launch import (
     LoopVariant,
     as_tiles,
     backward_variants,
+    columns,
     dense,
     forward_variants,
+    head_arguments,
     padded,
+    split,
     tiles,
 )
 
@@ -96,7 +99,8 @@ def test_gpus_have_tiles_for_all_heads(
     assert found is ARCHITECTURES[capability]
     monkeypatch.setattr(launch, "architecture", lambda device: found)
     for dtype in (FULL, HALF, BRAIN):
-        assert tiles(torch.empty(1, 1, 1, head_dim, dtype=dtype)) is found.tiles[dtype.itemsize, columns]
+        row, key = tiles(torch.empty(1, 1, 1, head_dim, dtype=dtype)), (dtype.itemsize, columns)
+        assert row == found.tiles[key]._replace(**(found.split.get(key, {}) if head_dim == 96 else {}))
 
 
 @pytest.mark.parametrize("interpreted", [True, False])
@@ -164,3 +168,22 @@ def test_the_stride_of_an_axis_of_one_is_replaced(monkeypatch: pytest.MonkeyPatc
     assert made.block_shape == [1, 1, 4, 64]
     monkeypatch.setattr(launch, "architecture", lambda device: AMPERE)
     assert as_tiles(x, 4) == (x, 16, 16, 40)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "main", "rest"),
+    [(8, 16, 0), (40, 64, 0), (64, 64, 0), (72, 64, 16), (80, 64, 16), (96, 64, 32), (104, 128, 0), (112, 128, 0)]
+    + [(128, 128, 0), (144, 128, 16), (160, 128, 32), (168, 128, 64), (192, 128, 64), (200, 256, 0), (256, 256, 0)],
+)
+def test_wide_heads_have_two_parts_where_these_have_fewer_columns(
+    head_dim: int, main: int, rest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert split(head_dim) == ((main, rest) if rest else None)
+    whole, tile, x = Tile(16, 16, 4, 1), Tile(16, 16, 4, 1, split=True), heads(head_dim)
+    assert columns(head_dim, tile) == (main + rest, rest)
+    assert columns(head_dim, whole) == (padded(head_dim), 0)
+    monkeypatch.setattr(launch, "architecture", lambda device: HOPPER)
+    made = head_arguments(tile, 4, Q=x)
+    assert [part and part.block_shape[-1] for part in made.values()] == [main, rest or None]
+    monkeypatch.setattr(launch, "architecture", lambda device: AMPERE)
+    assert list(head_arguments(tile, 4, Q=x)) == ["Q", "Q_REST"]

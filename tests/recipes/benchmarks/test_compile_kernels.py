@@ -166,6 +166,13 @@ def test_where_spills_are_allowed(kernel, constants, allowed):
     assert (limits.broken(report) == []) == allowed
 
 
+@pytest.mark.parametrize(("arch", "spilled", "sound"), [(80, 8, True), (89, 8, True), (80, 16, False), (90, 8, False)])
+def test_heads_in_two_parts_may_not_spill_more_than_they_do(arch, spilled, sound):
+    constants = SOUND.constants | {"PADDED": 96, "REST": 32}
+    report = replace(SOUND, kernel="key_gradient_kernel", constants=constants, spilled=spilled, shared=0, matrix=EVERY)
+    assert (limits.broken(report, arch) == []) == sound
+
+
 def test_the_gluon_kernel_may_not_spill_more_than_it_does():
     constants = SOUND.constants | {"PADDED": 256, "TANH": "polynomial"}
     report = replace(SOUND, kernel="gluon_forward_kernel", constants=constants, spilled=40)
