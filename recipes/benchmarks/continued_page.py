@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-import markdown_table
+from markdown_table import table
 from paired import Difference
 from run_log import Row
 from stability_page import mean_cell
@@ -44,9 +43,6 @@ def fall(run: Row, half: int, after: int) -> float:
     """The largest held-out loss in the steps after the fault minus the loss at it."""
     since = [(step - half, loss) for step, loss, *_ in run["way"] if 0 <= step - half <= after]
     return max(loss for step, loss in since if step) - next(loss for step, loss in since if step == 0)
-
-
-table = partial(markdown_table.table, spaced=True)
 
 
 def rates_section(arms: dict[str, Grid]) -> list[str]:

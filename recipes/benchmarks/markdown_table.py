@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", spaced: bool = False) -> list[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> list[str]:
     """Format a table, with an empty line after it.
 
     `align` has a letter for each column: l for text, r for numbers; the default is text in the first column alone.
-    `spaced` puts spaces into the line below the head. Raises ValueError for a row, or `align`, of another length.
+    Raises ValueError for a row, or `align`, of another length.
     """
     align = align or "l" + "r" * (len(head) - 1)
     delimiters = [{"l": "---", "r": "---:"}[letter] for letter in align]
@@ -17,5 +17,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", s
     for row in (delimiters, *rows):
         if len(row) != len(head):
             raise ValueError(f"the table's row {row} has {len(row)} cells, expected {len(head)}, for {head}")
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, delimiters, *rows)]
-    return [lines[0], lines[1] if spaced else lines[1].replace(" ", ""), *lines[2:], ""]
+    top, *body = ("| " + " | ".join(cells) + " |" for cells in (head, *rows))
+    return [top, f"|{'|'.join(delimiters)}|", *body, ""]
