@@ -63,7 +63,7 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     out = laid_out(heads.q)
     normaliser = heads.q.new_empty(b, h, t, 2, dtype=torch.float32)
     largest, entropy = (normaliser.new_empty(b, h, t) for _ in range(2)) if statistics else (None, None)
-    shape = tiles(heads.q).forward
+    shape = tiles(heads.q, options.dropout > 0).forward
     sinks, bounded = visible.sinks is not None, prepared.bound is not None
     variants = forward_variants(heads.q.dtype, options.softcap, bounded, sinks)
     if gluon.serves(heads.q, visible, options, statistics):
