@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 BENCHMARKS = ("first checks", "benchmark", "benchmark, Gluon")
 
 
-def stage(name: str, code: str, seconds: float = 30, **options: object) -> plans.Stage:
+def stage(name: str, code: str, seconds: float = 200, **options: object) -> plans.Stage:
     return plans.Stage(name, plans.python("-c", code), seconds, **options)
 
 
@@ -94,7 +94,7 @@ def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path):
         stage("bare", "print('no')", wrapper=("no-such-program",)),
     ]
     start = time.monotonic()
-    found = runs.run_stages(stages, log, start + 800)
+    found = runs.run_stages(stages, log, start + 400)  # less than their shares, so nothing is to spare
     assert [(x.outcome, x.detail) for x in found if x.stage != "slow"] == [
         ("passed", "fine | really"),
         ("failed", "half"),
@@ -104,7 +104,7 @@ def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path):
         ("skipped", "no no-such-program here"),
     ]
     assert found[2].outcome == "too long"
-    assert time.monotonic() - start < 800
+    assert time.monotonic() - start < 400
     text = log.read_text()
     assert "== slow, at most 3 s: " in text
     assert text.index("half") < text.index("started") < text.index("yes")
