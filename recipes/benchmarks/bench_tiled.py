@@ -4,9 +4,9 @@
 
 All times come from one run in which the three take turns; each ratio is one of times from the same turn. Threads that
 wait for each other suffer from other programs: run the benchmark on a quiet machine. The page says how busy other
-programs were. A second run has a neighbour, a process that keeps one core busy. Memory is the rise of the resident size of a fresh process
-over forward and backward (VmHWM, reset before, so Linux only; ru_maxrss cannot be reset). Unlike a profiler's sum of
-tensors it includes the work space of the matrix libraries.
+programs were. A second run has a neighbour, a process that keeps one core busy. Memory is the rise of the resident size
+of a fresh process over forward and backward (VmHWM, reset before, so Linux only; ru_maxrss cannot be reset). Unlike a
+profiler's sum of tensors it includes the work space of the matrix libraries.
 """
 
 from __future__ import annotations
