@@ -2,9 +2,9 @@
 
     python recipes/benchmarks/norm_removal.py --text tinyshakespeare.txt
 
-A Qwen 3 of 4 layers and 4 query heads of 32 is trained with its norms first: 1,500 steps of 8×128 tokens (bytes) from
+A Qwen 3 of 4 layers and 4 query heads of 32 is trained with its norms first: 1,000 steps of 8×128 tokens (bytes) from
 the first nine tenths of the text, AdamW at 0.003 with weight decay 0.1 on matrices, gradients clipped at 1, a warm-up
-of 20 steps and a cosine to a tenth. Each run then trains it on for 300 steps in the same way, at its rate, on batches
+of 20 steps and a cosine to a tenth. Each run then trains it on for 200 steps in the same way, at its rate, on batches
 that all arms of a seed share. The schedules take the first three quarters of the run. The held-out loss is over 16
 batches of 8×128 tokens of the last tenth. Nothing but the batches depends on the seed.
 
@@ -63,9 +63,9 @@ class Size:
     width: int = 128
     batch: int = 8
     length: int = 128
-    base: int = 1500
+    base: int = 1000
     base_rate: float = 3e-3
-    steps: int = 300
+    steps: int = 200
     warmup: int = 20
     look: int = 25
     looked: int = 4
