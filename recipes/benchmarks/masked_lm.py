@@ -2,7 +2,7 @@
 
     python recipes/benchmarks/masked_lm.py --known tinyshakespeare.txt --text wikitext2-valid.txt
 
-A BERT of 4 layers, 128 wide, with 4 heads is trained first: 1,500 steps of 16×64 tokens (bytes) of the known text, of
+A BERT of 3 layers, 96 wide, with 4 heads is trained first: 1,000 steps of 16×64 tokens (bytes) of the known text, of
 which 10 in each sequence are masked, AdamW at 0.003 with weight decay 0.1 on matrices, gradients clipped at 1, a
 warm-up of 20 steps and a cosine to a tenth, no dropout. Each run trains it on with the other text for 150 steps in the
 same way, at its rate. The runs of a seed share batches and masks; nothing else depends on the seed. The held-out loss
@@ -52,13 +52,13 @@ FLOOR = 0.1  # of the rate, at the end
 class Size:
     """The model, and the lengths of its first training (`base` steps) and of a run."""
 
-    layers: int = 4
-    width: int = 128
+    layers: int = 3
+    width: int = 96
     heads: int = 4
     batch: int = 16
     length: int = 64
     masked: int = 10
-    base: int = 1500
+    base: int = 1000
     base_rate: float = 3e-3
     steps: int = 150
     warmup: int = 20
@@ -77,7 +77,7 @@ class Options:
     known: str
     text: str
     size: str = field(default="full", metadata={"choices": list(SIZES)})
-    rates: list[float] = field(default_factory=lambda: [1e-3, 3e-3, 1e-2, 3e-2])
+    rates: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 3e-2])
     seeds: int = 3
     work: Path = Path("masked_lm.pt")
     out: Path = Path("recipes/results/masked_lm")
