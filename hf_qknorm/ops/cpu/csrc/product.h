@@ -26,12 +26,13 @@ constexpr int TILE_ROWS = 8, TILE_VECTORS = 2;  // of 32 registers; larger tiles
 constexpr int TILE_ROWS = 4, TILE_VECTORS = 2;  // of 16 registers
 #endif
 
-// A tile of C [ROWS, VECTORS·LANES] = or += A [ROWS, inner] B [inner, VECTORS·LANES]
+// A tile of C [ROWS, VECTORS·LANES] = or += A [ROWS, inner] B [inner, VECTORS·LANES]. The product is added to C as a whole:
+// sums of partial sums round less than one long sum.
 template <int ROWS, int VECTORS, bool ADD, class A>
 inline void multiply_tile(A a, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t inner) {
   Vec sums[ROWS][VECTORS];
   for (int m = 0; m < ROWS; ++m)
-    for (int n = 0; n < VECTORS; ++n) sums[m][n] = ADD ? Vec::loadu(c + m * c_stride + n * LANES) : Vec(0.0f);
+    for (int n = 0; n < VECTORS; ++n) sums[m][n] = Vec(0.0f);
   for (int64_t k = 0; k < inner; ++k) {
     Vec row[VECTORS];
     for (int n = 0; n < VECTORS; ++n) row[n] = Vec::loadu(b + k * b_stride + n * LANES);
@@ -43,7 +44,10 @@ inline void multiply_tile(A a, const float* b, int64_t b_stride, float* c, int64
     }
   }
   for (int m = 0; m < ROWS; ++m)
-    for (int n = 0; n < VECTORS; ++n) sums[m][n].store(c + m * c_stride + n * LANES);
+    for (int n = 0; n < VECTORS; ++n) {
+      float* to = c + m * c_stride + n * LANES;
+      (ADD ? Vec::loadu(to) + sums[m][n] : sums[m][n]).store(to);
+    }
 }
 
 // The last rows, fewer than TILE_ROWS.
