@@ -1,9 +1,9 @@
 """The C++ kernels: compiled at their first use, once a machine, and loaded.
 
-The library lies beside the verdicts of `trust.verdict_files`, named after a digest of everything that decides what the
-compiler makes: sources, command, compiler, torch, and the vectors that the CPU has. Processes wait for each other at a
-lock, and a library appears by renaming. A compiler that fails leaves its report there and is not asked again; another
-version of anything above is a new attempt.
+The library lies in `files.cache_folder`, named after a digest of everything that decides what the compiler makes:
+sources, command, compiler, torch, and the vectors that the CPU has. Processes wait for each other at a lock, and a
+library appears by renaming. A compiler that fails leaves its report there and is not asked again; another version of
+anything above is a new attempt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from filelock import FileLock
 
 from hf_qknorm.files.atomic_io import replace_file, replace_text
-from hf_qknorm.ops.trust import verdict_files
+from hf_qknorm.files.cache_folder import folder
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,19 @@ def why_unavailable() -> str | None:
     reason = _why_impossible()
     if reason is not None:
         return reason
-    report = _report()
-    return report.read_text(encoding="utf-8") if report.is_file() else None
+    try:
+        report = _report()
+        return report.read_text(encoding="utf-8") if report.is_file() else None
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def why_not_ready() -> str | None:
+    """The reason why the kernels are not there, or None, without an attempt to compile them."""
+    reason = why_unavailable()
+    if reason is None and not _library().is_file():
+        return "the C++ kernels are not compiled yet, which happens in the first call outside of traces and workers"
+    return reason or why_not_built()
 
 
 def why_not_built() -> str | None:
@@ -68,16 +79,16 @@ def operators() -> Any:
     reason = why_not_built()
     if reason is not None:
         raise RuntimeError(f"the C++ kernels for the CPU are not available: {reason}")
-    return getattr(torch.ops, _name())
+    return getattr(torch.ops, name())
 
 
 @cache
 def _why_impossible() -> str | None:
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.system() != "Linux":
-        return f"they are for Linux, and this is {platform.system() or 'an unknown system'}"
+        return f"the C++ kernels are for Linux, and this is {platform.system() or 'an unknown system'}"
     if capability not in VECTORS:
-        return f"they need AVX2 or AVX-512, and torch reports {capability} for this CPU"
+        return f"the C++ kernels need AVX2 or AVX-512, and torch reports {capability} for this CPU"
     if _compiler() is None:
         return f"no C++ compiler was found: install one of {', '.join(COMPILERS)}, or name it in the variable CXX"
     return None
@@ -111,17 +122,18 @@ def _digest() -> str:
     return sha256(found + b"".join(x.read_bytes() for x in sorted(SOURCES.iterdir()))).hexdigest()[:16]
 
 
-def _name() -> str:
+@cache
+def name() -> str:
     """The namespace of the compiled operators; another version of this package may have its own in this process."""
     return f"hf_qknorm_cpu_{_digest()}"
 
 
 def _library() -> Path:
-    return verdict_files.folder() / f"{_name()}.so"
+    return folder() / f"{name()}.so"
 
 
 def _report() -> Path:
-    return verdict_files.folder() / f"{_name()}.txt"
+    return folder() / f"{name()}.txt"
 
 
 @cache
@@ -149,7 +161,7 @@ def _build(library: Path) -> str | None:
         if _report().is_file():
             return _report().read_text(encoding="utf-8")
         logger.warning("Compiling the attention kernels for this CPU, once, in less than a minute: %s", library)
-        command = [*_command(), f"-DHF_QKNORM_LIBRARY={_name()}", "-o"]
+        command = [*_command(), f"-DHF_QKNORM_LIBRARY={name()}", "-o"]
         try:
             replace_file(library, lambda path: subprocess.run([*command, str(path)], check=True, **_CAPTURED))
         except subprocess.CalledProcessError as error:
