@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.model.accelerate_hooks import input_device
-from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.attention import NORM_FIELDS, as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.bounds import logit_bounds
 from hf_qknorm.stats.distributed import ONE_PROCESS, Batches, Ranks, full_tensor
@@ -155,14 +155,16 @@ def layer_reports(
     reports, bounds = {}, logit_bounds(model)
     for name, layer in patched_layers(model).items():
         norms, seen = head_norms(layer), after[name]
-        gains = _gain(norms.get("q_norm"), len(seen.rms_q)), _gain(norms.get("k_norm"), len(seen.rms_k))
-        reports[name] = LayerReport(before.get(name), seen, *gains, bounds[name])
+        sides = (("q", len(seen.rms_q)), ("k", len(seen.rms_k)))
+        q, k = (_gain([norm for n, norm in norms.items() if NORM_FIELDS[n] == side], heads) for side, heads in sides)
+        reports[name] = LayerReport(before.get(name), seen, q, k, bounds[name])
     return reports
 
 
-def _gain(norm: HeadNorm | None, heads: int) -> Numbers | None:
-    """The root mean square of each head's gain."""
-    if norm is None or norm.weight is None:
+def _gain(norms: list[HeadNorm], heads: int) -> Numbers | None:
+    """The root mean square of each head's gain, over its parts."""
+    weights = [full_tensor(norm.weight.detach()).double() for norm in norms if norm.weight is not None]
+    if not weights:
         return None
-    rows = full_tensor(norm.weight.detach()).double().view(-1, norm.weight.shape[-1])
-    return tuple(rows.pow(2).mean(-1).sqrt().expand(heads).tolist())
+    rows = torch.cat([weight.view(-1, weight.shape[-1]).expand(heads, -1) for weight in weights], dim=-1)
+    return tuple(rows.pow(2).mean(-1).sqrt().tolist())
