@@ -48,6 +48,8 @@ class Style:
     Projections:
     `project` maps hidden states `[B, T, C]` to q `[B, T, H, D]` and k, v `[B, T, Hk, D]`, and applies the model's own
     norms before RoPE. Its further results are passed to `output`.
+    `project_across` is None, or maps hidden states and those of an encoder to q, k and v for cross-attention. Without
+    the latter, k and v are None.
     `output` maps the attended heads `[B, T, H·D]` back to `[B, T, C]`.
     `weights` are the names of the projections that compute q, k and v.
     `heads` gives the number of query heads, the number of key heads, and D.
@@ -69,6 +71,8 @@ class Style:
     `rotate` applies RoPE to `[B, H or Hk, T, D]`, and the model's own operations between RoPE and the cache. It takes
     the position embeddings, and the other arguments of the forward, `cache` among them.
     `rotates` tells whether the layer uses position embeddings.
+    `parts` gives the widths of a head's parts without and with RoPE, in a model that computes and caches them
+    separately. `rotate` and `expand` then apply the scheme's norms, to each part by itself; None elsewhere.
     `query_scale` is the largest factor by which `rotate` multiplies a query for its position.
     `length` is the length of the model's longest sequence.
     `no_length_scale` is the reason why queries can't take a scheme's length scale; "" if they can.
@@ -90,11 +94,13 @@ class Style:
     project: Callable[[Any, Tensor], Projected]
     output: Callable[..., Tensor]
     weights: tuple[str, ...]
+    project_across: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]] | None = None
     forward: Callable[..., Any] | None = None
     inline: bool = False
     rotate: Callable[..., Rotated] = rotate
     rotates: Callable[[Any], bool] = lambda module: True
     expand: Callable[..., tuple[Tensor, Tensor]] | None = None
+    parts: Callable[[Any], tuple[int, int]] | None = None
     own_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_together: bool = False
     norms_rotated: bool = False
@@ -110,3 +116,13 @@ class Style:
     no_length_scale: str = ""
     prescaled: bool = False
     interleaved: Callable[[Any], bool | None] = lambda module: False
+
+    def norm_sizes(self, module: Any) -> dict[str, tuple[int, int]]:
+        """The heads and the width that each norm of a scheme takes, by the norm's name in the module."""
+        heads, heads_kv, head_dim = self.heads(module)
+        values = {"v_norm": (heads_kv, getattr(module, "v_head_dim", head_dim))}
+        if self.parts is None:
+            return {"q_norm": (heads, head_dim), "k_norm": (heads_kv, head_dim)} | values
+        plain, rotated = self.parts(module)
+        queries = {"q_norm": (heads, plain), "q_rope_norm": (heads, rotated)}
+        return queries | {"k_norm": (heads_kv, plain), "k_rope_norm": (1, rotated)} | values  # all heads share one key
