@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.model.accelerate_hooks import input_device
-from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.attention import NORM_FIELDS, QKNormAttention, as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.fold import set_spread
 from hf_qknorm.model.knees import apply_knee, centred_and_size
 from hf_qknorm.model.norms import HeadNorm
@@ -125,7 +125,7 @@ class ClosedFormGains:
         self.model, self.ranks, self.powers = model, ranks, expected
         for _ in range(2):
             self.sums = {key: NormSums(norm, knees, self.powers[key]) for key, norm in named_norms(model).items()}
-            with _observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
+            with observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
                 for batch, counts in progress_bar(ranks.own_batches(batches), desc="moments", unit="batch"):
                     run(batch, counts)
             for found in self.sums.values():
@@ -146,13 +146,13 @@ class ClosedFormGains:
     def _set_gains(self, name: str, layer: QKNormAttention, knee: float) -> None:
         """Write a layer's gains; q's includes the change of the logits' scale, and the gain of keys without one."""
         norms = head_norms(layer)
-        scaled = "q_norm" if "q_norm" in norms else "k_norm"
+        scaled = "q" if "q_norm" in norms else "k"
         for norm_name, norm in norms.items():
             if norm.weight is None:
                 continue
             shape = self.ranks.local_part(norm.weight).shape
             gain, bias = self.sums[name, norm_name].solve(knee, shape, norm.bias is not None, self.ranks)
-            factor = layer.own_scale / layer.logit_scale if norm_name == scaled else 1.0
+            factor = layer.own_scale / layer.logit_scale if NORM_FIELDS[norm_name] == scaled else 1.0
             if norm_name == "q_norm" and "k_norm" in norms and norms["k_norm"].weight is None:
                 keys, _ = self.sums[name, "k_norm"].solve(knee, (1,), False, self.ranks)
                 factor *= float(keys)
@@ -180,7 +180,7 @@ def rescale_folded_weights(model: Any, batches: Batches) -> None:
         norm: Any = layer.removed_norm[0]
         return lambda x: sigmas[layer].add(norm.sigma(x).double())
 
-    with _observed_inputs(model, {layer.removed_norm[0]: observer(layer) for layer in sigmas}) as run:
+    with observed_inputs(model, {layer.removed_norm[0]: observer(layer) for layer in sigmas}) as run:
         for batch in batches:
             run(batch, True)
     for layer, sigma in sigmas.items():
@@ -188,10 +188,10 @@ def rescale_folded_weights(model: Any, batches: Batches) -> None:
 
 
 @contextmanager
-def _observed_inputs(
-    model: Any, observers: Mapping[nn.Module, Callable[[Tensor], None]]
+def observed_inputs(
+    model: Any, observers: Mapping[nn.Module, Callable[[Tensor], None]], *, unpatched: bool = True
 ) -> Iterator[Callable[[dict[str, Tensor], bool], None]]:
-    """Yield `run(batch, counts)`: a pass of the unpatched model in which each module's observer gets its inputs.
+    """Yield `run(batch, counts)`: a pass of the model, by default unpatched; each module's observer gets its inputs.
 
     Inputs are `[N, ...]`, a row for each token that is not padding; none where `counts` is False.
     """
@@ -206,7 +206,7 @@ def _observed_inputs(
         nonlocal counted
         mask = batch.get("attention_mask") if counts else torch.zeros_like(batch["input_ids"])
         counted = None if mask is None else mask.bool().flatten()
-        with as_unpatched(model):
+        with as_unpatched(model) if unpatched else nullcontext():
             model(**{key: value.to(input_device(model)) for key, value in batch.items()}, use_cache=False)
 
     with ExitStack() as hooks:

@@ -28,7 +28,9 @@ from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
 
-NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
+# The scheme's norms in a layer, and the field of the scheme that each is for. Those of RoPE are for models in which the
+# parts of a head with and without RoPE are normed separately.
+NORM_FIELDS = {"q_norm": "q", "k_norm": "k", "v_norm": "v", "q_rope_norm": "q", "k_rope_norm": "k"}
 
 
 class QKNormAttention(KneeStateDict, PlainAttention):
@@ -70,7 +72,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         norm = _active(module)
         if type(norm) is HeadNorm and is_unhooked(norm) and is_unhooked(module):
             return x, norm.as_norm()
-        return self._normed(name, x), Norm()
+        return self.normed(name, x), Norm()
 
 
 @cache
@@ -160,11 +162,11 @@ def uninstall(model: nn.Module) -> None:
 
 
 def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
-    """The scheme's norms in the layer by name: q_norm, k_norm, v_norm.
+    """The scheme's norms in the layer by their names in `NORM_FIELDS`.
 
     Under PEFT's `modules_to_save` each is the active adapter's copy, or the original where none is active.
     """
-    modules = {name: _active(layer._modules.get(name)) for name in NORM_NAMES.values()}
+    modules = {name: _active(layer._modules.get(name)) for name in NORM_FIELDS}
     return {name: module for name, module in modules.items() if isinstance(module, HeadNorm)}
 
 
@@ -190,7 +192,8 @@ def start_blend(layer: QKNormAttention) -> None:
     """
     norms = norm_copies(layer)
     factor = layer.logit_scale / layer.own_scale
-    carriers = norms.get("q_norm", norms.get("k_norm", []))
+    side = "q" if "q_norm" in norms else "k"
+    carriers = [copy for name, copies in norms.items() if NORM_FIELDS[name] == side for copy in copies]
     for carrier in carriers:
         carrier.rescale = factor
     if not carriers and (factor != 1 or layer.scheme.length_scale is not None):
@@ -271,20 +274,17 @@ def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> 
 def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
     if not scheme.norms:
         return
-    style = module.family.style
-    heads, heads_kv, head_dim = style.heads(module)
-    device, dtype = device_and_dtype(module)
-    for field, name in NORM_NAMES.items():
+    style, (device, dtype) = module.family.style, device_and_dtype(module)
+    for name, (heads, width) in style.norm_sizes(module).items():
+        field = NORM_FIELDS[name]
         norm = getattr(scheme, field)
         if norm is None:
             continue
         gain, initial_gain = True, 1.0
         if scheme.gain == "scalar" and field != "v":  # one g a layer: the queries' norm holds it, if they have one
             gain = field == "q" or scheme.q is None
-            initial_gain = initial_scalar_gain(scheme, norm, style.length(module), head_dim, module.logit_scale)
-        size = heads if field == "q" else heads_kv
-        width = getattr(module, "v_head_dim", head_dim) if field == "v" else head_dim
-        new = HeadNorm(norm, scheme, size, width, gain=gain, initial_gain=initial_gain, device=device, dtype=dtype)
+            initial_gain = initial_scalar_gain(scheme, norm, style.length(module), width, module.logit_scale)
+        new = HeadNorm(norm, scheme, heads, width, gain=gain, initial_gain=initial_gain, device=device, dtype=dtype)
         setattr(module, name, new)
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
-from hf_qknorm.model.attention import NORM_NAMES, head_norms, patched_layers
+from hf_qknorm.model.attention import NORM_FIELDS, head_norms, patched_layers
 from hf_qknorm.model.config_checks import config_file
 from hf_qknorm.model.norms import eps_problem
 
@@ -114,7 +114,7 @@ def check_loaded(model: PreTrainedModel, missing: Iterable[str], unexpected: Ite
 
 def _norm_parameters(model: PreTrainedModel) -> set[str]:
     """Return the possible names of norm parameters, for any scheme."""
-    return {".".join(parts) for parts in product(patched_layers(model), NORM_NAMES.values(), PARAMETERS)}
+    return {".".join(parts) for parts in product(patched_layers(model), NORM_FIELDS, PARAMETERS)}
 
 
 def _disagreement(model: PreTrainedModel, what: str, keys: list[str]) -> ValueError:

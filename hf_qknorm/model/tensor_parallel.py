@@ -35,11 +35,11 @@ def _entries(model: nn.Module) -> Iterator[tuple[Any, dict[str, str]]]:
         entries: dict[str, str] = {}
         for path, layer in patched_layers(module).items() if plan else ():
             path = re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
-            if plan.get(f"{path}.{layer.family.style.weights[0]}") != "colwise":
+            if all(plan.get(f"{path}.{weight}") != "colwise" for weight in layer.family.style.weights):
                 continue  # each rank has all heads
             for name, norm in head_norms(layer).items():
                 for kind, parameter in norm.named_parameters():
-                    by_head = parameter.ndim == 2
+                    by_head = parameter.ndim == 2 and len(parameter) > 1  # a key that all heads share is replicated
                     key = f"{path}.{name}.{kind}" if by_head else f"{path}.{name}"
                     entries[key] = "colwise" if by_head else "replicated_with_grad_allreduce"
         if plan:
