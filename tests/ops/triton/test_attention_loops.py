@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from error_budget import assert_within_budget
-from kernel_cases import DEVICE, Problem, Raw, log_sum_exp, plain, plain_problem, raw_problem, shrink_tiles
+from kernel_cases import DEVICE, Problem, Raw, log_sum_exp, plain_problem, raw_problem, shrink_tiles
 from tiled_cases import Case
 
+from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention, score_math
 from hf_qknorm.ops.triton.attention_backward import key_gradient_kernel, query_gradient_kernel
 from hf_qknorm.ops.triton.attention_forward import forward_kernel
@@ -43,7 +44,10 @@ def two_groups(
     raw = Raw(heads=(4, 2), dtype=dtype, gains=("per_head", "none"), length=40, rotary=(0, "none"), knee=knee)
     problem = raw_problem(raw, Case(causal=True, softcap=softcap, sinks=sinks))
     (q, k, _, q_norm, k_norm, _), scale = problem.heads, problem.options.scale / (softcap or 1.0)
-    q, k = (plain(x, norm._replace(gain=None), None).norm(dim=-1) for x, norm in ((q, q_norm), (k, k_norm)))
+    q, k = (
+        reference.norm_rope_one(x, norm._replace(gain=None), None).norm(dim=-1)
+        for x, norm in ((q, q_norm), (k, k_norm))
+    )
     size = (
         q.unflatten(1, (2, 2)).amax((0, 2, 3)) * k.amax((0, 2)) * scale
     )  # the largest score of each group for a gain of 1
