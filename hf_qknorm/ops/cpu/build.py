@@ -110,7 +110,7 @@ def _command() -> list[str]:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-isystem", str(root / "include"), f"-L{root / 'lib'}"),
         *map(str, sorted(SOURCES.glob("*.cpp"))),
-        *("-ltorch_cpu", "-lc10"),  # not OpenMP, so that its functions come from the library that torch has loaded
+        *("-ltorch_cpu", "-lc10"),  # OpenMP, libgomp.so.1, is the one that torch has loaded, by its name
     ]
 
 
