@@ -55,8 +55,8 @@ template <Cap CAP, bool BOUNDED>
 void weigh(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) {
   for (int64_t lane = 0; lane < rows.width; lane += LANES) {
     const Vec shift = Vec::loadu(softmax.shift + lane);
-    Vec total = Vec::loadu(softmax.total + lane);
-    if constexpr (!BOUNDED) total = total * Vec::loadu(softmax.rescale + lane);
+    Vec before = Vec::loadu(softmax.total + lane), total(0.0f);  // of tiles: one long sum would round far more
+    if constexpr (!BOUNDED) before = before * Vec::loadu(softmax.rescale + lane);
     for (int64_t j = 0; j < tile.keys; ++j) {
       float* score = tile.scores + j * BLOCK_ROWS + lane;
       Vec weight = BOUNDED ? exp(capped<CAP>(Vec::loadu(score), cap)) : exp(Vec::loadu(score) - shift);
@@ -65,7 +65,7 @@ void weigh(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) {
       if (tile.dropout) weight = weight * tile.dropout->factors(rows, lane, tile.first + j);
       weight.store(score);
     }
-    total.store(softmax.total + lane);
+    (before + total).store(softmax.total + lane);
   }
 }
 
