@@ -101,9 +101,14 @@ class PlainAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Show the heads to the observers, and call the config's attention function."""
+        style = self.family.style
+        if style.bias is not None:
+            options = options | {"position_bias": style.bias(self, q, k, **options)}
         for observer in self.observers:
             observer(self, q, k, v, mask, options)
-        attend = functions.attention_function(self, self.scheme.softcap, self.family.style.eager(self))
+        another_scale = style.inline and self.logit_scale != self.own_scale  # than the model's own function applies
+        eager = functions.eager_attention if another_scale else style.eager(self)
+        attend = functions.attention_function(self, self.scheme.softcap, eager)
         return attend(self, q, k, v, mask, **options)
 
     def normed(self, name: str, x: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     not take, with the reason (`why_not`), and RuntimeError where the kernels can't be compiled
     (`build.why_not_built`).
     """
+    if heads.raw:
+        raise ValueError("the C++ kernels do not take this call: they take heads after norm and rotation")
     visible = with_seed(visible, options, heads.q.device)
     tensors = *heads[:3], *visible
     refuse_forward_mode(tensors)

@@ -2,8 +2,8 @@
 
 The library lies in `files.cache_folder`, named after a digest of everything that decides what the compiler makes:
 sources, command, compiler, torch, and the vectors that the CPU has. Processes wait for each other at a lock, and a
-library appears by renaming. A compiler that fails leaves its report there and is not asked again; another version of
-anything above is a new attempt.
+library appears by renaming. A compiler that fails leaves its report there and is not asked again, unless it ran out of
+room or was killed; another version of anything above is a new attempt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import subprocess
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from threading import Lock
 from typing import Any, Final
 
 import torch
@@ -35,7 +34,8 @@ VECTORS: Final = {
 }
 COMPILERS: Final = ("c++", "g++", "clang++")
 _CAPTURED: Final[dict[str, Any]] = {"capture_output": True, "text": True, "errors": "replace"}
-_lock = Lock()
+# Of compilers that run out of something: the next process asks again
+_PASSING: Final = ("No space left", "Cannot allocate memory", "out of memory", "Killed", "terminated")
 
 
 def why_unavailable() -> str | None:
@@ -66,8 +66,7 @@ def why_not_built() -> str | None:
 
     The first call of a machine compiles, in less than a minute; the first call of a process loads.
     """
-    with _lock:
-        return _load()
+    return _load()
 
 
 # What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
@@ -170,9 +169,12 @@ def _build(library: Path) -> str | None:
         try:
             replace_file(library, lambda path: subprocess.run([*command, str(path)], check=True, **_CAPTURED))
         except subprocess.CalledProcessError as error:
-            reason = f"{command[0]} failed with status {error.returncode}. Delete {_report()} to try again"
-            reason = f"{reason}.\n{error.stderr}"
-            replace_text(_report(), reason)
+            reason = f"{command[0]} failed with status {error.returncode}"
+            if error.returncode < 0 or any(text in error.stderr for text in _PASSING):
+                reason = f"{reason}.\n{error.stderr}"
+            else:
+                reason = f"{reason}. Delete {_report()} to try again.\n{error.stderr}"
+                replace_text(_report(), reason)
             logger.warning("The attention kernels for this CPU are not available: %s", reason)
             return reason
         return None
