@@ -22,13 +22,21 @@ from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, logit_
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Numbers, Prediction
 
 
+def is_bidirectional(config: Any) -> bool:
+    """Whether a model with this config is known to have bidirectional attention."""
+    base_type = config.model_type.removeprefix(TYPE_PREFIX)
+    return base_type in FAMILIES and not FAMILIES[base_type].is_causal(config)
+
+
 def require_causal(config: Any) -> None:
     """Raise ValueError for a model with bidirectional attention, which next-token losses say nothing about."""
-    base_type = config.model_type.removeprefix(TYPE_PREFIX)
-    if base_type in FAMILIES and not FAMILIES[base_type].is_causal(config):
+    if is_bidirectional(config):
+        remedy = "calibrate(model, batches) with labels of masked tokens calibrates it in memory"
+        if not hasattr(config, "vocab_size"):
+            remedy = "patch it with patch_model, and train it"
         raise ValueError(
-            f"{base_type} has bidirectional attention and predicts no next token, which calibrations and inspections "
-            "measure: patch it with patch_model, and train it"
+            f"{config.model_type.removeprefix(TYPE_PREFIX)} has bidirectional attention and predicts no next token, "
+            f"which is measured here: {remedy}"
         )
 
 
@@ -86,8 +94,10 @@ def _predictions(
             with as_unpatched(model):
                 base = model(**inputs, use_cache=False)
         real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        labels = inputs.get("labels")
         for row in range(len(real)) if predicts else ():  # a whole batch's logits in fp32, twice, may be gigabytes
-            sums += _row_sums(base.logits[row], own.logits[row], inputs["input_ids"][row], real[row])
+            ids, masked = inputs["input_ids"][row], None if labels is None else labels[row]
+            sums += _row_sums(base.logits[row], own.logits[row], ids, real[row], masked)
     if not predicts:
         return None, None
     base_nll, own_nll, targets, kl, same, tokens = sums.tolist()
@@ -96,12 +106,20 @@ def _predictions(
     return Prediction(base_nll / targets), Prediction(own_nll / targets, max(kl / tokens, 0.0), same / tokens)
 
 
-def _row_sums(base: Tensor, own: Tensor, ids: Tensor, real: Tensor) -> Tensor:
-    """Of one sequence: the sums of both losses, targets, KL, agreements and tokens; logits `[T, V]`, `real` `[T]`."""
+def _row_sums(base: Tensor, own: Tensor, ids: Tensor, real: Tensor, labels: Tensor | None) -> Tensor:
+    """Of one sequence: the sums of both losses, targets, KL, agreements and tokens; logits `[T, V]`, `real` `[T]`.
+
+    With `labels` `[T]` a token predicts its own label, where that is not −100; without, the token after it.
+    """
     ids, real = ids.to(base.device), real.to(base.device)
     p, q = (F.log_softmax(x.float(), -1) for x in (base, own.to(base.device)))
-    targets = real[:-1] & real[1:]
-    base_nll, own_nll = (-x[:-1].gather(-1, ids[1:, None]).squeeze(-1)[targets].sum() for x in (p, q))
+    if labels is None:
+        targets, wanted, places = real[:-1] & real[1:], ids[1:], slice(0, -1)
+    else:
+        wanted, places = labels.to(base.device), slice(None)
+        targets = wanted >= 0
+    chosen = wanted.clamp_min(0)[:, None]
+    base_nll, own_nll = (-x[places].gather(-1, chosen).squeeze(-1)[targets].sum() for x in (p, q))
     kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)[real].sum()
     same = (p.argmax(-1) == q.argmax(-1))[real].sum()
     return torch.stack([base_nll, own_nll, targets.sum(), kl, same, real.sum()]).double().cpu()
