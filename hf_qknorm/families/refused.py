@@ -13,10 +13,7 @@ _TYPES: Final[dict[str, str]] = {
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart "
         "prophetnet trocr whisper"
     ),
-    "its attention module computes attention inline and calls no attention function": (
-        "big_bird bloom codegen falcon gpt_neo gpt_neox_japanese gptj megatron-bert mpt openai-gpt rembert roformer "
-        "xglm xlm"
-    ),
+    "its attention module computes attention inline and calls no attention function": "big_bird xlm",
     "its attention adds a learned position bias, which other attention functions do not take": (
         "cpmant inkling2_text inkling_text"
     ),

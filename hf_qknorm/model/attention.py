@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,8 @@ from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention
-from hf_qknorm.ops.types import Heads, Norm, Rotary
+from hf_qknorm.model.rotary import kernel_rotary
+from hf_qknorm.ops.types import Heads, Norm
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 # The scheme's norms in a layer, and the field of the scheme that each is for. Those of RoPE are for models in which the
@@ -79,21 +80,34 @@ class QKNormAttention(KneeStateDict, PlainAttention):
 def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
     """The subclass of a model's attention class that runs the shared forward."""
     modelling = importlib.import_module(base.__module__)
-    namespace = {"base_class": base, "family": family, "modelling": modelling, "__module__": __name__}
-    return type(_class_name(family), (QKNormAttention, base), namespace)
+    namespace: dict[str, Any] = {"base_class": base, "family": family, "modelling": modelling, "__module__": __name__}
+    if (adapter := family.style.forward) is not None:
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return adapter(partial(PlainAttention.forward, self), self, *args, **kwargs)
+
+        namespace["forward"] = forward
+    return type(_class_name(family, modelling.__name__), (QKNormAttention, base), namespace)
 
 
-def _class_name(family: Family) -> str:
-    """The class's name: CLIP's text and image models share an attention class, and only the first is causal."""
-    return f"{PREFIX}{family.attention}" if family.causal else f"{PREFIX}Encoder{family.attention}"
+def _class_name(family: Family, modelling: str) -> str:
+    """The class's name.
+
+    CLIP's text and image models share an attention class, and only the first is causal. Some models call theirs
+    `Attention`: the name then begins with that of their package.
+    """
+    package = modelling.split(".")[-2].title() if family.attention in ("Attention", "MultiHeadAttention") else ""
+    return f"{PREFIX}{package}{family.attention}" if family.causal else f"{PREFIX}Encoder{family.attention}"
 
 
 def __getattr__(name: str) -> type[QKNormAttention]:
     """Return `QKNormLlamaAttention` and the like, so that a patched model can be unpickled."""
     for model_type in known_families():
         family = FAMILIES[model_type]
-        modelling = _modelling(model_type) if name == _class_name(family) else None
-        if modelling is not None and hasattr(modelling, family.attention):
+        modelling = _modelling(model_type) if name.endswith(family.attention) else None
+        if modelling is None or name != _class_name(family, modelling.__name__):
+            continue
+        if hasattr(modelling, family.attention):
             return attention_class(getattr(modelling, family.attention), family)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -136,6 +150,8 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
         set_module_class(module, attention_class(base, family))
         if family.own_cap and (own := getattr(module.config, "qk_norm_base", None)) is not None:
             module.attn_logit_softcapping = own["attn_logit_softcapping"]  # a loaded config holds the scheme's
+        if not hasattr(module, "config"):  # the attention function is chosen by it
+            module.config, module.config_lent = model.config, True
         module.scheme = scheme
         _add_norms(module, scheme)
         if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):
@@ -158,6 +174,8 @@ def uninstall(model: nn.Module) -> None:
             setattr(_parent(model, name), module.family.pre_norm, _removed_norm(module))
             del module.removed_norm
         vars(module).pop("scheme", None)  # absent if `install` failed before
+        if vars(module).pop("config_lent", False):
+            del module.config
         set_module_class(module, module.base_class)
 
 
@@ -253,22 +271,6 @@ def _removed_norm(layer: QKNormAttention) -> nn.Module:
     """The norm that the scheme removed, on the layer's device: it is no submodule, so that `to` does not move it."""
     weight = next(layer.parameters())
     return layer.removed_norm[0] if weight.is_meta else layer.removed_norm[0].to(weight.device, weight.dtype)
-
-
-def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> Rotary | None:
-    """The kernels' rotation from a model's cos and sin: `[B, T, R]` with each angle twice, or `[B, T, R/2]`.
-
-    `rope` is the family's field. "halves": columns i and i + R/2 turn together. "pairs": columns 2i and 2i + 1 do, and
-    the angles are ordered likewise. "pairs_by_halves": as pairs, with angles in the order of halves. "once": as halves,
-    with each angle once.
-    """
-    if positions is None:
-        return None
-    cos, sin = positions
-    width = cos.shape[-1]
-    if rope != "once":
-        cos, sin = (x[..., ::2] if rope == "pairs" else x[..., : width // 2] for x in (cos, sin))
-    return Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))
 
 
 def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:

@@ -14,6 +14,7 @@ from tiny import TINY, tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme
 from hf_qknorm.families import known_families
@@ -52,7 +53,12 @@ def swept(config: pytest.Config) -> list[str]:
 
 def sharp_model(model_type: str, **settings: Any) -> PreTrainedModel:
     """A tiny model whose attention logits spread over several nats; `tiny_model`'s own are near zero."""
-    return tiny_model(model_type, **{"initializer_range": 0.2, **settings})
+    model = tiny_model(model_type, **{"initializer_range": 0.2, **settings})
+    if model_type == "openai-gpt":  # its init ignores the range
+        for module in model.modules():
+            if isinstance(module, Conv1D):
+                nn.init.normal_(module.weight, std=0.2, generator=torch.Generator().manual_seed(0))
+    return model
 
 
 def make_batch(kind: str, *, labels: bool = True) -> dict[str, Any]:

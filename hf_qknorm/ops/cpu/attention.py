@@ -29,6 +29,8 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     not take, with the reason (`why_not`), and RuntimeError where the kernels can't be compiled
     (`build.why_not_built`).
     """
+    if heads.raw:
+        raise ValueError("the C++ kernels do not take this call: they take heads after norm and rotation")
     values = flatten(heads, with_seed(visible, options, heads.q.device), options)
     refuse_forward_mode(values.values())
     return CPU_ATTENTION(values)[0]
@@ -38,18 +40,18 @@ def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
     """The reason why the kernels do not take a call, or None; `build.why_not_built` knows whether they are there."""
     q, k = heads.q, heads.k
     if heads.raw:
-        return "they take heads after norm and rotation"
+        return "the C++ kernels take heads after norm and rotation"
     if q.device.type != "cpu":
-        return f"they are for the CPU, and the heads are on {q.device}"
+        return f"the C++ kernels are for CPUs, and the heads are on {q.device}"
     if visible.mask is not None:
         return f"the mask {list(visible.mask.shape)} is an arbitrary one, and not a range of keys for each query"
     if q.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        return f"they take {known}, and the heads are {str(q.dtype).removeprefix('torch.')}"
+        return f"the C++ kernels take {known}, and the heads are {str(q.dtype).removeprefix('torch.')}"
     if q.shape[3] > MOST_COLUMNS:
-        return f"they take a head_dim of up to {MOST_COLUMNS}, and it is {q.shape[3]}"
+        return f"the C++ kernels take a head_dim of up to {MOST_COLUMNS}, and it is {q.shape[3]}"
     if k.shape[2] > MOST_KEYS:
-        return f"they take up to {MOST_KEYS} keys, and there are {k.shape[2]}"
+        return f"the C++ kernels take up to {MOST_KEYS} keys, and there are {k.shape[2]}"
     return None
 
 
