@@ -58,7 +58,7 @@ class PlainAttention(nn.Module):
         kwargs["dropout"] = style.dropout(self) if self.training else 0.0
         if (softcap := self.softcap) is not None:
             kwargs["softcap"] = softcap
-        if hasattr(self, "sinks"):
+        if "sinks" in self._parameters or "sinks" in vars(self):  # hasattr takes as long as a small operator
             kwargs["s_aux"] = self.sinks
         positions = position_embeddings if style.rotates(self) else None
         out, weights = self._norm_rotate_attend(q, k, v, attention_mask, positions, cache, kwargs)
@@ -73,11 +73,9 @@ class PlainAttention(nn.Module):
         Returns `[B, T, H, D]` and the attention weights or None.
         """
         style = self.family.style
-        if style.parts is None:
-            q, k = self.normed("q_norm", q), self.normed("k_norm", k)
+        q, k, v = self._norm_rotate(q, k, v, positions, cache, options)
         if style.prescaled:
-            q, options = q * self.logit_scale, options | {"scaling": 1.0}
-        q, k, v = style.rotate(self, q, k, v, positions, cache=cache, **options)
+            options = options | {"scaling": 1.0}
         q = self._length_scaled(q, options)
         if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
             q, k = q.to(v.dtype), k.to(v.dtype)
@@ -87,6 +85,17 @@ class PlainAttention(nn.Module):
             k, v = style.expand(self, k, v, **options)
             q, k = q.to(v.dtype), k.to(v.dtype)
         return self._call_backend(q, k, v, mask, options)
+
+    def _norm_rotate(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm and rotate q and k, by the norms' and the model's own functions."""
+        style = self.family.style
+        if style.parts is None:
+            q, k = self.normed("q_norm", q), self.normed("k_norm", k)
+        if style.prescaled:
+            q = q * self.logit_scale
+        return style.rotate(self, q, k, v, positions, cache=cache, **options)
 
     def _call_backend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]

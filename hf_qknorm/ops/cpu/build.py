@@ -73,6 +73,11 @@ def why_not_built() -> str | None:
 why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def is_loaded() -> bool:
+    """Whether this process has loaded the kernels."""
+    return _load.cache_info().currsize > 0 and _load() is None
+
+
 def operators() -> Any:
     """The compiled operators. Raises RuntimeError, with the reason, if they are not there."""
     reason = why_not_built()
