@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family
+from hf_qknorm.model.cross_attention import attend_across
 from hf_qknorm.model.length_scale import scaled_queries
 from hf_qknorm.scheme import Scheme
 
@@ -44,25 +45,33 @@ class PlainAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states `[B, T, C]` to `[B, T, C]` and the attention weights or None.
 
-        `layer_past` is GPT-NeoX's name for `past_key_values`. Other arguments are passed to the attention function.
+        `layer_past` is GPT-NeoX's name for `past_key_values`. With `key_value_states` `[B, S, C]`, of an encoder, it
+        is cross-attention. Other arguments are passed to the attention function.
         """
-        style = self.family.style
+        style, states = self.family.style, kwargs.pop("key_value_states", None)
+        cache = layer_past if past_key_values is None else past_key_values
+        if states is not None:
+            out, weights = attend_across(self, hidden_states, states, attention_mask, cache, self._options(kwargs))
+            return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
         q, k, v, *rest = style.project(self, hidden_states)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if style.parts is None:
             v = self.normed("v_norm", v)
-        cache = layer_past if past_key_values is None else past_key_values
         cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
-        options = {**kwargs, "scaling": self.logit_scale, "sliding_window": self.window}
-        options["dropout"] = style.dropout(self) if self.training else 0.0
+        positions = position_embeddings if style.rotates(self) else None
+        out, weights = self._norm_rotate_attend(q, k, v, attention_mask, positions, cache, self._options(kwargs))
+        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return style.output(self, out, *rest), weights
+
+    def _options(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the attention function by name: those of the forward, and the layer's own."""
+        options = {**arguments, "scaling": self.logit_scale, "sliding_window": self.window}
+        options["dropout"] = self.family.style.dropout(self) if self.training else 0.0
         if self.softcap is not None:
             options["softcap"] = self.softcap
         if hasattr(self, "sinks"):
             options["s_aux"] = self.sinks
-        positions = position_embeddings if style.rotates(self) else None
-        out, weights = self._norm_rotate_attend(q, k, v, attention_mask, positions, cache, options)
-        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return style.output(self, out, *rest), weights
+        return options
 
     def _norm_rotate_attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
