@@ -25,6 +25,7 @@ from hf_qknorm.ops.types import Heads, Options, StaticCache, Visible
 CAP_BACKENDS: Final = (
     "hf_qknorm",
     "hf_qknorm_triton",
+    "hf_qknorm_cpu",
     "hf_qknorm_tiled",
     "hf_qknorm_eager",
     "eager",
@@ -156,6 +157,13 @@ def triton_attention(
     return _call_operator(choice.kernel_attention, module, Heads(query, key, value), attention_mask, **kwargs)
 
 
+def cpu_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The C++ kernels, or a ValueError with the reason; `attn_implementation="hf_qknorm_cpu"`."""
+    return _call_operator(choice.cpp_attention, module, Heads(query, key, value), attention_mask, **kwargs)
+
+
 def tiled_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -217,6 +225,7 @@ def eager_attention(
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {
     "hf_qknorm": best_attention,
     "hf_qknorm_triton": triton_attention,
+    "hf_qknorm_cpu": cpu_attention,
     "hf_qknorm_tiled": tiled_attention,
     "hf_qknorm_eager": eager_attention,
 }
