@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family
+from hf_qknorm.model.cross_attention import attend_across
 from hf_qknorm.model.length_scale import scaled_queries
 from hf_qknorm.scheme import Scheme
 
@@ -44,22 +45,26 @@ class PlainAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states `[B, T, C]` to `[B, T, C]` and the attention weights or None.
 
-        `layer_past` is GPT-NeoX's name for `past_key_values`. Other arguments are passed to the attention function.
+        `layer_past` is GPT-NeoX's name for `past_key_values`. With `key_value_states` `[B, S, C]`, of an encoder, it
+        is cross-attention. Other arguments are passed to the attention function.
         """
-        style = self.family.style
-        q, k, v, *rest = style.project(self, hidden_states)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if style.parts is None:
-            v = self.normed("v_norm", v)
+        style, states = self.family.style, kwargs.pop("key_value_states", None)
         cache = layer_past if past_key_values is None else past_key_values
-        if cache is not None:
-            cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
         kwargs["scaling"], kwargs["sliding_window"] = self.logit_scale, self.window
         kwargs["dropout"] = style.dropout(self) if self.training else 0.0
         if (softcap := self.softcap) is not None:
             kwargs["softcap"] = softcap
         if "sinks" in self._parameters or "sinks" in vars(self):  # hasattr takes as long as a small operator
             kwargs["s_aux"] = self.sinks
+        if states is not None:
+            out, weights = attend_across(self, hidden_states, states, attention_mask, cache, kwargs)
+            return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+        q, k, v, *rest = style.project(self, hidden_states)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if style.parts is None:
+            v = self.normed("v_norm", v)
+        if cache is not None:
+            cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
         positions = position_embeddings if style.rotates(self) else None
         out, weights = self._norm_rotate_attend(q, k, v, attention_mask, positions, cache, kwargs)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
