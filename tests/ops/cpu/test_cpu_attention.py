@@ -42,7 +42,7 @@ def drawn_case(number: int) -> tuple[Case, torch.dtype]:
         causal=draw((False, True, True)),
         window=draw((None, None, 7, 40)),
         softcap=draw((None, 5.0, 30.0, 50.0, 64.0, 80.0)),
-        ranges=draw((None, None, "left_padding", "packed", "window", "shared")),
+        ranges=draw((None, None, "left_padding", "right_padding", "window", "shared")),
         sinks=draw((False, False, True)),
         dropout=draw((0.0, 0.0, 0.2, 0.6)),
         spread=draw((0.3, 0.5, 1.0)),
