@@ -72,6 +72,11 @@ def why_not_built() -> str | None:
 why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def is_loaded() -> bool:
+    """Whether this process has loaded the kernels."""
+    return _load.cache_info().currsize > 0 and _load() is None
+
+
 def operators() -> Any:
     """The compiled operators. Raises RuntimeError, with the reason, if they are not there."""
     reason = why_not_built()
@@ -109,7 +114,7 @@ def _command() -> list[str]:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-isystem", str(root / "include"), f"-L{root / 'lib'}"),
         *map(str, sorted(SOURCES.glob("*.cpp"))),
-        *("-ltorch_cpu", "-lc10"),  # not OpenMP, so that its functions come from the library that torch has loaded
+        *("-ltorch_cpu", "-lc10"),  # OpenMP, libgomp.so.1, is the one that torch has loaded, by its name
     ]
 
 
