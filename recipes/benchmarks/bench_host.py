@@ -41,6 +41,7 @@ from hf_qknorm import patch_model
 from hf_qknorm.backends import choice
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.ops import fused_checks
+from hf_qknorm.ops.cpu.use import SWITCH
 
 HOPPER = 90
 HEADS, HEADS_KV, HEAD_DIM, ROOM = 2, 1, 16, 512  # the last is the keys of the static cache
@@ -69,6 +70,8 @@ class Launches:
         driver.set_active(Target(HOPPER))
         CompiledKernel._init_handles = lambda kernel: self._load(kernel)
         choice.KERNELS_ON_CPU = True
+        switch = os.environ.get(SWITCH)
+        os.environ[SWITCH] = "0"  # a GPU has no C++ kernels
         fused_checks._why_not_here = lambda device: None
         fused_checks.check_positions = lambda positions, room: None  # a GPU's kernel checks them
         try:
@@ -77,6 +80,10 @@ class Launches:
             driver._active, CompiledKernel._init_handles = active, load
             fused_checks._why_not_here, fused_checks.check_positions = here, positions
             choice.KERNELS_ON_CPU = on_cpu
+            if switch is None:
+                del os.environ[SWITCH]
+            else:
+                os.environ[SWITCH] = switch
 
     def _load(self, kernel: CompiledKernel) -> None:
         """In the place of `CompiledKernel._init_handles`, which needs a GPU."""
