@@ -47,6 +47,14 @@ FAMILIES: Final[dict[str, Family]] = {
     "beam": Family("BeamAttention", gated.BEAM, rope=None, own_norms=True, slides=by_layer),
     "bert": Family("BertSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "bert-generation": Family("BertGenerationSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
+    "big_bird": Family(
+        "BigBirdSelfAttention",
+        encoder.INLINE,
+        "layer",
+        "",
+        causal="is_decoder",
+        unsupported=encoder.unsupported_bigbird,
+    ),
     "bigbird_pegasus": Family(
         "BigBirdPegasusDecoderAttention",
         seq2seq.BIGBIRD,
@@ -71,6 +79,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "cohere2": Family("Cohere2Attention", separate.COHERE2, "layer", "", "pairs", slides=by_layer),
     "cohere2_moe": Family("Cohere2MoeAttention", separate.COHERE2_MOE, "layer", "", "pairs", slides=by_layer),
     "cohere_compass_text": Family("CohereCompassAttention", separate.GRANITE_HYBRID, "layer", "", slides=by_layer),
+    "ctrl": Family("MultiHeadAttention", learned.CTRL, "layer", "layernorm1", None),
     "cwm": Family("CwmAttention", separate.LLAMA, slides=by_layer),
     "data2vec-text": Family("Data2VecTextSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "dbrx": Family("DbrxAttention", fused.DBRX, "layer", ""),

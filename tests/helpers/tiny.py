@@ -100,6 +100,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bert": _DECODER,
     "bert-generation": _DECODER,
+    "big_bird": {**_DECODER, "attention_type": "original_full", "use_bias": True},
     "bloom": {
         "seq_length": 128,
         "hidden_dropout": 0.1,
@@ -120,6 +121,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
             "full_attention": None,
         },
     },
+    "ctrl": {"dff": 96, "n_positions": 128},
     "cwm": _BOTH,
     "data2vec-text": _DECODER,
     "dbrx": {
