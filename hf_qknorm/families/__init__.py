@@ -24,6 +24,7 @@ from hf_qknorm.families import (
     learned,
     normed,
     partial,
+    relative,
     scaled,
     separate,
     seq2seq,
@@ -156,6 +157,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "mixtral": Family("MixtralAttention", separate.LLAMA, slides=everywhere),
     "modernbert-decoder": Family("ModernBertDecoderAttention", separate.MODERNBERT, "layer", "", slides=by_layer),
     "mpt": Family("MptAttention", alibi.MPT, "layer", "norm_1", None),
+    "mt5": Family("MT5Attention", relative.T5, "rms", "", None, causal=False),
     "mvp": Family(
         "MvpAttention",
         seq2seq.INLINE,
@@ -208,6 +210,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "solar_open": Family("SolarOpenAttention", separate.LLAMA),
     "stablelm": Family("StableLmAttention", partial.STABLELM, "layer", "", own_norms="qk_layernorm"),
     "starcoder2": Family("Starcoder2Attention", separate.STARCODER2, "layer", slides=everywhere),
+    "t5": Family("T5Attention", relative.T5, "rms", "", None, causal=False),
     "trocr": Family("TrOCRAttention", seq2seq.INLINE, "layer", "", None, causal="!is_encoder_decoder"),
     "vaultgemma": Family("VaultGemmaAttention", separate.LLAMA, gain_plus_one=True, own_cap=True, slides=by_layer),
     "vit": Family("ViTAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
