@@ -25,6 +25,7 @@ from hf_qknorm.ops.types import Heads, Options, StaticCache, Visible
 CAP_BACKENDS: Final = (
     "hf_qknorm",
     "hf_qknorm_triton",
+    "hf_qknorm_cpu",
     "hf_qknorm_tiled",
     "hf_qknorm_eager",
     "eager",
@@ -33,6 +34,8 @@ CAP_BACKENDS: Final = (
     "flash_attention_3",
     "flash_attention_4",
 )
+# Those that add a position bias to the logits.
+BIAS_BACKENDS: Final = ("eager", "sdpa", "hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager")
 # Servers replace the attention function and read the cap from config.attn_logit_softcapping themselves.
 SERVER_BACKENDS: Final = ("vllm", "sglang")
 
@@ -55,6 +58,15 @@ def check_cap_backend(name: str, softcap: float) -> None:
     raise ValueError(
         f"attn_implementation={name!r} can't cap attention logits (softcap={softcap:g}) and would drop the cap. {able}"
     )
+
+
+def check_bias_backend(name: str) -> None:
+    """Raise ValueError unless the backend `name` adds a model's position bias to the logits."""
+    if name not in BIAS_BACKENDS:
+        raise ValueError(
+            f"attn_implementation={name!r} would drop the position bias that this model adds to its logits. Backends "
+            f"that add it: {', '.join(BIAS_BACKENDS)}"
+        )
 
 
 def attention_function(
@@ -127,10 +139,14 @@ def best_attention(
     """The first implementation of `choice` that takes the call; `attn_implementation="hf_qknorm"`.
 
     All need memory linear in the length, and together support cap, window, sinks and dropout. For
-    `output_attentions=True` it is the eager function, which holds every logit in memory.
+    `output_attentions=True`, and for the gradient of a position bias, it is the eager function, which holds every logit
+    in memory.
     """
     if weights_wanted(kwargs):
         choice.log_once("forms every logit in memory, for output_attentions=True")
+        return eager_attention(module, query, key, value, attention_mask, **kwargs)
+    if (bias := kwargs.get("position_bias")) is not None and bias.requires_grad and torch.is_grad_enabled():
+        choice.log_once("forms every logit in memory, for the gradient of the position bias")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
     return _call_operator(choice.best_attention, module, Heads(query, key, value), attention_mask, **kwargs)
 
@@ -139,8 +155,17 @@ def triton_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The kernels, or a ValueError with the reason; `attn_implementation="hf_qknorm_triton"`."""
+    if kwargs.get("position_bias") is not None:
+        choice.refuse("the model adds a position bias to its logits")
     choice.refuse(why_not_kernels(query, key, value, attention_mask))
     return _call_operator(choice.kernel_attention, module, Heads(query, key, value), attention_mask, **kwargs)
+
+
+def cpu_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The C++ kernels, or a ValueError with the reason; `attn_implementation="hf_qknorm_cpu"`."""
+    return _call_operator(choice.cpp_attention, module, Heads(query, key, value), attention_mask, **kwargs)
 
 
 def tiled_attention(
@@ -204,6 +229,7 @@ def eager_attention(
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {
     "hf_qknorm": best_attention,
     "hf_qknorm_triton": triton_attention,
+    "hf_qknorm_cpu": cpu_attention,
     "hf_qknorm_tiled": tiled_attention,
     "hf_qknorm_eager": eager_attention,
 }

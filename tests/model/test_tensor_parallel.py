@@ -24,6 +24,7 @@ SCHEMES = {
     "scalar": Scheme(q="l2", k="l2", gain="scalar", scale=1.0),
     "knee": Scheme(**NORMED, knee=4.0),
     "knee alone": Scheme(**NORMED, gain="none", knee=4.0),
+    "latent": Scheme(**NORMED, gain="per_head"),
 }
 STYLES = {
     "shared": "replicated_with_grad_allreduce",
@@ -35,7 +36,8 @@ STYLES = {
 
 def made(gain: str) -> PreTrainedModel:
     """In double precision: the gradient of one number for a whole layer is a sum of terms that cancel."""
-    return as_loaded(randomise(patch_model(sharp_model("llama"), SCHEMES[gain]))).double()
+    model_type = "minicpm3" if gain == "latent" else "llama"
+    return as_loaded(randomise(patch_model(sharp_model(model_type), SCHEMES[gain]))).double()
 
 
 @pytest.fixture(scope="module")

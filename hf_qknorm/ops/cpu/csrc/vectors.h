@@ -1,6 +1,7 @@
 // Vectors of fp32 numbers, conversions to and from the dtype of the heads, and scratch memory of a thread.
 #pragma once
 
+#include <ATen/cpu/vec/functional_base.h>
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -26,11 +27,7 @@ inline float largest_of(Vec x) {
 }
 
 inline float sum_of(Vec x) {
-  float numbers[LANES];
-  x.store(numbers);
-  float sum = 0;
-  for (float number : numbers) sum += number;
-  return sum;
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
 }
 
 inline Vec load_wide(const float* x) { return Vec::loadu(x); }
