@@ -160,5 +160,6 @@ def limited(arch: int = HOPPER, few: bool = False) -> set[tuple[str, int, str, b
     """The configurations with a limit of slots: kernel, head_dim, TANH, ONLINE and DROPOUT."""
     gluon_loops = GLUON if arch == HOPPER and not few else {}
     found = {("forward_kernel", *loop, False) for loop in LIMITS[arch].slots}
-    found |= {("forward_kernel", columns, "none", True, True) for columns in LIMITS[arch].dropout}
+    if not few:
+        found |= {("forward_kernel", columns, "none", True, True) for columns in LIMITS[arch].dropout}
     return found | {("gluon_forward_kernel", *loop, False) for loop in gluon_loops}
