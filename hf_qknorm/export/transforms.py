@@ -59,6 +59,18 @@ def rename_experts(plan: TensorPlan, config: Any) -> None:
             plan.rename(name, f"{layer}.mlp." + ".".join(names.get(word, word) for word in rest.split(".")))
 
 
+def make_experts(plan: TensorPlan, config: Any) -> None:
+    """Rename Mixtral's experts, or make another model's MLP the single expert, whose weight is always 1."""
+    if config.base_model_type == "mixtral":
+        rename_experts(plan, config)
+        return
+    for layer in range(config.num_hidden_layers):
+        mlp = f"model.layers.{layer}.mlp."
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            plan.rename(f"{mlp}{part}.weight", f"{mlp}experts.0.{part}.weight")
+        plan.fill(f"{mlp}gate.weight", f"{mlp}experts.0.gate_proj.weight", (1, config.hidden_size), 0.0)
+
+
 def fill_output_bias(plan: TensorPlan, config: Any) -> None:
     """Add a zero bias of the output projection: Qwen 2 has biases on q, k and v alone, the target on all four."""
     for layer in range(config.num_hidden_layers if biased(config) else 0):
@@ -102,15 +114,17 @@ def align_eps(plan: TensorPlan, config: Any) -> None:
 
 
 def share_gains(plan: TensorPlan, config: Any) -> None:
-    """Expand the gains of q and k to `[D]`, and fold all that scales the logits into those of the queries."""
+    """Expand the gains of q and k to one entry a channel, and fold all that scales the logits into the queries'."""
     width, scheme = head_dim(config), config.scheme
+    together = {"q": config.num_attention_heads, "k": config.num_key_value_heads} if scheme.width == "all" else {}
     summed = sum(norms.NORMS[norm].summed for norm in (scheme.q, scheme.k) if norm is not None)
     factor = _scale_factor(config) * width ** (-0.5 * summed)  # a summed norm gives length 1, the others √D
     for layer in range(config.num_hidden_layers):
-        for name in (f"{attention(layer)}{letter}_norm.weight" for letter in "qk"):
-            plan.fill_missing(name, f"{attention(layer)}q_proj.weight", (width,), 1.0)
-            if plan.planned[name].shape != (width,):
-                plan.change(name, lambda gain: gain.expand(width), (width,))
+        for letter in "qk":
+            name, channels = f"{attention(layer)}{letter}_norm.weight", width * together.get(letter, 1)
+            plan.fill_missing(name, f"{attention(layer)}q_proj.weight", (channels,), 1.0)
+            if plan.planned[name].shape != (channels,):
+                plan.change(name, partial(torch.Tensor.expand, size=(channels,)), (channels,))
     reason = f"with scale={scheme.scale} and norms {scheme.q}, {scheme.k} the queries' gains would be scaled"
     _scale(plan, config, ("q_norm",), factor, reason)
 

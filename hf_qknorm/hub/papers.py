@@ -27,6 +27,7 @@ PAPERS: Final = {
     "henry": Paper("Henry et al. 2020", "2010.04245"),
     "lp": Paper("López-Rubio et al. 2026", "2602.05006"),
     "qwen3": Paper("Qwen3", "2505.09388"),
+    "olmo2": Paper("OLMo 2", "2501.00656"),
     "gemma2": Paper("Gemma 2", "2408.00118"),
     "ssmax": Paper("Nakanishi 2025", "2501.19399"),
 }
@@ -43,7 +44,7 @@ def papers_of(scheme: Scheme) -> list[Paper]:
     keys = {key for norm in scheme.norms if norm in NORMS for key in NORMS[norm].papers}
     keys |= {"rybakov", "gemma2"} if scheme.softcap is not None else set()
     keys |= {"ssmax"} if scheme.length_scale is not None else set()
-    keys |= {"qwen3"} if scheme.q == scheme.k == "rms" else set()
+    keys |= {"qwen3" if scheme.width == "head" else "olmo2"} if scheme.q == scheme.k == "rms" else set()
     return [paper for key, paper in PAPERS.items() if key in keys]
 
 
@@ -68,9 +69,12 @@ def change_sentences(scheme: Scheme) -> list[str]:
     for norm in dict.fromkeys(scheme.norms):
         normed = " and ".join(name for name, its in parts.items() if its == norm)
         order = f" (p = {scheme.p:g})" if NORMS[norm].any_order else ""
+        where, gain = "of every head are normalised over `head_dim`", GAINS[scheme.gain]
+        if scheme.width == "all":
+            where, gain = "of all heads are normalised together", gain.partition(", shared")[0]
         sentences.append(
-            f"The **{normed}** of every head are normalised over `head_dim` by {NORMS[norm].title}{order}, with "
-            f"{GAINS[scheme.gain]}{' and a bias' if scheme.has_bias(norm) else ''}"
+            f"The **{normed}** {where} by {NORMS[norm].title}{order}, with "
+            f"{gain}{' and a bias' if scheme.has_bias(norm) else ''}"
             ", before any rotary embedding and before the KV cache."
         )
     if scheme.knee:

@@ -65,10 +65,13 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         return alone and not padded and not reordered and not self.observers
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
-        """x and the norm that the kernel applies to it; a norm of another class, or with hooks, is applied here."""
+        """x and the norm that the kernel applies to it.
+
+        A norm over all heads, of another class, or with hooks is applied here.
+        """
         module: Any = self._modules.get(name)
         norm = _active(module)
-        if type(norm) is HeadNorm and is_unhooked(norm) and is_unhooked(module):
+        if type(norm) is HeadNorm and not norm.wide and is_unhooked(norm) and is_unhooked(module):
             return x, norm.as_norm()
         return self._normed(name, x), Norm()
 

@@ -164,11 +164,11 @@ def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:
         unit = longest.clamp_min(torch.finfo(torch.float64).tiny)[:, None]  # avoids overflow in the power
         longest = longest * (gain / unit).pow(order).sum(-1).pow(1 / order)
     if not NORMS[norm.norm].summed:
-        longest = longest * head_dim ** (1 / norm.order)
+        longest = longest * norm.channels ** (1 / norm.order)  # over all heads, one may have the whole length
     return longest if norm.bias is None else longest + _rows(norm.bias, head_dim).norm(dim=-1)
 
 
 def _rows(parameter: Tensor, head_dim: int) -> Tensor:
-    """A gain or bias of all ranks as rows, `[H, D]` or `[1, D]` in fp64."""
+    """A gain or bias of all ranks as rows, `[H, D]` or `[1, D]` in fp64; `[H·D]` as `[H, D]`."""
     values = full_tensor(parameter.detach()).double().cpu()
-    return values.reshape(-1, values.shape[-1]).expand(-1, head_dim)
+    return values.reshape(-1, min(values.shape[-1], head_dim)).expand(-1, head_dim)

@@ -146,5 +146,6 @@ def _gain(norm: HeadNorm | None, heads: int) -> Numbers | None:
     """The root mean square of each head's gain."""
     if norm is None or norm.weight is None:
         return None
-    rows = full_tensor(norm.weight.detach()).double().view(-1, norm.weight.shape[-1])
+    weight = full_tensor(norm.weight.detach()).double()
+    rows = weight.view(-1, min(weight.shape[-1], norm.head_dim))
     return tuple(rows.pow(2).mean(-1).sqrt().expand(heads).tolist())
