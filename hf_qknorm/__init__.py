@@ -14,6 +14,7 @@
 | convert a checkpoint | `calibrate`, `convert_checkpoint`, `plan_conversion` |
 | inspect | `inspect_model`, `logit_statistics` |
 | train | `LogitMonitor`, `BlendSchedule`, `CapSchedule`, `KneeSchedule`, `peft_modules_to_save` |
+| remove norms | `start_removal`, `remove_norms` |
 | optimise | `MuonClip`, `QKClip`, `QuacK` |
 | share | `push_to_hub`, `add_standalone`, `export_native` |
 
@@ -49,6 +50,7 @@ _LATE = {
     "training.logit_monitor": ("LogitMonitor",),
     "training.muon": ("MuonClip",),
     "training.quack": ("QuacK",),
+    "training.removal": ("remove_norms", "start_removal"),
 }
 if TYPE_CHECKING:
     from hf_qknorm.convert.calibrate import calibrate
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from hf_qknorm.training.logit_monitor import LogitMonitor
     from hf_qknorm.training.muon import MuonClip
     from hf_qknorm.training.quack import QuacK
+    from hf_qknorm.training.removal import remove_norms, start_removal
 else:
 
     def __getattr__(name: str) -> Any:
@@ -82,7 +85,8 @@ __all__ = [
     "FAMILIES", "SCHEMES", "BlendSchedule", "Calibration", "CapSchedule", "Inspection", "KneeSchedule", "LogitMonitor",
     "LogitStatistics", "MuonClip", "NativeExport", "Plan", "QKClip", "QuacK", "Scheme", "__version__", "add_standalone",
     "calibrate", "convert_checkpoint", "export_native", "inspect_model", "logit_statistics", "patch_model",
-    "peft_modules_to_save", "plan_conversion", "push_to_hub", "set_blend", "set_cap", "set_knee", "unpatch_model",
+    "peft_modules_to_save", "plan_conversion", "push_to_hub", "remove_norms", "set_blend", "set_cap", "set_knee",
+    "start_removal", "unpatch_model",
 ]  # fmt: skip
 
 

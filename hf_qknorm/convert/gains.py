@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -126,7 +126,7 @@ class ClosedFormGains:
         self.model, self.ranks, self.powers = model, ranks, expected
         for _ in range(2):
             self.sums = {key: NormSums(norm, knees, self.powers[key]) for key, norm in named_norms(model).items()}
-            with _observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
+            with observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
                 for batch, counts in progress_bar(ranks.own_batches(batches), desc="moments", unit="batch"):
                     run(batch, counts)
             for found in self.sums.values():
@@ -181,7 +181,7 @@ def rescale_folded_weights(model: Any, batches: Batches) -> None:
         norm: Any = layer.removed_norm[0]
         return lambda x: sigmas[layer].add(norm.sigma(x).double())
 
-    with _observed_inputs(model, {layer.removed_norm[0]: observer(layer) for layer in sigmas}) as run:
+    with observed_inputs(model, {layer.removed_norm[0]: observer(layer) for layer in sigmas}) as run:
         for batch in batches:
             run(batch, True)
     for layer, sigma in sigmas.items():
@@ -189,10 +189,10 @@ def rescale_folded_weights(model: Any, batches: Batches) -> None:
 
 
 @contextmanager
-def _observed_inputs(
-    model: Any, observers: Mapping[nn.Module, Callable[[Tensor], None]]
+def observed_inputs(
+    model: Any, observers: Mapping[nn.Module, Callable[[Tensor], None]], *, unpatched: bool = True
 ) -> Iterator[Callable[[dict[str, Tensor], bool], None]]:
-    """Yield `run(batch, counts)`: a pass of the unpatched model in which each module's observer gets its inputs.
+    """Yield `run(batch, counts)`: a pass of the model, by default unpatched; each module's observer gets its inputs.
 
     Inputs are `[N, ...]`, a row for each token that is not padding; none where `counts` is False.
     """
@@ -207,7 +207,7 @@ def _observed_inputs(
         nonlocal counted
         mask = batch.get("attention_mask") if counts else torch.zeros_like(batch["input_ids"])
         counted = None if mask is None else mask.bool().flatten()
-        with as_unpatched(model):
+        with as_unpatched(model) if unpatched else nullcontext():
             model(**{key: value.to(input_device(model)) for key, value in batch.items()}, use_cache=False)
 
     with ExitStack() as hooks:

@@ -8,12 +8,15 @@ subtracted first, so that the product rounds small numbers only.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.tiled_blocks import Problem
+from hf_qknorm.ops import team
+from hf_qknorm.ops.tiled_blocks import Problem, Share, shares
 from hf_qknorm.ops.types import Heads, Options, Visible, laid_out
 
 LOG2E = math.log2(math.e)
@@ -25,7 +28,19 @@ def forward(heads: Heads, visible: Visible, options: Options) -> tuple[Tensor, T
     The log-sum-exp is the sum of its two parts, the maximum and the rest: one number would round away digits of large
     logits that the backward pass needs. For a query without keys it is +inf.
     """
-    problem = Problem(heads, visible, options)
+    q = heads.q
+    results = laid_out(q), q.new_empty((*q.shape[:3], 2), dtype=torch.promote_types(q.dtype, torch.float32))
+
+    def attend(share: Share) -> None:
+        found = _forward(Problem(heads, visible, options, share))
+        _write(results, found, share, heads.k.shape[1])
+
+    team.run([partial(attend, share) for share in shares(heads)], q.device)
+    return results
+
+
+def _forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output `[B·Hk, G, T, D]` and log-sum-exp `[B·Hk, G, T, 2]` of a problem."""
     out = problem.q.new_zeros(problem.q.shape)
     lse = problem.q.new_full((*problem.q.shape[:3], 2), math.inf)
     buffer, spare = problem.buffer(), problem.buffer()
@@ -46,20 +61,38 @@ def forward(heads: Heads, visible: Visible, options: Options) -> tuple[Tensor, T
         rows = torch.bmm(weights, problem.span(problem.v, block))
         problem.put(out, block, rows.div_(total.masked_fill(empty, 1.0)))
         problem.put(lse, block, torch.cat([shift, total.log_().masked_fill_(empty, math.inf)], -1))
-    shape = heads.q.shape
-    return laid_out(heads.q).copy_(out.view(shape)), lse.view(*shape[:3], 2)
+    return out, lse
 
 
 def backward(
     grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks, from `grad` `[B, H, T, D]` and the results of `forward`."""
-    problem = Problem(heads, visible, options)
-    grads, outs = problem.grouped(grad), problem.grouped(out)
-    lses = problem.grouped(lse)
+    (q, k, v, *_), sinks, parts = heads, visible.sinks, shares(heads)
+    results = tuple(x.new_empty(x.shape) for x in (q, k, v))
+    # Each share's part of the sinks' gradient has a row of its own: a batch that is shared out is added up in order.
+    dsinks = lse.new_zeros((len(parts), q.shape[1]))
+
+    def differentiate(number: int, share: Share) -> None:
+        problem = Problem(heads, visible, options, share)
+        given = [problem.grouped(share.of(x, k.shape[1])) for x in (grad, out, lse)]
+        *found, flow = _backward(problem, *given)
+        _write(results, found, share, k.shape[1])
+        if flow is not None:
+            share.of(dsinks[None, number], k.shape[1]).copy_(flow.view(1, -1))
+
+    team.run([partial(differentiate, *numbered) for numbered in enumerate(parts)], q.device)
+    dq, dk, dv = results
+    return dq, dk, dv, None if sinks is None else dsinks.sum(0).to(sinks.dtype)
+
+
+def _backward(
+    problem: Problem, grads: Tensor, outs: Tensor, lses: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of a problem's q, k, v and sinks, from gradients and results in the layout of q."""
     dq, dk, dv = (x.new_zeros(x.shape) for x in (problem.q, problem.k, problem.v))
     dsinks = None if problem.sinks is None else torch.zeros_like(problem.sinks)
-    cap, scale = options.softcap, options.scale
+    scale, cap = problem.options[:2]
     first, second = problem.buffer(), problem.buffer()
     for block in problem.blocks:
         grad_rows, query_rows = problem.part(grads, block), problem.part(problem.q, block)
@@ -87,13 +120,14 @@ def backward(
             flow = torch.exp(sink - (largest + rest)[..., None]).mul_(delta).neg_()
             flow.masked_fill_(rest[..., None] == math.inf, 0.0)
             dsinks += flow.view(-1, problem.heads_kv, problem.group, block.shape[1], 1).sum((0, 3), keepdim=True)[0]
-    (q, k, v, *_), sinks = heads, visible.sinks
-    return (
-        dq.mul_(scale).view(q.shape).to(q.dtype),
-        dk.view(k.shape).to(k.dtype),
-        dv.view(v.shape).to(v.dtype),
-        None if dsinks is None or sinks is None else dsinks.view(sinks.shape).to(sinks.dtype),
-    )
+    return dq.mul_(scale), dk, dv, dsinks
+
+
+def _write(results: Sequence[Tensor], found: Sequence[Tensor], share: Share, heads_kv: int) -> None:
+    """Write a share's results `[B·Hk, ...]` to their places in those of the call, `[B, H, ...]`."""
+    for whole, part in zip(results, found, strict=True):
+        place = share.of(whole, heads_kv)
+        place.copy_(part.view(place.shape))
 
 
 class HeadStatistics(NamedTuple):

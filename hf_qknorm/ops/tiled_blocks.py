@@ -9,18 +9,56 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_qknorm.ops import team
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 BLOCK_ROWS = 64  # rows of logits a head and block: small enough for the cache, large enough for a good matmul
 BLOCK_LOGITS = 1 << 22  # logits in one block at most (16 MiB in fp32)
+SHARED_LOGITS = 1 << 21  # with fewer logits in a call, threads take longer to start than they save
 
 # tanh(x) ≈ x·P(x²) on |x| ≤ SMALL to 3.5e-8, by interpolation at Chebyshev nodes; highest power first.
 SMALL = 0.35
 TANH_SMALL = (-0.04895564, 0.13295752, -0.3333242, 0.99999997)
+
+
+class Share(NamedTuple):
+    """A part of a call: these batch entries, and these key/value heads with their queries."""
+
+    batch: slice
+    heads_kv: slice
+
+    def of(self, x: Tensor, heads_kv: int) -> Tensor:
+        """The part of x `[B or 1, H or Hk or 1, ...]`."""
+        x = x if x.shape[0] == 1 else x[self.batch]
+        group = x.shape[1] // heads_kv  # 0: one for all heads
+        first, last = self.heads_kv.start, self.heads_kv.stop
+        return x[:, first * group : last * group] if group else x
+
+
+def shares(heads: Heads) -> list[Share]:
+    """The parts of a call to compute side by side: heads, which take equally long, or batch entries.
+
+    One part, for torch's own threads to share, on other devices, for small calls and for few heads.
+    """
+    batch, heads_kv = heads.k.shape[:2]
+    count = team.threads() if heads.q.device.type == "cpu" else 1
+    small = math.prod(heads.q.shape[:3]) * heads.k.shape[2] < SHARED_LOGITS
+    if count == 1 or small or max(batch, heads_kv) < count:
+        return [Share(slice(0, batch), slice(0, heads_kv))]
+    if heads_kv >= count:
+        return [Share(slice(0, batch), part) for part in _parts(heads_kv, count)]
+    return [Share(part, slice(0, heads_kv)) for part in _parts(batch, count)]
+
+
+def _parts(size: int, count: int) -> list[slice]:
+    """0 to `size` in `count` parts, or in more if these are not equal."""
+    count = count if size % count == 0 else min(size, 3 * count)
+    return [slice(size * i // count, size * (i + 1) // count) for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -31,7 +69,6 @@ class Block:
     heads: slice
     rows: slice
     cols: slice
-    number: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -41,11 +78,20 @@ class Block:
 
 
 class Problem:
-    """One attention call in the layout of the loops: q `[B·Hk, G, T, D]`, k and v `[B·Hk, S, D]`."""
+    """A share of an attention call, in the layout of the loops: q `[B·Hk, G, T, D]`, k and v `[B·Hk, S, D]`.
 
-    def __init__(self, heads: Heads, visible: Visible, options: Options) -> None:
-        q, k, v = heads[:3]
-        ranges, sinks, self.seed, self.mask = visible
+    All sizes are the share's. Without a share it is the whole call.
+    """
+
+    def __init__(self, heads: Heads, visible: Visible, options: Options, share: Share | None = None) -> None:
+        whole_kv = heads.k.shape[1]
+        share = share or Share(slice(0, heads.k.shape[0]), slice(0, whole_kv))
+        q, k, v = (share.of(x, whole_kv) for x in heads[:3])
+        ranges, sinks, self.seed, mask = visible
+        ranges = ranges if ranges is None or ranges.shape[0] == 1 else ranges[share.batch]
+        sinks = None if sinks is None else share.of(sinks[None], whole_kv)[0]
+        self.mask = None if mask is None else share.of(mask, whole_kv)
+        self.share, self.whole_kv, self.whole_batch = share, whole_kv, heads.k.shape[0]
         self.batch, count, self.queries, _ = q.shape
         self.heads_kv, self.keys = k.shape[1], k.shape[2]
         self.group = count // self.heads_kv
@@ -71,10 +117,9 @@ class Problem:
         return self.q.new_empty(largest * self.heads_kv * self.group)
 
     def _blocks(self) -> Iterator[Block]:
-        """The blocks in order; the same for forward, backward and the dropout mask."""
+        """The blocks in order."""
         rows = max(BLOCK_ROWS // self.group, 16)
         batches = max(BLOCK_LOGITS // (self.heads_kv * self.group * rows * max(self.keys, 1)), 1)
-        number = 0
         for first in range(0, self.batch, batches):
             batch = slice(first, min(first + batches, self.batch))
             heads = slice(batch.start * self.heads_kv, batch.stop * self.heads_kv)
@@ -82,15 +127,19 @@ class Problem:
                 block_rows = slice(start, min(start + rows, self.queries))
                 cols = self._keys_seen(batch, block_rows)
                 if cols.stop > cols.start:
-                    yield Block(batch, heads, block_rows, cols, number)
-                number += 1
+                    yield Block(batch, heads, block_rows, cols)
+
+    def _keys_near(self, rows: slice) -> slice:
+        """The range of keys that causality and the window leave of the queries."""
+        offset = self.keys - self.queries
+        lo = 0 if self.most is None else min(max(rows.start + offset - self.most, 0), self.keys)
+        hi = self.keys if self.least is None else min(max(rows.stop + offset - self.least, 0), self.keys)
+        return slice(lo, max(lo, hi))
 
     def _keys_seen(self, batch: slice, rows: slice) -> slice:
         """The range of keys that any of the queries sees."""
-        offset = self.keys - self.queries
-        lo = 0 if self.most is None else max(rows.start + offset - self.most, 0)
-        hi = self.keys if self.least is None else min(max(rows.stop + offset - self.least, 0), self.keys)
-        lo = min(lo, self.keys)
+        near = self._keys_near(rows)
+        lo, hi = near.start, near.stop
         if self.ranges is not None and self.device.type == "cpu":
             spans = self._spans(self.ranges, batch, rows)
             spans = spans[spans[..., 1] > spans[..., 0]]
@@ -208,14 +257,30 @@ class Problem:
             view[..., :hi].masked_fill_(torch.arange(hi, device=self.device) < own - self.most, -math.inf)
 
     def keep(self, block: Block) -> Tensor | None:
-        """The block's dropout mask, `[b·Hk, G·n, w]`: 0, or 1/(1 − rate). A function of the seed and the block."""
+        """The block's dropout mask, `[b·Hk, G·n, w]`: 0, or 1/(1 − rate).
+
+        A function of the seed, and on a CPU of head and rows: however the call is shared out, the mask is the same.
+        """
         if self.seed is None:
             return None
-        generator = torch.Generator(self.device).manual_seed((int(self.seed) + block.number) % (1 << 63))
-        b, n, w = block.shape
-        shape = b * self.heads_kv, self.group * n, w
-        drawn = torch.rand(shape, generator=generator, device=self.device, dtype=self.dtype)
-        return (drawn >= self.options.dropout).to(self.dtype).div_(1 - self.options.dropout)
+        count = block.heads.stop - block.heads.start
+        heads_at_once = 1 if self.device.type == "cpu" else count
+        first, seed = self._keys_near(block.rows).start, int(self.seed)
+        drawn = [
+            self._drawn(seed, heads_at_once, head, block.rows)[..., block.cols.start - first : block.cols.stop - first]
+            for head in range(block.heads.start, block.heads.stop, heads_at_once)
+        ]
+        return (torch.cat(drawn) >= self.options.dropout).to(self.dtype).div_(1 - self.options.dropout)
+
+    def _drawn(self, seed: int, count: int, head: int, rows: slice) -> Tensor:
+        """Uniform numbers for `count` heads of `[B·Hk]`, from `head` on: `[count, G·n, keys near the rows]`."""
+        batch, head_kv = divmod(head, self.heads_kv)
+        place = (batch + self.share.batch.start) * self.whole_kv + head_kv + self.share.heads_kv.start
+        number = rows.start * self.whole_batch * self.whole_kv + place
+        generator = torch.Generator(self.device).manual_seed((seed + number) % (1 << 63))
+        near = self._keys_near(rows)
+        shape = count, self.group * (rows.stop - rows.start), near.stop - near.start
+        return torch.rand(shape, generator=generator, device=self.device, dtype=self.dtype)
 
     def sink_rows(self, block: Block) -> Tensor | None:
         """The sinks' logits for the block's rows, `[b·Hk, G·n, 1]`."""

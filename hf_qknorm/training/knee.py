@@ -1,7 +1,11 @@
-"""Lower a model's knee while it trains: from the converted model to the plain scheme, in small steps.
+"""Move a model's knee while it trains, in small steps: down to the plain scheme, or up to a model without norms.
 
 With ε = knee·P, a norm divides a vector of the calibration's mean length (mean |x|ᵖ = P) by (P + ε)^(1/p). When the
 knee changes, the gain is multiplied by the same power of (P + ε new)/(P + ε old), so that this vector keeps its length.
+
+Upwards, with t = knee/(1 + knee), the norm divides x by √((1 − t)·mean x² + t·P), up to ε: at t = 1 by a constant. This
+is a norm's removal during training as in TaperNorm (Kanavalau et al. 2026, arXiv 2602.10408), which mixes the norm's
+output with that of a constant factor, where the knee mixes what both divide by.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.training.blend import Schedule
 
 LEVELS: Final = 32  # steps of a schedule: a change must be large beside the training between two of them
+NO_NORM: Final = 2.0**30  # from this knee on, a norm differs from a constant factor by less than a rounding in fp32
 
 
 @torch.no_grad()
@@ -30,7 +35,8 @@ def set_knee(model: nn.Module, knee: float) -> None:
 
     Gains are rescaled so that a vector of the calibration's mean length keeps its length. Where the keys have no gain
     (gain="scalar"), the queries' gain takes the keys' factor. A knee of 0 ends this for good: the ε buffers and the
-    calibration's means are removed from the model and later checkpoints.
+    calibration's means are removed from the model and later checkpoints. A knee of ∞ is stored as 2³⁰: the norms then
+    multiply by a constant, and `remove_norms` can fold them away.
 
     The optimizer must step the model's own weights: copies such as DeepSpeed's would overwrite the gains. PEFT's copies
     of a norm are changed too; an adapter's file does not hold the knee, so merge the adapter and save the whole model.
@@ -41,9 +47,10 @@ def set_knee(model: nn.Module, knee: float) -> None:
         2.0
 
     Raises ValueError, with the model unchanged, for a model that is not patched, has no knee, or has no gains
-    (gain="none"), for gains that are offloaded, sharded by ZeRO-3 or flattened by FSDP 1, and for an invalid knee.
+    (gain="none"), for gains that are offloaded, sharded by ZeRO-3 or flattened by FSDP 1, for gains in float16 that
+    would overflow, and for an invalid knee.
     """
-    layers = require_patched(model)
+    layers, knee = require_patched(model), min(knee, NO_NORM)
     if knee == knee_of(model):
         return
     _check_gains(layers)
@@ -56,6 +63,7 @@ def set_knee(model: nn.Module, knee: float) -> None:
         if copies.keys() >= {"q_norm", "k_norm"} and copies["k_norm"][0].weight is None:
             factors["q_norm"] *= factors["k_norm"]
         scaled += [(norm, factors[n]) for n, norms in copies.items() for norm in norms if norm.weight is not None]
+    _check_range(scaled)
     apply_knee(model, knee, powers)
     for norm, factor in scaled:
         _scale_gain(norm, factor)
@@ -67,12 +75,13 @@ def knee_of(model: nn.Module) -> float:
 
 
 class KneeSchedule(Schedule, ExportableState):
-    """Trainer callback: lowers the model's knee to `target` over the first `share` of the run, by `set_knee`.
+    """Trainer callback: moves the model's knee to `target` over the first `share` of the run, by `set_knee`.
 
     Calibrate the model before: the knee starts at its present value. It falls as (1 − done)², which is flat where the
-    loss is most sensitive, in at most 32 steps. Checkpoints during the run can be loaded, and a resumed run continues;
-    gains in 16 bits may then differ by a rounding. In a bare loop, before each step:
-    `set_knee(model, schedule.at(step, steps, start))`, with `start` the knee before the first step.
+    loss is most sensitive, in at most 32 steps. With a target above the start, such as math.inf for a model without
+    norms (`start_removal`), knee/(1 + knee) rises along a cosine, as TaperNorm's gate falls. Checkpoints during the run
+    can be loaded, and a resumed run continues; gains in 16 bits may then differ by a rounding. In a bare loop, before
+    each step: `set_knee(model, schedule.at(step, steps, start))`, with `start` the knee before the first step.
 
         >>> schedule = qk.KneeSchedule(share=0.5)
         >>> [schedule.at(step, steps=100, start=4.0) for step in (0, 25, 50)]
@@ -80,22 +89,26 @@ class KneeSchedule(Schedule, ExportableState):
         >>> trainer.add_callback(schedule)
 
     Raises ValueError for a `share` that is not in (0, 1] and an invalid `target`; when training begins, for a model
-    with a knee not above `target`, DeepSpeed, adapters, `load_best_model_at_end`, all that `set_knee` refuses, and a
+    with the knee `target`, DeepSpeed, adapters, `load_best_model_at_end`, all that `set_knee` refuses, and a
     checkpoint of a run without a KneeSchedule.
     """
 
     def __init__(self, share: float = 0.5, target: float = 0.0) -> None:
         super().__init__(share)
-        if not (math.isfinite(target) and target >= 0):
-            raise ValueError(f"target={target}: expected a knee, a finite number ≥ 0")
-        self.target = target
+        if not target >= 0:
+            raise ValueError(f"target={target}: expected a knee, a number ≥ 0")
+        self.target = min(target, NO_NORM)
         self.start: float | None = None  # the knee at the beginning of the run
         self.knee: float | None = None  # the present knee
 
     def at(self, step: int, steps: int, start: float) -> float:
         """The knee before step `step` (the first is 0) of a run of `steps` that begins with the knee `start`."""
         done = math.floor(LEVELS * self.done(step, steps) + 1e-9) / LEVELS
-        return self.target + (start - self.target) * (1 - done) ** 2
+        if self.target < start or done in (0, 1):
+            return self.target + (start - self.target) * (1 - done) ** 2
+        first, last = (knee / (1 + knee) for knee in (start, self.target))
+        constant = first + (last - first) * (1 - math.cos(math.pi * done)) / 2
+        return constant / (1 - constant)
 
     def state(self) -> dict[str, Any]:
         """The schedule's entry in trainer_state.json."""
@@ -116,10 +129,10 @@ class KneeSchedule(Schedule, ExportableState):
             record_loaded_knee(model, found["attributes"]["knee"])
         else:
             self.start = knee_of(model)
-            if self.start <= self.target:
+            if self.start == self.target:
                 raise ValueError(
-                    f"the model's knee is {self.start:g}, and KneeSchedule lowers it to {self.target:g}: calibrate the "
-                    "model with a larger one, or leave the schedule out"
+                    f"the model's knee is {self.start:g}, which is KneeSchedule's target: calibrate the model with "
+                    "another one, as calibrate(model, data, knee=4), or leave the schedule out"
                 )
             _check_gains(require_patched(model))
         self.on_step_end(args, state, control, model=model)
@@ -136,7 +149,7 @@ def _check_gains(layers: dict[str, QKNormAttention]) -> None:
         if not layer.scheme.knee:
             raise ValueError(
                 "this model has no knee to change, and no calibration that measured its vectors: "
-                "calibrate(model, data, knee=...) sets one"
+                "calibrate(model, data, knee=...) sets one, and start_removal(model, data) prepares norms for removal"
             )
         if layer.scheme.gain == "none":
             raise ValueError(
@@ -150,6 +163,16 @@ def _check_gains(layers: dict[str, QKNormAttention]) -> None:
                     f"the gains of {name} cannot be rescaled (offloaded, or sharded by ZeRO-3 or FSDP 1): set "
                     "the knee before that, or shard by FSDP 2 or with use_orig_params=True"
                 )
+
+
+def _check_range(scaled: list[tuple[HeadNorm, float]]) -> None:
+    """Raise ValueError for gains in float16 that their factors would make infinite."""
+    for norm, factor in scaled:
+        weight: Any = norm.weight
+        if weight.dtype == torch.float16 and float(weight.abs().max()) * factor > torch.finfo(torch.float16).max:
+            raise ValueError(
+                f"a gain in float16 would be multiplied by {factor:.4g}, beyond its range: train in float32 or bfloat16"
+            )
 
 
 def _check_run(args: TrainingArguments, model: nn.Module) -> None:

@@ -3,10 +3,10 @@
     python recipes/benchmarks/bench_tiled.py --output recipes/results/tiled_cpu.md
 
 All times come from one run in which the three take turns; each ratio is one of times from the same turn. Threads that
-wait for each other suffer from other programs, ours most, since it has the most parallel regions: run the benchmark on
-a quiet machine. The page says how busy other programs were. Memory is the rise of the resident size of a fresh process
-over forward and backward (VmHWM, reset before, so Linux only; ru_maxrss cannot be reset). Unlike a profiler's sum of
-tensors it includes the work space of the matrix libraries.
+wait for each other suffer from other programs: run the benchmark on a quiet machine. The page says how busy other
+programs were. A second run has a neighbour, a process that keeps one core busy. Memory is the rise of the resident size
+of a fresh process over forward and backward (VmHWM, reset before, so Linux only; ru_maxrss cannot be reset). Unlike a
+profiler's sum of tensors it includes the work space of the matrix libraries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import test_helpers_path  # noqa: F401
@@ -105,6 +106,17 @@ def busy_seconds() -> tuple[float, float]:
     return spent, time.process_time()
 
 
+@contextmanager
+def neighbour() -> Iterator[None]:
+    """A process that computes without end, in one thread."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def status_mib(field: str) -> float:
     """Return a size that Linux keeps for this process: VmRSS (resident), or VmHWM (its peak)."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -163,6 +175,8 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
     results = {"forward": timed(forward, args), "forward + backward": timed(forward_backward, args)}
     machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))
     others = max(machine - own, 0) / (time.perf_counter() - start)
+    with neighbour():
+        busy = timed(forward_backward, args)
     extra = {name: memory(name, arguments) for name in (OURS, EAGER, SDPA)}
     lines = [
         "# Tiled attention on the CPU",
@@ -189,6 +203,15 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
             f"- {what}: eager takes {ratio(times[EAGER], times[OURS])} the time of hf_qknorm, which takes "
             f"{ratio(times[OURS], times[SDPA])} SDPA's."
         )
+    lines += ["", "Beside a process that keeps one core busy:", ""]
+    lines += [
+        "| forward + backward, milliseconds | median | min | max | times the median above |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, runs in busy.items():
+        median = statistics.median(runs)
+        slower = median / statistics.median(results["forward + backward"][name])
+        lines.append(f"| {name} | {median:.1f} | {min(runs):.1f} | {max(runs):.1f} | {slower:.2f} |")
     lines += ["", f"| extra memory, forward + backward, length {MEMORY_LENGTH} | MiB |", "|---|---:|"]
     lines += [f"| {name} | {mib:.0f} |" for name, mib in extra.items()]
     lines += ["", f"Eager takes {extra[EAGER] / extra[OURS]:.1f}× the extra memory of hf_qknorm."]

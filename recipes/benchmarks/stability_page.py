@@ -88,8 +88,8 @@ def over_rates(found: Sweep, cell: Callable[[list[Row]], str], grams: bool = Fal
     """A table with a column for each rate; `cell` formats the runs of an arm at a rate."""
     rows = [[arm, *(cell(grid.runs[rate]) for rate in found.rates)] for arm, grid in found.grids.items()]
     if grams:
-        tables = {"trigram table": found.trigram, "bigram table": found.bigram}
-        rows += [[name, *[f"{loss:.3f}"] * len(found.rates)] for name, loss in tables.items()]
+        simple = zip(reversed(found.names), (found.trigram, found.bigram), strict=True)
+        rows += [[name, *[f"{loss:.3f}"] * len(found.rates)] for name, loss in simple]
     return table(["arm", *(f"{rate:g}" for rate in found.rates)], rows)
 
 

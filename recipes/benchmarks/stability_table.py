@@ -84,12 +84,16 @@ class Grid:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The arms of a part that have runs at all of its rates, and the losses of n-gram tables."""
+    """The arms of a part that have runs at all of its rates, and the losses of two simple models, with their names.
+
+    For text they are the tables of bigrams and trigrams. A run above the first one's loss, `bigram`, has diverged.
+    """
 
     grids: dict[str, Grid]
     rates: tuple[float, ...]
     bigram: float
     trigram: float
+    names: tuple[str, str] = ("bigram table", "trigram table")
 
     def stable(self, arm: str, reference: str, margin: float) -> float | None:
         """Return an arm's largest stable rate by the margin above the reference, a key of `REFERENCES`."""
@@ -105,20 +109,30 @@ class Sweep:
             for reference, meaning in REFERENCES.items()
             for margin in MARGINS
         }
-        tables = {"the trigram table": self.trigram, "the bigram table": self.bigram}
-        return found | {name: dict.fromkeys(self.grids, loss) for name, loss in tables.items()}
+        tables = {f"the {name}": loss for name, loss in zip(self.names, (self.bigram, self.trigram), strict=True)}
+        return found | {name: dict.fromkeys(self.grids, loss) for name, loss in reversed(tables.items())}
 
     def stable_everyway(self, arm: str) -> list[float | None]:
         """Return the largest stable rate of an arm in every way to judge."""
         return [self.grids[arm].stable(losses[arm]) for losses in self.limits().values()]
 
     @classmethod
-    def of(cls, rows: list[Row], arms: list[str], rates: tuple[float, ...], ngrams: tuple[float, float]) -> Sweep:
-        """Sort log rows. The seeds of an arm are those with runs at all rates; an arm without any is left out."""
+    def of(
+        cls,
+        rows: list[Row],
+        arms: list[str],
+        rates: tuple[float, ...],
+        simple: tuple[float, float],
+        names: tuple[str, str] = ("bigram table", "trigram table"),
+    ) -> Sweep:
+        """Sort log rows; `simple` are the losses of two simple models.
+
+        The seeds of an arm are those with runs at all rates; an arm without any is left out.
+        """
         results = {(r["settings"]["arm"], r["settings"]["rate"], r["settings"]["seed"]): r["result"] for r in rows}
         grids = {}
         for arm in arms:
             seeds = [s for s in range(len(rows)) if all((arm, rate, s) in results for rate in rates)]
             if seeds:
-                grids[arm] = Grid({rate: [results[arm, rate, s] for s in seeds] for rate in rates}, ngrams[0])
-        return cls(grids, rates, *ngrams)
+                grids[arm] = Grid({rate: [results[arm, rate, s] for s in seeds] for rate in rates}, simple[0])
+        return cls(grids, rates, *simple, names)

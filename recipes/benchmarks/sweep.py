@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from hf_qknorm.convert.text import load_text, sample_batches
 FOLDS = 10
 CHARACTERS = 1_200_000  # as many as tinyshakespeare has, of a text that has more
 JUDGED_AT_ONCE = 64  # sequences
+
+Batch = Tensor | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Characters:
 
 def train(
     model: Any,
-    batches: list[Tensor],
+    batches: Sequence[Batch],
     optimizer: Optimizer,
     *,
     warmup: int = 0,
@@ -116,9 +118,8 @@ def train(
     losses = []
     after_step(0)
     for step, batch in enumerate(batches, start=1):
-        ids = batch.to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = model(**arguments(model, batch)).loss
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             break
@@ -133,9 +134,16 @@ def train(
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, batches: list[Tensor]) -> float:
-    """Return the mean loss over the sequences of batches `[B, T]`, in nats per token."""
+def held_out_loss(model: Any, batches: Sequence[Batch]) -> float:
+    """Return the mean loss over the sequences, or images, of the batches, in nats per token or image."""
     model.eval()
-    losses = [float(model(input_ids=ids, labels=ids).loss) * len(ids) for ids in (b.to(model.device) for b in batches)]
+    inputs = [arguments(model, batch) for batch in batches]
+    losses = [float(model(**each).loss) * len(each["labels"]) for each in inputs]
     model.train()
-    return sum(losses) / sum(map(len, batches))
+    return sum(losses) / sum(len(each["labels"]) for each in inputs)
+
+
+def arguments(model: Any, batch: Batch) -> Mapping[str, Tensor]:
+    """The model's arguments for a batch: token ids `[B, T]`, whose successors are the labels, or the arguments."""
+    named = {"input_ids": batch, "labels": batch} if isinstance(batch, Tensor) else batch
+    return {name: value.to(model.device) for name, value in named.items()}

@@ -30,8 +30,11 @@ MARKERS = "osv^DPX<>"
 Results = Mapping[str, Mapping[float, Sequence[Any]]]  # by arm and rate, one per seed
 
 
-def plot_losses(results: Results, lines: Mapping[str, float], path: Path) -> None:
-    """Plot held-out loss over learning rate: a line per arm (the mean of seeds), a dot per seed, and named `lines`."""
+def plot_losses(results: Results, lines: Mapping[str, float], path: Path, each: str = "character") -> None:
+    """Plot held-out loss over learning rate: a line per arm (the mean of seeds), a dot per seed, and named `lines`.
+
+    The loss is in nats per `each`.
+    """
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axes = figure.subplots()
     top = max(lines.values()) + 0.5
@@ -44,7 +47,7 @@ def plot_losses(results: Results, lines: Mapping[str, float], path: Path) -> Non
     _level(axes, lines)
     axes.set_ylim(top=min(axes.get_ylim()[1], top))  # a run that ended above is no better known by how far
     _rate_axis(axes, list(next(iter(results.values()))))
-    axes.set_ylabel("held-out loss (nats a character)")
+    axes.set_ylabel(f"held-out loss (nats per {each})")
     finish(figure, [axes], path)
 
 

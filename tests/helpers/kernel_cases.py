@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from error_budget import assert_within_budget
-from norm_cases import DEVICE, Call, draw, lay_out, plain, spread
+from norm_cases import DEVICE, Call, draw, lay_out, spread
 from norm_cases import Case as Raw
 from tiled_cases import Case, draw_inputs
 from torch import Tensor
@@ -52,7 +52,9 @@ class Problem(NamedTuple):
     def attended(self, leaves: dict[str, Tensor], dropout_mask: Tensor | None = None) -> reference.Attended:
         """The oracle's attention for the leaves, in their dtype."""
         q, k = (
-            plain(leaves[x], norm._replace(gain=leaves.get(f"{x}_gain"), bias=leaves.get(f"{x}_bias")), rotary)
+            reference.norm_rope_one(
+                leaves[x], norm._replace(gain=leaves.get(f"{x}_gain"), bias=leaves.get(f"{x}_bias")), rotary
+            )
             for x, norm, rotary in (
                 ("q", self.heads.q_norm, self.heads.rotary),
                 ("k", self.heads.k_norm, self.heads.rotary),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.ops.reference import head_norm
+from hf_qknorm.ops.reference import norm_rope_one
 from hf_qknorm.ops.types import Norm, Rotary
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -155,21 +155,6 @@ def draw(case: Case, seed: int = 0) -> Call:
     return Call(q, k, norms[0], norms[1], rotary, case.factor)
 
 
-def plain(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
-    """The oracle's norm and a plain rotation of x `[B, H, T, D]`, in its own precision."""
-    if norm.kind != "none":
-        x = head_norm(x.transpose(1, 2), norm.kind, norm.gain, norm.bias, norm.eps, norm.p, norm.blend).transpose(1, 2)
-    if rotary is None:
-        return x
-    cos, sin = (part.to(x.dtype)[:, None] for part in (rotary.cos, rotary.sin))
-    width = 2 * cos.shape[-1]
-    turned = x[..., :width]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if rotary.interleaved else turned.chunk(2, -1)
-    c, d = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack([c, d], -1).flatten(-2) if rotary.interleaved else torch.cat([c, d], -1)
-    return torch.cat([turned, x[..., width:]], -1)
-
-
 def spread(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Leaves in `dtype`, parameters expanded to all rows and heads, so that their gradients are terms of sums."""
     made = {}
@@ -190,8 +175,8 @@ def expected(call: Call, dq: Tensor, dk: Tensor, dtype: torch.dtype) -> tuple[Te
         norm._replace(gain=leaves.get(f"{name}_gain"), bias=leaves.get(f"{name}_bias"))
         for name, norm in (("q", call.q_norm), ("k", call.k_norm))
     )
-    q = plain(leaves["q"], q_norm, call.rotary) * call.factor
-    k = plain(leaves["k"], k_norm, call.rotary)
+    q = norm_rope_one(leaves["q"], q_norm, call.rotary) * call.factor
+    k = norm_rope_one(leaves["k"], k_norm, call.rotary)
     grads = torch.autograd.grad([q, k], list(leaves.values()), [dq.to(dtype), dk.to(dtype)])
     return q.detach(), k.detach(), dict(zip(leaves, grads, strict=True))
 

@@ -1,0 +1,241 @@
+"""Remove the norms of queries and keys from a model that was trained with them.
+
+`start_removal` prepares the norms, a `KneeSchedule` with the target ∞ turns each into a constant factor while the model
+trains, and `remove_norms` folds the factors into the projections. What is left is a model that never had norms, which
+conversions to latent attention need, such as MHA2MLA (arXiv 2502.14837): a norm behind a projection can't be absorbed.
+
+Source: TaperNorm (Kanavalau et al. 2026, arXiv 2602.10408), which removes the norms between layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from hf_qknorm.convert.gains import Mean, observed_inputs
+from hf_qknorm.convert.text import batches_for, check_batches
+from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers, require_patched
+from hf_qknorm.model.in_memory import mark_in_memory
+from hf_qknorm.model.knees import apply_knee, centred_and_size
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.patch import patch_model, unpatch_model
+from hf_qknorm.scheme import Scheme
+from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights, parameter_factors
+from hf_qknorm.training.knee import NO_NORM
+
+START: Final = 2.0**-16  # the knee that a removal starts from: too small to change what a norm computes
+SIDES: Final = {"q": "q_norm", "k": "k_norm"}
+
+
+def start_removal(
+    model: PreTrainedModel,
+    data: Any,
+    *,
+    tokenizer: Any = None,
+    max_tokens: int = 65_536,
+    batch_size: int = 8,
+    length: int | None = None,
+) -> PreTrainedModel:
+    """Prepare the norms of queries and keys for their removal in training, and return the model.
+
+    A Qwen 3, whose norms are its own, is returned as a new model: a Llama with these norms as its scheme, which
+    computes the same. A patched model without a knee is changed in place. Other models are refused.
+
+    `data` is text or batches, as for `calibrate`. One pass of the model over it measures the mean square of each head's
+    queries and keys. Their weights are scaled so that all heads of a layer have the same one, which the norms undo, and
+    the norms get a tiny knee that records it. Predictions stay the same, up to rounding and ε.
+
+    Then train with `KneeSchedule(target=math.inf)`, and call `remove_norms`.
+
+    Raises ValueError, before anything changes, for a model without norms on queries or keys or with a knee; a scheme
+    that norms values or has no gains; a Qwen 3 with sliding windows; sharded weights; and data without text.
+
+    >>> model = qk.start_removal(qk.patch_model(model, "qk_norm"), texts)
+    >>> qk.set_knee(model, float("inf"))  # at once; in training: KneeSchedule(target=math.inf)
+    >>> type(qk.remove_norms(model)).__name__
+    'LlamaForCausalLM'
+    """
+    own = isinstance(model, Qwen3ForCausalLM)
+    if own:
+        _check_qwen3(model)
+    else:
+        _check_patched(model)
+    options = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
+    batches = batches_for(model, data, tokenizer, **options)
+    check_batches(batches, model.config)
+    model = _as_llama(model) if own else model
+    squares = _mean_powers(model, batches)
+    parts = attention_head_weights(model)
+    means = {}
+    for name, layer in patched_layers(model).items():
+        factors = {}
+        for side, norm_name in _sides(layer).items():
+            found, norm = squares[name, norm_name], head_norms(layer)[norm_name]
+            means[name, norm_name] = float(found.mean())
+            ratio = (found.mean() / found).pow(1 / norm.order)
+            factors[side] = torch.where(found > 0, ratio, 1.0).float()
+        with torch.no_grad():
+            for parameter, factor in parameter_factors(parts[name], factors):
+                parameter.mul_(factor)
+    apply_knee(model, START, means)
+    return model
+
+
+def remove_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """Fold norms that have become constant factors into the projections, in place; the model is then unpatched.
+
+    Each norm's gain, over the constant that it divides by, scales the rows of W_q or W_k, before RoPE. This is exact up
+    to rounding. A cap or a length scale of the scheme stays, and the model is then still patched. Make a new optimiser
+    after it.
+
+    Raises ValueError, before anything changes, for a model that is not patched, norms that still act (a knee below
+    2³⁰: `KneeSchedule(target=math.inf)` or `set_knee(model, math.inf)` end them), a bias of a norm that no projection
+    can take, and sharded weights.
+    """
+    layers, parts = require_patched(model), attention_head_weights(model)
+    _check_removable(layers, parts)
+    scheme = next(iter(layers.values())).scheme
+    rest = Scheme(softcap=scheme.softcap, length_scale=scheme.length_scale)
+    for name, layer in layers.items():
+        for side, norm_name in _sides(layer).items():
+            scale = layer.logit_scale / layer.own_scale if side == _carrier(layer) else 1.0
+            _fold(parts[name][side], head_norms(layer)[norm_name], scale)
+    unpatch_model(model)
+    return model if rest.changes_nothing else patch_model(model, rest)
+
+
+def _sides(layer: QKNormAttention) -> dict[str, str]:
+    """The sides of the layer that have a norm, with the norm's name."""
+    return {side: name for side, name in SIDES.items() if name in head_norms(layer)}
+
+
+def _carrier(layer: QKNormAttention) -> str:
+    """The side whose projection takes a scheme's scale of the logits."""
+    return next(iter(_sides(layer)))
+
+
+def _check_qwen3(model: Any) -> None:
+    """Raise ValueError for a Qwen 3 that is no Llama but for its norms."""
+    if type(model) is not Qwen3ForCausalLM:
+        raise ValueError(f"{type(model).__name__} is changed already: call unpatch_model first")
+    if windows := {*model.config.layer_types} - {"full_attention"}:
+        raise ValueError(f"layers with {', '.join(windows)} would be lost: a Llama attends to all tokens")
+    _check_whole(model)
+
+
+def _check_patched(model: Any) -> None:
+    """Raise ValueError for a model whose norms can't be removed by a knee."""
+    if not patched_layers(model):
+        raise ValueError(
+            f"{type(model).__name__} is neither patched nor a Qwen 3: norms are removed from a patched model, or from "
+            "a Qwen 3, which becomes a Llama"
+        )
+    scheme = next(iter(patched_layers(model).values())).scheme
+    if scheme.v is not None or not scheme.norms or scheme.gain == "none":
+        raise ValueError(f"got the scheme {scheme}: expected norms with gains, of queries and keys alone")
+    if scheme.knee or model.config.qk_norm_blend is not None:
+        raise ValueError(f"the model has a knee ({scheme.knee:g}) or is in a blend: end it, as by set_knee(model, 0)")
+    _check_whole(model)
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise ValueError for weights that are not whole and in memory."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or parameter.is_meta or hasattr(parameter, "ds_id"):
+            raise ValueError(f"{name} is sharded or offloaded: prepare and fold the whole model on one device")
+
+
+def _check_removable(layers: dict[str, QKNormAttention], parts: dict[str, dict[str, HeadWeights]]) -> None:
+    for name, layer in layers.items():
+        if layer.scheme.knee < NO_NORM:
+            raise ValueError(
+                f"the norms still act (knee {layer.scheme.knee:g}): train with KneeSchedule(target=math.inf) after "
+                "start_removal, or end them at once by set_knee(model, math.inf)"
+            )
+        for side, norm_name in _sides(layer).items():
+            part, norm = parts[name][side], head_norms(layer)[norm_name]
+            _check_whole(part.projection)
+            if norm.bias is not None and bool(norm.bias.any()) and part.projection.bias is None:
+                raise ValueError(f"{name}.{norm_name} has a bias, and its projection has none to fold it into")
+
+
+def _as_llama(model: Any) -> PreTrainedModel:
+    """A Qwen 3 as a patched Llama with the norms as its scheme; both share no weights."""
+    settings, known = json.loads(model.config.to_json_string(use_diff=False)), LlamaConfig().to_dict()
+    left = ("model_type", "architectures", "transformers_version", "_name_or_path")
+    config = LlamaConfig(**{key: settings[key] for key in known if key in settings and key not in left})
+    norms = tuple(f"{name}.weight" for name in SIDES.values())
+    weights = {name: x.clone() for name, x in model.state_dict().items() if not name.endswith(norms)}
+    llama: Any = LlamaForCausalLM.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=model.dtype,
+        attn_implementation=model.config._attn_implementation,
+    )
+    llama.config._name_or_path = llama.name_or_path = ""  # a name would log that the gains are fresh
+    patch_model(llama.to(model.device), Scheme(q="rms", k="rms", eps=model.config.rms_norm_eps))
+    for name, layer in patched_layers(llama).items():
+        for norm_name, norm in head_norms(layer).items():
+            assert norm.weight is not None
+            norm.weight.data.copy_(model.get_submodule(f"{name}.{norm_name}").weight)
+    llama.generation_config = model.generation_config
+    llama.config._name_or_path = llama.name_or_path = model.name_or_path
+    mark_in_memory(llama)
+    return llama.train(model.training)
+
+
+@torch.no_grad()
+def _mean_powers(model: Any, batches: list[dict[str, Tensor]]) -> dict[tuple[str, str], Tensor]:
+    """The mean |x|ᵖ of each head's inputs of each norm, `[H]`, in the model as it computes."""
+    found: dict[tuple[str, str], list[Mean]] = {}
+    observers: dict[nn.Module, Callable[[Tensor], None]] = {}
+    for name, layer in patched_layers(model).items():
+        for norm_name, norm in head_norms(layer).items():
+            means = found[name, norm_name] = []
+            observers[norm] = _observer(norm, means)
+    training = model.training
+    model.eval()
+    with observed_inputs(model, observers, unpatched=False) as run:
+        for batch in batches:
+            run(batch, True)
+    model.train(training)
+    return {key: torch.tensor([mean.value for mean in means], dtype=torch.float64) for key, means in found.items()}
+
+
+def _observer(norm: HeadNorm, means: list[Mean]) -> Callable[[Tensor], None]:
+    """A function that adds the mean |x|ᵖ of vectors `[N, H, D]` to the means of the heads."""
+
+    def observe(x: Tensor) -> None:
+        _, sizes = centred_and_size(norm, x)
+        means.extend(Mean() for _ in range(sizes.shape[1] - len(means)))
+        for mean, size in zip(means, sizes.unbind(1), strict=True):
+            mean.add(size)
+
+    return observe
+
+
+@torch.no_grad()
+def _fold(part: HeadWeights, norm: HeadNorm, scale: float) -> None:
+    """Fold a norm that is a constant factor, times `scale`, into the outputs of its projection."""
+    kind, projection = NORMS[norm.norm], part.projection
+    rows = part.outputs(projection.weight.device)
+    constant = float(norm.eps) ** -0.5 * (part.width ** (-1 / norm.order) if kind.summed else 1.0) * scale
+    gain = torch.full(rows.shape, constant, dtype=torch.float64, device=rows.device)
+    gain = gain if norm.weight is None else gain * norm.weight.double()
+    for parameter in projection.parameters(recurse=False):
+        by_output = parameter.t() if isinstance(projection, Conv1D) and parameter.dim() == 2 else parameter
+        x = by_output[rows].double()  # [H, D], with the inputs behind
+        x = x - x.mean(1, keepdim=True) if kind.centred else x
+        x = x * gain.view(*gain.shape, *[1] * (x.dim() - 2))
+        if x.dim() == 2 and norm.bias is not None:
+            x = x + scale * norm.bias.double()
+        by_output[rows] = x.to(parameter.dtype)

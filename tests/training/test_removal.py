@@ -1,0 +1,179 @@
+"""Norms taken away: what `start_removal` keeps, what `remove_norms` folds, and what both refuse."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from kneed import kneed, logits, plain
+from short_runs import StopAt, trainer
+from tables import assert_near, error, fingerprint, make_batch, randomise, sharp_model
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from hf_qknorm import SCHEMES, KneeSchedule, Scheme, patch_model, remove_norms, set_knee, start_removal
+from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.knees import powers_of
+from hf_qknorm.training.knee import NO_NORM, knee_of
+from hf_qknorm.training.removal import START, _as_llama
+
+TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]
+BIASES = {"attention_bias": True}
+FOLDED: dict[str, tuple[str, Scheme, dict[str, Any]]] = {
+    "rms": ("llama", Scheme(q="rms", k="rms"), {}),
+    "keys, per head, with a bias": ("llama", Scheme(k="rms", gain="per_head", bias=True), BIASES),
+    "lp, per head": ("llama", Scheme(q="lp", k="lp", gain="per_head", p=3.0), {}),
+    "henry": ("llama", SCHEMES["henry"], {}),
+    "layer, fused, capped": ("gpt2", Scheme(q="layer", k="layer", softcap=5.0), {}),
+    "interleaved": ("gpt_neox", Scheme(q="rms", k="rms"), {}),
+}
+
+
+def qwen3(**settings: Any) -> Any:
+    """A Qwen 3 whose gains, and heads' sizes, differ."""
+    model = sharp_model("qwen3", **settings)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            if name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
+                parameter[:16] *= 3
+    return model.eval()
+
+
+@pytest.mark.parametrize("settings", [{}, {"attention_bias": True, "tie_word_embeddings": True}])
+def test_a_qwen3_is_a_llama_with_its_norms_as_a_scheme(settings):
+    model = qwen3(**settings)
+    as_llama = _as_llama(model)
+    assert torch.equal(logits(as_llama), logits(model))
+    assert as_llama.config.scheme == Scheme(q="rms", k="rms", eps=model.config.rms_norm_eps)
+    assert {x.data_ptr() for x in model.parameters()}.isdisjoint(x.data_ptr() for x in as_llama.parameters())
+
+
+def test_a_start_keeps_predictions_and_makes_heads_equal():
+    model = qwen3()
+    before, untouched = logits(model), fingerprint(model)
+    started = start_removal(model, TEXT)
+    assert fingerprint(model) == untouched
+    assert_near(logits(started), before, 1e-4)
+    assert knee_of(started) == START
+    sizes: dict[str, Any] = {}
+    for name, layer in patched_layers(started).items():
+        for norm_name, norm in head_norms(layer).items():
+            key = f"{name}.{norm_name}"
+            norm.register_forward_pre_hook(lambda _, args, key=key: sizes.setdefault(key, []).append(args[0]))
+    for batch in TEXT:
+        started(**batch)
+    powers = {f"{name}.{norm}": power for (name, norm), power in powers_of(started).items()}
+    masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool() for batch in TEXT]
+    for key, inputs in sizes.items():
+        rows = torch.cat([x[mask] for x, mask in zip(inputs, masks, strict=True)])
+        heads = rows.square().mean((0, 2))
+        assert heads.tolist() == pytest.approx([powers[key]] * len(heads), rel=2e-3)
+
+
+@pytest.mark.parametrize("case", FOLDED)
+def test_folded_norms_leave_what_constant_factors_gave(case):
+    model_type, scheme, settings = FOLDED[case]
+    plain_class = type(sharp_model(model_type, **settings))
+    model: Any = randomise(patch_model(sharp_model(model_type, **settings), scheme)).eval()
+    whole = logits(model)
+    assert start_removal(model, TEXT) is model
+    assert_near(logits(model), whole, 2e-4)
+    set_knee(model, math.inf)
+    assert knee_of(model) == NO_NORM
+    before = logits(model)
+    assert error(before, whole) > 1e-2
+    assert remove_norms(model) is model
+    assert_near(logits(model), before, 5e-6)
+    if scheme.softcap is None:
+        assert type(model) is plain_class
+        assert not patched_layers(model)
+    else:
+        assert model.config.scheme == Scheme(softcap=scheme.softcap)
+
+
+def test_a_trained_removal_ends_in_a_plain_llama(tmp_path):
+    model: Any = start_removal(qwen3(), TEXT)
+    made = trainer(model, tmp_path / "run", save_strategy="steps", save_steps=1)
+    made.add_callback(KneeSchedule(target=math.inf))
+    made.add_callback(StopAt(2))
+    made.train()
+    resumed: Any = start_removal(qwen3(), TEXT)
+    again = trainer(resumed, tmp_path / "run", save_strategy="no")
+    again.add_callback(KneeSchedule(target=math.inf))
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    before = logits(resumed.eval())
+    remove_norms(resumed).save_pretrained(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(loaded) is LlamaForCausalLM
+    assert not [name for name in loaded.state_dict() if "q_norm" in name or "k_norm" in name]
+    assert_near(logits(loaded.eval()), before, 2e-6)
+
+
+def test_the_way_up_is_a_cosine_of_the_constants_share():
+    way = KneeSchedule(share=0.5, target=math.inf)
+    knees = [way.at(step, 100, START) for step in (0, 25, 50, 99)]
+    assert knees == [START, pytest.approx(1, rel=1e-4), NO_NORM, NO_NORM]
+    rising = [way.at(step, 100, START) for step in range(51)]
+    assert rising == sorted(rising)
+    assert KneeSchedule(share=0.5, target=3.0).at(25, 100, 1.0) == pytest.approx(0.625 / 0.375)  # between 1/2 and 3/4
+
+
+def reason(name: str, make: Any, message: str) -> Any:
+    return pytest.param(make, message, id=name)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        reason("plain", lambda: sharp_model("llama"), "neither patched nor a Qwen 3"),
+        reason("knee", kneed, "has a knee"),
+        reason("values", lambda: plain("layer"), "of queries and keys alone"),
+        reason("capped qwen3", lambda: patch_model(qwen3(), "soft_cap"), "Qwen3ForCausalLM is changed already"),
+        reason(
+            "window",
+            lambda: qwen3(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            "layers with sliding_attention would be lost",
+        ),
+    ],
+)
+def test_refused_starts_change_nothing(make, message):
+    model = make()
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=message):
+        start_removal(model, TEXT)
+    assert fingerprint(model) == before
+
+
+def test_norms_that_act_or_have_a_bias_are_not_folded():
+    model = kneed()
+    with pytest.raises(ValueError, match=r"the norms still act \(knee 4\).*KneeSchedule\(target=math.inf\)"):
+        remove_norms(model)
+    biased: Any = randomise(patch_model(sharp_model("llama"), Scheme(q="rms", k="rms", bias=True)))
+    start_removal(biased, TEXT)
+    set_knee(biased, math.inf)
+    before = fingerprint(biased)
+    with pytest.raises(ValueError, match="q_norm has a bias, and its projection has none"):
+        remove_norms(biased)
+    assert fingerprint(biased) == before
+    with pytest.raises(ValueError, match="is not patched"):
+        remove_norms(sharp_model("llama"))
+
+
+def test_gains_in_float16_do_not_overflow():
+    model = kneed().half()
+    for norm in head_norms(next(iter(patched_layers(model).values()))).values():
+        norm.weight.data.mul_(8)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="beyond its range: train in float32 or bfloat16"):
+        set_knee(model, math.inf)
+    assert knee_of(model) == 4.0
+
+
+def test_a_bfloat16_model_keeps_its_predictions():
+    model = qwen3().bfloat16()
+    started = start_removal(model, TEXT)
+    assert started.dtype == torch.bfloat16
+    assert_near(logits(started).float(), logits(model).float(), 2e-2)
