@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.model.accelerate_hooks import check_offload
-from hf_qknorm.model.attention import install, own_layers, patched_layers, uninstall
+from hf_qknorm.model.attention import head_biases, install, own_layers, patched_layers, uninstall
 from hf_qknorm.model.causality import causality, check_causality
 from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.configs import check_names, derived_architectures
@@ -68,7 +68,7 @@ def patch_model(
     scheme = scheme.resolve(family.norm)
     check_scheme(model.config.model_type, model.config, scheme)
     require_own_forward(model, family)
-    if scheme.norms:
+    if scheme.norms or scheme.learned:
         check_offload(model, own_layers(model, family))
     if not scheme.pre_norm:
         check_foldable(model, family)
@@ -245,7 +245,8 @@ def _log(model: PreTrainedModel, scheme: Scheme) -> None:
     """Log what was added; as a warning for a pretrained model with new norms."""
     layers = patched_layers(model)
     norms = [module for module in model.modules() if isinstance(module, HeadNorm)]
-    added = sum(p.numel() for norm in norms for p in norm.parameters())
+    new = [module for layer in layers.values() for module in head_biases(layer).values()]
+    added = sum(p.numel() for module in (*norms, *new) for p in module.parameters())
     removed = sum(p.numel() for layer in layers.values() for norm in layer.removed_norm for p in norm.parameters())
     parameters = f"{added:,} parameters added" + (f" and {removed:,} removed" if removed else "")
     family = next(iter(layers.values())).family

@@ -54,6 +54,8 @@ class Scheme:
     so that L is the length a model was trained at. None means no factor. This is SSMax (Nakanishi 2025, arXiv
     2501.19399) with a fixed s = 1/log L for all heads. Padding at the left counts as tokens unless position_ids leave
     it out, as those of `generate` do.
+    `temperature` "learned" multiplies the queries of each head by exp(b), b a parameter `[H]` that starts at 0. This is
+    the logit scale of Swin v2 (Liu et al. 2021, arXiv 2111.09883, eq. 2), relative to the model's own scale.
 
     Raises ValueError, naming the field, for a value or combination that is not possible.
 
@@ -77,6 +79,7 @@ class Scheme:
     knee: float = 0.0
     length_scale: int | None = None
     width: str = "head"
+    temperature: str | None = None
 
     def __post_init__(self) -> None:
         named, ordered = (*NORMS, "auto"), tuple(name for name, kind in NORMS.items() if kind.any_order)
@@ -84,6 +87,7 @@ class Scheme:
             self._require(name, getattr(self, name) in (*named, None), f"one of {_listed(named)} or None")
         self._require("gain", self.gain in GAINS, f"one of {_listed(GAINS)}")
         self._require("width", self.width in WIDTHS, f"one of {_listed(WIDTHS)}")
+        self._require("temperature", self.temperature in ("learned", None), '"learned" or None')
         self._require("bias", self.bias is None or isinstance(self.bias, bool), "True, False or None")
         self._require("pre_norm", isinstance(self.pre_norm, bool), "True or False")
         self._require("p", _is_finite(self.p) and self.p >= 1, "a finite number ≥ 1 (below 1 it is no norm)")
@@ -123,9 +127,15 @@ class Scheme:
         return tuple(norm for norm in (self.q, self.k, self.v) if norm is not None)
 
     @property
+    def learned(self) -> tuple[str, ...]:
+        """The fields that are "learned": each adds a parameter with one number a head."""
+        return tuple(name for name in ("temperature",) if getattr(self, name) == "learned")
+
+    @property
     def changes_nothing(self) -> bool:
         """Whether attention is the model's own, as with "none"."""
-        return not self.norms and self.scale is self.softcap is self.length_scale is None
+        changes = self.scale, self.softcap, self.length_scale, self.temperature
+        return not self.norms and all(change is None for change in changes)
 
     def resolve(self, norm: str) -> Scheme:
         """Return the scheme with "auto" replaced by `norm`, the norm that the model itself uses."""

@@ -142,16 +142,23 @@ def _neox_obstacle(config: Any) -> str | None:
 
 
 _NORMS = (transforms.align_eps, transforms.share_gains)
+_QUERIES = (transforms.scale_queries, transforms.fold_temperature)
 _LLAMA = (transforms.split_fused, transforms.fill_output_bias)
 QWEN3 = Target("qwen3", RMS, False, _qwen3_settings, (*_LLAMA, *_NORMS), _llama_obstacle)
 QWEN3_MOE = Target("qwen3_moe", RMS, False, _qwen3_moe_settings, (transforms.rename_experts, *_NORMS), _llama_obstacle)
 OLMOE = Target(
-    "olmoe", ("rms",), False, _olmoe_settings, (*_LLAMA, transforms.make_experts, *_NORMS), _olmoe_obstacle, "all"
+    "olmoe",
+    ("rms",),
+    False,
+    _olmoe_settings,
+    (*_LLAMA, transforms.make_experts, *_NORMS, transforms.fold_temperature),
+    _olmoe_obstacle,
+    "all",
 )
 PHI = Target("phi", ("layer",), False, _phi_settings, (phi.rename_to_phi, *_NORMS, phi.rename_norms), _neox_obstacle)
 VAULTGEMMA = Target(
     "vaultgemma", (), True, _vaultgemma_settings,
-    (*_LLAMA, transforms.scale_queries, transforms.centre_gains, transforms.shrink_embedding), _llama_obstacle,
+    (*_LLAMA, *_QUERIES, transforms.centre_gains, transforms.shrink_embedding), _llama_obstacle,
 )  # fmt: skip
 
 # By the patched model type. A scheme without norms goes back to that type itself, if it has no cap or a cap of its own.
@@ -174,12 +181,17 @@ def find_target(config: Any) -> Target:
             f"length_scale={scheme.length_scale} would be lost: no model of transformers multiplies its queries by "
             "log n / log L"
         )
+    if scheme.temperature is not None and (scheme.width == "head" if norms else base not in SEPARATE):
+        raise ValueError(
+            "the learned temperature of each head would be lost: no model of transformers has one, and it folds only "
+            f"into gains over all heads, or into separate projections of queries without a norm ({', '.join(SEPARATE)})"
+        )
     if not norms and (not capped or FAMILIES[base].own_cap):
         if scheme.scale is not None and base not in SEPARATE:
             raise ValueError(
                 f"scale={scheme.scale:g} would be lost: {base} has no projection of the queries alone to fold it into"
             )
-        return Target(base, (), FAMILIES[base].own_cap, lambda config: {}, (transforms.scale_queries,))
+        return Target(base, (), FAMILIES[base].own_cap, lambda config: {}, _QUERIES)
     for target in TARGETS.get(base, ()):
         alike = (capped, bool(norms), scheme.width) == (target.cap, bool(target.norms), target.width)
         if alike and norms <= set(target.norms):

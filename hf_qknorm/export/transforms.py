@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -98,6 +99,24 @@ def scale_queries(plan: TensorPlan, config: Any) -> None:
     if config.scheme.scale is not None:
         reason = f"scale={config.scheme.scale:g} would be folded into the projection of the queries"
         _scale(plan, config, ("q_proj",), _scale_factor(config), reason)
+
+
+def fold_temperature(plan: TensorPlan, config: Any) -> None:
+    """Fold the temperature of each head into the queries' gains over all heads, or without them into the projection."""
+    for layer in range(config.num_hidden_layers if config.scheme.temperature else 0):
+        read = plan.reader(f"{attention(layer)}temperature.bias")
+        plan.drop(f"{attention(layer)}temperature.bias")
+        part = "q_norm" if config.scheme.norms else "q_proj"
+        for name in (f"{attention(layer)}{part}.{kind}" for kind in KINDS):
+            if name in plan:
+                plan.require_wide(name, "the temperature of each head would be folded into it")
+                plan.change(name, partial(_times_by_head, read))
+
+
+def _times_by_head(read: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return x `[H·D, ...]`, each head's rows multiplied by exp of its number in the tensor `[H]` of `read`."""
+    factors = read().to(x).exp()
+    return (x.view(len(factors), -1) * factors[:, None]).view_as(x)
 
 
 def align_eps(plan: TensorPlan, config: Any) -> None:

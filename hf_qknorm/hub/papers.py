@@ -29,6 +29,7 @@ PAPERS: Final = {
     "qwen3": Paper("Qwen3", "2505.09388"),
     "olmo2": Paper("OLMo 2", "2501.00656"),
     "gemma2": Paper("Gemma 2", "2408.00118"),
+    "swinv2": Paper("Swin v2", "2111.09883"),
     "ssmax": Paper("Nakanishi 2025", "2501.19399"),
 }
 GAINS: Final = {
@@ -43,6 +44,7 @@ def papers_of(scheme: Scheme) -> list[Paper]:
     """Return the papers that introduced the parts of a scheme."""
     keys = {key for norm in scheme.norms if norm in NORMS for key in NORMS[norm].papers}
     keys |= {"rybakov", "gemma2"} if scheme.softcap is not None else set()
+    keys |= {"swinv2"} if scheme.temperature is not None else set()
     keys |= {"ssmax"} if scheme.length_scale is not None else set()
     keys |= {"qwen3" if scheme.width == "head" else "olmo2"} if scheme.q == scheme.k == "rms" else set()
     return [paper for key, paper in PAPERS.items() if key in keys]
@@ -53,6 +55,7 @@ def short_description(scheme: Scheme) -> str:
     letters = "".join(letter for letter, norm in zip("QKV", (scheme.q, scheme.k, scheme.v), strict=True) if norm)
     parts = [f"{letters} norm" + (f" (knee {scheme.knee:g})" if scheme.knee else "")] if letters else []
     parts += ["a logit cap"] if scheme.softcap is not None else []
+    parts += ["a learned temperature"] if scheme.temperature is not None else []
     parts += ["a length scale"] if scheme.length_scale is not None else []
     return " and ".join(parts) or "its attention unchanged"
 
@@ -86,6 +89,11 @@ def change_sentences(scheme: Scheme) -> list[str]:
         )
     if scheme.scale is not None:
         sentences.append(f"The products of queries and keys are multiplied by {scheme.scale:g}, not by 1/√head_dim.")
+    if scheme.temperature is not None:
+        sentences.append(
+            "The **queries** of each head are multiplied by exp(b), where b is learned (`temperature.bias`) and starts "
+            "at 0."
+        )
     if scheme.length_scale is not None:
         sentences.append(
             f"The **queries** are multiplied by log n / log {scheme.length_scale}, where n is the number of tokens "

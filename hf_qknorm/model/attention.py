@@ -20,15 +20,15 @@ from hf_qknorm.backends.caches import is_empty, static_layer
 from hf_qknorm.backends.calls import is_padded_ranges
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
-from hf_qknorm.model.accelerate_hooks import execution_device, set_module_class
+from hf_qknorm.model.accelerate_hooks import set_module_class
+from hf_qknorm.model.additions import NORM_NAMES, add_parameters, device_and_dtype
 from hf_qknorm.model.config_checks import no_attention_error
+from hf_qknorm.model.head_bias import INITIAL, HeadBias, scaled_norm
 from hf_qknorm.model.knee_state_dict import KneeStateDict
-from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain, is_unhooked
-from hf_qknorm.model.plain_attention import PlainAttention
+from hf_qknorm.model.norms import HeadNorm, is_unhooked
+from hf_qknorm.model.plain_attention import PlainAttention, active_module
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 from hf_qknorm.scheme import SCHEMES, Scheme
-
-NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
 
 
 class QKNormAttention(KneeStateDict, PlainAttention):
@@ -39,7 +39,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
     ) -> tuple[Tensor, Tensor | None]:
         if self.family.rope is None or not functions.takes_raw_heads(self, Heads(q, k, v), mask, options):
             return super()._norm_rotate_attend(q, k, v, mask, positions, cache, options)
-        (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
+        (q, q_norm), (k, k_norm) = self._queries_for_kernels(q), self._for_kernels("k_norm", k)
         rotary = kernel_rotary(positions, self.family.rope)
         heads = Heads(q.to(v.dtype), k.to(v.dtype), v, q_norm, k_norm, rotary)  # a model's own norm may promote them
         slot: Any = None if cache is None else self.family.style.slot(self, **options)
@@ -64,13 +64,24 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         alone = cache is None or is_empty(cache, slot)
         return alone and not padded and not reordered and not self.observers
 
+    def _queries_for_kernels(self, q: Tensor) -> tuple[Tensor, Norm]:
+        """q and the norm that the kernel applies to it, with the temperature in the norm's gain, or else in q."""
+        x, norm = self._for_kernels("q_norm", q)
+        if self.scheme.temperature is None:
+            return x, norm
+        if norm.kind == "none":
+            return self._tempered(x), norm
+        if norm.blend is None:
+            return x, scaled_norm(norm, self.head_bias("temperature").factor(), x.shape[-1])
+        return self._tempered(self._normed("q_norm", q)), Norm()
+
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that the kernel applies to it.
 
         A norm over all heads, of another class, or with hooks is applied here.
         """
         module: Any = self._modules.get(name)
-        norm = _active(module)
+        norm = active_module(module)
         if type(norm) is HeadNorm and not norm.wide and is_unhooked(norm) and is_unhooked(module):
             return x, norm.as_norm()
         return self._normed(name, x), Norm()
@@ -138,7 +149,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
         if family.own_cap and (own := getattr(module.config, "qk_norm_base", None)) is not None:
             module.attn_logit_softcapping = own["attn_logit_softcapping"]  # a loaded config holds the scheme's
         module.scheme = scheme
-        _add_norms(module, scheme)
+        add_parameters(module, scheme)
         if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):
             start_blend(module)
         if not scheme.pre_norm:
@@ -152,8 +163,8 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
 def uninstall(model: nn.Module) -> None:
     """Undo `install`, in place."""
     for name, module in patched_layers(model).items():
-        for norm in head_norms(module):
-            delattr(module, norm)
+        for name in (*head_norms(module), *head_biases(module)):
+            delattr(module, name)
         vars(module).pop("blending", None)
         if module.removed_norm:
             setattr(_parent(model, name), module.family.pre_norm, _removed_norm(module))
@@ -167,23 +178,20 @@ def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
 
     Under PEFT's `modules_to_save` each is the active adapter's copy, or the original where none is active.
     """
-    modules = {name: _active(layer._modules.get(name)) for name in NORM_NAMES.values()}
+    modules = {name: active_module(layer._modules.get(name)) for name in NORM_NAMES.values()}
     return {name: module for name, module in modules.items() if isinstance(module, HeadNorm)}
+
+
+def head_biases(layer: QKNormAttention) -> dict[str, HeadBias]:
+    """The scheme's learned numbers of heads in the layer by name; under PEFT as with `head_norms`."""
+    modules = {name: active_module(layer._modules.get(name)) for name in INITIAL}
+    return {name: module for name, module in modules.items() if isinstance(module, HeadBias)}
 
 
 def norm_copies(layer: QKNormAttention) -> dict[str, list[HeadNorm]]:
     """The scheme's norms in the layer by name, each with the copies of PEFT's adapters."""
     modules = {name: layer.get_submodule(name).modules() for name in head_norms(layer)}
     return {name: [m for m in copies if isinstance(m, HeadNorm)] for name, copies in modules.items()}
-
-
-def _active(module: Any) -> nn.Module | None:
-    """The module, or the copy of it that PEFT's wrapper calls."""
-    copies = None if module is None else module._modules.get("modules_to_save")
-    if copies is None:
-        return module
-    active = [] if module.disable_adapters else module.active_adapters
-    return copies[active[0]] if active and active[0] in copies else module.original_module
 
 
 def start_blend(layer: QKNormAttention) -> None:
@@ -269,31 +277,3 @@ def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> 
     if rope != "once":
         cos, sin = (x[..., ::2] if rope == "pairs" else x[..., : width // 2] for x in (cos, sin))
     return Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))
-
-
-def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
-    if not scheme.norms:
-        return
-    style = module.family.style
-    heads, heads_kv, head_dim = style.heads(module)
-    device, dtype = device_and_dtype(module)
-    for field, name in NORM_NAMES.items():
-        norm = getattr(scheme, field)
-        if norm is None:
-            continue
-        gain, initial_gain = True, 1.0
-        if scheme.gain == "scalar" and field != "v":  # one g a layer: the queries' norm holds it, if they have one
-            gain = field == "q" or scheme.q is None
-            initial_gain = initial_scalar_gain(scheme, norm, style.length(module), head_dim, module.logit_scale)
-        size = heads if field == "q" else heads_kv
-        width = getattr(module, "v_head_dim", head_dim) if field == "v" else head_dim
-        new = HeadNorm(norm, scheme, size, width, gain=gain, initial_gain=initial_gain, device=device, dtype=dtype)
-        setattr(module, name, new)
-
-
-def device_and_dtype(module: QKNormAttention) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype for new parameters: the projections', or the device on which a hook runs offloaded ones."""
-    projection = module.get_submodule(module.family.style.weights[0])
-    weight = next(projection.parameters())
-    device = execution_device(projection, module) if weight.is_meta else None
-    return device or weight.device, weight.dtype

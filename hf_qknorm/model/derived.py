@@ -26,6 +26,7 @@ from hf_qknorm.files.names import REPORT
 from hf_qknorm.model.attention import install, patched_layers
 from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
+from hf_qknorm.model.head_bias import HeadBias
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.record import load_record, write_record
@@ -61,6 +62,9 @@ class QKNormModel(_Model):
         plan_norms(self)
 
     def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, HeadBias):
+            initialization.constant_(module.bias, module.initial)
+            return
         if not isinstance(module, HeadNorm):
             super()._init_weights(module)
             return

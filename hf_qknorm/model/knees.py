@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.model.attention import device_and_dtype, head_norms, norm_copies, patched_layers
+from hf_qknorm.model.additions import device_and_dtype
+from hf_qknorm.model.attention import head_norms, norm_copies, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 

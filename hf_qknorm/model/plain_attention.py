@@ -10,8 +10,18 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family
+from hf_qknorm.model.head_bias import HeadBias, scaled_heads
 from hf_qknorm.model.length_scale import scaled_queries
 from hf_qknorm.scheme import Scheme
+
+
+def active_module(module: Any) -> nn.Module | None:
+    """The module, or the copy of it that PEFT's wrapper calls."""
+    copies = None if module is None else module._modules.get("modules_to_save")
+    if copies is None:
+        return module
+    active = [] if module.disable_adapters else module.active_adapters
+    return copies[active[0]] if active and active[0] in copies else module.original_module
 
 
 class PlainAttention(nn.Module):
@@ -75,7 +85,7 @@ class PlainAttention(nn.Module):
         if style.prescaled:
             q, options = q * self.logit_scale, options | {"scaling": 1.0}
         q, k, v = style.rotate(self, q, k, v, positions, cache=cache, **options)
-        q = self._length_scaled(q, options)
+        q = self._length_scaled(self._tempered(q), options)
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, fp32 gains or cos and sin promote them
         if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
             k, v = cache.update(k, v, style.slot(self, **options))
@@ -96,6 +106,15 @@ class PlainAttention(nn.Module):
         """Apply the scheme's norm of that name, if there is one, to x `[B, H, T, D]`."""
         norm = None if self.has_own_norms else self._modules.get(name)
         return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
+
+    def _tempered(self, q: Tensor) -> Tensor:
+        """Multiply queries `[B, H, T, D]` by the scheme's temperature, if it has one."""
+        return q if self.scheme.temperature is None else scaled_heads(q, self.head_bias("temperature").factor())
+
+    def head_bias(self, name: str) -> HeadBias:
+        """The layer's `HeadBias` of that name: the active adapter's copy, under PEFT's `modules_to_save`."""
+        found: Any = active_module(self._modules.get(name))
+        return found
 
     def _length_scaled(self, q: Tensor, options: dict[str, Any]) -> Tensor:
         """Multiply rotated queries `[B, H, T, D]` by the scheme's length scale, if it has one."""

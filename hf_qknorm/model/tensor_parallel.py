@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
+from hf_qknorm.model.attention import QKNormAttention, head_biases, head_norms, patched_layers
 
 # Styles of projections whose heads all ranks then have, in place of those that shard heads; as in OLMo 2's own plan.
 GATHERED: Final = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
@@ -52,6 +52,7 @@ def _entries(path: str, layer: QKNormAttention, plan: dict[str, str]) -> Iterato
         own = ((key, style) for key, style in plan.items() if key.rpartition(".")[0] == path)
         yield from ((key, GATHERED[style]) for key, style in own if style in GATHERED)
         return
+    yield from ((f"{path}.{name}.bias", "colwise") for name in head_biases(layer))
     for name, norm in norms.items():
         for kind, parameter in norm.named_parameters():
             by_head = parameter.ndim == 2

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_qknorm.model.accelerate_hooks import is_hooked, loaded
-from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
+from hf_qknorm.model.attention import QKNormAttention, head_biases, head_norms, patched_layers
 from hf_qknorm.model.length_scale import largest_factor
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
@@ -56,7 +56,7 @@ def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None
     q, k = _ranges(layer, key_layer or layer)
     if q is None or k is None or any(norm.bypass or norm.blend is not None for norm in norms):
         return None
-    queries, keys = q.lengths, k.lengths
+    queries, keys = q.lengths * _temperatures(layer), k.lengths
     if 1 in (len(queries), len(keys)):
         largest = float(queries.max() * keys.max())
     else:  # each key head meets its group of query heads
@@ -96,6 +96,15 @@ def _length_scale(layer: QKNormAttention) -> float:
     """The factor of the scheme's length scale at the model's last position; 1 without one."""
     length = layer.scheme.length_scale
     return 1.0 if length is None else largest_factor(layer.family.style.length(layer), length, layer.window)
+
+
+def _temperatures(layer: QKNormAttention) -> Tensor:
+    """The factors of the scheme's temperature on the queries of each head, `[H]`, or `[1]` without one; fp64."""
+    found = head_biases(layer).get("temperature")
+    if found is None:
+        return torch.ones(1, dtype=torch.float64)
+    with loaded(found):
+        return full_tensor(found.bias.detach()).double().cpu().exp()
 
 
 def _key_layer(layer: QKNormAttention, layers: Mapping[str, QKNormAttention]) -> QKNormAttention:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.model.attention import NORM_NAMES, QKNormAttention, head_norms
+from hf_qknorm.model.additions import NORM_NAMES
+from hf_qknorm.model.attention import QKNormAttention, head_norms
 from hf_qknorm.model.knees import beyond_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.block_outputs import block_outputs

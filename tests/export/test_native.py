@@ -24,6 +24,7 @@ from hf_qknorm.model.norms import HeadNorm
 TOLERANCE = 1e-5
 RMS = Scheme(q="rms", k="rms")
 WIDE = Scheme(q="rms", k="rms", width="all")
+LEARNED = {"temperature": "learned"}
 LAYER = Scheme(q="layer", k="layer", eps=1e-5)
 EPS = {"rms_norm_eps": 1e-6}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -61,6 +62,10 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme, str]] = {
     "qwen2-all-heads": ("qwen2", {"use_sliding_window": False} | EPS, WIDE, "olmoe"),
     "phi3-all-heads": ("phi3", {"sliding_window": None} | EPS, WIDE, "olmoe"),
     "mixtral-all-heads": ("mixtral", {"sliding_window": None} | EPS, WIDE, "olmoe"),
+    "llama-all-heads-temperature": ("llama", EPS, replace(WIDE, **LEARNED), "olmoe"),
+    "phi3-all-heads-temperature": ("phi3", {"sliding_window": None} | EPS, replace(WIDE, **LEARNED), "olmoe"),
+    "llama-temperature": ("llama", {}, Scheme(temperature="learned", scale=0.3), "llama"),
+    "qwen2-cap-temperature": ("qwen2", {}, Scheme(softcap=2.0, temperature="learned"), "vaultgemma"),
     "gpt_neox": ("gpt_neox", {}, LAYER, "phi"),
     "gpt_neox-tied": ("gpt_neox", {"tie_word_embeddings": True}, LAYER, "phi"),
     "gpt_neox-without-bias": ("gpt_neox", {"attention_bias": False}, Scheme(q="layer", k="layer", bias=False), "phi"),

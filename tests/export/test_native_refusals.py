@@ -11,7 +11,7 @@ import torch
 from folders import configure, edit
 from safetensors.torch import load_file
 from tables import sharp_model
-from test_native import CASES, EPS, LAYER, RMS, WIDE, save_patched
+from test_native import CASES, EPS, LAYER, LEARNED, RMS, WIDE, save_patched
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -134,6 +134,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, str]] = {
     "all heads, a window": ("mistral", EPS, WIDE, "olmoe would be its counterpart, but the sliding window of 8"),
     "all heads, wider": ("llama", EPS | {"head_dim": 32}, WIDE, "olmoe .*heads have hidden_size / num_attention_heads"),
     "all heads, centred": ("llama", EPS, LAYERS, r"norms \(q=layer, k=layer, width=all\) would .*rms over all heads"),
+    "temperature, norms": ("llama", EPS, replace(RMS, **LEARNED), "the learned temperature of each head would be lost"),
+    "temperature, fused": ("gpt2", {}, Scheme(**LEARNED), "the learned temperature of each head would be lost"),
     "mixtral-cap": ("mixtral", {}, "soft_cap", "the cap of 50 would be lost.*llama with a cap"),
     "qwen3-cap": ("qwen3", {}, "soft_cap", "the cap of 50 would be lost"),
     "gpt2": ("gpt2", {}, "qk_norm", r"norms \(q=layer, k=layer\) would be lost"),

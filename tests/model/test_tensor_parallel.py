@@ -24,6 +24,7 @@ SCHEMES = {
     "scalar": Scheme(q="l2", k="l2", gain="scalar", scale=1.0),
     "knee": Scheme(**NORMED, knee=4.0),
     "width": Scheme(**NORMED, width="all"),
+    "temperature": Scheme(q="rms", softcap=5.0, temperature="learned"),
     "knee alone": Scheme(**NORMED, gain="none", knee=4.0),
 }
 STYLES = {
