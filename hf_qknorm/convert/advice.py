@@ -5,8 +5,8 @@ The rule, in this order (`convert/README.md` gives the reasons and the measureme
 1. A model with a cap of its own, as Gemma 2, and logits up to twice that cap: nothing.
 2. A model that takes norms: `qk_norm_cap`, calibrated with a knee, with a wider cap where 50 changes predictions.
 3. A model with norms, as Qwen3: nothing while the logits are up to half the cap, then a cap.
-4. A model where no knee is cheap enough, or that caches a latent: a cap alone, where it changes no prediction.
-5. Else `qk_norm`, brought in by a blend; for a latent QuacK or MuonClip, which are no schemes.
+4. A model where no knee is cheap enough: a cap alone, where it changes no prediction.
+5. Else `qk_norm`, brought in by a blend.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from hf_qknorm.stats.records import Prediction
 
 HARMLESS_LOSS = 0.1  # of the largest logit: a cap that takes less is harmless where its KL was not measured
 HARMLESS_KL = 0.01  # nats: a cap whose measured KL is lower is harmless
+SERVING = (
+    "to serve norms from its latent cache, a server has to cache one number more for each token and head; where it "
+    "can't, take a cap, and QuacK or MuonClip in training"
+)
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,6 @@ def advise(measured: Measurements) -> Advice:
             "a cap needs no calibration, and bounds the logits of later training",
             *_beyond_cap_reasons(measured),
         ]
-    elif not measured.takes_norms:
-        scheme, more = measured.scheme, [*_harmful_cap_reasons(measured), *_beyond_cap_reasons(measured)]
     else:
         scheme = dataclasses.replace(measured.scheme, q=measured.scheme.q or "auto", k=measured.scheme.k or "auto")
         more = [
@@ -111,13 +113,13 @@ def advise(measured: Measurements) -> Advice:
             "length",
             "without any cost at the start: BlendSchedule begins at the unpatched model and ends at these norms",
         ]
+    if measured.latent and scheme.norms:
+        more.append(SERVING)
     return Advice(scheme, (*reasons, *more))
 
 
 def _beyond_cap_reasons(measured: Measurements) -> list[str]:
     """The way to larger learning rates than a cap alone allows."""
-    if not measured.takes_norms:
-        return ["it caches a latent and takes no norms: QuacK and MuonClip bound its logits in training"]
     return [
         *_costly_knee_reasons(measured),
         "for larger learning rates, use qk_norm_cap and calibrate()",

@@ -33,7 +33,7 @@ from hf_qknorm.stats.distributed import (
     unwrap,
 )
 from hf_qknorm.stats.logit_statistics import CAP
-from hf_qknorm.stats.measure import evaluate, layer_reports, predictions, require_causal
+from hf_qknorm.stats.measure import evaluate, is_bidirectional, layer_reports, predictions, require_causal
 from hf_qknorm.stats.records import Prediction
 from hf_qknorm.stats.report import Calibration
 
@@ -65,7 +65,8 @@ def calibrate(
     `data` is a list of strings, a `datasets.Dataset`, a file, a folder, the name of a Hub dataset, or an iterable of
     batches: tensors `[B, T]`, or mappings with "input_ids" and optionally "attention_mask" (padding is ignored). Text
     is cut into batches `[batch_size, length]`, by default 256 long, or half of the positions where these are learned.
-    At most `max_tokens` tokens are used. `tokenizer` is by default the one of `model.name_or_path`.
+    A model of masked tokens (BERT) needs batches with "labels" too, −100 for tokens that are not masked. At most
+    `max_tokens` tokens are used. `tokenizer` is by default the one of `model.name_or_path`.
 
     `method` selects how gains are computed. "moments", the default, is the closed form: per channel the least-squares
     fit of the model's own projection by its normalised self, x ≈ gain·norm(x) + bias, from one pass over the text.
@@ -101,8 +102,11 @@ def calibrate(
     ranks, bare = ranks_of(model), unwrap(model)
     method, knee = resolve_method(_scheme_of(bare), method, knee, max_loss_increase)
     _check_supported(bare, method, knee)
-    batches = batches_for(bare, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
-    batches = gather_batches(batches, max_tokens, ranks)
+    masked = is_bidirectional(bare.config)
+    options: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens, "labels": masked}
+    batches = gather_batches(batches_for(bare, data, tokenizer, **options), max_tokens, ranks)
+    if masked:
+        _check_labels(bare, batches)
     check_batches(batches, bare.config)
     count = min(LOSS_BATCHES, max(len(batches) // 10, 1))
     held_out, fitted = batches[:count], batches[count:] or batches
@@ -220,9 +224,19 @@ def _scheme_of(model: Any) -> Scheme:
     return model.config.scheme
 
 
+def _check_labels(model: Any, batches: Batches) -> None:
+    """Raise ValueError for batches without labels, which a masked language model is judged by."""
+    if model.get_output_embeddings() is not None and not all("labels" in batch for batch in batches):
+        raise ValueError(
+            f"{type(model).__name__} has bidirectional attention and predicts masked tokens: give batches with "
+            '"input_ids", some of them masked, and "labels", as DataCollatorForLanguageModeling makes them'
+        )
+
+
 def _check_supported(model: Any, method: str, knee: Knee) -> None:
     """Raise ValueError for a model that can't be calibrated by this method with this knee."""
-    require_causal(model.config)
+    if model.main_input_name != "input_ids":  # an encoder of images
+        require_causal(model.config)
     if model.config.qk_norm_blend is not None:
         raise ValueError("this model is in a blend: calibrate it before the blend, or call set_blend(model, 1) first")
     require_base(model)

@@ -101,7 +101,15 @@ def _batch_divergence(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def check_movable(model: nn.Module, reason: str) -> None:
-    """Raise ValueError if projections are offloaded, quantised or under adapters, and so can't change permanently."""
+    """Raise ValueError if projections can't change permanently, or queries and keys have none of their own.
+
+    They can't if they are offloaded, quantised or under adapters.
+    """
+    if any(layer.family.latent for layer in patched_layers(model).values()):
+        raise ValueError(
+            f"{reason} moves the projections to queries and keys, and this model projects keys and values from one "
+            'latent: use method="moments" or "fit", which leave the weights as they are'
+        )
     parts = [part for layer in patched_layers(model).values() for part in _projections(layer)]
     if any(map(is_adapter_layer, parts)):
         raise ValueError(

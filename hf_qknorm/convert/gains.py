@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.model.accelerate_hooks import input_device
+from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.fold import set_spread
 from hf_qknorm.model.knees import apply_knee, centred_and_size
@@ -147,13 +148,13 @@ class ClosedFormGains:
     def _set_gains(self, name: str, layer: QKNormAttention, knee: float) -> None:
         """Write a layer's gains; q's includes the change of the logits' scale, and the gain of keys without one."""
         norms = head_norms(layer)
-        scaled = "q_norm" if "q_norm" in norms else "k_norm"
+        scaled = "q" if "q_norm" in norms else "k"
         for norm_name, norm in norms.items():
             if norm.weight is None:
                 continue
             shape = self.ranks.local_part(norm.weight).shape
             gain, bias = self.sums[name, norm_name].solve(knee, shape, norm.bias is not None, self.ranks)
-            factor = layer.own_scale / layer.logit_scale if norm_name == scaled else 1.0
+            factor = layer.own_scale / layer.logit_scale if NORM_FIELDS[norm_name] == scaled else 1.0
             if norm_name == "q_norm" and "k_norm" in norms and norms["k_norm"].weight is None:
                 keys, _ = self.sums[name, "k_norm"].solve(knee, (1,), False, self.ranks)
                 factor *= float(keys)

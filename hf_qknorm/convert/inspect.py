@@ -136,9 +136,8 @@ def _measure(model: Any, batches: Batches, cap: float | None) -> Measurements:
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
     even = {name: _even_entropy(layer, batches) for name, layer in layers.items()}
     normed = first.has_own_norms or None not in (scheme.q, scheme.k)
-    takes_norms = not (first.has_own_norms or first.family.latent)
-    bound = worst_bound(model)
-    return Measurements(found, cap, even, scheme, normed, takes_norms, first.softcap, bound=bound)
+    bound, latent = worst_bound(model), first.family.latent
+    return Measurements(found, cap, even, scheme, normed, latent, first.softcap, bound=bound)
 
 
 def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
@@ -153,7 +152,7 @@ def _scheme_trials(model: PreTrainedModel, batches: Batches, measured: Measureme
     """The predictions of an unpatched model with each scheme that may suit it, with fresh gains."""
     caps = (measured.cap, wide_cap(measured.largest, measured.cap)) if measured.own_cap is None else ()
     schemes = [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
-    schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]] if measured.takes_norms else []
+    schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]] if not measured.normed else []
     trials = {}
     for scheme in schemes:
         with _patched(model, scheme):

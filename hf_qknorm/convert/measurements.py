@@ -61,9 +61,9 @@ class Measurements:
 
     `layers` has the statistics by layer, relative to `cap`, and `even` the entropy (nats) of even attention. `scheme`
     is the model's, "none" if it is unpatched. `normed` is whether queries and keys both have norms, of the scheme or of
-    the model itself, `takes_norms` whether they can have a scheme's, and `own_cap` the cap in force. `trials` are the
-    predictions with schemes with fresh gains. `bound` is the largest |logit| that these norms let any input have, in
-    the worst layer; None without a bound.
+    the model itself, `latent` whether a latent is cached in place of keys, and `own_cap` the cap in force. `trials` are
+    the predictions with schemes with fresh gains. `bound` is the largest |logit| that these norms let any input have,
+    in the worst layer; None without a bound.
     """
 
     layers: Mapping[str, LayerStatistics]
@@ -71,7 +71,7 @@ class Measurements:
     even: Mapping[str, float]
     scheme: Scheme = SCHEMES["none"]
     normed: bool = False
-    takes_norms: bool = True
+    latent: bool = False
     own_cap: float | None = None
     trials: Mapping[Scheme, Prediction] = dataclasses.field(default_factory=dict)
     knees: KneeTrials | None = None

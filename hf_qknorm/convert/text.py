@@ -19,6 +19,7 @@ from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
+IGNORED = -100  # the label of a token that a masked language model does not predict
 MIN_TARGETS = 16  # tokens to predict: fewer do not show how a model predicts
 CHARACTERS = 16  # read per token that is asked for: more than tokens have
 LENGTH, LEARNED_LENGTH = 256, 1024  # tokens in a sequence by default, and at most where positions are learned
@@ -149,7 +150,14 @@ def _learns_positions(config: Any) -> bool:
 
 
 def batches_for(
-    model: PreTrainedModel, data: Any, tokenizer: Any, *, batch: int, length: int | None, max_tokens: int
+    model: PreTrainedModel,
+    data: Any,
+    tokenizer: Any,
+    *,
+    batch: int,
+    length: int | None,
+    max_tokens: int,
+    labels: bool = False,
 ) -> list[dict[str, Tensor]]:
     """`as_batches` with the model's default length and, for `tokenizer=None`, the tokenizer of its checkpoint."""
 
@@ -159,13 +167,15 @@ def batches_for(
         return load_tokenizer(model.name_or_path) if tokenizer is None else tokenizer
 
     length = sequence_length(model.config, length)
-    return list(as_batches(data, load, batch=batch, length=length, max_tokens=max_tokens))
+    return list(as_batches(data, load, batch=batch, length=length, max_tokens=max_tokens, labels=labels))
 
 
 def as_batches(
-    data: Any, load_tokenizer: Callable[[], Any], *, batch: int, length: int, max_tokens: int
+    data: Any, load_tokenizer: Callable[[], Any], *, batch: int, length: int, max_tokens: int, labels: bool = False
 ) -> Iterator[dict[str, Tensor]]:
     """Batches of "input_ids" `[B, T]`, and "attention_mask" if `data` has it, of up to about `max_tokens` tokens.
+
+    With `labels`, batches keep their "labels" too, those of masked tokens.
 
     `data` is a source for `load_text`, a `datasets.Dataset`, or an iterable of strings, of rows (mappings with a text,
     or with "input_ids" `[N]`), or of batches (tensors `[B, T]`, or mappings with them). Strings and rows are joined and
@@ -181,7 +191,9 @@ def as_batches(
         raise ValueError("the calibration data is empty: give texts, or batches with input_ids")
     items = chain([first], items)
     if _is_batch(first):
-        yield from _up_to(max_tokens, map(_batch_inputs, items), size=lambda inputs: inputs["input_ids"].numel())
+        kept = ("input_ids", "attention_mask", *["labels"] * labels)
+        batches = map(partial(_batch_inputs, kept=kept), items)
+        yield from _up_to(max_tokens, batches, size=lambda inputs: inputs["input_ids"].numel())
         return
     ids = _joined_ids(items, load_tokenizer, max_tokens)
     whole = ids[: len(ids) // length * length].view(-1, length)
@@ -211,12 +223,13 @@ def longest_sequence(batches: Sequence[Mapping[str, Tensor]]) -> int:
 def check_batches(batches: Sequence[Mapping[str, Tensor]], config: Any) -> None:
     """Raise ValueError for batches with too few tokens to predict, or with tokens outside of the model's vocabulary.
 
-    A token counts if it follows another one in its sequence, and neither is padding.
+    A token counts if it follows another one in its sequence, and neither is padding; with labels, if it has one.
     """
     targets = 0
     for batch in batches:
         real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        targets += int((real[:, 1:] & real[:, :-1]).sum())
+        counted = batch["labels"] != IGNORED if "labels" in batch else real[:, 1:] & real[:, :-1]
+        targets += int(counted.sum())
     if targets < MIN_TARGETS:
         raise ValueError(
             f"the text gives {targets} tokens to predict, expected at least {MIN_TARGETS}: give more text. (Or the "
@@ -235,11 +248,11 @@ def _is_batch(item: Any) -> bool:
     return (isinstance(ids, Tensor) and ids.dim() == 2) or (isinstance(ids, list) and isinstance(ids[0], list))
 
 
-def _batch_inputs(item: Any) -> dict[str, Tensor]:
+def _batch_inputs(item: Any, kept: Sequence[str]) -> dict[str, Tensor]:
     if not _is_batch(item):
         raise ValueError(f"a batch must be a tensor [B, T] or a mapping with input_ids, got {type(item).__name__}")
     inputs = item if isinstance(item, Mapping) else {"input_ids": item}
-    return {key: torch.as_tensor(inputs[key]) for key in ("input_ids", "attention_mask") if key in inputs}
+    return {key: torch.as_tensor(inputs[key]) for key in kept if key in inputs}
 
 
 def _joined_ids(items: Iterable[Any], load_tokenizer: Callable[[], Any], max_tokens: int) -> Tensor:

@@ -91,11 +91,20 @@ class Family:
                 f"already normalises its queries and keys, and norms are not stacked: got the scheme {scheme}. "
                 'Only a cap can be added, as with scheme="soft_cap" or Scheme(softcap=50.0)'
             )
-        if scheme.norms and self.latent:
+        if scheme.norms and self.latent and scheme.gain == "scalar":
             return (
-                "caches a latent and projects keys and values from it, and servers absorb that projection, which they "
-                f"cannot do with a norm after it: got the scheme {scheme}. Only a cap can be added, as with "
-                'scheme="soft_cap" or Scheme(softcap=50.0); or set learning rates by head, with QuacK'
+                f"norms the parts of each head with and without RoPE separately: got the scheme {scheme}, whose one "
+                'gain a layer can\'t weigh them against each other. Take gain="shared" or "per_head", as in qk_norm'
+            )
+        if scheme.width == "all" and self.latent:
+            return (
+                f"norms the parts of each head with and without RoPE separately: got the scheme {scheme}, and a norm "
+                'over all heads is not supported there. Take width="head"'
+            )
+        if not scheme.pre_norm and self.latent:
+            return (
+                f"projects to latents that have norms of their own: got the scheme {scheme}, and folding the norm "
+                "before attention (pre_norm=False) into these projections is not supported. Take pre_norm=True"
             )
         if scheme.length_scale is not None and (reason := self._no_length_scale(config)):
             return f"can't have length_scale={scheme.length_scale}: {reason}"

@@ -1,4 +1,11 @@
-"""Multi-head latent attention, as DeepSeek's: the cache holds a latent and one rotated key for all heads."""
+"""Multi-head latent attention, as DeepSeek's: the cache holds a latent and one rotated key for all heads.
+
+A scheme norms the two parts of each query and key separately: with c the latent and r the key that rotates, the key of
+head h is [norm(U_h·c), RoPE(norm(r))]. The cache then holds c as before, and r normed, rotated and shared by all heads.
+A server that absorbs U_h into the query needs one more number for each token and head, 1/rms(U_h·c); see README.md.
+
+Source: Han et al. 2026 (arXiv 2606.16310).
+"""
 
 from __future__ import annotations
 
@@ -31,9 +38,15 @@ def _with_latent(module: Any, q: Tensor, hidden_states: Tensor) -> Projected:
 def rotate(
     module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, rope: str = "apply_rotary_pos_emb", **arguments: Any
 ) -> Rotated:
-    """Apply the modelling file's function `rope` to the key that rotates, and to the last channels of each query."""
-    q_plain, q_rotated = torch.split(q, [module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
-    q_rotated, v = getattr(module.modelling, rope)(q_rotated, v, *positions)
+    """Norm the parts of each query, and the key that rotates; then apply the modelling file's function `rope`.
+
+    It rotates that key and the last channels of each query. Without `positions` (Kimi Linear) nothing rotates.
+    """
+    q_plain, q_rotated = torch.split(q, [*parts(module)], dim=-1)
+    q_plain, q_rotated = module.normed("q_norm", q_plain), module.normed("q_rope_norm", q_rotated)
+    v = module.normed("k_rope_norm", v)
+    if positions is not None:
+        q_rotated, v = getattr(module.modelling, rope)(q_rotated, v, *positions)
     return torch.cat((q_plain, q_rotated), dim=-1), k, v
 
 
@@ -68,18 +81,28 @@ def output_bailing(module: Any, attended: Tensor, hidden_states: Tensor) -> Tens
 
 
 def expand(module: Any, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-    return module.expand_kv(k, v)
+    """Compute keys and values from the cached latent and key; norm the keys' part without RoPE, and the values."""
+    k, v = module.expand_kv(k, v)
+    plain, rotated = torch.split(k, [*parts(module)], dim=-1)
+    normed = module.normed("k_norm", plain)
+    return (k if normed is plain else torch.cat((normed, rotated), dim=-1)), module.normed("v_norm", v)
+
+
+def parts(module: Any) -> tuple[int, int]:
+    """The widths of a head's parts without and with RoPE."""
+    return module.qk_nope_head_dim, module.qk_rope_head_dim
 
 
 def _heads(module: Any) -> tuple[int, int, int]:
-    """The latent counts as a single key head."""
-    return module.config.num_attention_heads, 1, module.qk_head_dim
+    """Each head has keys of its own, computed from the latent."""
+    return module.config.num_attention_heads, module.config.num_attention_heads, module.qk_head_dim
 
 
 WEIGHTS = ("kv_a_proj_with_mqa", "kv_b_proj")
-MINICPM3 = Style(project, output, WEIGHTS, rotate=rotate, expand=expand, heads=_heads)
-DEEPSEEK_V3 = Style(project, output, WEIGHTS, rotate=rotate_configured, expand=expand, heads=_heads)
-DEEPSEEK_V2 = Style(project, output, WEIGHTS, rotate=rotate_complex, expand=expand, heads=_heads)
-KIMI_LINEAR = Style(project, output, WEIGHTS, rotates=lambda module: False, expand=expand, heads=_heads)
-LONGCAT = Style(project_longcat, output, WEIGHTS, rotate=rotate_pairs, expand=expand, heads=_heads)
-BAILING = Style(project_bailing, output_bailing, WEIGHTS, rotate=rotate_pairs, expand=expand, heads=_heads)
+COMMON: dict[str, Any] = {"weights": WEIGHTS, "expand": expand, "parts": parts, "heads": _heads}
+MINICPM3 = Style(project, output, rotate=rotate, **COMMON)
+DEEPSEEK_V3 = Style(project, output, rotate=rotate_configured, **COMMON)
+DEEPSEEK_V2 = Style(project, output, rotate=rotate_complex, **COMMON)
+KIMI_LINEAR = Style(project, output, rotate=rotate, rotates=lambda module: False, **COMMON)
+LONGCAT = Style(project_longcat, output, rotate=rotate_pairs, **COMMON)
+BAILING = Style(project_bailing, output_bailing, rotate=rotate_pairs, **COMMON)

@@ -63,6 +63,8 @@ class Style:
     `rotate` applies RoPE to `[B, H or Hk, T, D]`, and the model's own operations between RoPE and the cache. It takes
     the position embeddings, and the other arguments of the forward, `cache` among them.
     `rotates` tells whether the layer uses position embeddings.
+    `parts` gives the widths of a head's parts without and with RoPE, in a model that computes and caches them
+    separately. `rotate` and `expand` then apply the scheme's norms, to each part by itself; None elsewhere.
     `query_scale` is the largest factor by which `rotate` multiplies a query for its position.
     `length` is the length of the model's longest sequence.
     `no_length_scale` is the reason why queries can't take a scheme's length scale; "" if they can.
@@ -83,6 +85,7 @@ class Style:
     rotate: Callable[..., Rotated] = rotate
     rotates: Callable[[Any], bool] = lambda module: True
     expand: Callable[..., tuple[Tensor, Tensor]] | None = None
+    parts: Callable[[Any], tuple[int, int]] | None = None
     own_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_together: bool = False
     norms_rotated: bool = False
@@ -96,3 +99,13 @@ class Style:
     no_length_scale: str = ""
     prescaled: bool = False
     interleaved: Callable[[Any], bool] = lambda module: False
+
+    def norm_sizes(self, module: Any) -> dict[str, tuple[int, int]]:
+        """The heads and the width that each norm of a scheme takes, by the norm's name in the module."""
+        heads, heads_kv, head_dim = self.heads(module)
+        values = {"v_norm": (heads_kv, getattr(module, "v_head_dim", head_dim))}
+        if self.parts is None:
+            return {"q_norm": (heads, head_dim), "k_norm": (heads_kv, head_dim)} | values
+        plain, rotated = self.parts(module)
+        queries = {"q_norm": (heads, plain), "q_rope_norm": (heads, rotated)}
+        return queries | {"k_norm": (heads_kv, plain), "k_rope_norm": (1, rotated)} | values  # all heads share one key

@@ -11,7 +11,9 @@ from hf_qknorm.model.head_bias import INITIAL, HeadBias
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
 from hf_qknorm.scheme import Scheme
 
-NORM_NAMES = {"q": "q_norm", "k": "k_norm", "v": "v_norm"}
+# The scheme's norms in a layer, and the field of the scheme that each is for. Those of RoPE are for models in which the
+# parts of a head with and without RoPE are normed separately.
+NORM_FIELDS = {"q_norm": "q", "k_norm": "k", "v_norm": "v", "q_rope_norm": "q", "k_rope_norm": "k"}
 
 
 def add_parameters(module: Any, scheme: Scheme) -> None:
@@ -23,20 +25,17 @@ def add_parameters(module: Any, scheme: Scheme) -> None:
 def _add_norms(module: Any, scheme: Scheme) -> None:
     if not scheme.norms:
         return
-    style = module.family.style
-    heads, heads_kv, head_dim = style.heads(module)
-    device, dtype = device_and_dtype(module)
-    for field, name in NORM_NAMES.items():
+    style, (device, dtype) = module.family.style, device_and_dtype(module)
+    for name, (heads, width) in style.norm_sizes(module).items():
+        field = NORM_FIELDS[name]
         norm = getattr(scheme, field)
         if norm is None:
             continue
         gain, initial_gain = True, 1.0
         if scheme.gain == "scalar" and field != "v":  # one g a layer: the queries' norm holds it, if they have one
             gain = field == "q" or scheme.q is None
-            initial_gain = initial_scalar_gain(scheme, norm, style.length(module), head_dim, module.logit_scale)
-        size = heads if field == "q" else heads_kv
-        width = getattr(module, "v_head_dim", head_dim) if field == "v" else head_dim
-        new = HeadNorm(norm, scheme, size, width, gain=gain, initial_gain=initial_gain, device=device, dtype=dtype)
+            initial_gain = initial_scalar_gain(scheme, norm, style.length(module), width, module.logit_scale)
+        new = HeadNorm(norm, scheme, heads, width, gain=gain, initial_gain=initial_gain, device=device, dtype=dtype)
         setattr(module, name, new)
 
 

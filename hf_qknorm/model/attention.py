@@ -21,7 +21,7 @@ from hf_qknorm.backends.calls import is_padded_ranges
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.model.accelerate_hooks import set_module_class
-from hf_qknorm.model.additions import NORM_NAMES, add_parameters, device_and_dtype
+from hf_qknorm.model.additions import NORM_FIELDS, add_parameters, device_and_dtype
 from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.head_bias import INITIAL, HeadBias, scaled_norm
 from hf_qknorm.model.knee_state_dict import KneeStateDict
@@ -73,7 +73,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
             return self._tempered(x), norm
         if norm.blend is None:
             return x, scaled_norm(norm, self.head_bias("temperature").factor(), x.shape[-1])
-        return self._tempered(self._normed("q_norm", q)), Norm()
+        return self._tempered(self.normed("q_norm", q)), Norm()
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that the kernel applies to it.
@@ -84,7 +84,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         norm = active_module(module)
         if type(norm) is HeadNorm and not norm.wide and is_unhooked(norm) and is_unhooked(module):
             return x, norm.as_norm()
-        return self._normed(name, x), Norm()
+        return self.normed(name, x), Norm()
 
 
 @cache
@@ -174,11 +174,11 @@ def uninstall(model: nn.Module) -> None:
 
 
 def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
-    """The scheme's norms in the layer by name: q_norm, k_norm, v_norm.
+    """The scheme's norms in the layer by their names in `NORM_FIELDS`.
 
     Under PEFT's `modules_to_save` each is the active adapter's copy, or the original where none is active.
     """
-    modules = {name: active_module(layer._modules.get(name)) for name in NORM_NAMES.values()}
+    modules = {name: active_module(layer._modules.get(name)) for name in NORM_FIELDS}
     return {name: module for name, module in modules.items() if isinstance(module, HeadNorm)}
 
 
@@ -201,7 +201,8 @@ def start_blend(layer: QKNormAttention) -> None:
     """
     norms = norm_copies(layer)
     factor = layer.logit_scale / layer.own_scale
-    carriers = norms.get("q_norm", norms.get("k_norm", []))
+    side = "q" if "q_norm" in norms else "k"
+    carriers = [copy for name, copies in norms.items() if NORM_FIELDS[name] == side for copy in copies]
     for carrier in carriers:
         carrier.rescale = factor
     if not carriers and (factor != 1 or layer.scheme.length_scale is not None):

@@ -59,7 +59,8 @@ class PlainAttention(nn.Module):
         style = self.family.style
         q, k, v, *rest = style.project(self, hidden_states)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        v = self._normed("v_norm", v)
+        if style.parts is None:
+            v = self.normed("v_norm", v)
         cache = layer_past if past_key_values is None else past_key_values
         cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
         options = {**kwargs, "scaling": self.logit_scale, "sliding_window": self.window}
@@ -81,7 +82,8 @@ class PlainAttention(nn.Module):
         Returns `[B, T, H, D]` and the attention weights or None.
         """
         style = self.family.style
-        q, k = self._normed("q_norm", q), self._normed("k_norm", k)
+        if style.parts is None:
+            q, k = self.normed("q_norm", q), self.normed("k_norm", k)
         if style.prescaled:
             q, options = q * self.logit_scale, options | {"scaling": 1.0}
         q, k, v = style.rotate(self, q, k, v, positions, cache=cache, **options)
@@ -91,6 +93,7 @@ class PlainAttention(nn.Module):
             k, v = cache.update(k, v, style.slot(self, **options))
         if style.expand is not None:
             k, v = style.expand(self, k, v, **options)
+            q, k = q.to(v.dtype), k.to(v.dtype)
         return self._call_backend(q, k, v, mask, options)
 
     def _call_backend(
@@ -102,8 +105,8 @@ class PlainAttention(nn.Module):
         attend = functions.attention_function(self, self.scheme.softcap, self.family.style.eager(self))
         return attend(self, q, k, v, mask, **options)
 
-    def _normed(self, name: str, x: Tensor) -> Tensor:
-        """Apply the scheme's norm of that name, if there is one, to x `[B, H, T, D]`."""
+    def normed(self, name: str, x: Tensor) -> Tensor:
+        """Apply the scheme's norm of that name to x `[B, H, T, D]`; without such a norm return x itself."""
         norm = None if self.has_own_norms else self._modules.get(name)
         return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
 

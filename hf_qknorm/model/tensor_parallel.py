@@ -55,16 +55,14 @@ def _entries(path: str, layer: QKNormAttention, plan: dict[str, str]) -> Iterato
     yield from ((f"{path}.{name}.bias", "colwise") for name in head_biases(layer))
     for name, norm in norms.items():
         for kind, parameter in norm.named_parameters():
-            by_head = parameter.ndim == 2
-            yield (
-                (f"{path}.{name}.{kind}", "colwise")
-                if by_head
-                else (f"{path}.{name}", "replicated_with_grad_allreduce")
-            )
+            if parameter.ndim == 2 and len(parameter) > 1:  # a key that all heads share is replicated
+                yield f"{path}.{name}.{kind}", "colwise"
+            else:
+                yield f"{path}.{name}", "replicated_with_grad_allreduce"
 
 
 def _is_sharded(path: str, layer: QKNormAttention, plan: dict[str, str]) -> bool:
-    return plan.get(f"{_planned(path)}.{layer.family.style.weights[0]}") == "colwise"
+    return any(plan.get(f"{_planned(path)}.{weight}") == "colwise" for weight in layer.family.style.weights)
 
 
 def _planned(path: str) -> str:

@@ -33,7 +33,7 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
             "the mask requires a gradient, which this attention does not compute: detach it, or use "
             'eager attention, such as attn_implementation="hf_qknorm_eager"'
         )
-    values = flatten(heads, _with_seed(visible, options, torch.device("cpu")), options)
+    values = flatten(heads, with_seed(visible, options, torch.device("cpu")), options)
     return _call(operators.ATTENTION, values)[0]
 
 
@@ -104,11 +104,11 @@ def _call_without_gradient(operator: Operator, values: Values) -> Any:
 
 def _fused(heads: Heads, visible: Visible, options: Options, *, statistics: bool) -> tuple[Tensor, ...]:
     """Output, normaliser and the two of `RowStatistics`, empty unless wanted."""
-    values = flatten(heads, _with_seed(visible, options, heads.q.device), options)
+    values = flatten(heads, with_seed(visible, options, heads.q.device), options)
     return _call(operators.FUSED_ATTENTION, {**values, "statistics": statistics})
 
 
-def _with_seed(visible: Visible, options: Options, device: torch.device) -> Visible:
+def with_seed(visible: Visible, options: Options, device: torch.device) -> Visible:
     """The same with a seed from torch's default generator, if there is dropout and no seed yet."""
     if not options.dropout > 0 or visible.seed is not None:
         return visible

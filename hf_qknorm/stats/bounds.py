@@ -40,9 +40,13 @@ def largest_gains(model: Any) -> dict[str, tuple[float | None, float | None]]:
     layers = patched_layers(model)
     found = {}
     for name, layer in layers.items():
-        q, k = _ranges(layer, _key_layer(layer, layers))
-        found[name] = (None if q is None else q.gain, None if k is None else k.gain)
+        queries, keys = zip(*_ranges(layer, _key_layer(layer, layers)), strict=True)
+        found[name] = (_largest_gain(queries), _largest_gain(keys))
     return found
+
+
+def _largest_gain(parts: tuple[NormRange | None, ...]) -> float | None:
+    return max((part.gain for part in parts if part is not None), default=None)
 
 
 def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None) -> float | None:
@@ -52,17 +56,24 @@ def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None
     one. None where queries or keys have no norm, or a blend is in progress. In models that scale queries by position,
     and with a length scale, the bound holds up to the model's maximum position.
     """
-    norms = head_norms(layer).values()
-    q, k = _ranges(layer, key_layer or layer)
-    if q is None or k is None or any(norm.bypass or norm.blend is not None for norm in norms):
+    if any(norm.bypass or norm.blend is not None for norm in head_norms(layer).values()):
         return None
-    queries, keys = q.lengths * _temperatures(layer), k.lengths
-    if 1 in (len(queries), len(keys)):
-        largest = float(queries.max() * keys.max())
-    else:  # each key head meets its group of query heads
-        largest = float((queries.view(len(keys), -1) * keys[:, None]).max())
     rotary = 1.0 if layer.has_own_norms and layer.family.style.norms_rotated else rotary_scale(layer)
-    return abs(layer.logit_scale) * layer.family.style.query_scale(layer) * _length_scale(layer) * rotary**2 * largest
+    pairs, products = _ranges(layer, key_layer or layer), torch.zeros(1, dtype=torch.float64)
+    for place, (q, k) in enumerate(pairs, start=1):
+        if q is None or k is None:
+            return None
+        rotates = place == len(pairs)
+        products = products + _products(q.lengths * _temperatures(layer), k.lengths) * (rotary**2 if rotates else 1.0)
+    scale = abs(layer.logit_scale) * layer.family.style.query_scale(layer) * _length_scale(layer)
+    return scale * float(products.max())
+
+
+def _products(queries: Tensor, keys: Tensor) -> Tensor:
+    """The largest q·k of each head, `[H]` or `[1]`, from the lengths of queries and keys."""
+    if 1 in (len(queries), len(keys)):
+        return queries * keys
+    return (queries.view(len(keys), -1) * keys[:, None]).flatten()  # each key head meets its group of query heads
 
 
 def worst_bound(model: Any) -> float | None:
@@ -114,17 +125,21 @@ def _key_layer(layer: QKNormAttention, layers: Mapping[str, QKNormAttention]) ->
     return next(x for x in layers.values() if x.store_full_length_kv and x.layer_type == layer.layer_type)
 
 
-def _ranges(layer: QKNormAttention, key_layer: QKNormAttention) -> tuple[NormRange | None, NormRange | None]:
-    """The ranges of the norms of a layer's queries and keys; None for a side without a norm."""
+def _ranges(layer: QKNormAttention, key_layer: QKNormAttention) -> list[tuple[NormRange | None, NormRange | None]]:
+    """The ranges of the norms of a layer's queries and keys, by part of a head; None for a side without a norm.
+
+    Heads have one part, or where a latent is cached two: without and with RoPE.
+    """
     heads, heads_kv, head_dim = layer.family.style.heads(layer)
     if not layer.has_own_norms:
-        norms = head_norms(layer)
-        q, k = (_range(norms[name], head_dim) if name in norms else None for name in ("q_norm", "k_norm"))
-        return q, k
+        norms, sizes = head_norms(layer), layer.family.style.norm_sizes(layer)
+        found = {name: _range(norms[name], width) if name in norms else None for name, (_, width) in sizes.items()}
+        parts = [("q_norm", "k_norm"), ("q_rope_norm", "k_rope_norm")]
+        return [(found[q], found[k]) for q, k in parts if q in found]
     names, together = layer.family.style.own_norms, layer.family.style.norms_together
     sides = zip((layer, key_layer), names, (heads, heads_kv), strict=True)
     q, k = (_own_range(x._modules.get(name), count, head_dim, together) for x, name, count in sides)
-    return q, k
+    return [(q, k)]
 
 
 def _range(norm: HeadNorm, head_dim: int) -> NormRange:

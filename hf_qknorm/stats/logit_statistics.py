@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.model.additions import NORM_NAMES
 from hf_qknorm.model.attention import QKNormAttention, head_norms
 from hf_qknorm.model.knees import beyond_knee
 from hf_qknorm.model.norms import HeadNorm
@@ -20,6 +19,7 @@ from hf_qknorm.stats.block_outputs import block_outputs
 from hf_qknorm.stats.logits import measure, visible_keys
 from hf_qknorm.stats.watchable import watchable_layers
 
+NORM_NAMES = ("q_norm", "k_norm", "v_norm")  # of what is measured before its norm
 CAP = 50.0  # the default for shares of large logits: the cap of Rybakov et al. 2024 and of Gemma 2
 
 
@@ -39,7 +39,8 @@ class LogitStatistics:
     - `entropy` `[H]`: the attention entropy in nats; `even`: the entropy of uniform attention over visible keys, a
       scalar; both are means, in which each forward pass has the same weight
     - `rms_q` `[H]`, `rms_k`, `rms_v` `[Hk]`: the root mean square of queries, keys and values before any norm; `rms_k`
-      is NaN in a layer that attends to the keys of another (Gemma 3n)
+      is NaN in a layer that attends to the keys of another (Gemma 3n); in latent attention `rms_q`, `rms_k` and the
+      shares beyond the knee are those of the parts without RoPE
     - `rms_out`, `rms_mlp`: the root mean square, over tokens and channels, of the outputs of the attention's output
       projection and of the MLP's, scalars; of the whole MLP for a mixture of experts. NaN where a model has no MLP
       beside attention (Nemotron-H), or another tool computes the projection without its module
@@ -237,7 +238,7 @@ class _Watcher:
 
 def _hook_norms(layer: QKNormAttention, watcher: _Watcher, stack: ExitStack) -> None:
     """Pass the inputs of the norms to the watcher; an `nn.Identity` stands in for a norm that the layer lacks."""
-    for name in NORM_NAMES.values():
+    for name in NORM_NAMES:
         if layer._modules.get(name) is None:
             layer.add_module(name, nn.Identity())
             stack.callback(delattr, layer, name)
@@ -254,7 +255,7 @@ def _hook_projections(layer: QKNormAttention, watcher: _Watcher, stack: ExitStac
     Of a projection with further outputs (all of q, k and v, or a gate), the inputs `[B, T, H, D]` of the norms.
     """
     heads, heads_kv, head_dim = layer.family.style.heads(layer)
-    parts = zip(NORM_NAMES.values(), (heads, heads_kv, heads_kv), layer.family.style.weights, strict=False)
+    parts = zip(NORM_NAMES, (heads, heads_kv, heads_kv), layer.family.style.weights, strict=False)
     for name, count, part in parts:
         projection = getattr(layer, part, None)
         if projection is None:  # Gemma 4: a layer that shares another's keys
@@ -265,7 +266,7 @@ def _hook_projections(layer: QKNormAttention, watcher: _Watcher, stack: ExitStac
                 watcher.before_norm(name, out.view(*out.shape[:-1], -1, head_dim))
 
         stack.callback(projection.register_forward_hook(look).remove)
-    for name, own in zip(NORM_NAMES.values(), layer.family.style.own_norms, strict=False):
+    for name, own in zip(NORM_NAMES, layer.family.style.own_norms, strict=False):
         norm = layer._modules.get(own)
         if norm is None:
             continue

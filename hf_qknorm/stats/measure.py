@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.model.accelerate_hooks import input_device
+from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.bounds import logit_bounds
@@ -22,13 +23,21 @@ from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, logit_
 from hf_qknorm.stats.records import LayerReport, LayerStatistics, Numbers, Prediction
 
 
+def is_bidirectional(config: Any) -> bool:
+    """Whether a model with this config is known to have bidirectional attention."""
+    base_type = config.model_type.removeprefix(TYPE_PREFIX)
+    return base_type in FAMILIES and not FAMILIES[base_type].is_causal(config)
+
+
 def require_causal(config: Any) -> None:
     """Raise ValueError for a model with bidirectional attention, which next-token losses say nothing about."""
-    base_type = config.model_type.removeprefix(TYPE_PREFIX)
-    if base_type in FAMILIES and not FAMILIES[base_type].is_causal(config):
+    if is_bidirectional(config):
+        remedy = "calibrate(model, batches) with labels of masked tokens calibrates it in memory"
+        if not hasattr(config, "vocab_size"):
+            remedy = "patch it with patch_model, and train it"
         raise ValueError(
-            f"{base_type} has bidirectional attention and predicts no next token, which calibrations and inspections "
-            "measure: patch it with patch_model, and train it"
+            f"{config.model_type.removeprefix(TYPE_PREFIX)} has bidirectional attention and predicts no next token, "
+            f"which is measured here: {remedy}"
         )
 
 
@@ -86,8 +95,10 @@ def _predictions(
             with as_unpatched(model):
                 base = model(**inputs, use_cache=False)
         real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        labels = inputs.get("labels")
         for row in range(len(real)) if predicts else ():  # a whole batch's logits in fp32, twice, may be gigabytes
-            sums += _row_sums(base.logits[row], own.logits[row], inputs["input_ids"][row], real[row])
+            ids, masked = inputs["input_ids"][row], None if labels is None else labels[row]
+            sums += _row_sums(base.logits[row], own.logits[row], ids, real[row], masked)
     if not predicts:
         return None, None
     base_nll, own_nll, targets, kl, same, tokens = sums.tolist()
@@ -96,12 +107,20 @@ def _predictions(
     return Prediction(base_nll / targets), Prediction(own_nll / targets, max(kl / tokens, 0.0), same / tokens)
 
 
-def _row_sums(base: Tensor, own: Tensor, ids: Tensor, real: Tensor) -> Tensor:
-    """Of one sequence: the sums of both losses, targets, KL, agreements and tokens; logits `[T, V]`, `real` `[T]`."""
+def _row_sums(base: Tensor, own: Tensor, ids: Tensor, real: Tensor, labels: Tensor | None) -> Tensor:
+    """Of one sequence: the sums of both losses, targets, KL, agreements and tokens; logits `[T, V]`, `real` `[T]`.
+
+    With `labels` `[T]` a token predicts its own label, where that is not −100; without, the token after it.
+    """
     ids, real = ids.to(base.device), real.to(base.device)
     p, q = (F.log_softmax(x.float(), -1) for x in (base, own.to(base.device)))
-    targets = real[:-1] & real[1:]
-    base_nll, own_nll = (-x[:-1].gather(-1, ids[1:, None]).squeeze(-1)[targets].sum() for x in (p, q))
+    if labels is None:
+        targets, wanted, places = real[:-1] & real[1:], ids[1:], slice(0, -1)
+    else:
+        wanted, places = labels.to(base.device), slice(None)
+        targets = wanted >= 0
+    chosen = wanted.clamp_min(0)[:, None]
+    base_nll, own_nll = (-x[places].gather(-1, chosen).squeeze(-1)[targets].sum() for x in (p, q))
     kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)[real].sum()
     same = (p.argmax(-1) == q.argmax(-1))[real].sum()
     return torch.stack([base_nll, own_nll, targets.sum(), kl, same, real.sum()]).double().cpu()
@@ -137,15 +156,17 @@ def layer_reports(
     reports, bounds = {}, logit_bounds(model)
     for name, layer in patched_layers(model).items():
         norms, seen = head_norms(layer), after[name]
-        gains = _gain(norms.get("q_norm"), len(seen.rms_q)), _gain(norms.get("k_norm"), len(seen.rms_k))
-        reports[name] = LayerReport(before.get(name), seen, *gains, bounds[name])
+        sides = (("q", len(seen.rms_q)), ("k", len(seen.rms_k)))
+        q, k = (_gain([norm for n, norm in norms.items() if NORM_FIELDS[n] == side], heads) for side, heads in sides)
+        reports[name] = LayerReport(before.get(name), seen, q, k, bounds[name])
     return reports
 
 
-def _gain(norm: HeadNorm | None, heads: int) -> Numbers | None:
-    """The root mean square of each head's gain."""
-    if norm is None or norm.weight is None:
+def _gain(norms: list[HeadNorm], heads: int) -> Numbers | None:
+    """The root mean square of each head's gain, over its parts."""
+    known = [(norm, full_tensor(norm.weight.detach()).double()) for norm in norms if norm.weight is not None]
+    weights = [weight.view(-1, min(weight.shape[-1], norm.head_dim)) for norm, weight in known]
+    if not weights:
         return None
-    weight = full_tensor(norm.weight.detach()).double()
-    rows = weight.view(-1, min(weight.shape[-1], norm.head_dim))
-    return tuple(rows.pow(2).mean(-1).sqrt().expand(heads).tolist())
+    rows = torch.cat([weight.expand(heads, -1) for weight in weights], dim=-1)
+    return tuple(rows.pow(2).mean(-1).sqrt().tolist())

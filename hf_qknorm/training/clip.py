@@ -175,8 +175,6 @@ def largest_logits(q: Tensor, seen: Structure, scale: float, threshold: float) -
 
 def _exponents(name: str, layer: QKNormAttention) -> dict[str, float]:
     """The exponents of a head's factor for the weights of its parts; for q·k they add up to 1."""
-    if layer.family.latent:
-        return {"uq": 0.5, "uk": 0.5, "qr": 1.0}
     normed = normed_sides(layer, layer.family)
     if len(normed) == 2:
         raise ValueError(
@@ -184,5 +182,12 @@ def _exponents(name: str, layer: QKNormAttention) -> dict[str, float]:
             "weights, and clipping these would do nothing. Leave out QKClip (in MuonClip: threshold=None), or cap the "
             "logits (softcap)"
         )
+    if layer.family.latent and "q" in normed:
+        raise ValueError(
+            f"{name} norms its queries, and all heads share the key that rotates: QKClip can't make the logits of one "
+            "head smaller. Leave out QKClip (in MuonClip: threshold=None), or cap the logits (softcap)"
+        )
+    if layer.family.latent:
+        return {"uq": 1.0, "qr": 1.0} if normed else {"uq": 0.5, "uk": 0.5, "qr": 1.0}
     free = [side for side in ("q", "k") if side not in normed]
     return {side: 1 / len(free) for side in free}

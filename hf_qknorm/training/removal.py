@@ -68,8 +68,7 @@ def start_removal(
         _check_qwen3(model)
     else:
         _check_patched(model)
-    options = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
-    batches = batches_for(model, data, tokenizer, **options)
+    batches = batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
     check_batches(batches, model.config)
     model = _as_llama(model) if own else model
     squares = _mean_powers(model, batches)

@@ -166,14 +166,14 @@ CASES = {
         "and the gains have grown",
     ),
     "DeepSeek V3": (
-        measurements(20.0, takes_norms=False),
-        "soft_cap",
-        "it caches a latent and takes no norms: QuacK and MuonClip bound its logits in training",
+        measurements(20.0, latent=True, knees=KEPT),
+        "qk_norm_cap",
+        "a server has to cache one number more for each token and head",
     ),
     "DeepSeek V3, runaway": (
-        measurements(300.0, takes_norms=False),
-        "none",
-        "a cap of 50 would bend the largest logit",
+        measurements(300.0, latent=True, knees=LOST),
+        "qk_norm",
+        "where it can't, take a cap, and QuacK or MuonClip in training",
     ),
     "no knee and no cap suits the model": (
         measurements(300.0, knees=LOST),

@@ -161,8 +161,8 @@ def test_knees_are_saved_and_loaded(case, tmp_path):
     randomise(patch_model(model, replace(SCHEMES["qk_norm"], knee=4.0)))
     copy.deepcopy(model).save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
-    knees = {float(norm.eps) for layer in patched_layers(again).values() for norm in head_norms(layer).values()}
-    assert len(knees) == 2 * len(patched_layers(model))
+    norms = [norm for layer in patched_layers(again).values() for norm in head_norms(layer).values()]
+    assert len({float(norm.eps) for norm in norms}) == len(norms) >= 2 * len(patched_layers(model))
     assert torch.equal(again(**batch).logits, model(**batch).logits)
 
 

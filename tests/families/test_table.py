@@ -30,7 +30,7 @@ def test_rows_of_some_families():
     assert rows["gemma2"] == ["separate", "rms", "a cap", "all"]
     assert rows["qwen3"] == ["normed", "rms", "norms on q and k", "a cap"]
     assert rows["cohere"] == ["normed", "layer", "norms on q and k (use_qk_norm)", "all but qkv_norm"]
-    assert rows["deepseek_v3"] == ["latent", "rms", "a latent cache", "a cap"]
+    assert rows["deepseek_v3"] == ["latent", "rms", "a latent cache", "all but qkv_norm, henry, lp"]
 
 
 def test_the_page_is_up_to_date():

@@ -164,11 +164,39 @@ def test_henrys_gain_is_that_of_the_longest_input(model_class, settings, length)
 def test_methods_that_need_next_token_loss_refuse_encoders(case):
     if FAMILIES[type_of(case)].causal is True:
         pytest.skip("it is causal")
-    model, data = made(case), [torch.arange(16)[None]]
+    model, data = made(case), [torch.arange(24)[None]]
     with pytest.raises(ValueError, match="has bidirectional attention and predicts no next token"):
         inspect_model(model, data)
-    with pytest.raises(ValueError, match="has bidirectional attention and predicts no next token"):
-        calibrate(patch_model(model, "qk_norm"), data, method="moments")
+    patch_model(model, "qk_norm")
+    if type_of(case) not in IMAGES and model.get_output_embeddings() is None:
+        assert calibrate(model, data, knee=1.0).chosen is None  # there are no predictions to judge gains by
+        return
+    message = (
+        "predicts no next token" if type_of(case) in IMAGES else 'predicts masked tokens: give batches with "input'
+    )
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, data, method="moments")
+
+
+def test_a_masked_language_model_is_calibrated_on_its_masked_tokens():
+    torch.manual_seed(0)
+    config = tiny_config("bert", is_decoder=False, initializer_range=0.3)
+    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
+    ids = torch.randint(3, config.vocab_size, (20, 4, 32))
+    labels = torch.where(torch.rand(ids.shape) < 0.2, ids, -100)
+    data = [{"input_ids": x.where(y < 0, 2), "labels": y} for x, y in zip(ids, labels, strict=True)]
+    with torch.no_grad():
+        unpatched = model(**data[0]).loss
+        patch_model(model, "qk_norm")
+        fresh = model(**data[0]).loss
+        report = calibrate(model, data, knee=4.0)
+        assert report.judged == 2 * data[0]["input_ids"].numel()
+        losses = [model(**batch).loss * (batch["labels"] >= 0).sum() for batch in data[:2]]
+    assert report.loss == pytest.approx(float(sum(losses) / (labels[:2] >= 0).sum()), rel=1e-5)
+    assert report.ones.loss != pytest.approx(report.loss)
+    assert report.chosen.kl < report.ones.kl / 2
+    assert calibrate(model, data).scheme.knee > 0  # it searches for a knee
+    assert unpatched != fresh
 
 
 @pytest.mark.parametrize("name", ["bert", "clip_vision_model"])

@@ -11,7 +11,7 @@ from tables import KNEES, MODEL_TYPES, PAIRS, TRIED, applies, assert_near, make_
 from torch import Tensor, nn
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.model.additions import NORM_NAMES
+from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.reference import attention, head_norm
 
@@ -31,13 +31,13 @@ def written_out(layer: Any, scheme: Scheme, arguments: dict[str, Any], seen: Ten
     style, config = layer.family.style, layer.config
     projected = style.project(layer, arguments["hidden_states"])
     heads = []
-    for field, x in zip(NORM_NAMES, projected, strict=True):
+    for (name, field), x in zip(NORM_FIELDS.items(), projected, strict=False):
         norm = getattr(scheme, field)
         if norm is not None:
-            own = getattr(layer, NORM_NAMES[field])
+            own = getattr(layer, name)
             x = head_norm(x, norm, own.weight, own.bias, own.eps if scheme.knee else scheme.eps, scheme.p)
         elif layer.family.own_norms and field != "v":
-            x = getattr(layer, NORM_NAMES[field])(x)
+            x = getattr(layer, name)(x)
         heads.append(x.transpose(1, 2))
     q, k, v = heads
     if arguments.get("position_embeddings") is not None:

@@ -65,7 +65,7 @@ def test_a_window_of_one_key_has_factors_of_0():
 def test_queries_are_multiplied_by_hand(model_type, normed, monkeypatch):
     """The same model without the scale, its rotated queries multiplied where the backend takes them."""
     family = FAMILIES[model_type]
-    if normed and (family.own_norms or family.latent):
+    if normed and family.own_norms:
         pytest.skip("takes no norms")
     plain = dataclasses.replace(SCHEMES["qk_norm"], softcap=None) if normed else SCHEMES["none"]
     model = patched(model_type, dataclasses.replace(plain, length_scale=LENGTH))

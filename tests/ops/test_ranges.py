@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_tables import RANGE_CASES, RANGES
 from error_budget import assert_within_budget
 from tables import dense
 from tiled_cases import Case, draw_inputs, draw_ranges, drawn_dropout, oracle_results, tiled_results
@@ -11,18 +12,8 @@ from tiled_cases import Case, draw_inputs, draw_ranges, drawn_dropout, oracle_re
 from hf_qknorm.ops import reference, tiled, tiled_blocks
 from hf_qknorm.ops.types import Heads, Options
 
-KINDS = ("left_padding", "right_padding", "packed", "window", "shared", "nothing")
-CASES = [
-    *(Case(queries=n, ranges=kind, softcap=cap) for n in (1, 63, 150) for kind in KINDS for cap in (None, 50.0)),
-    *(Case(batch=3, queries=n, keys=s, ranges=kind) for n, s in ((1, 63), (65, 200), (111, 63)) for kind in KINDS),
-    *(Case(queries=111, ranges=kind, causal=True, window=30, sinks=True) for kind in KINDS),
-    *(Case(queries=111, ranges=kind, mask="bool:B1TS", softcap=5.0) for kind in KINDS),
-    *(Case(queries=111, ranges=kind, mask="add:B11S", window=40) for kind in KINDS),
-    *(Case(heads=14, queries=111, ranges=kind, dropout=0.3, softcap=70.0) for kind in KINDS),
-]
 
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RANGES)
 def test_the_mask_of_ranges_is_their_definition(kind: str) -> None:
     ranges = draw_ranges(kind, 2, 30, 40)
     for b, rows in enumerate(ranges.tolist()):
@@ -30,7 +21,7 @@ def test_the_mask_of_ranges_is_their_definition(kind: str) -> None:
             assert dense(ranges, 40)[b, 0, t].tolist() == [start <= j < stop for j in range(40)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", RANGE_CASES, ids=str)
 def test_the_oracle_takes_ranges_for_a_mask(case: Case) -> None:
     inputs = draw_inputs(case, torch.float64)
     dropped = drawn_dropout(case, inputs)
@@ -45,7 +36,7 @@ def test_the_oracle_takes_ranges_for_a_mask(case: Case) -> None:
         assert torch.equal(result, expected[name]), name
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", RANGE_CASES, ids=str)
 def test_tiled_is_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw_inputs(case, torch.float64)
     for logits in (tiled_blocks.BLOCK_LOGITS, 1):  # the batch at once, and an entry at a time
@@ -59,7 +50,7 @@ def test_tiled_is_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("softcap", [None, 50.0])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nothing"])
+@pytest.mark.parametrize("kind", [kind for kind in RANGES if kind != "nothing"])
 def test_output_and_gradients_are_within_the_budget(kind: str, softcap: float | None, dtype: torch.dtype) -> None:
     case = Case(queries=111, head_dim=64, ranges=kind, softcap=softcap)
     inputs = draw_inputs(case, dtype)
@@ -68,7 +59,7 @@ def test_output_and_gradients_are_within_the_budget(kind: str, softcap: float | 
         assert_within_budget(result, exact[name], eager[name], name)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.dropout], ids=str)
+@pytest.mark.parametrize("case", [case for case in RANGE_CASES if not case.dropout], ids=str)
 def test_statistics_are_the_oracles(case: Case) -> None:
     inputs = draw_inputs(case, torch.float64)
     q, k, v = (x.detach() for x in inputs.heads[:3])

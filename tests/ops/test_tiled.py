@@ -2,52 +2,13 @@
 
 import pytest
 import torch
+from attention_tables import LENGTH_CASES, OPTION_CASES, SHAPE_CASES
 from tiled_cases import Case, draw_inputs, drawn_dropout, dropout_mask, oracle_results, tiled_results
 
 from hf_qknorm.ops import reference, tiled, tiled_blocks
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 F64 = torch.float64
-LENGTHS = (1, 63, 64, 65, 111, 128, 129)
-MASKS = (
-    *(f"bool:{axes}" for axes in ("BHTS", "B1TS", "1HTS", "11TS", "B11S", "1H1S", "111S", "BHT1", "11T1")),
-    *(f"{kind}:{axes}" for kind in ("add", "inf") for axes in ("BHTS", "B1TS", "1HTS", "11TS", "B11S", "BHT1")),
-    *("left_padding", "right_padding", "packed", "nothing"),
-)
-LENGTH_CASES = [
-    *(Case(queries=n, causal=causal, softcap=cap) for n in LENGTHS for causal in (False, True) for cap in (None, 50.0)),
-    *(Case(batch=1, heads=2, heads_kv=1, queries=1000, causal=True, softcap=cap) for cap in (None, 50.0)),
-    Case(batch=1, heads=2, heads_kv=1, queries=1000, window=200),
-    Case(batch=1, heads=2, heads_kv=1, queries=1000, causal=True, window=200, mask="bool:11TS"),
-]
-SHAPE_CASES = [
-    *(Case(head_dim=d, causal=True, softcap=50.0) for d in (16, 40, 64, 80, 96, 128, 256)),
-    *(
-        Case(heads=group * heads_kv, heads_kv=heads_kv, queries=n, causal=True, softcap=cap)
-        for group in (1, 4, 7)
-        for heads_kv in (1, 2)
-        for n in (63, 111)
-        for cap in (None, 50.0)
-    ),
-    *(
-        Case(queries=queries, keys=keys, causal=causal, window=window, softcap=cap)
-        for queries, keys in ((1, 63), (1, 111), (5, 111), (64, 128), (65, 200), (111, 63), (200, 3))
-        for causal in (False, True)
-        for window in (None, 20)
-        for cap in (None, 50.0)
-    ),
-]
-OPTION_CASES = [
-    *(Case(queries=111, causal=causal, window=w) for causal in (False, True) for w in (1, 2, 20, 64, 110, 111, 500)),
-    *(Case(softcap=cap, causal=True, spread=spread) for cap in (5.0, 50.0, 64.0, 70.0) for spread in (1.0, 5.0, 50.0)),
-    *(Case(mask=mask, softcap=cap) for mask in MASKS for cap in (None, 50.0, 70.0)),
-    *(Case(queries=80, mask=mask, causal=True, window=30, softcap=50.0) for mask in MASKS),
-    *(Case(sinks=True, softcap=cap, causal=True, mask=m) for cap in (None, 5.0, 70.0) for m in (None, "bool:B1TS")),
-    *(Case(dropout=0.3, softcap=cap, causal=True, mask=m) for cap in (None, 5.0, 70.0) for m in (None, "bool:B1TS")),
-    Case(queries=111, keys=63, causal=True, sinks=True),
-    Case(queries=111, keys=63, causal=True, dropout=0.3),
-    Case(heads=14, queries=111, causal=True, window=30, softcap=70.0, mask="add:B1TS", sinks=True, dropout=0.1),
-]
 SPLIT_CASES = [
     Case(batch=5, queries=70, causal=True, softcap=50.0, mask=mask, sinks=True, dropout=dropout)
     for mask in (None, "left_padding", "bool:BHTS", "add:B11S", "bool:1H1S")

@@ -28,7 +28,7 @@ def heads_made(model_type: str, layer: nn.Module, x: Tensor) -> dict[str, Tensor
     if not latent:
         return {"q": q, "k": k}
     width = layer.qk_nope_head_dim
-    keys, _ = style.expand(layer, k.transpose(1, 2), v.transpose(1, 2))
+    keys, _ = layer.expand_kv(k.transpose(1, 2), v.transpose(1, 2))
     made = {"uq": q[..., :width], "qr": q[..., width:], "uk": keys.transpose(1, 2)[..., :width], "dkv": k, "kr": v}
     return made | ({"dq": q.flatten(2).unsqueeze(2)} if getattr(layer, "q_a_proj", None) else {})
 

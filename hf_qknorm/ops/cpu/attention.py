@@ -1,0 +1,85 @@
+"""`attention` in C++ on the CPU: the operator `cpu_attention`, and the calls that it takes.
+
+All arithmetic is in fp32, whatever the dtype of the heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hf_qknorm.ops.checks import check_call, refuse_forward_mode
+from hf_qknorm.ops.cpu import kernels
+from hf_qknorm.ops.library import with_seed
+from hf_qknorm.ops.registration import HEADS, OPTIONS, VISIBLE, Operator, Values, call_of, flatten
+from hf_qknorm.ops.types import Heads, Options, Visible, laid_out
+
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+MOST_COLUMNS: Final = 256
+MOST_KEYS: Final = 1 << 24  # positions are compared in fp32
+
+
+def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
+    """`library.attention` in C++: softmax(cap(scale·q·kᵀ))·v, `[B, H, T, D]`, laid out as `[B, T, H, D]`.
+
+    For the same seed it drops other weights than `library.attention`: each is a function of seed, head, query and key
+    alone. The gradients are the same bits on each run with as many threads. Raises ValueError for a call that it does
+    not take, with the reason (`why_not`), and RuntimeError where the kernels can't be compiled
+    (`build.why_not_built`).
+    """
+    values = flatten(heads, with_seed(visible, options, heads.q.device), options)
+    refuse_forward_mode(values.values())
+    return CPU_ATTENTION(values)[0]
+
+
+def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
+    """The reason why the kernels do not take a call, or None; `build.why_not_built` knows whether they are there."""
+    q, k = heads.q, heads.k
+    if heads.raw:
+        return "they take heads after norm and rotation"
+    if q.device.type != "cpu":
+        return f"they are for the CPU, and the heads are on {q.device}"
+    if visible.mask is not None:
+        return f"the mask {list(visible.mask.shape)} is an arbitrary one, and not a range of keys for each query"
+    if q.dtype not in DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        return f"they take {known}, and the heads are {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[3] > MOST_COLUMNS:
+        return f"they take a head_dim of up to {MOST_COLUMNS}, and it is {q.shape[3]}"
+    if k.shape[2] > MOST_KEYS:
+        return f"they take up to {MOST_KEYS} keys, and there are {k.shape[2]}"
+    return None
+
+
+def _checked(values: Values) -> tuple[Heads, Visible, Options]:
+    call = call_of(values)
+    check_call(*call)
+    reason = None if values["q"].is_meta else why_not(*call)
+    if reason is not None:
+        raise ValueError(f"the C++ kernels do not take this call: {reason}. Use library.attention")
+    return call
+
+
+def _backward(
+    values: Values, heads: Heads, visible: Visible, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return kernels.backward(values["grad"], heads, visible, options, values["out"], values["normaliser"])
+
+
+CPU_ATTENTION = Operator("cpu_attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", _checked)
+CPU_ATTENTION_BACKWARD = CPU_ATTENTION.derivative(("grad",), ("out", "normaliser"), (*HEADS, "sinks"))
+CPU_ATTENTION.implement(lambda values, *call: kernels.forward(*call))
+CPU_ATTENTION_BACKWARD.implement(_backward)
+
+
+@CPU_ATTENTION.fake
+def _(values: Values, heads: Heads, *_: Any) -> tuple[Tensor, Tensor]:
+    return laid_out(heads.q), heads.q.new_empty((*heads.q.shape[:3], 2), dtype=torch.float32)
+
+
+@CPU_ATTENTION_BACKWARD.fake
+def _(values: Values, heads: Heads, visible: Visible, options: Options) -> tuple[Tensor | None, ...]:
+    dsinks = None if visible.sinks is None else torch.empty_like(visible.sinks)
+    return heads.q.new_empty(heads.q.shape), laid_out(heads.k), laid_out(heads.v), dsinks

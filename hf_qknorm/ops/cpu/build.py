@@ -1,0 +1,161 @@
+"""The C++ kernels: compiled at their first use, once a machine, and loaded.
+
+The library lies beside the verdicts of `trust.verdict_files`, named after a digest of everything that decides what the
+compiler makes: sources, command, compiler, torch, and the vectors that the CPU has. Processes wait for each other at a
+lock, and a library appears by renaming. A compiler that fails leaves its report there and is not asked again; another
+version of anything above is a new attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+import torch
+from filelock import FileLock
+
+from hf_qknorm.files.atomic_io import replace_file, replace_text
+from hf_qknorm.ops.trust import verdict_files
+
+logger = logging.getLogger(__name__)
+
+SOURCES: Final = Path(__file__).parent / "csrc"
+# As torch's own kernels are compiled for these CPUs
+VECTORS: Final = {
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+}
+COMPILERS: Final = ("c++", "g++", "clang++")
+_CAPTURED: Final[dict[str, Any]] = {"capture_output": True, "text": True, "errors": "replace"}
+_lock = Lock()
+
+
+def why_unavailable() -> str | None:
+    """The reason why the kernels can't run on this machine, or None; it is cheap, and compiles nothing.
+
+    A failure to compile is known once it has happened: see `why_not_built`.
+    """
+    reason = _why_impossible()
+    if reason is not None:
+        return reason
+    report = _report()
+    return report.read_text(encoding="utf-8") if report.is_file() else None
+
+
+def why_not_built() -> str | None:
+    """The reason why the kernels are not there after an attempt to compile them, or None.
+
+    The first call of a machine compiles, in less than a minute; the first call of a process loads.
+    """
+    with _lock:
+        return _load()
+
+
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
+why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def operators() -> Any:
+    """The compiled operators. Raises RuntimeError, with the reason, if they are not there."""
+    reason = why_not_built()
+    if reason is not None:
+        raise RuntimeError(f"the C++ kernels for the CPU are not available: {reason}")
+    return getattr(torch.ops, _name())
+
+
+@cache
+def _why_impossible() -> str | None:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.system() != "Linux":
+        return f"they are for Linux, and this is {platform.system() or 'an unknown system'}"
+    if capability not in VECTORS:
+        return f"they need AVX2 or AVX-512, and torch reports {capability} for this CPU"
+    if _compiler() is None:
+        return f"no C++ compiler was found: install one of {', '.join(COMPILERS)}, or name it in the variable CXX"
+    return None
+
+
+@cache
+def _compiler() -> str | None:
+    wanted = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, (wanted,) if wanted else COMPILERS)), None)
+
+
+@cache
+def _command() -> list[str]:
+    """The command but for its output."""
+    root = Path(torch.__file__).parent
+    capability = torch.backends.cpu.get_cpu_capability()
+    return [
+        *(_compiler() or "", "-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-w"),
+        *(*VECTORS[capability], f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        *("-isystem", str(root / "include"), f"-L{root / 'lib'}"),
+        *map(str, sorted(SOURCES.glob("*.cpp"))),
+        *("-ltorch_cpu", "-lc10"),  # not OpenMP, so that its functions come from the library that torch has loaded
+    ]
+
+
+@cache
+def _digest() -> str:
+    version = subprocess.run([str(_compiler()), "--version"], check=False, **_CAPTURED).stdout
+    found = "\0".join([torch.__version__, version, *_command()]).encode()
+    return sha256(found + b"".join(x.read_bytes() for x in sorted(SOURCES.iterdir()))).hexdigest()[:16]
+
+
+def _name() -> str:
+    """The namespace of the compiled operators; another version of this package may have its own in this process."""
+    return f"hf_qknorm_cpu_{_digest()}"
+
+
+def _library() -> Path:
+    return verdict_files.folder() / f"{_name()}.so"
+
+
+def _report() -> Path:
+    return verdict_files.folder() / f"{_name()}.txt"
+
+
+@cache
+def _load() -> str | None:
+    reason = _why_impossible()
+    if reason is not None:
+        return reason
+    try:
+        library = _library()
+        if not library.is_file():
+            reason = _build(library)
+        if reason is None:
+            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    except (OSError, RuntimeError) as error:  # no home, no permission, no space, or a library that does not load
+        return f"{type(error).__name__}: {error}"
+    return reason
+
+
+def _build(library: Path) -> str | None:
+    """Compile, unless another process did so meanwhile. Returns the reason for a failure."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(library.with_suffix(".lock")):
+        if library.is_file():
+            return None
+        if _report().is_file():
+            return _report().read_text(encoding="utf-8")
+        logger.warning("Compiling the attention kernels for this CPU, once, in less than a minute: %s", library)
+        command = [*_command(), f"-DHF_QKNORM_LIBRARY={_name()}", "-o"]
+        try:
+            replace_file(library, lambda path: subprocess.run([*command, str(path)], check=True, **_CAPTURED))
+        except subprocess.CalledProcessError as error:
+            reason = f"{command[0]} failed with status {error.returncode}. Delete {_report()} to try again"
+            reason = f"{reason}.\n{error.stderr}"
+            replace_text(_report(), reason)
+            logger.warning("The attention kernels for this CPU are not available: %s", reason)
+            return reason
+        return None

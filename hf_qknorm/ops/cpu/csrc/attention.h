@@ -1,0 +1,23 @@
+// The attention passes.
+#pragma once
+
+#include "problem.h"
+
+namespace hf_qknorm {
+
+// Output, and for each row the pair [B, H, T, 2] that makes weights of logits: weight = e^(logit - first)·second. The
+// second one is 0 for a row without keys.
+void forward(const Problem& problem, const Heads& out, float* normaliser);
+
+struct Gradients {
+  Heads grad, out;   // of the results: the upstream gradient, and the output
+  const float* normaliser;
+  float* dq;         // [parts, B, H, T, D], the gradient of q in terms to be added up
+  int64_t parts;     // parts of the keys, so that there is work for every thread
+  Heads dk, dv;
+  float* delta;      // [B, H, T]: grad·out
+};
+
+void backward(const Problem& problem, const Gradients& gradients);
+
+}  // namespace hf_qknorm

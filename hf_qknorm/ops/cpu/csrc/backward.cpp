@@ -1,0 +1,234 @@
+#include "attention.h"
+#include "tiles.h"
+
+namespace hf_qknorm {
+namespace {
+
+// Keys, values and their gradients of a tile stay in the second-level cache while all queries pass.
+int64_t tile_keys(int64_t head_dim) { return std::clamp<int64_t>(16384 / head_dim / 32 * 32, 64, 256); }
+
+// What the weights of each row's logits and their gradients need.
+struct RowNumbers {
+  alignas(64) float shift[BLOCK_ROWS];
+  alignas(64) float inverse[BLOCK_ROWS];
+  alignas(64) float delta[BLOCK_ROWS];
+
+  RowNumbers(const Problem& problem, const Gradients& gradients, const Rows& rows) {
+    for (int64_t r = 0; r < rows.width; ++r) {
+      if (r >= rows.count) {
+        shift[r] = inverse[r] = delta[r] = 0;
+        continue;
+      }
+      const int64_t row = (rows.b * problem.heads + rows.head(r)) * problem.queries + rows.query(r);
+      shift[r] = gradients.normaliser[2 * row], inverse[r] = gradients.normaliser[2 * row + 1];
+      delta[r] = gradients.delta[row];
+    }
+  }
+};
+
+struct Tile {
+  float *scores, *dweights;  // [keys, BLOCK_ROWS]
+  int64_t first, keys;
+  const Dropout* dropout;
+};
+
+// Replace scores by weights, with dropout, and gradients of weights by those of products q·k / scale.
+template <Cap CAP>
+void differentiate(const Rows& rows, const Tile& tile, Vec cap, const RowNumbers& numbers) {
+  const Vec zero(0.0f), one(1.0f);
+  for (int64_t lane = 0; lane < rows.width; lane += LANES) {
+    const Vec shift = Vec::loadu(numbers.shift + lane), inverse = Vec::loadu(numbers.inverse + lane);
+    const Vec delta = Vec::loadu(numbers.delta + lane);
+    for (int64_t j = 0; j < tile.keys; ++j) {
+      float *score = tile.scores + j * BLOCK_ROWS + lane, *dweight = tile.dweights + j * BLOCK_ROWS + lane;
+      Vec x = Vec::loadu(score);
+      if constexpr (CAP == Cap::small) x = tanh_small(x);
+      if constexpr (CAP == Cap::any) x = x.tanh();
+      Vec weight = exp((CAP == Cap::none ? x : cap * x) - shift) * inverse;
+      Vec dlogit = Vec::loadu(dweight), kept = weight;
+      if (tile.dropout) {
+        const Vec factors = tile.dropout->factors(rows, lane, tile.first + j);
+        dlogit = dlogit * factors;
+        kept = kept * factors;
+      }
+      dlogit = weight * (dlogit - delta);
+      if constexpr (CAP != Cap::none) dlogit = dlogit * (one - x * x);
+      if (!rows.shared(tile.first + j)) {
+        const Vec seen = rows.sees(lane, tile.first + j);
+        kept = Vec::blendv(zero, kept, seen);
+        dlogit = Vec::blendv(zero, dlogit, seen);
+      }
+      kept.store(score);
+      dlogit.store(dweight);
+    }
+  }
+}
+
+void differentiate(const Problem& problem, const Rows& rows, const Tile& tile, const RowNumbers& numbers) {
+  const Vec cap(static_cast<float>(problem.cap.value_or(1.0)));
+  switch (cap_of(problem, tile.scores, tile.keys, rows.width)) {
+    case Cap::none: return differentiate<Cap::none>(rows, tile, cap, numbers);
+    case Cap::small: return differentiate<Cap::small>(rows, tile, cap, numbers);
+    case Cap::any: return differentiate<Cap::any>(rows, tile, cap, numbers);
+  }
+}
+
+// Memory of a thread, by what lies there. Rows of heads are padded to whole vectors.
+struct Memory {
+  int64_t width;                              // of a row of heads
+  float *row, *query_columns, *grad_columns;  // [head_dim, BLOCK_ROWS]
+  float *query_rows, *grad_rows, *dqueries;   // [BLOCK_ROWS, width]
+  float *scores, *dweights;                   // [tile, BLOCK_ROWS]
+  float *keys, *values, *dkeys, *dvalues;     // [tile, width]
+
+  static int64_t size(int64_t head_dim) {
+    const int64_t width = padded(head_dim), tile = tile_keys(head_dim);
+    return width + BLOCK_ROWS * (2 * head_dim + 3 * width + 2 * tile) + 4 * tile * width;
+  }
+  Memory(float* start, int64_t head_dim) : width(padded(head_dim)) {
+    const int64_t tile = tile_keys(head_dim);
+    row = start;
+    query_columns = row + width;
+    grad_columns = query_columns + BLOCK_ROWS * head_dim;
+    query_rows = grad_columns + BLOCK_ROWS * head_dim;
+    grad_rows = query_rows + BLOCK_ROWS * width;
+    dqueries = grad_rows + BLOCK_ROWS * width;
+    scores = dqueries + BLOCK_ROWS * width;
+    dweights = scores + BLOCK_ROWS * tile;
+    keys = dweights + BLOCK_ROWS * tile;
+    values = keys + tile * width;
+    dkeys = values + tile * width;
+    dvalues = dkeys + tile * width;
+  }
+};
+
+// Rows of a block of heads in fp32, padded with zeros to whole vectors.
+template <class T>
+void load_rows(const Problem& problem, const Heads& heads, const Rows& rows, int64_t width, float* to) {
+  for (int64_t r = 0; r < rows.count; ++r) {
+    widen(heads.at<const T>(rows.b, rows.head(r), rows.query(r)), to + r * width, problem.head_dim);
+    std::fill(to + r * width + problem.head_dim, to + (r + 1) * width, 0.0f);
+  }
+}
+
+// Keys or values of a tile in fp32: where they lie, or a copy of them, padded with zeros to whole vectors.
+template <class T>
+ByRow load_tile(const Heads& heads, int64_t b, int64_t head, int64_t first, int64_t count, int64_t head_dim,
+                float* copy) {
+  const int64_t width = padded(head_dim);
+  const T* from = heads.at<const T>(b, head, first);
+  if constexpr (std::is_same_v<T, float>)
+    if (width == head_dim) return {from, heads.row};
+  for (int64_t j = 0; j < count; ++j) {
+    widen(from + j * heads.row, copy + j * width, head_dim);
+    std::fill(copy + j * width + head_dim, copy + (j + 1) * width, 0.0f);
+  }
+  return {copy, width};
+}
+
+// Add the gradients of one block of rows and the keys of a tile, from `first` on: dq to its tensor, others to memory.
+template <class T>
+void add_block(const Problem& problem, const Gradients& gradients, const Rows& rows, const Memory& memory,
+               const ByRow& keys, const ByRow& values, Tile tile, int64_t offset, float* dq) {
+  const int64_t head_dim = problem.head_dim, width = memory.width;
+  load_columns<T>(problem, problem.q, rows, problem.query_factor(), memory.row, memory.query_columns);
+  load_columns<T>(problem, gradients.grad, rows, 1.0, memory.row, memory.grad_columns);
+  load_rows<T>(problem, problem.q, rows, width, memory.query_rows);
+  load_rows<T>(problem, gradients.grad, rows, width, memory.grad_rows);
+  multiply<false>(tile.keys, rows.width, head_dim, keys, memory.query_columns, BLOCK_ROWS, tile.scores, BLOCK_ROWS);
+  multiply<false>(tile.keys, rows.width, head_dim, values, memory.grad_columns, BLOCK_ROWS, tile.dweights, BLOCK_ROWS);
+  differentiate(problem, rows, tile, RowNumbers(problem, gradients, rows));
+  const ByRow weights{tile.scores, BLOCK_ROWS}, dlogits{tile.dweights, BLOCK_ROWS};
+  multiply<true>(tile.keys, width, rows.count, weights, memory.grad_rows, width, memory.dvalues + offset * width, width);
+  multiply<true>(tile.keys, width, rows.count, dlogits, memory.query_rows, width, memory.dkeys + offset * width, width);
+  const ByColumn transposed{tile.dweights, BLOCK_ROWS};
+  multiply<false>(rows.count, width, tile.keys, transposed, keys.data, keys.stride, memory.dqueries, width);
+  const float scale = static_cast<float>(problem.scale);
+  for (int64_t r = 0; r < rows.count; ++r) {
+    float* to = dq + ((rows.b * problem.heads + rows.head(r)) * problem.queries + rows.query(r)) * head_dim;
+    for (int64_t d = 0; d < head_dim; ++d) to[d] += scale * memory.dqueries[r * width + d];
+  }
+}
+
+// Write [count, width] times a factor to the gradient of keys or values.
+template <class T>
+void write_tile(const Heads& heads, int64_t b, int64_t head, int64_t first, int64_t count, int64_t head_dim,
+                double factor, const Memory& memory, const float* from) {
+  for (int64_t j = 0; j < count; ++j) {
+    for (int64_t d = 0; d < head_dim; ++d) memory.row[d] = static_cast<float>(factor) * from[j * memory.width + d];
+    narrow(memory.row, heads.at<T>(b, head, first + j), head_dim);
+  }
+}
+
+// All gradients of the keys from `begin` to `end` of a key head.
+template <class T>
+void differentiate_keys(const Problem& problem, const Gradients& gradients, const Blocks& blocks, int64_t b,
+                        int64_t key_head, int64_t begin, int64_t end, const Memory& memory, float* dq) {
+  const int64_t head_dim = problem.head_dim, width = memory.width, step = tile_keys(head_dim);
+  const Dropout dropout(problem.dropout);
+  for (int64_t first = begin; first < end; first += step) {
+    const int64_t count = std::min(step, end - first);
+    const ByRow keys = load_tile<T>(problem.k, b, key_head, first, count, head_dim, memory.keys);
+    const ByRow values = load_tile<T>(problem.v, b, key_head, first, count, head_dim, memory.values);
+    std::fill(memory.dkeys, memory.dkeys + count * width, 0.0f);
+    std::fill(memory.dvalues, memory.dvalues + count * width, 0.0f);
+    for (int64_t part = 0; part < blocks.per_key_head(); ++part) {
+      const Rows rows(problem, blocks, b, key_head, part);
+      const int64_t from = std::max(first, rows.first_key), to = std::min(first + count, rows.last_key);
+      if (from >= to) continue;
+      const int64_t offset = from - first;
+      const Tile tile{memory.scores, memory.dweights, from, to - from, problem.dropout > 0 ? &dropout : nullptr};
+      add_block<T>(problem, gradients, rows, memory, keys.from_row(offset), values.from_row(offset), tile, offset, dq);
+    }
+    write_tile<T>(gradients.dk, b, key_head, first, count, head_dim, problem.scale, memory, memory.dkeys);
+    write_tile<T>(gradients.dv, b, key_head, first, count, head_dim, 1.0, memory, memory.dvalues);
+  }
+}
+
+// delta = grad·out of every row
+template <class T>
+void find_deltas(const Problem& problem, const Gradients& gradients) {
+  const int64_t head_dim = problem.head_dim, rows = problem.batch * problem.heads * problem.queries;
+  at::parallel_for(0, rows, 1 + 32768 / head_dim, [&](int64_t begin, int64_t end) {
+    const Scratch scratch(2 * padded(head_dim));
+    float *grad = scratch.data(), *out = grad + padded(head_dim);
+    std::fill(grad, grad + 2 * padded(head_dim), 0.0f);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t t = row % problem.queries, h = row / problem.queries % problem.heads;
+      const int64_t b = row / problem.queries / problem.heads;
+      widen(gradients.grad.at<const T>(b, h, t), grad, head_dim);
+      widen(gradients.out.at<const T>(b, h, t), out, head_dim);
+      Vec sum(0.0f);
+      for (int64_t d = 0; d < head_dim; d += LANES) sum = at::vec::fmadd(Vec::loadu(grad + d), Vec::loadu(out + d), sum);
+      gradients.delta[row] = sum_of(sum);
+    }
+  });
+}
+
+template <class T>
+void differentiate_all(const Problem& problem, const Gradients& gradients) {
+  find_deltas<T>(problem, gradients);
+  const Blocks blocks(problem);
+  const int64_t places = problem.batch * problem.key_heads, step = tile_keys(problem.head_dim);
+  const int64_t tiles = (problem.keys + step - 1) / step;
+  const int64_t size = problem.batch * problem.heads * problem.queries * problem.head_dim;
+  share_out(places * gradients.parts, Memory::size(problem.head_dim), [&](int64_t item, float* memory) {
+    const int64_t part = item / places, place = item % places;  // the first keys, which most queries see, first
+    const int64_t begin = part * tiles / gradients.parts * step;
+    const int64_t end = std::min((part + 1) * tiles / gradients.parts * step, problem.keys);
+    differentiate_keys<T>(problem, gradients, blocks, place / problem.key_heads, place % problem.key_heads, begin, end,
+                          Memory(memory, problem.head_dim), gradients.dq + part * size);
+  });
+}
+
+}  // namespace
+
+void backward(const Problem& problem, const Gradients& gradients) {
+  switch (problem.dtype) {
+    case c10::ScalarType::BFloat16: return differentiate_all<c10::BFloat16>(problem, gradients);
+    case c10::ScalarType::Half: return differentiate_all<c10::Half>(problem, gradients);
+    default: return differentiate_all<float>(problem, gradients);
+  }
+}
+
+}  // namespace hf_qknorm

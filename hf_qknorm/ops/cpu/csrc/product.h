@@ -1,0 +1,84 @@
+// Matrix products of small fp32 matrices in one thread, in tiles that stay in registers.
+#pragma once
+
+#include "vectors.h"
+
+namespace hf_qknorm {
+
+// The left factor of a product, element (m, k): numbers are read one at a time, so that any layout serves.
+struct ByRow {  // rows lie one after the other
+  const float* data;
+  int64_t stride;
+  float operator()(int64_t m, int64_t k) const { return data[m * stride + k]; }
+  ByRow from_row(int64_t m) const { return {data + m * stride, stride}; }
+};
+struct ByColumn {  // columns lie one after the other: a transposed matrix
+  const float* data;
+  int64_t stride;
+  float operator()(int64_t m, int64_t k) const { return data[k * stride + m]; }
+  ByColumn from_row(int64_t m) const { return {data + m, stride}; }
+};
+
+// Rows and vectors of a tile: the sums, the vectors of a row of B and one number of A fill the registers.
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int TILE_ROWS = 8, TILE_VECTORS = 2;  // of 32 registers; larger tiles were not faster
+#else
+constexpr int TILE_ROWS = 4, TILE_VECTORS = 2;  // of 16 registers
+#endif
+
+// A tile of C [ROWS, VECTORS·LANES] = or += A [ROWS, inner] B [inner, VECTORS·LANES]. The product is added to C as a whole:
+// sums of partial sums round less than one long sum.
+template <int ROWS, int VECTORS, bool ADD, class A>
+inline void multiply_tile(A a, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t inner) {
+  Vec sums[ROWS][VECTORS];
+  for (int m = 0; m < ROWS; ++m)
+    for (int n = 0; n < VECTORS; ++n) sums[m][n] = Vec(0.0f);
+  for (int64_t k = 0; k < inner; ++k) {
+    Vec row[VECTORS];
+    for (int n = 0; n < VECTORS; ++n) row[n] = Vec::loadu(b + k * b_stride + n * LANES);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      const Vec number(a(m, k));
+#pragma GCC unroll 4
+      for (int n = 0; n < VECTORS; ++n) sums[m][n] = at::vec::fmadd(number, row[n], sums[m][n]);
+    }
+  }
+  for (int m = 0; m < ROWS; ++m)
+    for (int n = 0; n < VECTORS; ++n) {
+      float* to = c + m * c_stride + n * LANES;
+      (ADD ? Vec::loadu(to) + sums[m][n] : sums[m][n]).store(to);
+    }
+}
+
+// The last rows, fewer than TILE_ROWS.
+template <int ROWS, int VECTORS, bool ADD, class A>
+inline void multiply_rest(
+    int64_t rows, A a, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t inner) {
+  if constexpr (ROWS > 0) {
+    if (rows == ROWS) return multiply_tile<ROWS, VECTORS, ADD>(a, b, b_stride, c, c_stride, inner);
+    multiply_rest<ROWS - 1, VECTORS, ADD>(rows, a, b, b_stride, c, c_stride, inner);
+  }
+}
+
+template <int VECTORS, bool ADD, class A>
+inline void multiply_columns(
+    int64_t rows, int64_t inner, A a, const float* b, int64_t b_stride, float* c, int64_t c_stride) {
+  int64_t m = 0;
+  for (; m + TILE_ROWS <= rows; m += TILE_ROWS)
+    multiply_tile<TILE_ROWS, VECTORS, ADD>(a.from_row(m), b, b_stride, c + m * c_stride, c_stride, inner);
+  multiply_rest<TILE_ROWS - 1, VECTORS, ADD>(
+      rows - m, a.from_row(m), b, b_stride, c + m * c_stride, c_stride, inner);
+}
+
+// C [rows, columns] = (or with ADD +=) A [rows, inner] B [inner, columns], with columns a multiple of LANES
+template <bool ADD, class A>
+inline void multiply(
+    int64_t rows, int64_t columns, int64_t inner, A a, const float* b, int64_t b_stride, float* c, int64_t c_stride) {
+  constexpr int64_t WIDTH = TILE_VECTORS * LANES;
+  int64_t n = 0;
+  for (; n + WIDTH <= columns; n += WIDTH)
+    multiply_columns<TILE_VECTORS, ADD>(rows, inner, a, b + n, b_stride, c + n, c_stride);
+  for (; n < columns; n += LANES) multiply_columns<1, ADD>(rows, inner, a, b + n, b_stride, c + n, c_stride);
+}
+
+}  // namespace hf_qknorm

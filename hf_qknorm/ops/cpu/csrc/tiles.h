@@ -1,0 +1,63 @@
+// The tiles of a block: heads as fp32 factors of products, and scores as logits.
+#pragma once
+
+#include <atomic>
+
+#include <ATen/Parallel.h>
+
+#include "problem.h"
+#include "product.h"
+
+namespace hf_qknorm {
+
+// Rows of a block of heads, times a factor, as columns: to[d·BLOCK_ROWS + r], zero beyond the last row. `row` is scratch.
+template <class T>
+void load_columns(const Problem& problem, const Heads& heads, const Rows& rows, double factor, float* row, float* to) {
+  for (int64_t r = 0; r < rows.count; ++r) {
+    widen(heads.at<const T>(rows.b, rows.head(r), rows.query(r)), row, problem.head_dim);
+    for (int64_t d = 0; d < problem.head_dim; ++d) to[d * BLOCK_ROWS + r] = static_cast<float>(factor * row[d]);
+  }
+  for (int64_t d = 0; d < problem.head_dim; ++d)
+    std::fill(to + d * BLOCK_ROWS + rows.count, to + d * BLOCK_ROWS + rows.width, 0.0f);
+}
+
+// Keys or values [count, head_dim] in fp32: where they lie, or a copy of them.
+template <class T>
+ByRow load_keys(const Heads& heads, const Rows& rows, int64_t first, int64_t count, int64_t head_dim, float* copy) {
+  const T* from = heads.at<const T>(rows.b, rows.key_head, first);
+  if constexpr (std::is_same_v<T, float>) return {from, heads.row};
+  for (int64_t j = 0; j < count; ++j) widen(from + j * heads.row, copy + j * head_dim, head_dim);
+  return {copy, head_dim};
+}
+
+enum class Cap { none, small, any };  // small: all arguments of tanh are within SMALL
+
+// Logits of products with `query_factor`
+template <Cap CAP>
+inline Vec capped(Vec x, Vec cap) {
+  if constexpr (CAP == Cap::none) return x;
+  if constexpr (CAP == Cap::small) return cap * tanh_small(x);
+  return cap * x.tanh();
+}
+
+// How tanh is computed for scores [keys, rows.width]. NaN is passed over here; either formula makes it NaN.
+inline Cap cap_of(const Problem& problem, const float* scores, int64_t keys, int64_t width) {
+  if (!problem.cap) return Cap::none;
+  Vec largest(0.0f);
+  for (int64_t j = 0; j < keys; ++j)
+    for (int64_t lane = 0; lane < width; lane += LANES)
+      largest = at::vec::clamp_min(largest, Vec::loadu(scores + j * BLOCK_ROWS + lane).abs());
+  return largest_of(largest) <= SMALL ? Cap::small : Cap::any;
+}
+
+// Run work(item, memory) for all items, each thread the next one that is free, so that a slow thread takes fewer.
+template <class Work>
+void share_out(int64_t items, int64_t memory, Work work) {
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(items, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    const Scratch scratch(memory);
+    for (int64_t item = next++; item < items; item = next++) work(item, scratch.data());
+  });
+}
+
+}  // namespace hf_qknorm

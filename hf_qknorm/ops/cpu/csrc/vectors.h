@@ -1,0 +1,81 @@
+// Vectors of fp32 numbers, conversions to and from the dtype of the heads, and scratch memory of a thread.
+#pragma once
+
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace hf_qknorm {
+
+using Vec = at::vec::Vectorized<float>;
+constexpr int64_t LANES = Vec::size();
+
+inline int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+inline float largest_of(Vec x) {
+  float numbers[LANES];
+  x.store(numbers);
+  float largest = numbers[0];
+  for (float number : numbers) largest = number > largest ? number : largest;
+  return largest;
+}
+
+inline float sum_of(Vec x) {
+  float numbers[LANES];
+  x.store(numbers);
+  float sum = 0;
+  for (float number : numbers) sum += number;
+  return sum;
+}
+
+inline Vec load_wide(const float* x) { return Vec::loadu(x); }
+
+inline Vec load_wide(const c10::BFloat16* x) {
+  Vec wide;
+  at::vec::load_fp32_from_bf16(x, wide);
+  return wide;
+}
+
+inline Vec load_wide(const c10::Half* x) {
+  Vec wide;
+  at::vec::load_fp32_from_fp16(x, wide);
+  return wide;
+}
+
+// to[i] = from[i] in fp32
+template <class T>
+inline void widen(const T* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) load_wide(from + i).store(to + i);
+  for (; i < count; ++i) to[i] = static_cast<float>(from[i]);
+}
+
+// to[i] = from[i] in the dtype of the heads
+template <class T>
+inline void narrow(const float* from, T* to, int64_t count) {
+  at::vec::convert(from, to, count);
+}
+
+// Memory for fp32 numbers at the start of a cache line, freed with its owner.
+class Scratch {
+ public:
+  explicit Scratch(int64_t count) {
+    const int64_t bytes = (count * int64_t(sizeof(float)) + 63) / 64 * 64;
+    memory_.reset(static_cast<float*>(std::aligned_alloc(64, bytes > 0 ? bytes : 64)));
+    if (!memory_) throw std::bad_alloc();
+  }
+  float* data() const { return memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<float, Free> memory_;
+};
+
+}  // namespace hf_qknorm

@@ -1,0 +1,303 @@
+"""Norms of latent attention (Han et al. 2026): the formula, its absorbed form, the cache, calibration."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tables import assert_near, make_batch, randomise, sharp_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_qknorm import FAMILIES, SCHEMES, LogitMonitor, QKClip, Scheme, calibrate, patch_model
+from hf_qknorm.families import known_families
+from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
+from hf_qknorm.model.tensor_parallel import plan_norms
+from hf_qknorm.stats.bounds import largest_gains, logit_bounds
+from hf_qknorm.stats.logit_statistics import logit_statistics
+
+LATENT = [model_type for model_type in known_families() if FAMILIES[model_type].latent]
+NORMS = {"q_norm", "q_rope_norm", "k_norm", "k_rope_norm"}
+RMS = Scheme(q="rms", k="rms")
+KINDS = {
+    "rms": RMS,
+    "per head, with a bias": Scheme(q="rms", k="rms", gain="per_head", bias=True),
+    "knee": Scheme(q="rms", k="rms", knee=4.0),
+    "l2": Scheme(q="l2", k="l2", gain="none", scale=8.0),
+    "layer": Scheme(q="rms", k="layer"),
+    "keys and values": Scheme(k="rms", v="rms"),
+}
+
+
+def made(model_type: str, scheme: Scheme = RMS) -> PreTrainedModel:
+    """A patched model with random gains."""
+    return randomise(patch_model(sharp_model(model_type), scheme)).eval()
+
+
+def first_layer(model: PreTrainedModel) -> QKNormAttention:
+    return next(iter(patched_layers(model).values()))
+
+
+@contextmanager
+def attended(layer: QKNormAttention):
+    """The layer's arguments, and the heads that its attention function gets, of the passes in the block."""
+    seen = SimpleNamespace()
+
+    def arguments(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.positions = kwargs.get("position_embeddings")
+        seen.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+    def heads(_: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> None:
+        seen.q, seen.k, seen.v = q, k, v
+
+    hook = layer.register_forward_pre_hook(arguments, with_kwargs=True)
+    layer.observers += (heads,)
+    yield seen
+    hook.remove()
+    del layer.observers
+
+
+def rms_normed(x: Tensor, gain: Tensor) -> Tensor:
+    """γ∘x / rms(x) of x `[B, H, T, D]`."""
+    return gain * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def up_projections(layer: QKNormAttention) -> tuple[Tensor, Tensor]:
+    """The matrices from the latent to each head's keys without RoPE `[H, D, R]`, and to its values."""
+    rows = layer.kv_b_proj.weight.view(-1, layer.qk_nope_head_dim + layer.v_head_dim, layer.kv_lora_rank)
+    return rows[:, : layer.qk_nope_head_dim], rows[:, layer.qk_nope_head_dim :]
+
+
+@pytest.mark.parametrize("model_type", LATENT)
+@torch.no_grad()
+def test_a_layer_computes_the_formula(model_type):
+    """q = [norm(q₁), RoPE(norm(q₂))] and k = [norm(U·c), RoPE(norm(r))], each with its own gain."""
+    model = made(model_type)
+    layer = first_layer(model)
+    assert head_norms(layer).keys() == NORMS
+    with attended(layer) as seen:
+        model(**make_batch("plain", labels=False), use_cache=False)
+    gains = {name: norm.weight for name, norm in head_norms(layer).items()}
+    style, width = layer.family.style, layer.qk_nope_head_dim
+    q, latent, turned, *_ = (x.transpose(1, 2) for x in style.project(layer, seen.hidden)[:3])
+    plain = rms_normed(torch.einsum("hdr,btr->bhtd", up_projections(layer)[0], latent[:, 0]), gains["k_norm"])
+    queries = [
+        rms_normed(q[..., :width], gains["q_norm"]),
+        rms_normed(q[..., width:], gains["q_rope_norm"]),
+    ]
+    turned = rms_normed(turned, gains["k_rope_norm"])
+    own = SimpleNamespace(modelling=layer.modelling, config=layer.config, normed=lambda name, x: x, **widths(layer))
+    q, _, turned = style.rotate(own, torch.cat(queries, -1), latent, turned, seen.positions)
+    k = torch.cat([plain, turned.expand(-1, plain.shape[1], -1, -1)], -1)
+    assert_near(seen.q, q, 1e-6, "queries")
+    assert_near(seen.k, k, 1e-6, "keys")
+
+
+def widths(layer: QKNormAttention) -> dict[str, int]:
+    return {name: getattr(layer, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_absorbed_form_is_the_same(kind):
+    """With the latent, the shared key, and one number for each token and head, a server never computes a key.
+
+    The gain and the up-projection of keys go to the query; that of values is applied to the weighted latents.
+    """
+    model = made("youtu", KINDS[kind]).double()
+    model.set_attn_implementation("eager")
+    layer, norms = first_layer(model), head_norms(first_layer(model))
+    joined: list[Tensor] = []
+    hook = layer.o_proj.register_forward_pre_hook(lambda _, args: joined.append(args[0]))
+    with attended(layer) as seen:
+        out = model(**make_batch("plain", labels=False), output_attentions=True)
+    hook.remove()
+    cached = out.past_key_values.layers[layer.layer_idx]
+    (latent, turned), width = (cached.keys[:, 0], cached.values), layer.qk_nope_head_dim
+    up, up_values = up_projections(layer)
+
+    if kind == "layer":
+        up = up - up.mean(1, keepdim=True)
+    number = inverse_size(torch.einsum("hdr,btr->bhtd", up, latent), norms["k_norm"])
+    q = seen.q[..., :width]
+    gain = 1.0 if norms["k_norm"].weight is None else per_head(norms["k_norm"].weight)
+    absorbed = torch.einsum("bhtd,hdr->bhtr", q * gain, up)  # a query of the latent's width
+    logits = torch.einsum("bhtr,bsr->bhts", absorbed, latent) * number[:, :, None]
+    if norms["k_norm"].bias is not None:
+        logits = logits + (q * per_head(norms["k_norm"].bias)).sum(-1, keepdim=True)
+    logits = layer.logit_scale * (logits + seen.q[..., width:] @ turned.transpose(-1, -2))
+    future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+    weights = logits.masked_fill(future, -torch.inf).softmax(-1)
+    assert_near(out.attentions[layer.layer_idx], weights, 1e-6, "weights")
+
+    if "v_norm" in norms:
+        weights = weights * inverse_size(torch.einsum("hdr,btr->bhtd", up_values, latent), norms["v_norm"])[:, :, None]
+        up_values = up_values * norms["v_norm"].weight[:, None]
+    values = torch.einsum("hdr,bhtr->bthd", up_values, torch.einsum("bhts,bsr->bhtr", weights, latent))
+    assert_near(joined[0], values.flatten(2), 1e-6, "values")
+
+
+def inverse_size(x: Tensor, norm: Any) -> Tensor:
+    """The number for each token and head `[B, H, T]` that the norm of x `[B, H, T, D]` multiplies it by."""
+    square = x.square().sum(-1) if norm.norm == "l2" else x.square().mean(-1)
+    return (square + (norm.eps * x.shape[-1] if norm.norm == "l2" else norm.eps)).rsqrt()
+
+
+def per_head(parameter: Tensor) -> Tensor:
+    """A gain or bias, `[D]` or `[H, D]`, for x `[B, H, T, D]`."""
+    return parameter.view(-1, 1, parameter.shape[-1])
+
+
+@pytest.mark.parametrize("model_type", LATENT)
+@torch.no_grad()
+def test_the_cache_holds_what_it_held_before(model_type):
+    """The latents of the first layer to the bit, and keys of the same shape, which all heads share."""
+    model = sharp_model(model_type).eval()
+    plain = copy.deepcopy(model)
+    randomise(patch_model(model, RMS))
+    caches = [m(**make_batch("plain", labels=False), use_cache=True).past_key_values for m in (plain, model)]
+    before, after = (cache.layers[first_layer(model).layer_idx] for cache in caches)
+    assert after.keys.shape == before.keys.shape
+    assert after.values.shape == before.values.shape
+    if first_layer(model).layer_idx == 0:
+        assert torch.equal(after.keys, before.keys)
+    assert not torch.allclose(after.values, before.values)
+
+
+@torch.no_grad()
+def test_a_static_cache_generates_the_same():
+    model, batch = made("youtu").double(), make_batch("left", labels=False)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**batch, use_cache=False, **options)
+    assert torch.equal(model.generate(**batch, cache_implementation="static", **options), expected)
+
+
+@torch.no_grad()
+def test_the_worst_input_reaches_the_bound():
+    """Both parts of queries and keys lie along their largest gains, at position 0, where RoPE turns nothing."""
+    model = patch_model(sharp_model("youtu"), RMS).double()
+    assert set(largest_gains(model).values()) == {(1.0, 1.0)}
+    for layer in patched_layers(model).values():
+        for norm, gain in zip(head_norms(layer).values(), (2.0, 3.0, 5.0, 7.0), strict=True):
+            norm.weight.fill_(0.5)[0] = gain
+        spiked(layer.q_b_proj, layer.qk_head_dim, layer.qk_nope_head_dim)
+        spiked(layer.kv_b_proj, layer.qk_nope_head_dim + layer.v_head_dim)
+        spiked(layer.kv_a_proj_with_mqa, layer.kv_lora_rank + layer.qk_rope_head_dim, layer.kv_lora_rank)
+    assert [list(head_norms(layer)) for layer in patched_layers(model).values()][0][:2] == ["q_norm", "k_norm"]
+    with logit_statistics(model) as seen:
+        model(input_ids=torch.full((1, 1), 5))
+    for name, bound in logit_bounds(model).items():
+        assert bound == pytest.approx((2 * 3 * 16 + 5 * 7 * 8) * 24**-0.5)
+        assert float(seen[name].max_logit.max()) == pytest.approx(bound, rel=1e-5)
+    assert set(largest_gains(model).values()) == {(5.0, 7.0)}
+
+
+def spiked(projection: torch.nn.Module, stride: int, *places: int) -> None:
+    """Make a projection return a large number at each `stride`-th output, and at `places` after it; 0 elsewhere."""
+
+    def replace(_: Any, __: Any, out: Tensor) -> Tensor:
+        spike = torch.zeros(stride, dtype=out.dtype)
+        spike[[0, *places]] = 1e3
+        return spike.repeat(out.shape[-1] // stride).expand_as(out)
+
+    projection.register_forward_hook(replace)
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(3, 64, (2, 48), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("method", ["moments", "fit"])
+def test_calibration_keeps_the_predictions(method):
+    model = patch_model(sharp_model("deepseek_v3"), "qk_norm")
+    report = calibrate(model, [tokens(seed) for seed in range(12)], method, knee=4.0, steps=5)
+    assert report.chosen.kl < 0.15 * report.ones.kl
+    assert all(layer.bound is not None for layer in report.layers.values())
+    gains = next(iter(report.layers.values())).gain_k
+    assert len(gains) == 4
+    assert len(set(gains)) == 1, "shared by the heads"
+
+
+def test_a_fit_of_weights_is_refused():
+    model = patch_model(sharp_model("deepseek_v3"), "qk_norm")
+    with pytest.raises(ValueError, match="this model projects keys and values from one latent"):
+        calibrate(model, [tokens(0)], "fit_qk")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        (SCHEMES["henry"], "one gain a layer can't weigh them"),
+        (SCHEMES["lp"], "one gain a layer can't weigh them"),
+        (SCHEMES["qkv_norm"], r"pre_norm=False\) into these projections is not supported"),
+    ],
+    ids=["henry", "lp", "qkv_norm"],
+)
+@pytest.mark.parametrize("model_type", LATENT)
+def test_other_schemes_are_refused_with_the_reason(model_type, scheme, reason):
+    model = sharp_model(model_type)
+    with pytest.raises(ValueError, match=reason):
+        patch_model(model, scheme)
+    assert not patched_layers(model)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [(RMS, "norms both its queries and its keys"), (Scheme(q="rms"), "share the key that rotates")],
+)
+def test_clipping_is_refused_where_it_does_nothing(scheme, reason):
+    with pytest.raises(ValueError, match=reason):
+        QKClip(patch_model(sharp_model("deepseek_v3"), scheme))
+
+
+def test_clipping_with_normed_keys_scales_the_queries():
+    model = randomise(patch_model(sharp_model("deepseek_v3"), Scheme(k="rms")))
+    before = watched(model)
+    clip = QKClip(model, threshold=0.1)
+    model(input_ids=tokens(0))
+    name, factors = next(iter(clip.step().items()))  # a later layer gets other inputs, too
+    clip.remove()
+    assert (factors < 1).any()
+    torch.testing.assert_close(watched(model)[name], before[name] * factors)
+
+
+@torch.no_grad()
+def watched(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The largest |logit| of each head."""
+    with logit_statistics(model) as seen:
+        model(input_ids=tokens(0))
+    return {name: layer.max_logit for name, layer in seen.items()}
+
+
+def test_a_monitor_sees_each_heads_keys():
+    model = randomise(patch_model(sharp_model("deepseek_v3"), RMS))
+    monitor = LogitMonitor(every=1)
+    with monitor.watch(model, 1):
+        model(input_ids=tokens(0))
+    for layer in monitor.last.layers.values():
+        assert len(layer.rms_q) == len(layer.rms_k) == 4
+        assert max(layer.max_logit) <= layer.bound
+
+
+@torch.no_grad()
+def test_the_heads_have_one_dtype_under_autocast():
+    model = randomise(patch_model(sharp_model("deepseek_v3"), RMS))
+    with attended(first_layer(model)) as seen, torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=tokens(0))
+    assert seen.q.dtype == seen.k.dtype == seen.v.dtype
+
+
+@pytest.mark.parametrize("gain", ["shared", "per_head"])
+def test_the_norm_of_a_shared_key_is_replicated_in_tensor_parallel_plans(gain):
+    model = patch_model(sharp_model("deepseek_v2"), Scheme(q="rms", k="rms", gain=gain))
+    plan_norms(model)
+    entries = {key.partition("self_attn.")[2]: style for key, style in model._tp_plan.items() if "_norm" in key}
+    all_reduced = "replicated_with_grad_allreduce"
+    heads = {f"{name}.weight" if gain == "per_head" else name for name in NORMS - {"k_rope_norm"}}
+    shared = "k_rope_norm.weight" if gain == "per_head" else "k_rope_norm"
+    assert entries["k_rope_norm"] == all_reduced or entries[shared] == all_reduced
+    assert {entries[name] for name in heads} == {"colwise" if gain == "per_head" else all_reduced}
