@@ -45,8 +45,8 @@ def patch_model(
     New gains are 1: a pretrained model loses part of what it knew until `calibrate` fits them. With `pre_norm=False`
     the norm before attention is folded into the projections, which can't be undone.
 
-    `attn_implementation` selects the attention backend. Default: with a cap "hf_qknorm" ("eager" if
-    `config.output_attentions` asks for the weights), without a cap the model's own. `tower` names the part of a
+    `attn_implementation` selects the attention backend. Default: with a cap or learned sinks "hf_qknorm"
+    ("eager" if `config.output_attentions` asks for the weights), else the model's own. `tower` names the part of a
     multimodal model to patch, such as "vision_tower". Default: its text tower.
 
     `model.name_or_path` still names the tokenizer's checkpoint, but `from_pretrained` of a model returns a copy of the
@@ -72,10 +72,11 @@ def patch_model(
         check_offload(model, own_layers(model, family))
     if not scheme.pre_norm:
         check_foldable(model, family)
-    backend = attn_implementation or (functions.cap_backend(model.config) if scheme.softcap is not None else None)
+    needed = scheme.softcap is not None or scheme.sinks is not None
+    default = functions.cap_backend(model.config) if needed else None
+    backend = attn_implementation or default
     if backend is not None:
-        if scheme.softcap is not None:
-            functions.check_cap_backend(backend, scheme.softcap)
+        functions.check_backend(backend, scheme.softcap, scheme.sinks)
         backend = model.get_correct_attn_implementation(backend)
     causal = causality(model) if family.is_causal(model.config) else None
     base_backend = model.config._attn_implementation

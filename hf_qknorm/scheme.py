@@ -20,6 +20,9 @@ from hf_qknorm.ops.norms import NORMS
 GAINS: Final = ("shared", "per_head", "scalar", "none")
 WIDTHS: Final = ("head", "all")
 
+# Fields that are "learned" or None: each adds one number a head to every layer.
+LEARNED: Final = ("temperature", "sinks")
+
 # Gains with one entry per channel: a bias needs one of them.
 CHANNEL_GAINS: Final = ("shared", "per_head")
 
@@ -56,6 +59,9 @@ class Scheme:
     it out, as those of `generate` do.
     `temperature` "learned" multiplies the queries of each head by exp(b), b a parameter `[H]` that starts at 0. This is
     the logit scale of Swin v2 (Liu et al. 2021, arXiv 2111.09883, eq. 2), relative to the model's own scale.
+    `sinks` "learned" gives each head one more logit without a key or value, a parameter `[H]`, as in gpt-oss (arXiv
+    2508.10925): attention that goes there goes to no token. It starts at −8, where it takes next to
+    nothing.
 
     Raises ValueError, naming the field, for a value or combination that is not possible.
 
@@ -80,6 +86,7 @@ class Scheme:
     length_scale: int | None = None
     width: str = "head"
     temperature: str | None = None
+    sinks: str | None = None
 
     def __post_init__(self) -> None:
         named, ordered = (*NORMS, "auto"), tuple(name for name, kind in NORMS.items() if kind.any_order)
@@ -87,7 +94,10 @@ class Scheme:
             self._require(name, getattr(self, name) in (*named, None), f"one of {_listed(named)} or None")
         self._require("gain", self.gain in GAINS, f"one of {_listed(GAINS)}")
         self._require("width", self.width in WIDTHS, f"one of {_listed(WIDTHS)}")
-        self._require("temperature", self.temperature in ("learned", None), '"learned" or None')
+        for name in LEARNED:
+            self._require(name, getattr(self, name) in ("learned", None), '"learned" or None')
+        expected = "None with a length scale, which multiplies the first query by log 1 = 0, while it sees the sink too"
+        self._require("sinks", self.sinks is None or self.length_scale is None, expected)
         self._require("bias", self.bias is None or isinstance(self.bias, bool), "True, False or None")
         self._require("pre_norm", isinstance(self.pre_norm, bool), "True or False")
         self._require("p", _is_finite(self.p) and self.p >= 1, "a finite number ≥ 1 (below 1 it is no norm)")
@@ -128,14 +138,13 @@ class Scheme:
 
     @property
     def learned(self) -> tuple[str, ...]:
-        """The fields that are "learned": each adds a parameter with one number a head."""
-        return tuple(name for name in ("temperature",) if getattr(self, name) == "learned")
+        """The fields of `LEARNED` that are set."""
+        return tuple(name for name in LEARNED if getattr(self, name) is not None)
 
     @property
     def changes_nothing(self) -> bool:
         """Whether attention is the model's own, as with "none"."""
-        changes = self.scale, self.softcap, self.length_scale, self.temperature
-        return not self.norms and all(change is None for change in changes)
+        return not (self.norms or self.learned) and self.scale is self.softcap is self.length_scale is None
 
     def resolve(self, norm: str) -> Scheme:
         """Return the scheme with "auto" replaced by `norm`, the norm that the model itself uses."""

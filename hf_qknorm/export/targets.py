@@ -181,6 +181,8 @@ def find_target(config: Any) -> Target:
             f"length_scale={scheme.length_scale} would be lost: no model of transformers multiplies its queries by "
             "log n / log L"
         )
+    if scheme.sinks is not None:
+        raise ValueError("the learned sinks would be lost: no model of transformers has them in such a block")
     if scheme.temperature is not None and (scheme.width == "head" if norms else base not in SEPARATE):
         raise ValueError(
             "the learned temperature of each head would be lost: no model of transformers has one, and it folds only "

@@ -30,6 +30,7 @@ PAPERS: Final = {
     "olmo2": Paper("OLMo 2", "2501.00656"),
     "gemma2": Paper("Gemma 2", "2408.00118"),
     "swinv2": Paper("Swin v2", "2111.09883"),
+    "gpt-oss": Paper("gpt-oss", "2508.10925"),
     "ssmax": Paper("Nakanishi 2025", "2501.19399"),
 }
 GAINS: Final = {
@@ -45,6 +46,7 @@ def papers_of(scheme: Scheme) -> list[Paper]:
     keys = {key for norm in scheme.norms if norm in NORMS for key in NORMS[norm].papers}
     keys |= {"rybakov", "gemma2"} if scheme.softcap is not None else set()
     keys |= {"swinv2"} if scheme.temperature is not None else set()
+    keys |= {"gpt-oss"} if scheme.sinks is not None else set()
     keys |= {"ssmax"} if scheme.length_scale is not None else set()
     keys |= {"qwen3" if scheme.width == "head" else "olmo2"} if scheme.q == scheme.k == "rms" else set()
     return [paper for key, paper in PAPERS.items() if key in keys]
@@ -56,6 +58,7 @@ def short_description(scheme: Scheme) -> str:
     parts = [f"{letters} norm" + (f" (knee {scheme.knee:g})" if scheme.knee else "")] if letters else []
     parts += ["a logit cap"] if scheme.softcap is not None else []
     parts += ["a learned temperature"] if scheme.temperature is not None else []
+    parts += ["learned sinks"] if scheme.sinks is not None else []
     parts += ["a length scale"] if scheme.length_scale is not None else []
     return " and ".join(parts) or "its attention unchanged"
 
@@ -93,6 +96,11 @@ def change_sentences(scheme: Scheme) -> list[str]:
         sentences.append(
             "The **queries** of each head are multiplied by exp(b), where b is learned (`temperature.bias`) and starts "
             "at 0."
+        )
+    if scheme.sinks is not None:
+        sentences.append(
+            "The softmax of each head has one more **logit**, learned (`sink.bias`): attention that goes there goes to "
+            "no token."
         )
     if scheme.length_scale is not None:
         sentences.append(

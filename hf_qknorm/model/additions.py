@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_qknorm.model.accelerate_hooks import execution_device
-from hf_qknorm.model.head_bias import INITIAL, HeadBias
+from hf_qknorm.model.head_bias import HEAD_BIASES, HeadBias
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
 from hf_qknorm.scheme import Scheme
 
@@ -40,8 +40,8 @@ def _add_norms(module: Any, scheme: Scheme) -> None:
 
 
 def _add_head_biases(module: Any, scheme: Scheme) -> None:
-    for name, initial in INITIAL.items():
-        if getattr(scheme, name) is not None:
+    for name, (field, initial) in HEAD_BIASES.items():
+        if getattr(scheme, field) is not None:
             heads, _, _ = module.family.style.heads(module)
             setattr(module, name, HeadBias(heads, initial, *device_and_dtype(module)))
 

@@ -23,7 +23,7 @@ from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.model.accelerate_hooks import set_module_class
 from hf_qknorm.model.additions import NORM_FIELDS, add_parameters, device_and_dtype
 from hf_qknorm.model.config_checks import no_attention_error
-from hf_qknorm.model.head_bias import INITIAL, HeadBias, scaled_norm
+from hf_qknorm.model.head_bias import HEAD_BIASES, HeadBias, scaled_norm
 from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention, active_module
@@ -184,7 +184,7 @@ def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
 
 def head_biases(layer: QKNormAttention) -> dict[str, HeadBias]:
     """The scheme's learned numbers of heads in the layer by name; under PEFT as with `head_norms`."""
-    modules = {name: active_module(layer._modules.get(name)) for name in INITIAL}
+    modules = {name: active_module(layer._modules.get(name)) for name in HEAD_BIASES}
     return {name: module for name, module in modules.items() if isinstance(module, HeadBias)}
 
 

@@ -78,11 +78,11 @@ class QKNormModel(_Model):
         return cls.base_class.is_custom_code()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Check a backend as transformers does, and refuse one that can't cap if the scheme has a cap."""
+        """Check a backend as transformers does, and refuse one that would drop the scheme's cap or sinks."""
         softcap = self.config.scheme.softcap or (self.config.qk_norm_blend or {}).get("softcap")
-        if softcap is not None:
+        if softcap is not None or self.config.scheme.sinks is not None:
             requested_attention = requested_attention or functions.cap_backend(self.config)
-            functions.check_cap_backend(requested_attention, softcap)
+            functions.check_backend(requested_attention, softcap, self.config.scheme.sinks)
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     @classmethod

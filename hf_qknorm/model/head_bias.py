@@ -1,4 +1,4 @@
-"""`HeadBias`: one learned number for each query head of a layer, the logarithm of its temperature."""
+"""`HeadBias`: one learned number for each query head of a layer, its log temperature or the logit of its sink."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from torch import Tensor, nn
 
 from hf_qknorm.ops.types import Norm
 
-# The fields of a scheme that add a `HeadBias` of that name to each layer, and its initial value.
-INITIAL: Final = {"temperature": 0.0}
+# Far below most logits, so that it takes next to nothing; lower, and Adam no longer sees its gradient
+# (recipes/results/sinks.md).
+SINK_START: Final = -8.0
+
+# The `HeadBias` of a layer by name: the field of the scheme that adds it, and its initial value. Models with sinks of
+# their own hold them as `sinks`.
+HEAD_BIASES: Final = {"temperature": ("temperature", 0.0), "sink": ("sinks", SINK_START)}
 
 
 class HeadBias(nn.Module):

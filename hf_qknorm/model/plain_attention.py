@@ -67,7 +67,9 @@ class PlainAttention(nn.Module):
         options["dropout"] = style.dropout(self) if self.training else 0.0
         if self.softcap is not None:
             options["softcap"] = self.softcap
-        if hasattr(self, "sinks"):
+        if self.scheme.sinks is not None:
+            options["s_aux"] = self.head_bias("sink").local
+        elif hasattr(self, "sinks"):
             options["s_aux"] = self.sinks
         positions = position_embeddings if style.rotates(self) else None
         out, weights = self._norm_rotate_attend(q, k, v, attention_mask, positions, cache, options)
@@ -102,7 +104,7 @@ class PlainAttention(nn.Module):
         """Show the heads to the observers, and call the config's attention function."""
         for observer in self.observers:
             observer(self, q, k, v, mask, options)
-        attend = functions.attention_function(self, self.scheme.softcap, self.family.style.eager(self))
+        attend = functions.attention_function(self, self.scheme, self.family.style.eager(self))
         return attend(self, q, k, v, mask, **options)
 
     def normed(self, name: str, x: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ OTHERS = {
     "all heads": Scheme(q="rms", k="layer", softcap=5.0, width="all"),
     "temperature": Scheme(q="rms", softcap=5.0, temperature="learned"),
     "temperature alone": Scheme(temperature="learned"),
+    "sinks": Scheme(q="rms", softcap=5.0, sinks="learned"),
     "length scale": Scheme(q="rms", softcap=5.0, length_scale=6),
 }
 

@@ -25,6 +25,7 @@ SCHEMES = {
     "knee": Scheme(**NORMED, knee=4.0),
     "width": Scheme(**NORMED, width="all"),
     "temperature": Scheme(q="rms", softcap=5.0, temperature="learned"),
+    "sinks": Scheme(q="rms", k="rms", gain="per_head", sinks="learned"),
     "knee alone": Scheme(**NORMED, gain="none", knee=4.0),
 }
 STYLES = {
