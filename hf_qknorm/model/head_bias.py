@@ -11,7 +11,7 @@ from hf_qknorm.ops.types import Norm
 
 # Far below most logits, so that it takes next to nothing; lower, and Adam no longer sees its gradient
 # (recipes/results/sinks.md).
-SINK_START: Final = -8.0
+SINK_START: Final = -10.0
 
 # The `HeadBias` of a layer by name: the field of the scheme that adds it, and its initial value. Models with sinks of
 # their own hold them as `sinks`.

@@ -13,7 +13,8 @@ steps of 4 rows of the first nine tenths at 0.001, AdamW without decay, gradient
 Within a seed all arms see the same batches. Reported, for held-out rows: loss, the largest |logit|, the attention
 entropy among the tokens, and the share of the attention that the sinks take. 80 steps are short; a difference of less
 than two standard errors over the seeds counts as none. A run before fixed lengths and rates: sinks at 0 moved by 0.03
-in 150 steps at the model's rate.
+in 150 steps at the model's rate. The log also
+holds the runs that were made from -8 before the rule gave the start.
 Writes a page and its runs; prints Markdown.
 """
 
