@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.backends.choice import Choice, choose
+from hf_qknorm.files.cache_folder import folder
 from hf_qknorm.ops import library
+from hf_qknorm.ops.cpu import build, use
 from hf_qknorm.ops.error_budget import Verdict, verdict
-from hf_qknorm.ops.trust import first_use, verdict_files
+from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.types import Heads, Options, Visible
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
@@ -62,12 +64,16 @@ def _compilers() -> Iterator[Finding]:
         )
     names = (os.environ.get("CXX"), "c++", "g++", "clang++", "cl")
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)
-    yield Finding("C++ compiler", f"{compiler or 'none'} (for torch.compile on a CPU, and for Triton)")
+    yield Finding("C++ compiler", f"{compiler or 'none'} (for attention and torch.compile on a CPU, and for Triton)")
 
 
 def _attention(device: torch.device) -> Iterator[Finding]:
     """Which implementation serves a capped model on the device, as the attention functions select it, and why."""
-    chosen = {(dtype, d): _chosen(device, dtype, d) for dtype in CHECKED[device.type] for d in HEAD_DIMS}
+    try:
+        chosen = {(dtype, d): _chosen(device, dtype, d) for dtype in CHECKED[device.type] for d in HEAD_DIMS}
+    except (RuntimeError, ValueError) as failure:  # kernels that are demanded, and are not there
+        yield Finding("hf_qknorm", " ".join(str(failure).split()), "problem")
+        return
     calls: dict[str, list[str]] = {}
     for (dtype, head_dim), choice in chosen.items():
         calls.setdefault(f"runs {choice}", []).append(f"{str(dtype).removeprefix('torch.')} at head_dim {head_dim}")
@@ -78,18 +84,24 @@ def _attention(device: torch.device) -> Iterator[Finding]:
     failed = reason is None and any(choice.operator is not library.fused_attention for choice in chosen.values())
     yield Finding("hf_qknorm", text, "problem" if failed and device.type == "cuda" else "ok")
     yield Finding("hf_qknorm_triton", "runs" if reason is None else f"can't run here: {reason}")
+    yield _cpu_kernels()
     if device.type == "cuda" and reason is None:
         yield Finding("untested", UNTESTED_KERNELS, "note")
     yield _first_use(device)
 
 
+def _cpu_kernels() -> Finding:
+    """Whether the C++ kernels are there; they are compiled if they were not before."""
+    reason = use.why_not_here()
+    text = f"runs {build.name()}" if reason is None else f"can't run here: {' '.join(reason.split())}"
+    return Finding("hf_qknorm_cpu", text, "ok" if reason is None else "note")
+
+
 def _first_use(device: torch.device) -> Finding:
     """Whether kernels are checked when they are first used."""
-    if device.type != "cuda":
-        return Finding("first use", "checks nothing: the kernels are checked on GPUs")
-    if not first_use.is_checked(device):
+    if not first_use.is_checked(device, "attention" if device.type == "cuda" else "cpu"):
         return Finding("first use", f"checks nothing, because of {first_use.SWITCH}=0", "note")
-    return Finding("first use", f"checks the kernels, and keeps what it found in {verdict_files.folder()}")
+    return Finding("first use", f"checks the kernels, and keeps what it found in {folder()}")
 
 
 def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:

@@ -171,7 +171,11 @@ def _remove_scheme(model: PreTrainedModel) -> None:
         if isinstance(module, QKNormModel):
             set_model_class(module, module.base_class)
     _set_config(model, model.config.base())
-    model.set_attn_implementation(base_backend or model.get_correct_attn_implementation(None))
+    backend = base_backend or model.get_correct_attn_implementation(None)
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(backend)
+    else:  # a model that computes attention inline
+        model.config._attn_implementation_internal = backend
 
 
 def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig:

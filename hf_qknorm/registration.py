@@ -24,7 +24,7 @@ from hf_qknorm.model.adapter_weights import keeps_gains
 from hf_qknorm.model.in_memory import copies_by_name, refuses_names, stores_no_base
 from hf_qknorm.model.liger import for_derived, spares_norms
 
-ATTENTION_FUNCTIONS = ("hf_qknorm", "hf_qknorm_triton", "hf_qknorm_tiled", "hf_qknorm_eager")
+ATTENTION_FUNCTIONS = ("hf_qknorm", "hf_qknorm_triton", "hf_qknorm_cpu", "hf_qknorm_tiled", "hf_qknorm_eager")
 
 
 def register() -> None:

@@ -16,13 +16,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_qknorm
 from hf_qknorm import cli, doctor
 from hf_qknorm.backends import choice, functions
+from hf_qknorm.files.cache_folder import folder
 from hf_qknorm.ops import library
 from hf_qknorm_command import findings
 from hf_qknorm_command.findings import TESTED, check_version, find_versions
 
 TOPICS = (
     "hf-qknorm", "python", "torch", "transformers", "integrations", "CPU", "Triton", "C++ compiler", "hf_qknorm",
-    "hf_qknorm_triton", "first use", "self-check",
+    "hf_qknorm_triton", "hf_qknorm_cpu", "first use", "self-check",
 )  # fmt: skip
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -57,8 +58,9 @@ def test_the_attention_is_the_one_that_the_package_selects(capsys, monkeypatch, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_the_doctor_tells_that_there_is_no_gpu(capsys):
     _, found, _ = examined(capsys)
-    assert found["hf_qknorm"]["text"] == "runs tiled in PyTorch: the kernels are for NVIDIA GPUs"
-    assert found["first use"]["text"] == "checks nothing: the kernels are checked on GPUs"
+    assert found["hf_qknorm"]["text"].startswith(("runs its C++ kernels", "runs tiled in PyTorch: "))
+    assert found["hf_qknorm_cpu"]["text"].startswith(("runs hf_qknorm_cpu_", "can't run here: "))
+    assert found["first use"]["text"] == f"checks the kernels, and keeps what it found in {folder()}"
 
 
 def test_each_dtype_and_head_dim_is_reported(monkeypatch):

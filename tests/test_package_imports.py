@@ -46,7 +46,7 @@ def test_attention_functions_and_masks_are_registered_in_any_order(tmp_path, fir
     script = (
         f"import {first}\n"
         "from transformers import AttentionInterface, AttentionMaskInterface\n"
-        "names = ('hf_qknorm', 'hf_qknorm_triton', 'hf_qknorm_tiled', 'hf_qknorm_eager')\n"
+        "names = ('hf_qknorm', 'hf_qknorm_triton', 'hf_qknorm_cpu', 'hf_qknorm_tiled', 'hf_qknorm_eager')\n"
         "print(all(name in AttentionInterface() and name in AttentionMaskInterface() for name in names))\n"
     )
     assert child(script, home=tmp_path) == "True\n"

@@ -34,7 +34,7 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
     files = [path for name in PACKAGES for path in (ROOT / name).rglob("*")]
-    kept = [path for path in files if path.suffix in (".py", ".jinja", ".bib", ".typed")]
+    kept = [path for path in files if path.suffix in (".py", ".jinja", ".bib", ".typed", ".h", ".cpp")]
     expected = {path.relative_to(ROOT).as_posix() for path in kept}
     assert {"hf_qknorm/py.typed", "hf_qknorm/hub/card.md.jinja", "hf_qknorm/hub/papers.bib"} <= expected
     with zipfile.ZipFile(wheel) as archive:

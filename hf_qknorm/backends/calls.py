@@ -50,12 +50,16 @@ def call_operator(
     q, k, v = heads[:3]
     refuse_unsupported(kwargs)
     seen = structure(module, q, k, v, attention_mask, kwargs)
+    if seen.key is not k or seen.value is not v:
+        heads = heads._replace(k=seen.key, v=seen.value)
+    head_dim, width = q.shape[-1], v.shape[-1]
     out = operator(
-        _pad_to_widest(heads._replace(k=seen.key, v=seen.value)),
+        heads if head_dim == width else _pad_to_widest(heads),
         Visible(seen.ranges, s_aux, mask=seen.mask),
-        Options(q.shape[-1] ** -0.5 if scaling is None else scaling, softcap, seen.causal, seen.window, dropout),
+        Options(head_dim**-0.5 if scaling is None else scaling, softcap, seen.causal, seen.window, dropout),
     )
-    return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), None
+    out = out if out.shape[-1] == width else out[..., :width]
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _pad_to_widest(heads: Heads) -> Heads:
@@ -67,9 +71,8 @@ def _pad_to_widest(heads: Heads) -> Heads:
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Raise ValueError for arguments of some models' attention that would change the result."""
-    for name in ("position_bias", "cache"):
-        if arguments.get(name) is not None:
-            raise ValueError(f"hf_qknorm attention does not support the argument {name!r}")
+    if arguments.get("cache") is not None:
+        raise ValueError("hf_qknorm attention does not support the argument 'cache'")
 
 
 def is_ranges(mask: Tensor) -> bool:
@@ -103,7 +106,8 @@ def structure(
     """Apply transformers' conventions to a call of an attention function.
 
     It reads `sliding_window` and `is_causal` of the keyword `arguments`, and `cu_seq_lens_q` `[N + 1]`, the ends of
-    packed sequences in the flattened batch.
+    packed sequences in the flattened batch. A `position_bias` `[B or 1, H or 1, T or 1, S]`, which is added to the
+    logits, becomes part of the mask.
     """
     window, is_causal, boundaries = map(arguments.get, ("sliding_window", "is_causal", "cu_seq_lens_q"))
     queries, keys = query.shape[2], key.shape[2]
@@ -115,15 +119,45 @@ def structure(
     elif mask is not None:
         seen = Structure(key, value, mask[..., :keys], None, False, None)
     else:
-        if is_causal is None:  # both say so: sdpa reads the module alone, unlike some models' eager attention
-            is_causal = all(getattr(x, "is_causal", True) for x in (module, getattr(module, "config", None)))
-        causal = bool(is_causal)
+        causal = _is_causal(module) if is_causal is None else bool(is_causal)
         if causal and 1 < queries < keys:  # a static cache's first call: the rest of it is empty
             key, value = key[:, :, :queries], value[:, :, :queries]
         # Causal with one query too: a window looks back only. The window of an unpatched layer is in its masks.
         seen = Structure(key, value, None, None, causal, window if hasattr(module, "scheme") else None)
     seen = seen if boundaries is None else _within_sequences(seen, query, boundaries)
+    if arguments.get("position_bias") is not None:
+        return _biased(seen, queries, None if tokens is None else tokens[:, :keys], arguments["position_bias"])
     return seen if tokens is None else _without_gaps(seen, tokens[:, :keys])
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Whether module and config both say so: sdpa reads the module alone, unlike some models' eager attention."""
+    if not getattr(module, "is_causal", True):
+        return False
+    config = getattr(module, "config", None)
+    own = getattr(config, "__dict__", {})  # an attribute that a config lacks takes as long as a small operator
+    return bool(own["is_causal"] if "is_causal" in own else getattr(type(config), "is_causal", True))
+
+
+def _biased(seen: Structure, queries: int, tokens: Tensor | None, bias: Tensor) -> Structure:
+    """An additive mask: the bias of the logits for each key that a query sees, else the least number of its dtype."""
+    keys, mask = seen.key.shape[2], seen.mask
+    place, bias = torch.arange(keys, device=bias.device), bias[..., :keys]
+    if mask is None and seen.ranges is not None:
+        start, stop = seen.ranges[:, None].unbind(-1)
+        visible = (place >= start[..., None]) & (place < stop[..., None])
+    elif mask is None:
+        back = (place[:queries, None] + (keys - queries)) - place  # how far a key is behind the query
+        visible = back >= 0 if seen.causal else torch.ones_like(back, dtype=torch.bool)
+        visible = visible if seen.window is None else visible & (back.abs() < seen.window + (not seen.causal))
+    elif mask.dtype == torch.bool:
+        visible = mask
+    else:
+        visible = mask > torch.finfo(mask.dtype).min
+        bias = bias + mask.masked_fill(~visible, 0.0)
+    visible = visible if tokens is None else visible & tokens[:, None, None].bool()
+    mask = torch.where(visible, bias, torch.finfo(bias.dtype).min)
+    return Structure(seen.key, seen.value, mask.expand(-1, -1, queries, -1), None, False, None)
 
 
 def _without_gaps(seen: Structure, tokens: Tensor) -> Structure:

@@ -1,12 +1,13 @@
-"""Which implementation computes a call: the kernels, if they serve it and passed their self-check, else PyTorch.
+"""Which implementation computes a call: kernels, if they serve it and passed their self-check, else PyTorch.
 
-On CUDA the order is: kernels, FlexAttention, tiled. Everywhere else it is tiled alone: Triton's interpreter is for
-tests. A name that asks for the kernels gets them or a ValueError.
+On CUDA the order is: Triton kernels, FlexAttention, tiled. On a CPU it is: C++ kernels, tiled; Triton's interpreter is
+for tests. Everywhere else it is tiled alone. A name that asks for kernels gets them or a ValueError.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Final, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends.calls import Operator
 from hf_qknorm.ops import flex, library, reference
+from hf_qknorm.ops.cpu import attention as cpu
+from hf_qknorm.ops.cpu import use as cpu_use
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.trust.code_path import Operator as OperatorName
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
@@ -21,7 +24,9 @@ from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visib
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
 
+KERNELS_ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's, for tests
 EXPLICIT: Final = "hf_qknorm_triton"
+EXPLICIT_CPU: Final = "hf_qknorm_cpu"
 NOTHING, NO_OPTIONS = Visible(), Options(1.0)  # of norm and rotation
 
 
@@ -34,6 +39,9 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         return self.name if self.reason is None else f"{self.name}: {self.reason}"
+
+
+CPP: Final = Choice("its C++ kernels", cpu.attention, None)
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -51,7 +59,9 @@ def why_not_kernels(heads: Heads, visible: Visible, options: Options) -> str | N
 def choose(heads: Heads, visible: Visible, options: Options) -> Choice:
     """The implementation of a call of `attn_implementation="hf_qknorm"`."""
     if not on_gpu(heads.q):
-        return Choice("tiled in PyTorch", library.attention, "the kernels are for NVIDIA GPUs")
+        cpu_device, only = heads.q.device.type == "cpu", "the kernels are for NVIDIA GPUs and CPUs"
+        reason = cpu_use.why_not(heads, visible, options) if cpu_device else only
+        return CPP if reason is None else Choice("tiled in PyTorch", library.attention, reason)
     reason = why_not_kernels(heads, visible, options)
     if reason is None:
         name = "its Triton kernels, norm and RoPE included" if heads.raw else "its Triton kernels"
@@ -75,6 +85,12 @@ def kernel_attention(heads: Heads, visible: Visible, options: Options) -> Tensor
     """`library.fused_attention`. Raises ValueError if the self-check failed."""
     refuse(first_use.why_distrusted(heads, visible, options))
     return library.fused_attention(heads, visible, options)
+
+
+def cpp_attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
+    """The C++ kernels. Raises ValueError if they do not serve the call."""
+    refuse(cpu_use.why_not(heads, visible, options), EXPLICIT_CPU)
+    return cpu.attention(heads, visible, options)
 
 
 def norm_rope(module: nn.Module, heads: Heads) -> tuple[Tensor, Tensor]:
@@ -125,11 +141,11 @@ def _trusted(
     return reason is None
 
 
-def refuse(reason: str | None) -> None:
+def refuse(reason: str | None, name: str = EXPLICIT) -> None:
     """Raise ValueError if there is a reason why the kernels, which were asked for by name, do not take a call."""
     if reason is not None:
         raise ValueError(
-            f'attn_implementation="{EXPLICIT}" can\'t serve this call: {reason}. Call '
+            f'attn_implementation="{name}" can\'t serve this call: {reason}. Call '
             'model.set_attn_implementation("hf_qknorm"), which takes the kernels only where they serve'
         )
 

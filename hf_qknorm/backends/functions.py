@@ -26,6 +26,7 @@ from hf_qknorm.scheme import Scheme
 CAP_BACKENDS: Final = (
     "hf_qknorm",
     "hf_qknorm_triton",
+    "hf_qknorm_cpu",
     "hf_qknorm_tiled",
     "hf_qknorm_eager",
     "eager",
@@ -34,19 +35,12 @@ CAP_BACKENDS: Final = (
     "flash_attention_3",
     "flash_attention_4",
 )
+# Those that add a position bias to the logits.
+BIAS_BACKENDS: Final = ("eager", "sdpa", "hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager")
+# Those that apply learned sinks; `flex_attention` on a GPU alone.
+SINK_BACKENDS: Final = (*(name for name in CAP_BACKENDS if name.startswith("hf_qknorm")), "eager", "flex_attention")
 # Servers replace the attention function and read the cap from config.attn_logit_softcapping themselves.
 SERVER_BACKENDS: Final = ("vllm", "sglang")
-
-
-# transformers' function for FlexAttention applies sinks, on a GPU; others drop them.
-SINK_BACKENDS: Final = (
-    "hf_qknorm",
-    "hf_qknorm_triton",
-    "hf_qknorm_tiled",
-    "hf_qknorm_eager",
-    "eager",
-    "flex_attention",
-)
 
 
 def cap_backend(config: Any) -> str:
@@ -70,6 +64,15 @@ def check_cap_backend(name: str, softcap: float) -> None:
     raise ValueError(
         f"attn_implementation={name!r} can't cap attention logits (softcap={softcap:g}) and would drop the cap. {able}"
     )
+
+
+def check_bias_backend(name: str) -> None:
+    """Raise ValueError unless the backend `name` adds a model's position bias to the logits."""
+    if name not in BIAS_BACKENDS:
+        raise ValueError(
+            f"attn_implementation={name!r} would drop the position bias that this model adds to its logits. Backends "
+            f"that add it: {', '.join(BIAS_BACKENDS)}"
+        )
 
 
 def check_backend(name: str, softcap: float | None, sinks: str | None) -> None:
@@ -165,8 +168,17 @@ def triton_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The kernels, or a ValueError with the reason; `attn_implementation="hf_qknorm_triton"`."""
+    if kwargs.get("position_bias") is not None:
+        choice.refuse("the model adds a position bias to its logits")
     choice.refuse(why_not_kernels(query, key, value, attention_mask))
     return _call_operator(choice.kernel_attention, module, Heads(query, key, value), attention_mask, **kwargs)
+
+
+def cpu_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The C++ kernels, or a ValueError with the reason; `attn_implementation="hf_qknorm_cpu"`."""
+    return _call_operator(choice.cpp_attention, module, Heads(query, key, value), attention_mask, **kwargs)
 
 
 def tiled_attention(
@@ -230,6 +242,7 @@ def eager_attention(
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {
     "hf_qknorm": best_attention,
     "hf_qknorm_triton": triton_attention,
+    "hf_qknorm_cpu": cpu_attention,
     "hf_qknorm_tiled": tiled_attention,
     "hf_qknorm_eager": eager_attention,
 }

@@ -51,9 +51,16 @@ def structured_mask(
 ) -> Tensor | None:
     """Ranges, or ranges and padding, or a boolean mask `[B, 1, T, S]`, or None where causality and window suffice.
 
+    For a patched model that computes with its masks it is the additive mask of eager attention.
+
     transformers passes a window as `local_size` so that a mask is built for it. Where the layers pass the same window
     to their attention function, a batch without padding needs no mask.
     """
+    family = FAMILIES.get(getattr(config, "base_model_type", ""))
+    if family is not None and family.style.reads_masks:
+        layout = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+        shown = {"mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap}
+        return masking_utils.eager_mask(batch_size, **layout, **shown, device=device, **kwargs)
     own = torch.arange(q_length, device=device) + q_offset - kv_offset  # the key at each query's own position
     traced = is_tracing(own)
     if _layers_pass(local_size, config) and (WINDOWS_KNOWN if traced else known(mask_function, torch.arange(1))):

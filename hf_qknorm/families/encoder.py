@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from hf_qknorm.families.separate import output, output_out_proj, project
-from hf_qknorm.families.style import NO_POSITIONS, QKV, Projected, Style
+from hf_qknorm.families.style import NO_POSITIONS, QKV, Projected, Rotated, Style
 
 WEIGHTS = ("query", "key", "value")
 
@@ -16,6 +19,34 @@ WEIGHTS = ("query", "key", "value")
 def project_bert(module: Any, hidden_states: Tensor) -> Projected:
     shape = (*hidden_states.shape[:-1], -1, module.attention_head_size)
     return tuple(getattr(module, name)(hidden_states).view(shape) for name in WEIGHTS)
+
+
+def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    """RemBERT and others: the module's own computation, `[B, T, H, D]` and the weights."""
+    logits = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(module.attention_head_size)
+    logits = logits if mask is None else logits + mask
+    weights = module.dropout(nn.functional.softmax(logits, dim=-1))
+    return torch.matmul(weights, v).transpose(1, 2), weights
+
+
+def forward_inline(shared: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module has no `is_causal`, by which attention functions know what a mask of None stands for."""
+    return shared(*args, is_causal=module.is_decoder, **kwargs)
+
+
+def forward_roformer(
+    shared: Callable[..., Any], module: Any, *args: Any, sinusoidal_pos: Tensor | None = None, **kwargs: Any
+) -> Any:
+    return forward_inline(shared, module, *args, position_embeddings=sinusoidal_pos, **kwargs)
+
+
+def rotate_roformer(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
+    """RoFormer: values may be rotated too."""
+    if positions is None:
+        return q, k, v
+    rotated = (q, k, v) if module.rotary_value else (q, k)
+    rotated = module.apply_rotary_position_embeddings(positions, *rotated)
+    return rotated if module.rotary_value else (*rotated, v)
 
 
 def length(module: Any) -> int:
@@ -38,6 +69,20 @@ BERT = Style(
     dropout=lambda module: module.dropout.p,
     heads=lambda module: (module.num_attention_heads, module.num_attention_heads, module.attention_head_size),
     no_length_scale=NO_POSITIONS,
+)
+# The relatives of BERT whose modules compute attention themselves
+INLINE = replace(
+    BERT,
+    forward=forward_inline,
+    inline=True,
+    eager=lambda module: attend,
+    scale=lambda module: module.attention_head_size**-0.5,
+)
+ROFORMER = replace(
+    INLINE,
+    forward=forward_roformer,
+    rotate=rotate_roformer,
+    length=lambda module: module.config.max_position_embeddings,
 )
 VIT = Style(project, output, QKV, length=length, no_length_scale=NO_POSITIONS)
 CLIP = replace(VIT, output=output_out_proj, dropout=lambda module: module.dropout, scale=lambda module: module.scale)

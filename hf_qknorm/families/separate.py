@@ -10,7 +10,9 @@ from hf_qknorm.families.style import NO_POSITIONS, QKV, SINKS, Projected, Style,
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
-    return tuple(split_heads(module, getattr(module, name)(hidden_states)) for name in QKV)
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    q, k, v = module.q_proj(hidden_states), module.k_proj(hidden_states), module.v_proj(hidden_states)
+    return q.view(shape), k.view(shape), v.view(shape)
 
 
 def output(module: Any, attended: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def _escaped(value: object) -> str:
 def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str | None) -> dict[str, Any]:
     """The template's variables."""
     check_optional_repo_id(repo_id, "repo_id")
-    scheme = config.scheme
+    scheme, latent = config.scheme, FAMILIES[config.base_model_type].latent
     name = _name(config, report, repo_id)
     front = card_data(folder / CARD, config, report, name)
     bases = [front.base_model] if isinstance(front.base_model, str) else front.base_model or []
@@ -174,10 +174,10 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "description": papers.short_description(scheme),
         "mean_in_knee": Markdown(papers.mean_in_knee(scheme)),
         "divides_by_mean": any(not NORMS[norm].summed for norm in scheme.norms),
-        "changes": [Markdown(sentence) for sentence in papers.change_sentences(scheme)],
+        "changes": [Markdown(sentence) for sentence in papers.change_sentences(scheme, latent)],
         "own_cap": config.attn_logit_softcapping if FAMILIES[config.base_model_type].own_cap else None,
         "backends": [Markdown(f"`{name}`") for name in CAP_BACKENDS if not name.startswith("hf_qknorm")],
-        "papers": papers.papers_of(scheme),
+        "papers": papers.papers_of(scheme, latent),
         "version": __version__,
         "report": current,
         "measured": current is not None and current.method == MEASURED,

@@ -32,6 +32,7 @@ PAPERS: Final = {
     "swinv2": Paper("Swin v2", "2111.09883"),
     "gpt-oss": Paper("gpt-oss", "2508.10925"),
     "ssmax": Paper("Nakanishi 2025", "2501.19399"),
+    "latent": Paper("Han et al. 2026", "2606.16310"),
 }
 GAINS: Final = {
     "shared": "a learned gain for each channel, shared by the heads of a layer",
@@ -39,16 +40,21 @@ GAINS: Final = {
     "scalar": "one learned scale a layer",
     "none": "no gain",
 }
+LATENT: Final = (
+    ". The channels with and without rotary embedding are normalised separately, the former before it. The cache holds "
+    "the latent, from which the keys are computed before they are normalised."
+)
 
 
-def papers_of(scheme: Scheme) -> list[Paper]:
-    """Return the papers that introduced the parts of a scheme."""
+def papers_of(scheme: Scheme, latent: bool = False) -> list[Paper]:
+    """Return the papers that introduced the parts of a scheme; `latent`: on a model that caches a latent."""
     keys = {key for norm in scheme.norms if norm in NORMS for key in NORMS[norm].papers}
     keys |= {"rybakov", "gemma2"} if scheme.softcap is not None else set()
     keys |= {"swinv2"} if scheme.temperature is not None else set()
     keys |= {"gpt-oss"} if scheme.sinks is not None else set()
     keys |= {"ssmax"} if scheme.length_scale is not None else set()
-    keys |= {"qwen3" if scheme.width == "head" else "olmo2"} if scheme.q == scheme.k == "rms" else set()
+    if scheme.q == scheme.k == "rms":
+        keys |= {"latent" if latent else "qwen3" if scheme.width == "head" else "olmo2"}
     return [paper for key, paper in PAPERS.items() if key in keys]
 
 
@@ -68,8 +74,11 @@ def mean_in_knee(scheme: Scheme) -> str:
     return "mean |x|ᵖ" if any(NORMS[norm].any_order for norm in scheme.norms) else "mean square"
 
 
-def change_sentences(scheme: Scheme) -> list[str]:
-    """Return what the scheme changes in a model: sentences of Markdown, one for each part."""
+def change_sentences(scheme: Scheme, latent: bool = False) -> list[str]:
+    """Return what the scheme changes in a model: sentences of Markdown, one for each part.
+
+    `latent` tells whether the model caches a latent.
+    """
     sentences: list[str] = []
     parts = {"queries": scheme.q, "keys": scheme.k, "values": scheme.v}
     for norm in dict.fromkeys(scheme.norms):
@@ -81,7 +90,7 @@ def change_sentences(scheme: Scheme) -> list[str]:
         sentences.append(
             f"The **{normed}** {where} by {NORMS[norm].title}{order}, with "
             f"{gain}{' and a bias' if scheme.has_bias(norm) else ''}"
-            ", before any rotary embedding and before the KV cache."
+            f"{LATENT if latent else ', before any rotary embedding and before the KV cache.'}"
         )
     if scheme.knee:
         mean = mean_in_knee(scheme)

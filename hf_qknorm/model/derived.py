@@ -55,10 +55,15 @@ class QKNormModel(_Model):
             )
         scheme = config.scheme
         check_scheme(model_type, config, scheme)
+        family, backend = FAMILIES[model_type], config._attn_implementation
+        if family.style.inline:  # some of these models have a class of attention for each backend that they know
+            config._attn_implementation_internal = "eager"
         with config_errors(config_file(config), config.model_type, config.architectures):
             super().__init__(config, *args, **kwargs)
             use_derived_classes(self)
-            install(self, FAMILIES[model_type], scheme)
+            install(self, family, scheme)
+        if family.style.inline:
+            config._attn_implementation_internal = self.get_correct_attn_implementation(backend)
         plan_norms(self)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -78,16 +83,19 @@ class QKNormModel(_Model):
         return cls.base_class.is_custom_code()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Check a backend as transformers does, and refuse one that would drop the scheme's cap or sinks."""
+        """Check a backend as transformers does, and refuse one that would drop a cap, sinks or a position bias."""
         softcap = self.config.scheme.softcap or (self.config.qk_norm_blend or {}).get("softcap")
         if softcap is not None or self.config.scheme.sinks is not None:
             requested_attention = requested_attention or functions.cap_backend(self.config)
             functions.check_backend(requested_attention, softcap, self.config.scheme.sinks)
+        if requested_attention is not None and FAMILIES[self.config.base_model_type].style.bias is not None:
+            functions.check_bias_backend(requested_attention)
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        return cls.base_class._can_set_attn_implementation()  # which reads the source of the class's own module
+        inline = FAMILIES[cls.config_class.base_model_type].style.inline
+        return inline or cls.base_class._can_set_attn_implementation()  # which reads the source of the class's module
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

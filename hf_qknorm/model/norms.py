@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_qknorm.model.knee_state_dict import local_tensor
+from hf_qknorm.ops.apply_norm import apply_norm
 from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.ops.types import Norm
 from hf_qknorm.scheme import Scheme
 
@@ -149,8 +150,7 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bypass:
             return x
-        norm = self.as_norm()
-        y = head_norm(self.vectors(x), norm.kind, norm.gain, norm.bias, norm.eps, norm.p, norm.blend)
+        y = apply_norm(self.vectors(x), self.as_norm())
         return y.view_as(x) if self.wide else y
 
     def vectors(self, x: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def is_unhooked(module: nn.Module) -> bool:
 
 def _local(parameter: Any) -> Tensor | None:
     """Return this rank's part of a gain, which is a DTensor under tensor parallelism."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def initial_scalar_gain(scheme: Scheme, norm: str, max_positions: int, head_dim: int, scale: float) -> float:

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family
+from hf_qknorm.model.cross_attention import attend_across
 from hf_qknorm.model.head_bias import HeadBias, scaled_heads
 from hf_qknorm.model.length_scale import scaled_queries
 from hf_qknorm.scheme import Scheme
 
 
-def active_module(module: Any) -> nn.Module | None:
+def active_copy(module: Any) -> nn.Module | None:
     """The module, or the copy of it that PEFT's wrapper calls."""
     copies = None if module is None else module._modules.get("modules_to_save")
     if copies is None:
@@ -54,25 +55,30 @@ class PlainAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states `[B, T, C]` to `[B, T, C]` and the attention weights or None.
 
-        `layer_past` is GPT-NeoX's name for `past_key_values`. Other arguments are passed to the attention function.
+        `layer_past` is GPT-NeoX's name for `past_key_values`. With `key_value_states` `[B, S, C]`, of an encoder, it
+        is cross-attention. Other arguments are passed to the attention function.
         """
-        style = self.family.style
+        style, states = self.family.style, kwargs.pop("key_value_states", None)
+        cache = layer_past if past_key_values is None else past_key_values
+        kwargs["scaling"], kwargs["sliding_window"] = self.logit_scale, self.window
+        kwargs["dropout"] = style.dropout(self) if self.training else 0.0
+        if (softcap := self.softcap) is not None:
+            kwargs["softcap"] = softcap
+        if self.scheme.sinks is not None:
+            kwargs["s_aux"] = self.head_bias("sink").local
+        elif "sinks" in self._parameters or "sinks" in vars(self):  # hasattr takes as long as a small operator
+            kwargs["s_aux"] = self.sinks
+        if states is not None:
+            out, weights = attend_across(self, hidden_states, states, attention_mask, cache, kwargs)
+            return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
         q, k, v, *rest = style.project(self, hidden_states)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if style.parts is None:
             v = self.normed("v_norm", v)
-        cache = layer_past if past_key_values is None else past_key_values
-        cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
-        options = {**kwargs, "scaling": self.logit_scale, "sliding_window": self.window}
-        options["dropout"] = style.dropout(self) if self.training else 0.0
-        if self.softcap is not None:
-            options["softcap"] = self.softcap
-        if self.scheme.sinks is not None:
-            options["s_aux"] = self.head_bias("sink").local
-        elif hasattr(self, "sinks"):
-            options["s_aux"] = self.sinks
+        if cache is not None:
+            cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
         positions = position_embeddings if style.rotates(self) else None
-        out, weights = self._norm_rotate_attend(q, k, v, attention_mask, positions, cache, options)
+        out, weights = self._norm_rotate_attend(q, k, v, attention_mask, positions, cache, kwargs)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return style.output(self, out, *rest), weights
 
@@ -84,13 +90,12 @@ class PlainAttention(nn.Module):
         Returns `[B, T, H, D]` and the attention weights or None.
         """
         style = self.family.style
-        if style.parts is None:
-            q, k = self.normed("q_norm", q), self.normed("k_norm", k)
+        q, k, v = self._norm_rotate(q, k, v, positions, cache, options)
         if style.prescaled:
-            q, options = q * self.logit_scale, options | {"scaling": 1.0}
-        q, k, v = style.rotate(self, q, k, v, positions, cache=cache, **options)
-        q = self._length_scaled(self._tempered(q), options)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, fp32 gains or cos and sin promote them
+            options = options | {"scaling": 1.0}
+        q = self._length_scaled(self.tempered(q), options)
+        if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
+            q, k = q.to(v.dtype), k.to(v.dtype)
         if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
             k, v = cache.update(k, v, style.slot(self, **options))
         if style.expand is not None:
@@ -98,27 +103,43 @@ class PlainAttention(nn.Module):
             q, k = q.to(v.dtype), k.to(v.dtype)
         return self._call_backend(q, k, v, mask, options)
 
+    def _norm_rotate(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm and rotate q and k, by the norms' and the model's own functions."""
+        style = self.family.style
+        if style.parts is None:
+            q, k = self.normed("q_norm", q), self.normed("k_norm", k)
+        if style.prescaled:
+            q = q * self.logit_scale
+        return style.rotate(self, q, k, v, positions, cache=cache, **options)
+
     def _call_backend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Show the heads to the observers, and call the config's attention function."""
+        style = self.family.style
+        if style.bias is not None:
+            options = options | {"position_bias": style.bias(self, q, k, **options)}
         for observer in self.observers:
             observer(self, q, k, v, mask, options)
-        attend = functions.attention_function(self, self.scheme, self.family.style.eager(self))
+        another_scale = style.inline and self.logit_scale != self.own_scale  # than the model's own function applies
+        eager = functions.eager_attention if another_scale else style.eager(self)
+        attend = functions.attention_function(self, self.scheme, eager)
         return attend(self, q, k, v, mask, **options)
 
     def normed(self, name: str, x: Tensor) -> Tensor:
         """Apply the scheme's norm of that name to x `[B, H, T, D]`; without such a norm return x itself."""
-        norm = None if self.has_own_norms else self._modules.get(name)
-        return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
+        norm = self._modules.get(name)
+        return x if norm is None or self.has_own_norms else norm(x.transpose(1, 2)).transpose(1, 2)
 
-    def _tempered(self, q: Tensor) -> Tensor:
+    def tempered(self, q: Tensor) -> Tensor:
         """Multiply queries `[B, H, T, D]` by the scheme's temperature, if it has one."""
         return q if self.scheme.temperature is None else scaled_heads(q, self.head_bias("temperature").factor())
 
     def head_bias(self, name: str) -> HeadBias:
         """The layer's `HeadBias` of that name: the active adapter's copy, under PEFT's `modules_to_save`."""
-        found: Any = active_module(self._modules.get(name))
+        found: Any = active_copy(self._modules.get(name))
         return found
 
     def _length_scaled(self, q: Tensor, options: dict[str, Any]) -> Tensor:

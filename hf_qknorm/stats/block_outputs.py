@@ -24,8 +24,8 @@ def block_outputs(model: nn.Module, name: str) -> dict[str, nn.Module]:
         mlp = mlps[int(name.rpartition(".")[2])]
     else:
         mlp = _first(parent, MLP)
-    if mlp is None and not isinstance(grandparent, nn.ModuleList):  # DBRX
-        mlp = _first(grandparent, ("ffn",))
+    if mlp is None and not isinstance(grandparent, nn.ModuleList):  # DBRX, GPT-Neo
+        mlp = _first(grandparent, ("ffn", "mlp"))
     out = _first(layer, OUT)
     if out is None and "output" in parent._modules:  # BERT: a module beside attention, and one beside the MLP
         out, mlp = (_first(owner.get_submodule("output"), ("dense",)) for owner in (parent, grandparent))

@@ -138,7 +138,7 @@ def attention_layers(model: nn.Module) -> list[tuple[str, Any, Family]]:
 
 def normed_sides(layer: Any, family: Family) -> list[str]:
     """The sides of the layer, "q" and "k", that the model or a scheme norms."""
-    own, scheme = family.has_norms(layer.config), getattr(layer, "scheme", None)
+    own, scheme = family.has_norms(getattr(layer, "config", None)), getattr(layer, "scheme", None)
     return [side for side in ("q", "k") if own or getattr(scheme, side, None) is not None]
 
 
@@ -186,7 +186,13 @@ def _parts(name: str, layer: Any, family: Family, norm: InputNorm | None) -> dic
             "k": HeadWeights(k, heads_kv, dim, dim, norm=norm),
         }
     fused = _projection(name, layer, style.weights[0])
-    stride, keys = (3 * dim, dim) if style.interleaved(layer) else (dim, heads * dim)
+    by_head = style.interleaved(layer)
+    if by_head is None:
+        raise ValueError(
+            f"{name}.{style.weights[0]} computes queries, keys and values in groups of heads, an order that is not "
+            "supported here"
+        )
+    stride, keys = (3 * dim, dim) if by_head else (dim, heads * dim)
     return {
         "q": HeadWeights(fused, heads, dim, stride, norm=norm),
         "k": HeadWeights(fused, heads_kv, dim, stride, keys, norm),

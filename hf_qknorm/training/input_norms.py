@@ -13,7 +13,9 @@ from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.stats.distributed import full_tensor
 
 # names in the decoder layer of a norm whose result other modules read too, so that no scheme can fold it away
-SHARED_NORMS: Final = ("input_layernorm", "attn_norm", "self_attn_layer_norm", "norm_1", "norm", "LayerNorm")
+SHARED_NORMS: Final = (
+    "input_layernorm", "attn_norm", "self_attn_layer_norm", "norm_1", "norm", "LayerNorm", "ln_1", "ln_attn",
+)  # fmt: skip
 
 GainAndBias = tuple[Tensor | None, Tensor | None]  # None for 1 and for 0
 
@@ -38,18 +40,22 @@ class InputNorm:
 def input_norm(model: nn.Module, name: str, layer: Any, family: Family) -> InputNorm | None:
     """The norm in front of the attention layer `name`, if its result is the layer's input; else None.
 
-    None stands for a norm behind the layer before (BERT, OLMo 2), for a norm that a scheme removed, and for any in a
-    model that norms its queries and keys.
+    None stands for a norm behind the layer before (BERT, OLMo 2), for any in encoder-decoders and their decoders, for a
+    norm that a scheme removed, and for any in a model that norms its queries and keys.
     """
-    if family.has_norms(layer.config):  # the lengths of the projections' outputs do not matter
+    if family.has_norms(getattr(layer, "config", None)):  # the lengths of the projections' outputs do not matter
+        return None
+    if family.style.project_across is not None:  # the norms of an encoder and of a decoder go by the same names
         return None
     path = name.rpartition(".")[0]
     owner: Any = model.get_submodule(path)
     index = int(name.rpartition(".")[2]) if isinstance(owner, nn.ModuleList) else None
     if index is not None:  # LongCat: two attention layers in each decoder layer
         owner = model.get_submodule(path.rpartition(".")[0])
-    if not getattr(owner, "do_layer_norm_before", True):  # OPT-350m
+    if not getattr(owner, "do_layer_norm_before", True) or family.attention == "Attention":  # OPT-350m, OpenAI GPT
         return None
+    if family.attention == "GPTNeoSelfAttention":  # within a module of its own
+        owner = model.get_submodule(path.rpartition(".")[0])
     names = (family.pre_norm,) if family.pre_norm else SHARED_NORMS
     norm = next((module for x in names if (module := owner._modules.get(x)) is not None), None)
     norm = norm[index] if isinstance(norm, nn.ModuleList) and index is not None else norm

@@ -98,6 +98,11 @@ def remove_norms(model: PreTrainedModel) -> PreTrainedModel:
     Raises ValueError, before anything changes, for a model that is not patched, norms that still act (a knee below
     2³⁰: `KneeSchedule(target=math.inf)` or `set_knee(model, math.inf)` end them), a bias of a norm that no projection
     can take, and sharded weights.
+
+    >>> model = qk.start_removal(qk.patch_model(model, qk.Scheme(q="rms", k="rms", softcap=50.0)), texts)
+    >>> qk.set_knee(model, float("inf"))
+    >>> print(qk.remove_norms(model).config.scheme)
+    softcap=50.0
     """
     layers, parts = require_patched(model), attention_head_weights(model)
     _check_removable(layers, parts)

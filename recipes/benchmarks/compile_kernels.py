@@ -7,7 +7,8 @@ Calls the package's functions with CPU tensors; each kernel that they launch is 
 80 (A100), 89 (RTX 40, L40S; RTX 30 has its tiles), 90 (H100), 100 (B200) or 120 (RTX 50). Prints Markdown; exits with 1
 and the broken limits. Every kernel must compile, and fit the shared memory; `kernel_limits.py` has the limits of
 spills, matrix instructions and slots. Slots are the instructions of the main loop for one score, MUFU those among them
-for exp2 and tanh; spills are bytes of a thread. Run it without TRITON_INTERPRET.
+for exp2 and tanh; spills are bytes of a thread, reloads the instructions for them in loops of tiles. A kernel with two
+main loops, of which the device chooses one, has a row for each. Run it without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ COLUMNS = (
     "stages",
     "registers",
     "spills",
+    "reloads",
     "shared",
     "matrix",
     "MUFU",
@@ -176,7 +178,15 @@ def row(report: Report) -> str:
     matrix = " ".join(f"{n} {name}" for name, n in report.matrix.items())
     mufu = " ".join(f"{n:.2f} {name}" for name, n in report.mufu.items())
     slots = "" if report.slots is None else f"{report.slots:.2f}"
-    cells = [report.kernel, report.configuration, report.warps, report.stages, report.registers, report.spilled]
+    cells = [
+        report.kernel,
+        report.configuration,
+        report.warps,
+        report.stages,
+        report.registers,
+        report.spilled,
+        report.reloads,
+    ]
     return line(*cells, f"{report.shared:,}", matrix, mufu, slots, report.size)
 
 

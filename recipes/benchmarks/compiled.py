@@ -21,7 +21,10 @@ COMPUTING = {"gluon_forward_kernel": 8}  # computing warps; the others load
 
 @dataclass(frozen=True)
 class Report:
-    """The machine code of one launch; `mufu` and `slots` are instructions of the main loop for one score."""
+    """The machine code of one launch; `mufu` and `slots` are instructions of the main loop for one score.
+
+    `spilled` is bytes of a thread, and `reloads` the instructions in all loops of tiles that store or load spills.
+    """
 
     kernel: str
     constants: dict[str, Any]
@@ -30,6 +33,7 @@ class Report:
     stages: int
     registers: int
     spilled: int
+    reloads: int
     shared: int
     matrix: dict[str, int]
     mufu: dict[str, float]
@@ -55,6 +59,14 @@ def constants_text(constants: dict[str, Any]) -> str:
     """The constants that differ from "off", as text."""
     shown = {n.lower(): c for n, c in constants.items() if c not in (False, None, "none", "always")}
     return " ".join(n if c is True else f"{n}={c}" for n, c in shown.items())
+
+
+def constants_of_loops(constants: dict[str, Any]) -> list[dict[str, Any]]:
+    """The constants of each inner loop, with the fields of C or of BEYOND; of one loop, or of none, all of them."""
+    tuples = [constants[name] for name in ("C", "BEYOND") if isinstance(constants.get(name), Constants)]
+    shared = {name: value for name, value in constants.items() if name not in ("C", "BEYOND")}
+    fields = [{name: getattr(x, "value", x) for name, x in loop._asdict().items()} for loop in tuples]
+    return [shared | own for own in fields or [{}]]
 
 
 class Target:
@@ -83,20 +95,17 @@ def compiling(arch: int) -> Iterator[list[Report | Failure]]:
         names = {p.name for p in self.params}
         bound = self.signature.bind(*arguments, **{n: value for n, value in options.items() if n in names})
         bound.apply_defaults()
-        constants = {}
-        for name in (p.name for p in self.params if p.is_constexpr):
-            value = bound.arguments[name]
-            fields = value._asdict() if isinstance(value, Constants) else {name: value}
-            constants |= {field: getattr(x, "value", x) for field, x in fields.items()}
+        constants = {p.name: bound.arguments[p.name] for p in self.params if p.is_constexpr}
         norms = [value for value in bound.arguments.values() if isinstance(value, NormArguments)]
         constants["KNEE"] = any(norm.stored_eps is not None for norm in norms)
+        loops = constants_of_loops(constants)
         try:
             compiled = run(self, *arguments, grid=grid, warmup=True, **options)
         except Exception as error:  # of any kind: the next kernel is compiled nevertheless
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            reports.append(Failure(self.__name__, constants_text(constants), reason))
+            reports.append(Failure(self.__name__, constants_text(loops[0]), reason))
         else:
-            reports.append(describe(compiled, constants))
+            reports.extend(describe(compiled, loops))
 
     JITFunction.run = compile_only
     driver.set_active(Target(arch))
@@ -107,31 +116,40 @@ def compiling(arch: int) -> Iterator[list[Report | Failure]]:
         driver._active = active
 
 
-def describe(compiled: Any, constants: dict[str, Any]) -> Report:
-    """Read the machine code. Of its loops, with and without a mask, the cheapest is the main one."""
+def describe(compiled: Any, loops: list[dict[str, Any]]) -> list[Report]:
+    """Read the machine code: a report for each of the kernel's inner loops, of which `loops` has the constants.
+
+    Each has a part of the loops of the machine code, with and without a mask; of a part the cheapest is the main one.
+    """
     usage, code = sass.read(compiled.asm["cubin"], compiled.metadata.name)
     dtype = re.search(r"bf16|fp16", str(compiled.src.signature))
-    warps = compiled.metadata.num_warps
-    loops = sass.matrix_loops(code)
+    found = sass.matrix_loops(code)
+    part = len(found) // len(loops)
+    return [
+        Report(
+            kernel=compiled.metadata.name,
+            constants=constants,
+            dtype=dtype[0] if dtype else "fp32",
+            warps=compiled.metadata.num_warps,
+            stages=constants.get("STAGES", compiled.metadata.num_stages),
+            registers=usage.registers,
+            spilled=usage.stack,
+            reloads=sum(i.opcode.startswith(("LDL", "STL")) for loop in found for i in loop),
+            shared=compiled.metadata.shared,
+            matrix=dict(Counter(i.matrix for i in code if i.matrix)),
+            **main_loop(found[n * part : (n + 1) * part], constants, compiled.metadata),
+            size=len(code),
+        )
+        for n, constants in enumerate(loops)
+    ]
+
+
+def main_loop(loops: list[list[sass.Instruction]], constants: dict[str, Any], metadata: Any) -> dict[str, Any]:
+    """`mufu` and `slots` of the cheapest of these loops."""
     scores = constants.get("BLOCK_M", 0) * constants.get("BLOCK_N", 0)
-    mufu, slots = {}, None
-    if loops and scores:
-        main = min(loops, key=len)
-        share = COMPUTING.get(compiled.metadata.name, warps) * 32 / scores
-        units = Counter(i.opcode.split(".")[1].lower() for i in main if i.opcode.startswith("MUFU"))
-        mufu = {unit: round(n * share, 2) for unit, n in sorted(units.items())}
-        slots = len(main) * share
-    return Report(
-        kernel=compiled.metadata.name,
-        constants=constants,
-        dtype=dtype[0] if dtype else "fp32",
-        warps=warps,
-        stages=constants.get("STAGES", compiled.metadata.num_stages),
-        registers=usage.registers,
-        spilled=usage.stack,
-        shared=compiled.metadata.shared,
-        matrix=dict(Counter(i.matrix for i in code if i.matrix)),
-        mufu=mufu,
-        slots=slots,
-        size=len(code),
-    )
+    if not (loops and scores):
+        return {"mufu": {}, "slots": None}
+    main = min(loops, key=len)
+    share = COMPUTING.get(metadata.name, metadata.num_warps) * 32 / scores
+    units = Counter(i.opcode.split(".")[1].lower() for i in main if i.opcode.startswith("MUFU"))
+    return {"mufu": {unit: round(n * share, 2) for unit, n in sorted(units.items())}, "slots": len(main) * share}

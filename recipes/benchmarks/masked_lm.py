@@ -2,11 +2,13 @@
 
     python recipes/benchmarks/masked_lm.py --known tinyshakespeare.txt --text wikitext2-valid.txt
 
-A BERT of 3 layers, 96 wide, with 4 heads is trained first: 1,000 steps of 16×64 tokens (bytes) of the known text, of
-which 10 in each sequence are masked, AdamW at 0.003 with weight decay 0.1 on matrices, gradients clipped at 1, a
-warm-up of 20 steps and a cosine to a tenth, no dropout. Each run trains it on with the other text for 150 steps in the
-same way, at its rate. The runs of a seed share batches and masks; nothing else depends on the seed. The held-out loss
-is over the masked tokens of 16 batches of the text's last tenth. LayerNorms come after attention and MLP, as in BERT.
+A RoBERTa-PreLayerNorm of 2 layers, 96 wide, with 4 heads is trained first: 1,500 steps of 16×64 tokens (bytes) of the
+known text, of which 10 in each sequence are masked, AdamW at 0.003 with weight decay 0.1 on matrices, gradients clipped
+at 1, a warm-up of 20 steps and a cosine to a tenth, no dropout. Its positions start as sinusoids, which shortens the
+time until attention is used. (A BERT of 3 layers, with its norms after attention and MLP, did not get below the loss of
+the frequencies of bytes in 1,000 steps; seven runs of it were thrown away, and the model was changed.) Each run trains
+it on with the other text for 150 steps in the same way, at its rate. The runs of a seed share batches and masks;
+nothing else depends on the seed. The held-out loss is over the masked tokens of 16 batches of the text's last tenth.
 
 - "unpatched": the model as it was trained.
 - "fresh gains": the scheme `qk_norm` with gains 1.
@@ -35,7 +37,7 @@ from run_log import Row, Runs, provenance
 from sweep import Batch, held_out_loss, train
 from torch import Tensor
 from torch.optim import AdamW
-from transformers import BertConfig, BertForMaskedLM, HfArgumentParser
+from transformers import HfArgumentParser, RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
 
 from hf_qknorm import KneeSchedule, calibrate, patch_model, set_knee
 from hf_qknorm.convert.text import IGNORED, sample_batches
@@ -52,13 +54,13 @@ FLOOR = 0.1  # of the rate, at the end
 class Size:
     """The model, and the lengths of its first training (`base` steps) and of a run."""
 
-    layers: int = 3
+    layers: int = 2
     width: int = 96
     heads: int = 4
     batch: int = 16
     length: int = 64
     masked: int = 10
-    base: int = 1000
+    base: int = 1500
     base_rate: float = 3e-3
     steps: int = 150
     warmup: int = 20
@@ -78,7 +80,7 @@ class Options:
     text: str
     size: str = field(default="full", metadata={"choices": list(SIZES)})
     rates: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 3e-2])
-    seeds: int = 3
+    seeds: int = 2
     work: Path = Path("masked_lm.pt")
     out: Path = Path("recipes/results/masked_lm")
 
@@ -90,26 +92,37 @@ def masked(ids: Tensor, count: int, mask: int, seed: int) -> Batch:
     return {"input_ids": ids.masked_fill(hidden, mask), "labels": ids.masked_fill(~hidden, IGNORED)}
 
 
+def small_roberta(size: Size, vocabulary: int) -> RobertaPreLayerNormForMaskedLM:
+    """An encoder with random weights, whose positions are sinusoids of periods from 6 to 300 tokens."""
+    config = RobertaPreLayerNormConfig(
+        vocab_size=vocabulary,
+        pad_token_id=0,
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        max_position_embeddings=size.length + 1,  # positions count from pad_token_id + 1
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.05,
+    )
+    model = RobertaPreLayerNormForMaskedLM(config)
+    positions: Any = model.roberta_prelayernorm.embeddings.position_embeddings.weight
+    half = size.width // 2
+    angles = torch.arange(len(positions))[:, None] * 50 ** (-torch.arange(half) / half)
+    positions.data = 0.1 * torch.cat([angles.sin(), angles.cos()], 1)
+    return model
+
+
 class Trained:
-    """The BERT that was trained on the known text, both texts, and the models that the arms start from."""
+    """The model that was trained on the known text, both texts, and the models that the arms start from."""
 
     def __init__(self, options: Options) -> None:
         self.size = size = SIZES[options.size]
         self.known, self.text = (corpus(source, None, size.characters) for source in (options.known, options.text))
         self.mask = self.known.vocabulary  # the token after those of bytes
         torch.manual_seed(0)
-        self.model: Any = BertForMaskedLM(
-            BertConfig(
-                vocab_size=self.mask + 1,
-                hidden_size=size.width,
-                intermediate_size=4 * size.width,
-                num_hidden_layers=size.layers,
-                num_attention_heads=size.heads,
-                max_position_embeddings=size.length,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            )
-        )
+        self.model: Any = small_roberta(size, self.mask + 1)
         if options.work.exists():
             self.model.load_state_dict(torch.load(options.work, weights_only=True))
         else:

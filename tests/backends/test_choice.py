@@ -17,6 +17,7 @@ from hf_qknorm import SCHEMES, patch_model
 from hf_qknorm.backends import choice
 from hf_qknorm.backends.functions import attend_raw
 from hf_qknorm.ops import flex, library
+from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 
@@ -75,8 +76,13 @@ def test_an_arbitrary_mask_is_tiled(distrusted):
     assert chosen.operator is library.attention
 
 
-def test_a_cpu_is_tiled_even_with_an_interpreter():
-    assert str(choice.choose(*call(Q, Q, Q))) == "tiled in PyTorch: the kernels are for NVIDIA GPUs"
+def test_a_cpu_never_takes_the_interpreter():
+    assert choice.choose(*call(Q, Q, Q)).operator in (cpu.attention, library.attention)
+
+
+def test_other_devices_are_tiled():
+    q = Q.to("meta")
+    assert str(choice.choose(*call(q, q, q))) == "tiled in PyTorch: the kernels are for NVIDIA GPUs and CPUs"
 
 
 def test_the_implementation_is_logged_once_and_not_in_a_trace(distrusted, monkeypatch, caplog):

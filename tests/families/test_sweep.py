@@ -22,9 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
 from hf_qknorm.families import REFUSED, family_of
-from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, kernel_rotary, patched_layers
+from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.plain_attention import PlainAttention
+from hf_qknorm.model.rotary import kernel_rotary
 from hf_qknorm.ops.types import Rotary
 
 KINDS = ("plain", "left", "right")
@@ -38,9 +39,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None}),
     "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}),
     "gemma4_text-alone": ("gemma4_text", {"num_kv_shared_layers": 0, "attention_k_eq_v": True}),
+    "falcon-many": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon-new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "glm4_moe-normed": ("glm4_moe", {"use_qk_norm": True}),
+    "gpt_neox_japanese-partial": (
+        "gpt_neox_japanese",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
     "gpt_bigcode-many": ("gpt_bigcode", {"multi_query": False}),
     "granitemoehybrid-unrotated": ("granitemoehybrid", {"position_embedding_type": "nope"}),
+    "roformer-values": ("roformer", {"rotary_value": False}),
     "llama4_text-normed": ("llama4_text", {"use_qk_norm": True}),
     "lfm3-ungated": ("lfm3", {"use_attention_gate": False}),
     "olmo-unclipped": ("olmo", {"clip_qkv": None}),

@@ -23,12 +23,12 @@ from hf_qknorm.ops.triton import attention, gluon
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 
-def instructions(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+def instructions(kernel: Any, loops: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Replaces the recipe's description."""
     _, code = sass.read(kernel.asm["cubin"], kernel.metadata.name)
     counts = Counter(i.opcode.split(".")[0] for i in code)
     loads = {i.opcode for i in code if i.opcode.startswith("UTMALDG")}
-    return {"constants": constants, "counts": counts, "loads": sorted(loads), "barriers": barriers(kernel)}
+    return [{"constants": loops[0], "counts": counts, "loads": sorted(loads), "barriers": barriers(kernel)}]
 
 
 def barriers(kernel: Any) -> dict[str, int]:

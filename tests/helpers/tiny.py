@@ -66,20 +66,50 @@ _DELTA: Final[dict[str, Any]] = {
     "linear_num_value_heads": 4,
 }
 _DECODER: Final[dict[str, Any]] = {"is_decoder": True, "embedding_size": 32}
+_SEQ2SEQ: Final[dict[str, Any]] = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "init_std": 0.2,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+}
 _IMAGE: Final[dict[str, Any]] = {"image_size": 16, "patch_size": 4, "projection_dim": 32}
 _PARTIAL: Final[dict[str, Any]] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 }
 
 TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
+    "bart": _SEQ2SEQ,
+    "blenderbot": _SEQ2SEQ,
+    "blenderbot-small": _SEQ2SEQ,
+    "marian": _SEQ2SEQ,
+    "mbart": _SEQ2SEQ,
+    "mvp": _SEQ2SEQ,
+    "pegasus": _SEQ2SEQ,
+    "plbart": _SEQ2SEQ,
+    "bigbird_pegasus": _SEQ2SEQ,
+    "trocr": _SEQ2SEQ,
+    "whisper": {**_SEQ2SEQ, "max_target_positions": 128, "max_source_positions": 32, "num_mel_bins": 8},
     "afmoe": {**_EXPERTS, **_BOTH},
     "axk1": {**_EXPERTS, **_LATENT},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bert": _DECODER,
     "bert-generation": _DECODER,
+    "bloom": {
+        "seq_length": 128,
+        "hidden_dropout": 0.1,
+        "n_head": 6,
+        "hidden_size": 96,
+    },  # slopes of heads that are no power of 2
     "camembert": _DECODER,
     "clip_text_model": {"projection_dim": 32},
     "clip_vision_model": _IMAGE,
+    "codegen": {"rotary_dim": 8, "attn_pdrop": 0.1, "n_ctx": 128},
     "cohere": {"use_qk_norm": False, "logit_scale": 1.0},
     "cohere2": {**_BOTH, "logit_scale": 1.0},
     "cohere2_moe": {**_EXPERTS, **_BOTH, "logit_scale": 1.0},
@@ -106,6 +136,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "ernie4_5_moe": {**_EXPERTS, "moe_num_experts": 4},
     "exaone4": _BOTH,
     "exaone_moe": {**_EXPERTS, **_BOTH},
+    "falcon": {"alibi": False, "parallel_attn": True, "ffn_hidden_size": 96},
     "falcon_h1": {**_MAMBA, "key_multiplier": 0.5},
     "flex_olmo": _EXPERTS,
     "flint": {**_EXPERTS, **_BOTH},
@@ -113,7 +144,9 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "gemma3_text": {**_BOTH, "query_pre_attn_scalar": 16},
     "glm4_moe": _EXPERTS,
     "glm4_moe_lite": {**_EXPERTS, **_LATENT},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8, "resid_dropout": 0.1},
     "gpt_oss": {**_EXPERTS, **_BOTH},
+    "gptj": {"rotary_dim": 8, "attn_pdrop": 0.1, "n_ctx": 128, "n_inner": 96},
     "granite": {"attention_multiplier": 0.2},
     "granite_swa": {**_BOTH, "layer_rope_theta": [10000.0, 0.0]},
     "granitemoe": {**_EXPERTS, "attention_multiplier": 0.2},
@@ -136,6 +169,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mellum": {**_EXPERTS, **_BOTH},
     "mimo_v2_flash": {**_EXPERTS, **_BOTH, "v_head_dim": 12},
+    "megatron-bert": _DECODER,
     "minicpm3": _LATENT,
     "minimax": {**_EXPERTS, "layer_types": ["full_attention", "linear_attention"]},
     "minimax_m2": _EXPERTS,
@@ -143,11 +177,17 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "mistral": _WINDOW,
     "mixtral": {**_WINDOW, "num_local_experts": 2, "num_experts_per_tok": 2},
     "modernbert-decoder": _BOTH,
+    "mpt": {
+        "d_model": 64,
+        "max_seq_len": 128,
+        "attn_config": {"clip_qkv": 1.0, "alibi_bias_max": 8},
+    },
     "nemotron_h": {**_EXPERTS, **_MAMBA, "moe_shared_expert_intermediate_size": 32},
     "olmo": {"clip_qkv": 1.0},
     "olmo3": _BOTH,
     "olmo_hybrid": {**_HYBRID, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "olmoe": {**_EXPERTS, "clip_qkv": 1.0},
+    "openai-gpt": {"n_positions": 128, "attn_pdrop": 0.1},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "persimmon": {"qk_layernorm": False},
     "phi": {**_PARTIAL, "qk_layernorm": False},
@@ -159,6 +199,8 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_moe": _EXPERTS,
     "qwen3_next": {**_EXPERTS, **_DELTA},
+    "rembert": {**_DECODER, "input_embedding_size": 32, "output_embedding_size": 32},
+    "roformer": {**_DECODER, "rotary_value": True},
     "roberta": _DECODER,
     "roberta-prelayernorm": _DECODER,
     "roc_bert": {
@@ -178,6 +220,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "vaultgemma": {**_BOTH, "query_pre_attn_scalar": 16},
     "vit": _IMAGE,
     "vit_msn": _IMAGE,
+    "xglm": {"ffn_dim": 96, "attention_heads": 4},
     "xlm-roberta": _DECODER,
     "xlm-roberta-xl": _DECODER,
     "xmod": {**_DECODER, "default_language": "en_XX"},
@@ -272,7 +315,8 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
 
 def tiny_config(model_type: str, **settings: Any) -> PretrainedConfig:
     """The config of `tiny_model`."""
-    return CONFIG_MAPPING[model_type](**{**TINY, **TINY_BY_TYPE.get(model_type, {}), **settings})
+    config, chosen = CONFIG_MAPPING[model_type], {**TINY, **TINY_BY_TYPE.get(model_type, {}), **settings}
+    return config(**{name: x for name, x in chosen.items() if not isinstance(getattr(config, name, None), property)})
 
 
 def tiny_model(model_type: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:

@@ -82,6 +82,14 @@ def test_a_card_tells_of_norms_over_all_heads(tmp_path):
     assert "2501.00656" in text.partition("## Citation")[2]
 
 
+def test_a_card_tells_how_the_heads_of_latent_attention_are_normed(tmp_path):
+    text = render_card(checkpoint(tmp_path, "qk_norm", "youtu"))
+    assert "The channels with and without rotary embedding are normalised separately" in text
+    assert "before the KV cache" not in text
+    assert "2606.16310" in text.partition("## Citation")[2]
+    assert "2505.09388" not in text
+
+
 def test_a_card_has_the_numbers_of_the_report(tmp_path):
     checkpoint(tmp_path)
     report = edit(

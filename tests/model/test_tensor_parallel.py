@@ -27,6 +27,7 @@ SCHEMES = {
     "temperature": Scheme(q="rms", softcap=5.0, temperature="learned"),
     "sinks": Scheme(q="rms", k="rms", gain="per_head", sinks="learned"),
     "knee alone": Scheme(**NORMED, gain="none", knee=4.0),
+    "latent": Scheme(**NORMED, gain="per_head"),
 }
 STYLES = {
     "shared": "replicated_with_grad_allreduce",
@@ -38,7 +39,8 @@ STYLES = {
 
 def made(gain: str) -> PreTrainedModel:
     """In double precision: the gradient of one number for a whole layer is a sum of terms that cancel."""
-    return as_loaded(randomise(patch_model(sharp_model("llama"), SCHEMES[gain]))).double()
+    model_type = "minicpm3" if gain == "latent" else "llama"
+    return as_loaded(randomise(patch_model(sharp_model(model_type), SCHEMES[gain]))).double()
 
 
 @pytest.fixture(scope="module")

@@ -199,7 +199,7 @@ def test_the_cap_is_the_arguments_or_the_configs(kernel):
     ("options", "message"),
     [
         ({"output_attentions": True}, "never formed"),
-        ({"position_bias": torch.zeros(1)}, "does not support the argument 'position_bias'"),
+        ({"cache": torch.zeros(1)}, "does not support the argument 'cache'"),
         ({"softcap": 0.0}, "softcap must be finite and greater than 0"),
         ({"dropout": 1.5}, "dropout must be in"),
         ({"attention_mask": torch.ones(2, 9)}, "the mask must broadcast"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_qknorm.ops.checks import check_call, refuse_forward_mode
 from hf_qknorm.ops.cpu import kernels
 from hf_qknorm.ops.library import with_seed
-from hf_qknorm.ops.registration import HEADS, OPTIONS, VISIBLE, Operator, Values, call_of, flatten
+from hf_qknorm.ops.registration import HEADS, OPTIONS, VISIBLE, Operator, Values, call_of, flatten, is_plain
 from hf_qknorm.ops.types import Heads, Options, Visible, laid_out
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,37 +29,47 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     not take, with the reason (`why_not`), and RuntimeError where the kernels can't be compiled
     (`build.why_not_built`).
     """
-    values = flatten(heads, with_seed(visible, options, heads.q.device), options)
-    refuse_forward_mode(values.values())
-    return CPU_ATTENTION(values)[0]
+    if heads.raw:
+        raise ValueError("the C++ kernels do not take this call: they take heads after norm and rotation")
+    visible = with_seed(visible, options, heads.q.device)
+    tensors = *heads[:3], *visible
+    refuse_forward_mode(tensors)
+    if is_plain(tensors):  # a step of generation: the operator's own fields would take as long as the kernel
+        _check(heads, visible, options)
+        return kernels.forward(heads, visible, options)[0]
+    return CPU_ATTENTION(flatten(heads, visible, options))[0]
 
 
 def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
     """The reason why the kernels do not take a call, or None; `build.why_not_built` knows whether they are there."""
     q, k = heads.q, heads.k
     if heads.raw:
-        return "they take heads after norm and rotation"
+        return "the C++ kernels take heads after norm and rotation"
     if q.device.type != "cpu":
-        return f"they are for the CPU, and the heads are on {q.device}"
+        return f"the C++ kernels are for CPUs, and the heads are on {q.device}"
     if visible.mask is not None:
         return f"the mask {list(visible.mask.shape)} is an arbitrary one, and not a range of keys for each query"
     if q.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        return f"they take {known}, and the heads are {str(q.dtype).removeprefix('torch.')}"
+        return f"the C++ kernels take {known}, and the heads are {str(q.dtype).removeprefix('torch.')}"
     if q.shape[3] > MOST_COLUMNS:
-        return f"they take a head_dim of up to {MOST_COLUMNS}, and it is {q.shape[3]}"
+        return f"the C++ kernels take a head_dim of up to {MOST_COLUMNS}, and it is {q.shape[3]}"
     if k.shape[2] > MOST_KEYS:
-        return f"they take up to {MOST_KEYS} keys, and there are {k.shape[2]}"
+        return f"the C++ kernels take up to {MOST_KEYS} keys, and there are {k.shape[2]}"
     return None
 
 
 def _checked(values: Values) -> tuple[Heads, Visible, Options]:
     call = call_of(values)
-    check_call(*call)
-    reason = None if values["q"].is_meta else why_not(*call)
+    _check(*call)
+    return call
+
+
+def _check(heads: Heads, visible: Visible, options: Options) -> None:
+    check_call(heads, visible, options)
+    reason = None if heads.q.is_meta else why_not(heads, visible, options)
     if reason is not None:
         raise ValueError(f"the C++ kernels do not take this call: {reason}. Use library.attention")
-    return call
 
 
 def _backward(

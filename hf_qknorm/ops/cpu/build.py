@@ -1,9 +1,9 @@
 """The C++ kernels: compiled at their first use, once a machine, and loaded.
 
-The library lies beside the verdicts of `trust.verdict_files`, named after a digest of everything that decides what the
-compiler makes: sources, command, compiler, torch, and the vectors that the CPU has. Processes wait for each other at a
-lock, and a library appears by renaming. A compiler that fails leaves its report there and is not asked again; another
-version of anything above is a new attempt.
+The library lies in `files.cache_folder`, named after a digest of everything that decides what the compiler makes:
+sources, command, compiler, torch, and the vectors that the CPU has. Processes wait for each other at a lock, and a
+library appears by renaming. A compiler that fails leaves its report there and is not asked again, unless it ran out of
+room or was killed; another version of anything above is a new attempt.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import subprocess
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from threading import Lock
 from typing import Any, Final
 
 import torch
 from filelock import FileLock
 
 from hf_qknorm.files.atomic_io import replace_file, replace_text
-from hf_qknorm.ops.trust import verdict_files
+from hf_qknorm.files.cache_folder import folder
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,8 @@ VECTORS: Final = {
 }
 COMPILERS: Final = ("c++", "g++", "clang++")
 _CAPTURED: Final[dict[str, Any]] = {"capture_output": True, "text": True, "errors": "replace"}
-_lock = Lock()
+# Of compilers that run out of something: the next process asks again
+_PASSING: Final = ("No space left", "Cannot allocate memory", "out of memory", "Killed", "terminated")
 
 
 def why_unavailable() -> str | None:
@@ -46,8 +46,18 @@ def why_unavailable() -> str | None:
     reason = _why_impossible()
     if reason is not None:
         return reason
-    report = _report()
-    return report.read_text(encoding="utf-8") if report.is_file() else None
+    try:
+        return _reported() if _report().is_file() else None
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def why_not_ready() -> str | None:
+    """The reason why the kernels are not there, or None, without an attempt to compile them."""
+    reason = why_unavailable()
+    if reason is None and not _library().is_file():
+        return "the C++ kernels are not compiled yet, which happens in the first call outside of traces and workers"
+    return reason or why_not_built()
 
 
 def why_not_built() -> str | None:
@@ -55,12 +65,16 @@ def why_not_built() -> str | None:
 
     The first call of a machine compiles, in less than a minute; the first call of a process loads.
     """
-    with _lock:
-        return _load()
+    return _load()
 
 
 # What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
 why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_loaded() -> bool:
+    """Whether this process has loaded the kernels."""
+    return _load.cache_info().currsize > 0 and _load() is None
 
 
 def operators() -> Any:
@@ -68,16 +82,16 @@ def operators() -> Any:
     reason = why_not_built()
     if reason is not None:
         raise RuntimeError(f"the C++ kernels for the CPU are not available: {reason}")
-    return getattr(torch.ops, _name())
+    return getattr(torch.ops, name())
 
 
 @cache
 def _why_impossible() -> str | None:
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.system() != "Linux":
-        return f"they are for Linux, and this is {platform.system() or 'an unknown system'}"
+        return f"the C++ kernels are for Linux, and this is {platform.system() or 'an unknown system'}"
     if capability not in VECTORS:
-        return f"they need AVX2 or AVX-512, and torch reports {capability} for this CPU"
+        return f"the C++ kernels need AVX2 or AVX-512, and torch reports {capability} for this CPU"
     if _compiler() is None:
         return f"no C++ compiler was found: install one of {', '.join(COMPILERS)}, or name it in the variable CXX"
     return None
@@ -100,7 +114,7 @@ def _command() -> list[str]:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-isystem", str(root / "include"), f"-L{root / 'lib'}"),
         *map(str, sorted(SOURCES.glob("*.cpp"))),
-        *("-ltorch_cpu", "-lc10"),  # not OpenMP, so that its functions come from the library that torch has loaded
+        *("-ltorch_cpu", "-lc10"),  # OpenMP, libgomp.so.1, is the one that torch has loaded, by its name
     ]
 
 
@@ -111,17 +125,23 @@ def _digest() -> str:
     return sha256(found + b"".join(x.read_bytes() for x in sorted(SOURCES.iterdir()))).hexdigest()[:16]
 
 
-def _name() -> str:
+@cache
+def name() -> str:
     """The namespace of the compiled operators; another version of this package may have its own in this process."""
     return f"hf_qknorm_cpu_{_digest()}"
 
 
 def _library() -> Path:
-    return verdict_files.folder() / f"{_name()}.so"
+    return folder() / f"{name()}.so"
 
 
 def _report() -> Path:
-    return verdict_files.folder() / f"{_name()}.txt"
+    return folder() / f"{name()}.txt"
+
+
+def _reported() -> str:
+    """The reason in the report of a failure, which is its first line."""
+    return _report().read_text(encoding="utf-8").partition("\n")[0]
 
 
 @cache
@@ -147,15 +167,17 @@ def _build(library: Path) -> str | None:
         if library.is_file():
             return None
         if _report().is_file():
-            return _report().read_text(encoding="utf-8")
+            return _reported()
         logger.warning("Compiling the attention kernels for this CPU, once, in less than a minute: %s", library)
-        command = [*_command(), f"-DHF_QKNORM_LIBRARY={_name()}", "-o"]
+        command = [*_command(), f"-DHF_QKNORM_LIBRARY={name()}", "-o"]
         try:
             replace_file(library, lambda path: subprocess.run([*command, str(path)], check=True, **_CAPTURED))
         except subprocess.CalledProcessError as error:
-            reason = f"{command[0]} failed with status {error.returncode}. Delete {_report()} to try again"
-            reason = f"{reason}.\n{error.stderr}"
-            replace_text(_report(), reason)
+            lines = [line for line in error.stderr.splitlines() if "error" in line] or [error.stderr.strip()[-200:]]
+            reason = f"{command[0]} failed with status {error.returncode}: {lines[0]}"
+            if error.returncode > 0 and not any(text in error.stderr for text in _PASSING):
+                reason = f"{reason}. The whole report is in {_report()}: delete it to compile again"
+                replace_text(_report(), f"{reason}\n{error.stderr}")
             logger.warning("The attention kernels for this CPU are not available: %s", reason)
             return reason
         return None

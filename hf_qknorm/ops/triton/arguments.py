@@ -28,7 +28,7 @@ class Constants(NamedTuple):
     RANGES: bool = False
     TANH: str = "none"  # how tanh is computed, see `score_math.tanh_and_slope`; "none" without a cap
     ONLINE: bool = False  # with a running maximum
-    WHEN: str = "always"  # which heads the launch serves, see `score_math.other_launch_serves`
+    WHEN: str = "always"  # which heads the loop serves, see `score_math.serves`
     SCALED: bool = False  # a score is q·k·unit, else q·k
     SINKS: bool = False
     DROPOUT: bool = False

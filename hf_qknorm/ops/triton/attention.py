@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -108,7 +109,7 @@ def _launch(
     constants: dict[str, Any],
     **arguments: Any,
 ) -> None:
-    """Launch an attention kernel for each variant; `constants` and `arguments` are its own."""
+    """Launch an attention kernel with the loops of one or two variants; `constants` and `arguments` are its own."""
     prepared, visible, options = call
     (h, t), (hk, s) = prepared.q.shape[1:3], prepared.k.shape[1:3]
     arguments |= shape.launch_options
@@ -140,10 +141,12 @@ def _launch(
         PRECISION=precision(prepared.q.dtype),
         **constants,
     )
-    for tanh, online, when, limit in variants:
-        arguments["score"] = ScoreArguments(prepared.unit, prepared.cap, limit, *dropout_numbers(options.dropout))
-        arguments["C"] = shared._replace(TANH=tanh, ONLINE=online, WHEN=when)
-        launch(kernel, (programs,), prepared.q.device, **arguments)
+    arguments["score"] = ScoreArguments(
+        prepared.unit, prepared.cap, variants[0].limit, *dropout_numbers(options.dropout)
+    )
+    for name, (tanh, online, when, _) in zip(("C", "BEYOND"), variants, strict=False):
+        arguments[name] = shared._replace(TANH=tanh, ONLINE=online, WHEN=when)
+    launch(kernel, (programs,), prepared.q.device, **arguments)
 
 
 class Gradients(NamedTuple):
@@ -226,16 +229,18 @@ def _kernels_undo_norm(heads: Heads) -> bool:
 def _gradient(
     call: _Call, grad: Tensor, row_terms: Tensor, kernel: Any, shape: Tile, raw: RawGradient, **arguments: Any
 ) -> None:
-    """Launch a kernel that stores the raw gradient, for keys and values one by one if `shape` says so."""
+    """Launch a kernel that stores the raw gradient; that of dk and dv for each variant, and each of them if `apart`."""
     dtype = call.prepared.q.dtype
     bounded, sinks = call.prepared.bound is not None, call.visible.sinks is not None
-    for omitted in ("keys", "values") if shape.apart else ("none",):
+    variants = backward_variants(dtype, call.options.softcap, bounded, sinks)
+    launches = [variants] if kernel is query_gradient_kernel else [[variant] for variant in variants]
+    for omitted, loops in product(("keys", "values") if shape.apart else ("none",), launches):
         _launch(
             kernel,
             raw.programs,
             call,
             shape,
-            backward_variants(dtype, call.options.softcap, bounded, sinks),
+            loops,
             {"EXACT": dtype == torch.float32, "OMIT": omitted},
             **head_arguments(shape, shape.queries, GRAD=grad),
             row_terms=row_terms,

@@ -27,10 +27,10 @@ from hf_qknorm.ops.triton.score_math import (
     kept,
     key_segments,
     keys_seen,
-    other_launch_serves,
     place,
     queries_seeing,
     query_block,
+    serves,
     tanh_and_slope,
 )
 from hf_qknorm.ops.triton.undo_norm_rope import store_raw_gradient
@@ -117,17 +117,30 @@ def _add_to_queries(
     return dq
 
 
+@triton.jit
+def _add_segments_to_queries(
+    dq, q, grad, K, V, block, rows, terms, starts, stops, served, score, seed, sizes, C: tl.constexpr
+):
+    """Add the segments of keys of `score_math.key_segments`; none if not `served`."""
+    for SEGMENT in tl.static_range(0 if C.WINDOW or C.RANGES else 1, 3):  # without these, no key is hidden at the start
+        stop = tl.where(served, stops[SEGMENT], 0)
+        dq = _add_to_queries(
+            dq, q, grad, K, V, block, rows, terms, starts[SEGMENT], stop, score, seed, sizes,
+            MASKED=SEGMENT != 1, C=C,
+        )  # fmt: skip
+    return dq
+
+
 @triton.jit(do_not_specialize=Sizes._fields)
 def query_gradient_kernel(
     Q, Q_REST, K, K_REST, V, V_REST, GRAD, GRAD_REST, X, DX, DX_REST, row_terms, bound, ranges, seeds, norm, dgain,
     dbias, rotary, factor, score,
-    heads, heads_kv, queries, keys, window, section, NORM: tl.constexpr, C: tl.constexpr,
+    heads, heads_kv, queries, keys, window, section, NORM: tl.constexpr, C: tl.constexpr, BEYOND: tl.constexpr = None,
 ):  # fmt: skip
-    """The gradient of the raw queries, one program for a block of queries and a head."""
+    """The gradient of the raw queries, one program for a block of queries and a head; loops as in `forward_kernel`."""
     sizes = Sizes(heads, heads_kv, queries, keys, window, section)
     block = query_block(sizes, C)
-    if other_launch_serves(bound, block.batch * sizes.heads_kv + block.head_kv, score.limit, C.WHEN):
-        return
+    within = serves(bound, block.batch * heads_kv + block.head_kv, score.limit, C.WHEN)
     index = block.start + tl.arange(0, C.BLOCK_M)
     first, last = keys_seen(index, block.batch, ranges, sizes, C)
     rows = QueryRows(first, last)
@@ -147,10 +160,12 @@ def query_gradient_kernel(
     q = load_tile(Q, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
     grad = load_tile(GRAD, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
     dq = zero_tile(C.BLOCK_M, C)
-    for SEGMENT in tl.static_range(0 if C.WINDOW or C.RANGES else 1, 3):  # without these, no key is hidden at the start
-        dq = _add_to_queries(
-            dq, q, grad, K, V, block, rows, terms, starts[SEGMENT], stops[SEGMENT], score, seed, sizes,
-            MASKED=SEGMENT != 1, C=C,
+    dq = _add_segments_to_queries(
+        dq, q, grad, K, V, block, rows, terms, starts, stops, within, score, seed, sizes, C
+    )  # fmt: skip
+    if BEYOND is not None:
+        dq = _add_segments_to_queries(
+            dq, q, grad, K, V, block, rows, terms, starts, stops, ~within, score, seed, sizes, BEYOND
         )  # fmt: skip
     store_raw_gradient(
         scaled(dq, factor, C), X, DX, norm, dgain, dbias, rotary, block.batch, block.head, block.start, queries,
@@ -225,7 +240,7 @@ def key_gradient_kernel(
     head_out = unit % units
     head_kv = head_out // parts
     part = head_out % parts
-    if other_launch_serves(bound, batch * heads_kv + head_kv, score.limit, C.WHEN):
+    if not serves(bound, batch * heads_kv + head_kv, score.limit, C.WHEN):  # with two loops registers would spill
         return
     cols = own + tl.arange(0, C.BLOCK_N)
     first, last = queries_seeing(cols, batch, ranges, sizes, C)

@@ -27,8 +27,8 @@ from hf_qknorm.ops.triton.score_math import (
     kept,
     key_segments,
     keys_seen,
-    other_launch_serves,
     query_block,
+    serves,
     tanh,
 )
 
@@ -103,20 +103,33 @@ def attend(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: 
     return Sums(acc, total, peak, p_logit, largest)
 
 
+@triton.jit
+def attend_segments(sums, q, K, V, block, rows, starts, stops, served, score, seed, sizes, C: tl.constexpr):
+    """Add the segments of keys of `score_math.key_segments`; none if not `served`."""
+    for SEGMENT in tl.static_range(0 if C.WINDOW or C.RANGES else 1, 3):  # without these, no key is hidden at the start
+        stop = tl.where(served, stops[SEGMENT], 0)
+        sums = attend(
+            sums, q, K, V, block, rows, starts[SEGMENT], stop, score, seed, sizes, MASKED=SEGMENT != 1, C=C
+        )  # fmt: skip
+    return sums
+
+
 @triton.jit(do_not_specialize=Sizes._fields)
 def forward_kernel(
     Q, Q_REST, K, K_REST, V, V_REST, OUT, OUT_REST, normaliser, bound, ranges, sinks, seeds, largest_out, entropy_out,
-    score, heads, heads_kv, queries, keys, window, section, C: tl.constexpr,
+    score, heads, heads_kv, queries, keys, window, section, C: tl.constexpr, BEYOND: tl.constexpr = None,
 ):  # fmt: skip
     """Output `[B, H, T, D]` and normaliser `[B, H, T, 2]`; both are 0 for a query without keys, but for its peak.
+
+    With BEYOND there are two loops, one after the other, of which one is empty: C serves the groups of heads whose
+    scores are within the limit, BEYOND the others. The branches of a condition would double the shared memory.
 
     Q, K, V, OUT and their rests are `launch.head_arguments` of heads `[B, H or Hk, T or S, D]`; `score` is
     `arguments.ScoreArguments`.
     """
     sizes = Sizes(heads, heads_kv, queries, keys, window, section)
     block = query_block(sizes, C)
-    if other_launch_serves(bound, block.batch * sizes.heads_kv + block.head_kv, score.limit, C.WHEN):
-        return
+    within = serves(bound, block.batch * heads_kv + block.head_kv, score.limit, C.WHEN)
     index = block.start + tl.arange(0, C.BLOCK_M)
     first, last = keys_seen(index, block.batch, ranges, sizes, C)
     rows = QueryRows(first, last)
@@ -132,15 +145,16 @@ def forward_kernel(
     peak = zeros
     if C.ONLINE or C.STATISTICS:
         peak = zeros + LOWEST
+    elif BEYOND is not None and BEYOND.ONLINE:
+        peak = tl.where(within, zeros, LOWEST)
     if C.SINKS:
         sink, weight = from_sink(sinks, block.head)
         peak = zeros + sink
         total = zeros + weight
     sums = Sums(zero_tile(C.BLOCK_M, C), total, peak, zeros, zeros)
-    for SEGMENT in tl.static_range(0 if C.WINDOW or C.RANGES else 1, 3):  # without these, no key is hidden at the start
-        sums = attend(
-            sums, q, K, V, block, rows, starts[SEGMENT], stops[SEGMENT], score, seed, sizes, MASKED=SEGMENT != 1, C=C
-        )  # fmt: skip
+    sums = attend_segments(sums, q, K, V, block, rows, starts, stops, within, score, seed, sizes, C)
+    if BEYOND is not None:
+        sums = attend_segments(sums, q, K, V, block, rows, starts, stops, ~within, score, seed, sizes, BEYOND)
     acc, total, peak, p_logit, largest = sums
     empty = total == 0  # false for NaN, which reaches the output
     inverse_total = tl.where(empty, 0.0, 1.0 / total)
@@ -151,7 +165,10 @@ def forward_kernel(
         spread = total  # Σ 2^(logit − peak)
         if not C.ONLINE:
             spread = total * tl.exp2(-peak)
-            peak = zeros
+            shift = zeros
+            if BEYOND is not None and BEYOND.ONLINE:
+                spread, shift = tl.where(within, spread, total), tl.where(within, shift, peak)
+            peak = shift
         tl.store(entropy_out + at, tl.where(empty, 0.0, tl.log2(spread) - p_logit * inverse_total), mask=real)
     tl.store(normaliser + 2 * at, peak, mask=real)
     tl.store(normaliser + 2 * at + 1, total, mask=real)

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from hf_qknorm.ops.triton.arguments import Sizes
 from hf_qknorm.ops.triton.attention_forward import LOWEST
-from hf_qknorm.ops.triton.score_math import keys_seen, other_launch_serves, query_block, tanh
+from hf_qknorm.ops.triton.score_math import keys_seen, query_block, serves, tanh
 
 # Triton 3.6 has other names for the copies
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -174,7 +174,7 @@ def gluon_forward_kernel(
     """As `forward_kernel`, without windows, ranges, sinks, dropout and statistics; BLOCK_M is 128."""
     sizes = Sizes(heads, heads_kv, queries, keys, window, section)
     start, number, batch, head, head_kv = query_block(sizes, C)
-    if other_launch_serves(bound, batch * sizes.heads_kv + head_kv, score.limit, C.WHEN):
+    if not serves(bound, batch * sizes.heads_kv + head_kv, score.limit, C.WHEN):
         return
     _, stop = keys_seen(start + C.BLOCK_M - 1, batch, None, sizes, C)
     tiles = gl.maximum(gl.cdiv(stop, C.BLOCK_N), 1)  # one for queries without keys, all of it masked

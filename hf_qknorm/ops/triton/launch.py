@@ -83,8 +83,9 @@ def launch(
     """
     if asserts and not INTERPRETED:
         options |= {"debug": True, "sanitize_overflow": False}
-    if "C" in options and not INTERPRETED:
-        options["C"] = _with_constant_fields(options["C"])
+    for name in ("C", "BEYOND"):
+        if name in options and not INTERPRETED:
+            options[name] = _with_constant_fields(options[name])
     with on(device), _disable_current_modes() if _records.open else nullcontext():  # the interpreter copies tensors
         started = kernel[grid](*arguments, **options, enable_fp_fusion=True)
     for record in _records.open:
@@ -187,7 +188,7 @@ class LoopVariant(NamedTuple):
 
 
 def forward_variants(dtype: torch.dtype, softcap: float | None, bounded: bool, sinks: bool) -> list[LoopVariant]:
-    """The variants of the inner loop, one launch each: the head's bound decides on the device which one serves it.
+    """The variants of the inner loop: the head's bound decides on the device which one serves it.
 
     Without a bound (heads without norm and RoPE) there is one. Weights without a maximum don't fit fp16; a sink is a
     logit without a bound. The polynomial is too coarse for fp32, and tanh.approx for fp16 too.

@@ -107,16 +107,16 @@ def key_segments(block, ranges, sizes, C: tl.constexpr):
 
 
 @triton.jit
-def other_launch_serves(bound, group, limit, WHEN: tl.constexpr):
-    """Whether another launch serves this group of heads: `bound` holds the largest norms of its queries and keys.
+def serves(bound, group, limit, WHEN: tl.constexpr):
+    """Whether a loop serves this group of heads: `bound` holds the largest norms of its queries and keys.
 
     WHEN is "within" (the bound on the scores is at most `limit`), "beyond" (it is not, or is NaN), or "always".
     """
-    other = False
+    served = True
     if WHEN != "always":
         within = tl.load(bound + 2 * group) * tl.load(bound + 2 * group + 1) <= limit
-        other = within != (WHEN == "within")
-    return other
+        served = within == (WHEN == "within")
+    return served
 
 
 @triton.jit

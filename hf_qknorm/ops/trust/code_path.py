@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 
-Operator = Literal["attention", "statistics", "norm_rope", "norm_rope_one", "norm_rope_into", "step", "flex"]
+Operator = Literal["attention", "statistics", "norm_rope", "norm_rope_one", "norm_rope_into", "step", "flex", "cpu"]
 
 SMALL_CAP: Final = 64.0  # up to it the kernels' softmax needs no maximum: `launch.CAP_WITHOUT_MAXIMUM`
 # Rows are the queries of a key head's query heads. With fewer of them, over a cache, the keys may be split.
@@ -95,7 +95,7 @@ def fields(heads: Heads, visible: Visible, options: Options, operator: Operator)
         if operator in NORM_OPERATORS:
             return *path, 0, True, *ends
     queries, many_keys = 0, True
-    over_cache = operator == "step" or not raw
+    over_cache = operator != "cpu" and (operator == "step" or not raw)
     if over_cache and not torch.compiler.is_compiling() and length < keys and group * length < FEW_ROWS:
         queries, many_keys = _most_queries(group, length), keys >= MANY_KEYS
     ranges, sinks, _, _ = visible

@@ -1,4 +1,4 @@
-"""Trust at first use: whether the kernels passed their self-check on this machine, for the code path of a call.
+"""Trust at first use: whether kernels passed their self-check on this machine, for the code path of a call.
 
 A process checks each path at its first call, or reads its verdict from the disk. Where no check can run (a trace, a
 graph capture, a backward pass, fake tensors), a path without a verdict is trusted. HF_QKNORM_CHECK=0 in the environment
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 SWITCH: Final = "HF_QKNORM_CHECK"
 CHECKED: Final = ("cuda",)  # kinds of devices; Triton's interpreter is for tests, which check the kernels themselves
+NAMES: Final[dict[str, str]] = {"cpu": "hf_qknorm_cpu"}  # attention functions of operators; of others hf_qknorm_triton
 _UNKNOWN: Final = "unknown"
 
 _reasons: dict[tuple[Any, ...], str | None] = {}  # of this process: by device and fields of a path, None for trust
@@ -54,12 +55,12 @@ def _known(device: str, *found: Any) -> str | None:
     """The reason that this process or the disk knows; None for a path without a verdict."""
     place = torch.device(device)
     key = _key(place, found)
-    if key not in _reasons and key not in _absent and is_checked(place):
+    if key not in _reasons and key not in _absent and is_checked(place, found[0]):
         stored = verdict_files.read(place, CodePath.of(found))
         if stored is None:
             _absent.add(key)
         else:
-            _reasons[key] = _warned(stored.reason)
+            _reasons[key] = _warned(stored.reason, found[0])
     return _reasons.get(key)
 
 
@@ -74,7 +75,7 @@ def _first_use(q: Tensor, found: tuple[Any, ...]) -> str | None:
     with _lock:
         if key not in _reasons:
             _reasons[key] = _verdict(q.device, CodePath.of(found))
-    return _warned(_reasons[key])
+    return _warned(_reasons[key], found[0])
 
 
 def _can_check(q: Tensor) -> bool:
@@ -85,37 +86,38 @@ def _can_check(q: Tensor) -> bool:
 
 def _verdict(device: torch.device, path: CodePath) -> str | None:
     """The reason for distrust, or None: by the disk, else by a check."""
-    if not is_checked(device):
+    if not is_checked(device, path.operator):
         return None
     stored = verdict_files.read(device, path)
     return checked(device, path) if stored is None else stored.reason
 
 
-def _warned(reason: str | None) -> str | None:
+def _warned(reason: str | None, operator: Operator) -> str | None:
     """The same reason, after a warning for its first time."""
     if reason is not None:
-        _warn(reason)
+        _warn(reason, NAMES.get(operator, "hf_qknorm_triton"))
     return reason
 
 
 @cache
-def _warn(reason: str) -> None:
+def _warn(reason: str, name: str) -> None:
     logger.warning(
-        '%s. Another implementation takes these calls, and attn_implementation="hf_qknorm_triton" refuses them. Please '
+        '%s. Another implementation takes these calls, and attn_implementation="%s" refuses them. Please '
         "report this message to the authors of hf_qknorm. To turn the kernels off, use "
         'attn_implementation="hf_qknorm_tiled". To run them unchecked, set %s=0 in the environment. To check them '
         "again, delete hf_qknorm from $XDG_CACHE_HOME or ~/.cache",
         reason,
+        name,
         SWITCH,
     )
 
 
-def is_checked(device: torch.device) -> bool:
-    """Whether kernels on a device are checked. Raises ValueError for a switch that is neither 1 nor 0."""
+def is_checked(device: torch.device, operator: Operator = "attention") -> bool:
+    """Whether an operator's kernels on a device are checked. Raises ValueError for a switch that is neither 1 nor 0."""
     value = os.environ.get(SWITCH, "1")
     if value not in ("0", "1"):
         raise ValueError(f"{SWITCH} must be 1 (check the kernels at their first use) or 0 (never), got {value!r}")
-    return value == "1" and device.type in CHECKED
+    return value == "1" and (operator == "cpu" or device.type in CHECKED)
 
 
 def checked(device: torch.device, path: CodePath) -> str | None:
@@ -136,7 +138,8 @@ def checked(device: torch.device, path: CodePath) -> str | None:
         failure = " ".join(f"{type(error).__name__}: {error}".split())
     reason = None
     if failure is not None:
-        reason = f"the self-check of {path.operator} failed: {failure} ({path}; {verdict_files.machine(device)})"
+        machine = verdict_files.machine(device, path.operator)
+        reason = f"the self-check of {path.operator} failed: {failure} ({path}; {machine})"
     if kept:
         verdict_files.write(device, path, reason)
     return reason

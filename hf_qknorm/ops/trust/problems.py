@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops import library, reference
+from hf_qknorm.ops.cpu import attention as cpu_attention
 from hf_qknorm.ops.trust.code_path import CodePath, NormPath
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
@@ -49,6 +50,8 @@ def problems(path: CodePath, device: torch.device) -> list[Problem]:
     """
     found = [draw(path, device)]
     first = found[0]
+    if path.operator == "cpu":  # one code for all lengths
+        found.append(draw(path._replace(queries=FEW_QUERIES), device))
     if path.operator in ("attention", "statistics") and first.heads.raw:
         factor = 10.0 if path.cap == "none" else 0.02  # beyond the bound of no maximum; within that of a polynomial
         found.append(first._replace(options=first.options._replace(scale=factor * first.options.scale)))
@@ -116,11 +119,12 @@ def draw(path: CodePath, device: torch.device, batch: int = 2, length: int | Non
 
 def dropout_mask(problem: Problem) -> Tensor:
     """The mask that the kernels multiply weights by, read from the outputs for nearly equal weights and unit values."""
-    _, heads, visible, options, _ = problem
+    path, heads, visible, options, _ = problem
+    attend = cpu_attention.attention if path.operator == "cpu" else library.fused_attention
     v, kept = heads.v, []
     size, length = v.shape[-1], v.shape[2]
     for start in range(0, length, size):
         units = torch.zeros_like(v)
         units[:, :, start : start + size] = torch.eye(size, device=v.device)[: length - start]
-        kept.append(library.fused_attention(heads._replace(v=units), visible, options._replace(scale=1e-3)) > 0)
+        kept.append(attend(heads._replace(v=units), visible, options._replace(scale=1e-3)) > 0)
     return torch.cat(kept, -1)[..., :length] / (1 - options.dropout)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops import flex, library, reference
+from hf_qknorm.ops.cpu import attention as cpu_attention
 from hf_qknorm.ops.error_budget import Verdict, verdict
 from hf_qknorm.ops.trust.code_path import CodePath
 from hf_qknorm.ops.trust.problems import Problem, problems
@@ -133,6 +134,10 @@ def _flex(problem: Problem) -> Results:
     return {"output": flex.checked_attention(*problem[1:4])}
 
 
+def _cpu(problem: Problem) -> Results:
+    return {"output": cpu_attention.attention(*problem[1:4])}
+
+
 def _attention_oracle(problem: Problem) -> Results:
     return {"output": _attended(problem).out}
 
@@ -219,6 +224,7 @@ def _step_oracle(problem: Problem) -> Results:
 OPERATORS = {
     "attention": (_attention, _attention_oracle),
     "flex": (_flex, _attention_oracle),
+    "cpu": (_cpu, _attention_oracle),
     "statistics": (_statistics, _statistics_oracle),
     "norm_rope": (_norm_rope, _norm_rope_oracle),
     "norm_rope_one": (_norm_rope_one, _norm_rope_one_oracle),

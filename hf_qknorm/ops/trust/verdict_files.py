@@ -1,13 +1,12 @@
 """Verdicts of self-checks on disk, one small file each, by machine, versions and code path.
 
-They lie in `$XDG_CACHE_HOME/hf_qknorm`, by default `~/.cache/hf_qknorm`. A folder that can't be written keeps none. A
+They lie in `files.cache_folder`. A folder that can't be written keeps none. A
 file that can't be read, or is of another machine, version or path, counts as absent.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_qknorm.files.atomic_io import replace_text
-from hf_qknorm.ops.trust.code_path import CodePath
+from hf_qknorm.files.cache_folder import folder
+from hf_qknorm.ops.cpu import build
+from hf_qknorm.ops.trust.code_path import CodePath, Operator
 from hf_qknorm.version import __version__
 
 _DRIVER = Path("/proc/driver/nvidia/version")  # on Linux
@@ -53,9 +54,11 @@ def read(device: torch.device, path: CodePath) -> Stored | None:
     return Stored(reason) if reason is None or isinstance(reason, str) else None
 
 
-def machine(device: torch.device) -> str:
-    """The device's name, the driver, and the versions of packages."""
+def machine(device: torch.device, operator: Operator = "attention") -> str:
+    """The device's name, the driver, and the versions of packages; for "cpu" the compiled library, too."""
     name, driver = ("CPU", "none")
+    if operator == "cpu":
+        name = f"CPU with {torch.backends.cpu.get_cpu_capability()} and {build.name()}"
     if device.type == "cuda":
         name, driver = torch.cuda.get_device_name(device), _driver()
     versions = f"torch {torch.__version__}, Triton {_triton()}, hf_qknorm {__version__}"
@@ -91,12 +94,7 @@ def _sources() -> str:
 
 def _key(device: torch.device, path: CodePath) -> list[str]:
     """A verdict's key; the number of a device is not a part of it."""
-    return [machine(device), torch.backends.cuda.matmul.fp32_precision, _sources(), repr(tuple(path))]
-
-
-def folder() -> Path:
-    """The folder of the verdicts."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hf_qknorm")
+    return [machine(device, path.operator), torch.backends.cuda.matmul.fp32_precision, _sources(), repr(tuple(path))]
 
 
 def _file(key: list[str]) -> Path:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from error_budget import assert_within_budget
-from kernel_cases import DEVICE, Problem, Raw, log_sum_exp, plain, plain_problem, raw_problem, shrink_tiles
+from kernel_cases import DEVICE, Problem, Raw, log_sum_exp, plain_problem, raw_problem, shrink_tiles
 from tiled_cases import Case
 
+from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention, score_math
 from hf_qknorm.ops.triton.attention_backward import key_gradient_kernel, query_gradient_kernel
 from hf_qknorm.ops.triton.attention_forward import forward_kernel
-from hf_qknorm.ops.triton.launch import INTERPRETED, launch
+from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, launch
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 CAPS = (None, 5.0, 50.0, 64.0, 70.0)
@@ -42,7 +44,10 @@ def two_groups(
     raw = Raw(heads=(4, 2), dtype=dtype, gains=("per_head", "none"), length=40, rotary=(0, "none"), knee=knee)
     problem = raw_problem(raw, Case(causal=True, softcap=softcap, sinks=sinks))
     (q, k, _, q_norm, k_norm, _), scale = problem.heads, problem.options.scale / (softcap or 1.0)
-    q, k = (plain(x, norm._replace(gain=None), None).norm(dim=-1) for x, norm in ((q, q_norm), (k, k_norm)))
+    q, k = (
+        reference.norm_rope_one(x, norm._replace(gain=None), None).norm(dim=-1)
+        for x, norm in ((q, q_norm), (k, k_norm))
+    )
     size = (
         q.unflatten(1, (2, 2)).amax((0, 2, 3)) * k.amax((0, 2)) * scale
     )  # the largest score of each group for a gain of 1
@@ -51,21 +56,27 @@ def two_groups(
     return problem
 
 
-def record(monkeypatch: pytest.MonkeyPatch, skip: str | None = None) -> list[tuple[Any, ...]]:
-    """Record the launches of attention kernels, and leave out those for heads `skip`, "within" or "beyond"."""
-    seen: list[tuple[Any, ...]] = []
+def record(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[Any, ...]]]:
+    """Record the inner loops of each launch of an attention kernel."""
+    seen: list[list[tuple[Any, ...]]] = []
 
     def recorded(kernel: Any, *arguments: Any, **options: Any) -> None:
-        if kernel not in (forward_kernel, query_gradient_kernel, key_gradient_kernel):
-            launch(kernel, *arguments, **options)
-            return
-        constants = options["C"]
-        seen.append((constants.TANH, constants.ONLINE, constants.WHEN))
-        if skip != constants.WHEN:
-            launch(kernel, *arguments, **options)
+        if kernel in (forward_kernel, query_gradient_kernel, key_gradient_kernel):
+            loops = (options[name] for name in ("C", "BEYOND") if name in options)
+            seen.append([(constants.TANH, constants.ONLINE, constants.WHEN) for constants in loops])
+        launch(kernel, *arguments, **options)
 
     monkeypatch.setattr(attention, "launch", recorded)
     return seen
+
+
+def results(problem: Problem) -> dict[str, torch.Tensor]:
+    """The problem's results, with the normaliser and the statistics of the forward pass."""
+    result = attention.forward(problem.heads, problem.visible, problem.options, statistics=True)
+    assert result.largest is not None
+    assert result.entropy is not None
+    statistics = {"normaliser": result.normaliser, "largest": result.largest, "entropy": result.entropy}
+    return problem.results() | statistics
 
 
 EXACT = "exact" if INTERPRETED else "approx"  # bf16's variant
@@ -91,26 +102,28 @@ def test_the_bound_of_a_group_of_heads_chooses_its_variant(
     loops: list[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A group has the bits that all heads have where there is no other loop than its own."""
     problem = two_groups(dtype, softcap, *bounds, sinks, knee)
-    whole = problem.check()
-    for left, (skip, heads) in enumerate((("beyond", slice(0, 2)), ("within", slice(2, 4)))):
-        seen = record(monkeypatch, skip)
-        result = attention.forward(problem.heads, problem.visible, problem.options)
-        assert seen == loops
-        assert torch.equal(result.out[:, heads], whole["out"][:, heads])
-        assert result.out[:, 2 - 2 * left : 4 - 2 * left].isnan().all()
-        if softcap is None:  # backward has one variant
-            continue
-        grads = attention.backward(
-            problem.grad, problem.heads, problem.visible, problem.options, result.out, result.normaliser
-        )
-        for got, expected, part in (
-            (grads.q, whole["q"], heads),
-            (grads.k, whole["k"], slice(left, left + 1)),
-            (grads.v, whole["v"], slice(left, left + 1)),
-        ):
-            assert torch.equal(got[:, part], expected[:, part])
-            assert got.isnan().any()
+    seen = record(monkeypatch)
+    problem.check()
+    gradient = [[(tanh, False, when)] for tanh, _, when in loops]
+    assert seen == [
+        loops,
+        *([[loop for [loop] in gradient], *gradient] if softcap else [[("none", False, "always")]] * 2),
+    ]
+    both = results(problem)
+    for group, (tanh, online, _) in enumerate(loops):
+        alone = LoopVariant(tanh, online)
+        monkeypatch.setattr(attention, "forward_variants", lambda *_, alone=alone: [alone])
+        monkeypatch.setattr(attention, "backward_variants", lambda *_, alone=alone: [alone._replace(online=False)])
+        with np.errstate(all="ignore"):  # without a maximum, the other group's weights overflow
+            single = results(problem)
+        own, other = slice(2 * group, 2 * group + 2), slice(2 - 2 * group, 4 - 2 * group)
+        for name in ("out", "q", "normaliser", "largest", "entropy"):
+            assert torch.equal(single[name][:, own], both[name][:, own]), name
+        for name in ("k", "v"):
+            assert torch.equal(single[name][:, group], both[name][:, group]), name
+        assert not torch.equal(single["normaliser"][:, other], both["normaliser"][:, other])
 
 
 @pytest.mark.parametrize(
@@ -131,8 +144,8 @@ def test_heads_without_a_bound_or_a_choice_have_one_variant(
     seen = record(monkeypatch)
     problem = raw_problem(Raw(dtype=dtype, length=9), case) if raw else plain_problem(case, dtype)
     problem.results()
-    gradient = (loop[0], False, "always")
-    assert seen == [(*loop, "always"), gradient, gradient]
+    gradient = [(loop[0], False, "always")]
+    assert seen == [[(*loop, "always")], gradient, gradient]
 
 
 @pytest.mark.parametrize("dtype", [FULL, BRAIN, HALF], ids=str)

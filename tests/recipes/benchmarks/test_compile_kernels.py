@@ -28,6 +28,7 @@ SOUND = recipe.Report(
     stages=2,
     registers=210,
     spilled=0,
+    reloads=0,
     shared=164_864,
     matrix={"HGMMA": 32},
     mufu={"ex2": 1.0, "tanh": 1.0},
@@ -61,7 +62,7 @@ def test_a_kernel_that_spills_and_one_that_does_not_compile_are_named():
     assert run.returncode == 1
     assert shared.startswith("forward_kernel (bf16 padded=256): ")
     assert shared.endswith("bytes of shared memory, expected at most 232,448")
-    assert spills.endswith("bytes spilled, expected none")
+    assert spills.endswith("expected at most 64, and none in the loops of tiles")
     assert refused.startswith("query_gradient_kernel (padded=256): does not compile: ")
     assert "power of 2" in refused
 
@@ -136,7 +137,8 @@ def test_a_kernel_within_the_limits_passes():
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"spilled": 8}, "8 bytes spilled, expected none"),
+        ({"spilled": 72}, "72 bytes spilled, 0 instructions in loops, expected at most 64"),
+        ({"spilled": 8, "reloads": 2}, "8 bytes spilled, 2 instructions in loops"),
         ({"shared": 232_449}, "232,449 bytes of shared memory, expected at most 232,448"),
         ({"matrix": {"HMMA": 64}}, "no HGMMA, got {'HMMA': 64}"),
         ({"matrix": {}}, "no HGMMA, got no matrix instructions"),
@@ -157,26 +159,13 @@ def test_each_limit_is_checked(changes, complaint):
         ("key_gradient_kernel", {"PADDED": 256}, False),
         ("query_gradient_kernel", {"NORM": NORMS["lp"]}, True),
         ("forward_kernel", {"DROPOUT": True}, False),
-        ("gluon_forward_kernel", {"PADDED": 256, "TANH": "polynomial"}, True),
-        ("gluon_forward_kernel", {"PADDED": 128, "TANH": "polynomial"}, False),
+        ("gluon_forward_kernel", {"PADDED": 256, "TANH": "polynomial"}, False),
     ],
 )
 def test_where_spills_are_allowed(kernel, constants, allowed):
-    report = replace(SOUND, kernel=kernel, constants=SOUND.constants | constants, spilled=8)
+    report = replace(SOUND, kernel=kernel, constants=SOUND.constants | constants, spilled=72, reloads=2)
     assert (limits.broken(report) == []) == allowed
-
-
-@pytest.mark.parametrize(("arch", "spilled", "sound"), [(80, 8, True), (89, 8, True), (80, 16, False), (90, 8, False)])
-def test_heads_in_two_parts_may_not_spill_more_than_they_do(arch, spilled, sound):
-    constants = SOUND.constants | {"PADDED": 96, "REST": 32}
-    report = replace(SOUND, kernel="key_gradient_kernel", constants=constants, spilled=spilled, shared=0, matrix=EVERY)
-    assert (limits.broken(report, arch) == []) == sound
-
-
-def test_the_gluon_kernel_may_not_spill_more_than_it_does():
-    constants = SOUND.constants | {"PADDED": 256, "TANH": "polynomial"}
-    report = replace(SOUND, kernel="gluon_forward_kernel", constants=constants, spilled=40)
-    assert limits.broken(report) == ["40 bytes spilled, expected none"]
+    assert limits.broken(replace(report, spilled=64, reloads=0)) == []  # few, outside of loops
 
 
 @pytest.mark.parametrize(
@@ -195,7 +184,7 @@ def test_the_gluon_kernel_has_limits_at_each_head_dim_and_with_each_triton(head_
     report = replace(SOUND, kernel="gluon_forward_kernel", constants=constants, slots=under)
     assert limits.broken(report) == []
     assert len(limits.broken(replace(report, slots=over))) == 1
-    assert len(limits.broken(replace(report, spilled=8))) == 1
+    assert len(limits.broken(replace(report, spilled=72))) == 1
 
 
 def test_the_gluon_kernel_is_compiled_for_hopper_alone(monkeypatch, capsys):
@@ -228,7 +217,7 @@ def test_each_gpu_has_limits_of_its_own(arch, shared, slots, monkeypatch):
     assert limits.complain(report, arch) == []
     assert "shared memory" in limits.complain(replace(report, shared=shared + 1), arch)[0]
     assert "issue slots" in limits.complain(replace(report, slots=slots + 0.1), arch)[0]
-    assert "spilled" in limits.complain(replace(report, spilled=8), arch)[0]
+    assert "spilled" in limits.complain(replace(report, spilled=72), arch)[0]
     assert f"no {matrix}" in limits.complain(replace(report, matrix={}), arch)[0]
     assert limits.complain(recipe.Failure("forward_kernel", "bf16", "OutOfResources"), arch) == [
         "forward_kernel (bf16): does not compile: OutOfResources"

@@ -187,29 +187,33 @@ void differentiate_keys(const Problem& problem, const Gradients& gradients, cons
 
 // delta = grad·out of every row
 template <class T>
-void find_deltas(const Problem& problem, const Gradients& gradients) {
-  const int64_t head_dim = problem.head_dim, rows = problem.batch * problem.heads * problem.queries;
-  at::parallel_for(0, rows, 1 + 32768 / head_dim, [&](int64_t begin, int64_t end) {
-    const Scratch scratch(2 * padded(head_dim));
-    float *grad = scratch.data(), *out = grad + padded(head_dim);
-    std::fill(grad, grad + 2 * padded(head_dim), 0.0f);
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t t = row % problem.queries, h = row / problem.queries % problem.heads;
-      const int64_t b = row / problem.queries / problem.heads;
-      widen(gradients.grad.at<const T>(b, h, t), grad, head_dim);
-      widen(gradients.out.at<const T>(b, h, t), out, head_dim);
-      Vec sum(0.0f);
-      for (int64_t d = 0; d < head_dim; d += LANES) sum = at::vec::fmadd(Vec::loadu(grad + d), Vec::loadu(out + d), sum);
-      gradients.delta[row] = sum_of(sum);
+void find_deltas(const Problem& problem, const Gradients& gradients, const Rows& rows, const Memory& memory) {
+  load_columns<T>(problem, gradients.grad, rows, 1.0, memory.row, memory.grad_columns);
+  load_columns<T>(problem, gradients.out, rows, 1.0, memory.row, memory.query_columns);
+  for (int64_t lane = 0; lane < rows.width; lane += LANES) {
+    Vec sums[4] = {Vec(0.0f), Vec(0.0f), Vec(0.0f), Vec(0.0f)};  // shorter sums round less
+    for (int64_t d = 0; d < problem.head_dim; ++d) {
+      const int64_t place = d * BLOCK_ROWS + lane;
+      const Vec out = Vec::loadu(memory.query_columns + place), grad = Vec::loadu(memory.grad_columns + place);
+      sums[d % 4] = at::vec::fmadd(out, grad, sums[d % 4]);
     }
-  });
+    alignas(64) float deltas[LANES];
+    ((sums[0] + sums[1]) + (sums[2] + sums[3])).store(deltas);
+    for (int64_t r = lane; r < std::min(lane + LANES, rows.count); ++r)
+      gradients.delta[(rows.b * problem.heads + rows.head(r)) * problem.queries + rows.query(r)] = deltas[r - lane];
+  }
 }
 
 template <class T>
 void differentiate_all(const Problem& problem, const Gradients& gradients) {
-  find_deltas<T>(problem, gradients);
   const Blocks blocks(problem);
-  const int64_t places = problem.batch * problem.key_heads, step = tile_keys(problem.head_dim);
+  const int64_t places = problem.batch * problem.key_heads, per_key_head = blocks.per_key_head();
+  const int64_t step = tile_keys(problem.head_dim);
+  share_out(places * per_key_head, Memory::size(problem.head_dim), [&](int64_t item, float* memory) {
+    const int64_t place = item / per_key_head;
+    const Rows rows(problem, blocks, place / problem.key_heads, place % problem.key_heads, item % per_key_head);
+    find_deltas<T>(problem, gradients, rows, Memory(memory, problem.head_dim));
+  });
   const int64_t tiles = (problem.keys + step - 1) / step;
   const int64_t size = problem.batch * problem.heads * problem.queries * problem.head_dim;
   share_out(places * gradients.parts, Memory::size(problem.head_dim), [&](int64_t item, float* memory) {

@@ -55,17 +55,21 @@ template <Cap CAP, bool BOUNDED>
 void weigh(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) {
   for (int64_t lane = 0; lane < rows.width; lane += LANES) {
     const Vec shift = Vec::loadu(softmax.shift + lane);
-    Vec total = Vec::loadu(softmax.total + lane);
-    if constexpr (!BOUNDED) total = total * Vec::loadu(softmax.rescale + lane);
-    for (int64_t j = 0; j < tile.keys; ++j) {
+    const auto weigh_key = [&](int64_t j) {
       float* score = tile.scores + j * BLOCK_ROWS + lane;
       Vec weight = BOUNDED ? exp(capped<CAP>(Vec::loadu(score), cap)) : exp(Vec::loadu(score) - shift);
       if (!rows.shared(tile.first + j)) weight = Vec::blendv(Vec(0.0f), weight, rows.sees(lane, tile.first + j));
-      total = total + weight;
-      if (tile.dropout) weight = weight * tile.dropout->factors(rows, lane, tile.first + j);
-      weight.store(score);
-    }
-    total.store(softmax.total + lane);
+      (tile.dropout ? weight * tile.dropout->factors(rows, lane, tile.first + j) : weight).store(score);
+      return weight;
+    };
+    Vec sums[4] = {Vec(0.0f), Vec(0.0f), Vec(0.0f), Vec(0.0f)};  // shorter sums round less
+    int64_t j = 0;
+    for (; j + 4 <= tile.keys; j += 4)
+      for (int i = 0; i < 4; ++i) sums[i] = sums[i] + weigh_key(j + i);
+    for (; j < tile.keys; ++j) sums[0] = sums[0] + weigh_key(j);
+    Vec total = Vec::loadu(softmax.total + lane);
+    if constexpr (!BOUNDED) total = total * Vec::loadu(softmax.rescale + lane);
+    (total + ((sums[0] + sums[1]) + (sums[2] + sums[3]))).store(softmax.total + lane);
   }
 }
 

@@ -1,6 +1,8 @@
 // Matrix products of small fp32 matrices in one thread, in tiles that stay in registers.
 #pragma once
 
+#include <algorithm>
+
 #include "vectors.h"
 
 namespace hf_qknorm {
@@ -11,12 +13,14 @@ struct ByRow {  // rows lie one after the other
   int64_t stride;
   float operator()(int64_t m, int64_t k) const { return data[m * stride + k]; }
   ByRow from_row(int64_t m) const { return {data + m * stride, stride}; }
+  ByRow from_column(int64_t k) const { return {data + k, stride}; }
 };
 struct ByColumn {  // columns lie one after the other: a transposed matrix
   const float* data;
   int64_t stride;
   float operator()(int64_t m, int64_t k) const { return data[k * stride + m]; }
   ByColumn from_row(int64_t m) const { return {data + m, stride}; }
+  ByColumn from_column(int64_t k) const { return {data + k * stride, stride}; }
 };
 
 // Rows and vectors of a tile: the sums, the vectors of a row of B and one number of A fill the registers.
@@ -70,15 +74,27 @@ inline void multiply_columns(
       rows - m, a.from_row(m), b, b_stride, c + m * c_stride, c_stride, inner);
 }
 
-// C [rows, columns] = (or with ADD +=) A [rows, inner] B [inner, columns], with columns a multiple of LANES
 template <bool ADD, class A>
-inline void multiply(
+inline void multiply_part(
     int64_t rows, int64_t columns, int64_t inner, A a, const float* b, int64_t b_stride, float* c, int64_t c_stride) {
   constexpr int64_t WIDTH = TILE_VECTORS * LANES;
   int64_t n = 0;
   for (; n + WIDTH <= columns; n += WIDTH)
     multiply_columns<TILE_VECTORS, ADD>(rows, inner, a, b + n, b_stride, c + n, c_stride);
   for (; n < columns; n += LANES) multiply_columns<1, ADD>(rows, inner, a, b + n, b_stride, c + n, c_stride);
+}
+
+// C [rows, columns] = (or with ADD +=) A [rows, inner] B [inner, columns], with columns a multiple of LANES. A part of B
+// stays in the first-level cache; more parts round less, too.
+template <bool ADD, class A>
+inline void multiply(
+    int64_t rows, int64_t columns, int64_t inner, A a, const float* b, int64_t b_stride, float* c, int64_t c_stride) {
+  constexpr int64_t PART = 64;
+  multiply_part<ADD>(rows, columns, std::min(PART, inner), a, b, b_stride, c, c_stride);
+  for (int64_t k = PART; k < inner; k += PART) {
+    const float* rest = b + k * b_stride;
+    multiply_part<true>(rows, columns, std::min(PART, inner - k), a.from_column(k), rest, b_stride, c, c_stride);
+  }
 }
 
 }  // namespace hf_qknorm

@@ -25,14 +25,6 @@ inline float largest_of(Vec x) {
   return largest;
 }
 
-inline float sum_of(Vec x) {
-  float numbers[LANES];
-  x.store(numbers);
-  float sum = 0;
-  for (float number : numbers) sum += number;
-  return sum;
-}
-
 inline Vec load_wide(const float* x) { return Vec::loadu(x); }
 
 inline Vec load_wide(const c10::BFloat16* x) {

@@ -1,0 +1,64 @@
+"""Whether the C++ kernels serve a call: by the variable HF_QKNORM_CPU, this machine, and the self-check."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hf_qknorm.ops.cpu import attention, build
+from hf_qknorm.ops.trust import first_use
+from hf_qknorm.ops.types import Heads, Options, Visible
+
+SWITCH: Final = "HF_QKNORM_CPU"
+
+
+def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
+    """The reason why the kernels do not serve a call, or None.
+
+    The first call of a machine compiles them, and the first call of each kind checks them; a trace does neither.
+
+    Raises RuntimeError if HF_QKNORM_CPU=1 demands kernels that can't be compiled or fail their check, and ValueError
+    for a switch that is neither 1 nor 0.
+    """
+    q = heads.q
+    traced = torch.compiler.is_compiling() or isinstance(q, FakeTensor)
+    reason = attention.why_not(heads, visible, options) or why_not_here(traced, torch.compiler.is_exporting())
+    if reason is not None:
+        return reason
+    reason = first_use.why_distrusted(heads, visible, options, "cpu")
+    return reason if reason is None else _refused(reason)
+
+
+def why_not_here(traced: bool = False, exported: bool = False) -> str | None:
+    """The reason why the kernels do not run in this process, or None. They are compiled if they were not before.
+
+    Nothing is compiled in a trace, nor in a daemon, such as a worker of a DataLoader: many start at once.
+    """
+    wanted = os.environ.get(SWITCH)
+    if wanted not in (None, "0", "1"):
+        raise ValueError(f"{SWITCH} must be 1 (demand the C++ kernels) or 0 (never use them), got {wanted!r}")
+    if wanted == "0":
+        return f"{SWITCH}=0 turns the C++ kernels off"
+    if exported:
+        return "an exported graph runs on machines without the C++ kernels, too"
+    many = multiprocessing.current_process().daemon
+    reason = build.why_not_ready() if traced or many else build.why_not_built()
+    return reason if reason is None else _refused(reason)
+
+
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
+why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _refused(reason: str) -> str:
+    """The same reason. Raises RuntimeError if the kernels are demanded."""
+    if os.environ.get(SWITCH) == "1":
+        raise RuntimeError(
+            f"{SWITCH}=1 demands the C++ kernels for attention on a CPU, which do not run here: {reason}. Remove the "
+            f"cause, or unset {SWITCH}, to compute attention in PyTorch"
+        )
+    return reason

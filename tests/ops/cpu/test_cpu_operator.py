@@ -1,0 +1,233 @@
+"""The operator `cpu_attention`: torch's checks, what it refuses, numbers that are not finite, and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cpu_cases import cpu_dropout, cpu_results
+from error_budget import assert_within_budget
+from memory import LargestStorage
+from operator_calls import call
+from random_qkv import make_qkv
+from tiled_cases import Case, draw_inputs, oracle_results
+from torch import Tensor
+from torch.library import opcheck
+
+from hf_qknorm.ops import reference
+from hf_qknorm.ops.cpu import attention as cpu
+from hf_qknorm.ops.cpu import kernels
+from hf_qknorm.ops.registration import flatten
+from hf_qknorm.ops.types import Heads, Norm, Options, Visible
+
+SINKS = torch.linspace(-1, 2, 4)
+RANGES = torch.tensor([[(max(t - 3 * b, 0), t + b) for t in range(9)] for b in range(2)], dtype=torch.int32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "capped": {"softcap": 5.0, "causal": True},
+    "window": {"softcap": 5.0, "causal": True, "window": 4},
+    "ranges": {"softcap": 5.0, "ranges": RANGES},
+    "sinks": {"softcap": 70.0, "sinks": SINKS, "causal": True},
+    "dropout": {"dropout": 0.25, "softcap": 5.0},
+}
+CAPPED = Options(0.25, 5.0, causal=True)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_operators_pass_torchs_opcheck(name: str) -> None:
+    q, k, v = make_qkv(2, 4, 2, 9, 9, 16)
+    options = dict(OPTIONS[name])
+    sinks = options.pop("sinks", None)
+    seed = torch.tensor([3]) if "dropout" in options else None
+    visible = Visible(options.pop("ranges", None), None if sinks is None else sinks.clone().requires_grad_(), seed)
+    values = flatten(Heads(q, k, v), visible, Options(**{"scale": 0.25, **options}))
+    opcheck(torch.ops.hf_qknorm.cpu_attention.default, cpu.CPU_ATTENTION.arguments(values))
+    values = {name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}
+    out, normaliser = cpu.CPU_ATTENTION(values)
+    values |= {"grad": torch.ones_like(out), "out": out, "normaliser": normaliser}
+    opcheck(
+        torch.ops.hf_qknorm.cpu_attention_backward.default,
+        cpu.CPU_ATTENTION_BACKWARD.arguments(values),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_a_compiled_function_is_the_plain_one() -> None:
+    def attend(x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (4, 16)).transpose(1, 2)
+        return cpu.attention(*call(q, q[:, ::2], q[:, 1::2], softcap=5.0, causal=True)).transpose(1, 2).sin()
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for length in (9, 30):
+        x = torch.randn(2, length, 64, requires_grad=True)
+        out, expected = compiled(x), attend(x)
+        assert torch.equal(out, expected)
+        assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)))
+
+
+def test_the_output_is_laid_out_for_the_output_projection() -> None:
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(2, 4, 2, 9, 9, 16))
+    out = cpu.attention(*call(q, k, v, softcap=5.0))
+    assert out.transpose(1, 2).is_contiguous()
+    assert torch.equal(out, cpu.attention(*call(q.contiguous(), k.contiguous(), v.contiguous(), softcap=5.0)))
+    gaps = (torch.stack([x, x], -1)[..., 0] for x in (q, k, v))
+    assert torch.equal(out, cpu.attention(*call(*gaps, softcap=5.0)))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = make_qkv(1, 4, 2, 9, 9, 16)
+    (dq,) = torch.autograd.grad(cpu.attention(*call(q, k, v)).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_forward_mode_is_refused() -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 9, 9, 16))
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: cpu.attention(*call(x, k, v)), (q,), (q,))
+
+
+REFUSED = [
+    ({"mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, r"the mask \[1, 1, 5, 5\] is an arbitrary one"),
+    ({"dtype": torch.float64}, "kernels take float32, bfloat16, float16, and the heads are float64"),
+    ({"head_dim": 257}, "a head_dim of up to 256, and it is 257"),
+    ({"q_norm": Norm("rms")}, "heads after norm and rotation"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_calls_that_it_does_not_take_are_refused(wrong: dict[str, Any], message: str) -> None:
+    head_dim, dtype = wrong.pop("head_dim", 8), wrong.pop("dtype", torch.float32)
+    arguments = call(*make_qkv(1, 2, 1, 5, 5, head_dim, dtype=dtype), **wrong)
+    assert cpu.why_not(*call(*make_qkv(1, 2, 1, 5, 5, 8))) is None
+    with pytest.raises(ValueError, match=rf"do not take this call: .*{message}"):
+        cpu.attention(*arguments)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_each_run_gives_the_same_bits(heads: int, threads: int) -> None:
+    """With few heads, threads share the keys of a head."""
+    case = Case(batch=1, heads=heads, heads_kv=heads, queries=1030, head_dim=4, causal=True, softcap=5.0, dropout=0.1)
+    inputs, before = draw_inputs(case, torch.float32), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        runs = [cpu_results(case, inputs) for _ in range(3)]
+        assert kernels._key_parts(inputs.q, inputs.k) == (1 if threads == 1 else 2)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(run[name], result) for run in runs[1:] for name, result in runs[0].items())
+    dropped = cpu_dropout(case, inputs)
+    assert dropped is not None
+    exact, eager = (
+        oracle_results(case, inputs.to(torch.float64), dropped.double()),
+        oracle_results(case, inputs, dropped),
+    )
+    for name, result in runs[0].items():
+        assert_within_budget(result, exact[name], eager[name], name)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("softcap", [None, 5.0, 70.0])
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_a_query_that_is_not_finite_changes_no_other_row(spread: float, softcap: float | None, bad: float) -> None:
+    case = Case(queries=40, head_dim=64, causal=True, softcap=softcap, spread=spread)
+    inputs = draw_inputs(case, torch.float32)
+    with torch.no_grad():
+        inputs.q[:, :, 17, 3] = bad
+    exact, eager, got = (
+        oracle_results(case, inputs.to(torch.float64)),
+        oracle_results(case, inputs),
+        cpu_results(case, inputs),
+    )
+    rows = torch.arange(40) != 17
+    for name in ("out", "dq"):
+        assert_within_budget(*(x[name][:, :, rows] for x in (got, exact, eager)), name)
+        assert got[name][:, :, 17].isnan().any() == exact[name][:, :, 17].isnan().any()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("softcap", [None, 5.0, 70.0])
+def test_logits_that_overflow(softcap: float | None, sign: float) -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 9, 9, 16))
+    q, k = torch.full_like(q, 1e30), torch.full_like(k, sign * 1e30)
+    out = cpu.attention(*call(q, k, v, softcap=softcap, causal=True))
+    exact = reference.attention(q, k, v, softcap=softcap, causal=True).out
+    torch.testing.assert_close(out, exact, equal_nan=True)
+
+
+EMPTY = [
+    Case(queries=0, keys=7),
+    Case(queries=5, keys=0, softcap=5.0, sinks=True),
+    Case(batch=0, queries=5),
+    Case(queries=5, ranges="nothing", sinks=True, dropout=0.5),
+]
+
+
+@pytest.mark.parametrize("case", EMPTY, ids=str)
+def test_queries_without_keys_give_zeros(case: Case) -> None:
+    inputs = draw_inputs(case, torch.float32)
+    for name, result in cpu_results(case, inputs).items():
+        assert not result.any(), name
+
+
+@pytest.mark.parametrize("sink", [-torch.inf, -1e30, 300.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_sinks_of_any_size(softcap: float | None, sink: float) -> None:
+    case = Case(queries=30, ranges="left_padding", sinks=True, softcap=softcap)
+    inputs = draw_inputs(case, torch.float32)
+    assert inputs.sinks is not None
+    with torch.no_grad():
+        inputs.sinks[1] = sink
+    exact = oracle_results(case, inputs.to(torch.float64))
+    got = cpu_results(case, inputs)
+    for name in ("out", "dq", "dsinks"):
+        torch.testing.assert_close(got[name].double(), exact[name], rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_ranges_out_of_bounds_end_at_the_last_key() -> None:
+    least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    rows = [(least, 3), (least, most), (-5, 10), (4, 4), (9, 2), (0, most), (25, 29), (29, most)]
+    case = Case(batch=1, queries=100, softcap=5.0)
+    ranges = torch.tensor([rows[i % len(rows)] for i in range(100)], dtype=torch.int32)[None]
+    inputs = replace(draw_inputs(case, torch.float32), ranges=ranges)
+    exact, eager = oracle_results(case, inputs.to(torch.float64)), oracle_results(case, inputs)
+    for name, result in cpu_results(case, inputs).items():
+        assert_within_budget(result, exact[name], eager[name], name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_larger_than_the_heads_is_allocated(dtype: torch.dtype) -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 8, 2, 512, 512, 16, dtype=dtype))
+    with torch.no_grad(), LargestStorage() as largest:
+        call_ = (Heads(q, k, v), Visible(), CAPPED)
+        out, normaliser = kernels.forward(*call_)
+        kernels.backward(out, *call_, out, normaliser)
+    assert largest.elements == q.numel()
+
+
+def test_uninitialised_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(queries=150, keys=90, causal=True, softcap=5.0, ranges="left_padding", head_dim=24)
+    inputs = draw_inputs(case, torch.bfloat16)
+    expected = cpu_results(case, inputs)
+    plain = Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kwargs: plain(*args, **kwargs).fill_(torch.nan))
+    for name, result in cpu_results(case, inputs).items():
+        assert torch.equal(result, expected[name]), name
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_keeps_the_mean(rate: float) -> None:
+    """With equal weights the sums of the factors come out."""
+    q, v = torch.zeros(1, 4, 64, 16), torch.ones(1, 4, 1000, 16)
+    visible = Visible(seed=torch.tensor([7]))
+    out, _ = kernels.forward(Heads(q, v, v), visible, Options(1.0, dropout=rate))
+    deviation = (rate / (1 - rate) / 1000 / out[..., 0].numel()) ** 0.5
+    assert float(out.mean()) == pytest.approx(1, abs=5 * deviation)
+    again, _ = kernels.forward(Heads(q, v, v), visible, Options(1.0, dropout=rate))
+    other, _ = kernels.forward(Heads(q, v, v), Visible(seed=torch.tensor([8])), Options(1.0, dropout=rate))
+    assert torch.equal(out, again)
+    assert not torch.equal(out, other)

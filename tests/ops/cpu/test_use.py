@@ -1,0 +1,221 @@
+"""When the C++ kernels serve a call, and when they are compiled."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from operator_calls import call
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_qknorm import doctor
+from hf_qknorm.backends import choice
+from hf_qknorm.ops import library
+from hf_qknorm.ops.cpu import attention, build, use
+from hf_qknorm.ops.error_budget import Verdict
+from hf_qknorm.ops.trust import first_use, self_check
+
+Q = torch.zeros(1, 2, 9, 16)
+MASK = torch.ones(1, 1, 9, 9, dtype=torch.bool)
+NONE = "no C++ compiler was found"
+CACHED = (build._load, build._why_impossible, build._compiler, build._command, build._digest, build.name)
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test is a new process, without the variable."""
+    monkeypatch.delenv(use.SWITCH, raising=False)
+    monkeypatch.setattr(first_use, "_reasons", {})
+    monkeypatch.setattr(first_use, "_absent", set())
+    first_use._warn.cache_clear()
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    """Forget what a process knows of compiler and library."""
+    for function in CACHED:
+        function.cache_clear()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """A machine without a library. Its compiler copies that of this machine, and leaves a line in `calls`."""
+    real = build._library()
+    calls, fault, compiler = tmp_path / "calls", tmp_path / "fault", tmp_path / "c++"
+    compiler.write_text(
+        f'#!/bin/sh\nif [ "$1" = --version ]; then echo 1; exit; fi\necho x >> {calls}\nsleep 0.2\n'
+        f'if [ -f {fault} ]; then . {fault}; fi\nfor last; do :; done\ncp {real} "$last"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: Path(path).stat())
+    forget()
+    return SimpleNamespace(fault=fault, count=lambda: len(calls.read_text()) // 2 if calls.exists() else 0)
+
+
+def test_a_cpu_takes_them():
+    chosen = choice.choose(*call(Q, Q, Q))
+    assert str(chosen) == "its C++ kernels"
+    assert chosen.operator is attention.attention
+
+
+@pytest.mark.parametrize("value", [None, "1"])
+@pytest.mark.parametrize(("heads", "options"), [(Q, {"mask": MASK}), (Q.double(), {})], ids=["mask", "fp64"])
+def test_calls_that_they_do_not_take_are_tiled(value, heads, options, monkeypatch):
+    if value is not None:
+        monkeypatch.setenv(use.SWITCH, value)
+    assert choice.choose(*call(heads, heads, heads, **options)).operator is library.attention
+
+
+def test_the_switch_turns_them_off(monkeypatch):
+    monkeypatch.setenv(use.SWITCH, "0")
+    chosen = choice.choose(*call(Q, Q, Q))
+    assert chosen.operator is library.attention
+    assert "HF_QKNORM_CPU=0" in str(chosen)
+    with pytest.raises(ValueError, match=r'"hf_qknorm_cpu" can\'t serve this call: HF_QKNORM_CPU=0.*set_attn'):
+        choice.cpp_attention(*call(Q, Q, Q))
+
+
+@pytest.mark.parametrize("value", ["", "2", "yes"])
+def test_another_value_of_the_switch_is_refused(value, monkeypatch):
+    monkeypatch.setenv(use.SWITCH, value)
+    with pytest.raises(ValueError, match=f"HF_QKNORM_CPU must be 1 .* or 0 .*, got {value!r}"):
+        choice.choose(*call(Q, Q, Q))
+
+
+def test_without_a_compiler_tiled_runs_unless_they_are_demanded(monkeypatch):
+    monkeypatch.setenv("CXX", "/no/compiler")
+    forget()
+    chosen = choice.choose(*call(Q, Q, Q))
+    assert chosen.operator is library.attention
+    assert NONE in str(chosen)
+    found = {finding.topic: finding for finding in doctor._attention(torch.device("cpu"))}
+    assert found["hf_qknorm_cpu"].level == "note"
+    assert NONE in found["hf_qknorm"].text
+    monkeypatch.setenv(use.SWITCH, "1")
+    with pytest.raises(RuntimeError, match=f"HF_QKNORM_CPU=1 demands.*{re.escape(NONE)}.*CXX.*unset HF_QKNORM_CPU"):
+        choice.choose(*call(Q, Q, Q))
+    (problem,) = doctor._attention(torch.device("cpu"))
+    assert problem.level == "problem"
+
+
+def test_a_failed_check_warns_with_figures_and_takes_tiled(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(first_use.verdict_files, "read", lambda *_: None)
+    monkeypatch.setattr(first_use.verdict_files, "write", lambda *_: None)
+    monkeypatch.setattr(self_check, "check", lambda *_: self_check.Finding("output", Verdict(0.05, 0.002)))
+    assert choice.choose(*call(Q, Q, Q)).operator is library.attention
+    (record,) = caplog.records
+    for part in ("the output has a relative error of 5.0e-02, and 2.0e-03 is allowed", '"hf_qknorm_cpu" refuses'):
+        assert part in record.getMessage()
+    with pytest.raises(ValueError, match="hf_qknorm_cpu.*5.0e-02"):
+        choice.cpp_attention(*call(Q, Q, Q))
+    monkeypatch.setenv(use.SWITCH, "1")
+    with pytest.raises(RuntimeError, match="demands.*5.0e-02"):
+        choice.choose(*call(Q, Q, Q))
+
+
+def test_the_check_finds_a_wrong_kernel(monkeypatch):
+    """As of a compiler that breaks the code: each path is compared with the specification."""
+    right = attention.attention
+    path = first_use.CodePath.of(first_use.fields(*call(Q, Q, Q, softcap=5.0, dropout=0.3), "cpu"))
+    assert self_check.check(path, torch.device("cpu")).verdict.passed
+    monkeypatch.setattr(attention, "attention", lambda *given: right(*given) * 1.001)
+    assert not self_check.check(path, torch.device("cpu")).verdict.passed
+
+
+@pytest.mark.parametrize("place", ["trace", "export", "daemon", "fake"])
+def test_nothing_is_compiled_in(place, machine, monkeypatch):
+    heads = Q
+    if place in ("trace", "export"):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        monkeypatch.setattr(torch.compiler, "is_exporting", lambda: place == "export")
+    elif place == "daemon":
+        monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(daemon=True))
+    else:
+        heads = FakeTensorMode().from_tensor(Q)
+    assert choice.choose(*call(heads, heads, heads)).operator is library.attention
+    assert machine.count() == 0
+
+
+def test_an_exported_graph_has_none(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert "exported" in str(choice.choose(*call(Q, Q, Q)))
+
+
+def test_two_builders_compile_once(machine):
+    results: list[Any] = []
+    threads = [Thread(target=lambda: results.append(build._load.__wrapped__())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [None] * 3
+    assert machine.count() == 1
+
+
+def test_a_failed_build_is_remembered_until_its_report_is_deleted(machine, caplog):
+    machine.fault.write_text("echo a line >&2; echo an error of the code >&2; echo more >&2; exit 1")
+    for _ in range(2):
+        reason = build.why_not_built()
+        assert reason is not None
+        assert f"failed with status 1: an error of the code. The whole report is in {build._report()}" in reason
+        assert "\n" not in reason
+        assert "more" in build._report().read_text()
+        assert reason == build.why_unavailable()
+        forget()
+    assert machine.count() == 1
+    machine.fault.unlink()
+    build._report().unlink()
+    assert build.why_not_built() is None
+    assert machine.count() == 2
+
+
+@pytest.mark.parametrize("fault", ["kill -9 $$", "echo fatal error: No space left on device >&2; exit 1"])
+def test_a_killed_build_is_tried_again(fault, machine):
+    machine.fault.write_text(fault)
+    assert "failed with status" in str(build.why_not_built())
+    machine.fault.unlink()
+    forget()
+    assert build.why_not_built() is None
+    assert machine.count() == 2
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied")])
+def test_a_folder_that_can_not_be_written_is_a_reason(error, machine, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(build, "replace_file", fail)
+    assert str(error) in str(choice.choose(*call(Q, Q, Q)))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    forget()
+    assert "Not a directory" in str(choice.choose(*call(Q, Q, Q)))
+
+
+def test_a_library_that_does_not_load_is_a_reason(machine, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(machine.fault.parent))
+    forget()
+    file = build._library()
+    file.parent.mkdir()
+    file.write_bytes(b"\x7fELF, cut off")
+    assert "OSError" in str(choice.choose(*call(Q, Q, Q)))
+
+
+def test_the_build_says_that_it_takes_time(machine, caplog):
+    caplog.set_level(logging.WARNING, "hf_qknorm")
+    assert build.why_not_built() is None
+    (record,) = caplog.records
+    assert "once, in less than a minute" in record.getMessage()
