@@ -21,7 +21,7 @@ from hf_qknorm.model.accelerate_hooks import set_module_class
 from hf_qknorm.model.additions import NORM_FIELDS, add_parameters, device_and_dtype
 from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.head_bias import HEAD_BIASES, HeadBias
-from hf_qknorm.model.kernel_attention import QKNormAttention
+from hf_qknorm.model.kernel_attention import QKNormAttention as QKNormAttention
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.plain_attention import PlainAttention, active_copy
 from hf_qknorm.scheme import SCHEMES, Scheme
