@@ -50,12 +50,16 @@ def call_operator(
     q, k, v = heads[:3]
     refuse_unsupported(kwargs)
     seen = structure(module, q, k, v, attention_mask, kwargs)
+    if seen.key is not k or seen.value is not v:
+        heads = heads._replace(k=seen.key, v=seen.value)
+    head_dim, width = q.shape[-1], v.shape[-1]
     out = operator(
-        _pad_to_widest(heads._replace(k=seen.key, v=seen.value)),
+        heads if head_dim == width else _pad_to_widest(heads),
         Visible(seen.ranges, s_aux, mask=seen.mask),
-        Options(q.shape[-1] ** -0.5 if scaling is None else scaling, softcap, seen.causal, seen.window, dropout),
+        Options(head_dim**-0.5 if scaling is None else scaling, softcap, seen.causal, seen.window, dropout),
     )
-    return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), None
+    out = out if out.shape[-1] == width else out[..., :width]
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _pad_to_widest(heads: Heads) -> Heads:
@@ -115,9 +119,7 @@ def structure(
     elif mask is not None:
         seen = Structure(key, value, mask[..., :keys], None, False, None)
     else:
-        if is_causal is None:  # both say so: sdpa reads the module alone, unlike some models' eager attention
-            is_causal = all(getattr(x, "is_causal", True) for x in (module, getattr(module, "config", None)))
-        causal = bool(is_causal)
+        causal = _is_causal(module) if is_causal is None else bool(is_causal)
         if causal and 1 < queries < keys:  # a static cache's first call: the rest of it is empty
             key, value = key[:, :, :queries], value[:, :, :queries]
         # Causal with one query too: a window looks back only. The window of an unpatched layer is in its masks.
@@ -126,6 +128,15 @@ def structure(
     if arguments.get("position_bias") is not None:
         return _biased(seen, queries, None if tokens is None else tokens[:, :keys], arguments["position_bias"])
     return seen if tokens is None else _without_gaps(seen, tokens[:, :keys])
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Whether module and config both say so: sdpa reads the module alone, unlike some models' eager attention."""
+    if not getattr(module, "is_causal", True):
+        return False
+    config = getattr(module, "config", None)
+    own = getattr(config, "__dict__", {})  # an attribute that a config lacks takes as long as a small operator
+    return bool(own["is_causal"] if "is_causal" in own else getattr(type(config), "is_causal", True))
 
 
 def _biased(seen: Structure, queries: int, tokens: Tensor | None, bias: Tensor) -> Structure:

@@ -7,6 +7,7 @@ for tests. Everywhere else it is tiled alone. A name that asks for kernels gets 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Final, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visib
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
 
+KERNELS_ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's, for tests
 EXPLICIT: Final = "hf_qknorm_triton"
 EXPLICIT_CPU: Final = "hf_qknorm_cpu"
 NOTHING, NO_OPTIONS = Visible(), Options(1.0)  # of norm and rotation

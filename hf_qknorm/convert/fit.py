@@ -159,7 +159,8 @@ def _step(optimizer: torch.optim.Optimizer, trained: list[_Trained], masters: li
     """Step the master weights by the parameters' gradients, and round them into the parameters."""
     for t, w in zip(trained, masters, strict=True):
         grad = t.parameter.grad
-        assert grad is not None
+        if grad is None:  # of unused norms: the cross-attention of a decoder alone
+            continue
         w.grad = (grad * t.mask).to(w.dtype)
         t.parameter.grad = None
     optimizer.step()

@@ -147,6 +147,8 @@ class ClosedFormGains:
         """Write a layer's gains; q's includes the change of the logits' scale, and the gain of keys without one."""
         norms = head_norms(layer)
         scaled = "q" if "q_norm" in norms else "k"
+        if not all(self.sums[name, x].sums[0].dim() for x in norms):  # unused: the cross-attention of a decoder alone
+            return
         for norm_name, norm in norms.items():
             if norm.weight is None:
                 continue

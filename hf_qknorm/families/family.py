@@ -44,7 +44,7 @@ class Family:
 
     `own_norms`: the model norms its queries and keys. `own_cap`: it caps its logits, by `attn_logit_softcapping`.
     `latent`: it caches a latent, and projects keys and values from it. `causal`: no token attends to later tokens.
-    For `own_norms` and `causal` a string names the switch in the model's config.
+    For `own_norms` and `causal` a string names the switch in the model's config; for `causal`, "!name" is its opposite.
     `slides` tells whether a layer attends through the config's sliding window.
     `unsupported` returns the reason why a model with a given config can't be patched, or None. Cross-attention is
     refused for every family.
@@ -69,7 +69,9 @@ class Family:
 
     def is_causal(self, config: Any) -> bool:
         """Whether no token attends to later tokens in a model with this config."""
-        return bool(getattr(config, self.causal)) if isinstance(self.causal, str) else self.causal
+        if isinstance(self.causal, str):
+            return bool(getattr(config, self.causal.lstrip("!"))) != self.causal.startswith("!")
+        return self.causal
 
     @property
     def has_window(self) -> bool:

@@ -9,9 +9,9 @@ _TYPES: Final[dict[str, str]] = {
     "an indexer selects the keys of each query, and needs the model's own attention functions": (
         "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text qwen4_exp_text"
     ),
-    "it is the decoder of an encoder-decoder, whose layers attend to an encoder too": (
-        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart "
-        "prophetnet trocr whisper"
+    "its decoder attends to several streams of future tokens at once": "prophetnet",
+    "its decoder takes several codebooks of sound at once, for which there is no test here": (
+        "musicgen musicgen_melody"
     ),
     "its attention module computes attention inline and calls no attention function": "big_bird xlm",
     "its attention adds a learned position bias, which other attention functions do not take": (

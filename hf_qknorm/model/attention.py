@@ -1,4 +1,4 @@
-"""`QKNormAttention`, the shared attention forward with its kernels, and its installation in a model."""
+"""The installation of `QKNormAttention` in a model, and its classes for each model type."""
 
 from __future__ import annotations
 
@@ -12,68 +12,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from hf_qknorm.backends import choice, functions
-from hf_qknorm.backends.caches import is_empty, static_layer
-from hf_qknorm.backends.calls import is_padded_ranges
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.model.accelerate_hooks import execution_device, set_module_class
 from hf_qknorm.model.config_checks import no_attention_error
-from hf_qknorm.model.knee_state_dict import KneeStateDict
-from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain, is_unhooked
+from hf_qknorm.model.kernel_attention import QKNormAttention, active_copy
+from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
 from hf_qknorm.model.plain_attention import PlainAttention
-from hf_qknorm.model.rotary import kernel_rotary
-from hf_qknorm.ops.types import Heads, Norm
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 # The scheme's norms in a layer, and the field of the scheme that each is for. Those of RoPE are for models in which the
 # parts of a head with and without RoPE are normed separately.
 NORM_FIELDS = {"q_norm": "q", "k_norm": "k", "v_norm": "v", "q_rope_norm": "q", "k_rope_norm": "k"}
-
-
-class QKNormAttention(KneeStateDict, PlainAttention):
-    """The shared attention forward, with norm, RoPE and attention in one kernel where the backend has it."""
-
-    def _norm_rotate_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.family.rope is None or not functions.takes_raw_heads(self, Heads(q, k, v), mask, options):
-            return super()._norm_rotate_attend(q, k, v, mask, positions, cache, options)
-        (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
-        rotary = kernel_rotary(positions, self.family.rope)
-        heads = Heads(q.to(v.dtype), k.to(v.dtype), v, q_norm, k_norm, rotary)  # a model's own norm may promote them
-        slot: Any = None if cache is None else self.family.style.slot(self, **options)
-        if self.scheme.length_scale is None and self._fits_one_kernel(heads, mask, cache, slot):
-            if cache is not None:
-                cache.update(choice.norm_rope_one(self, heads.k, k_norm, rotary), v, slot)
-            return functions.attend_raw(self, heads, mask, **options)
-        static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, heads.k)
-        observed = self.scheme.length_scale is not None or self.observers
-        if static is not None and not observed and functions.takes_step(heads.q, mask, options):
-            return functions.attend_step(self, heads, static, mask, **options)
-        q, k = choice.norm_rope(self, heads)
-        q = self._length_scaled(q, options)
-        if cache is not None:
-            k, v = cache.update(k, v, slot)
-        return self._call_backend(q, k, v, mask, options)
-
-    def _fits_one_kernel(self, heads: Heads, mask: Tensor | None, cache: Any, slot: Any) -> bool:
-        """Whether one kernel can norm, rotate and attend: there are no other keys, and no observer of the heads."""
-        reordered = mask is not None and is_padded_ranges(mask)  # keys move, after their rotation
-        padded = heads.v.shape[-1] > heads.k.shape[-1]  # a norm would see the padding
-        alone = cache is None or is_empty(cache, slot)
-        return alone and not padded and not reordered and not self.observers
-
-    def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
-        """x and the norm that the kernel applies to it; a norm of another class, or with hooks, is applied here."""
-        module: Any = self._modules.get(name)
-        norm = _active(module)
-        if type(norm) is HeadNorm and is_unhooked(norm) and is_unhooked(module):
-            return x, norm.as_norm()
-        return self.normed(name, x), Norm()
 
 
 @cache
@@ -184,7 +137,7 @@ def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
 
     Under PEFT's `modules_to_save` each is the active adapter's copy, or the original where none is active.
     """
-    modules = {name: _active(layer._modules.get(name)) for name in NORM_FIELDS}
+    modules = {name: active_copy(layer._modules.get(name)) for name in NORM_FIELDS}
     return {name: module for name, module in modules.items() if isinstance(module, HeadNorm)}
 
 
@@ -192,15 +145,6 @@ def norm_copies(layer: QKNormAttention) -> dict[str, list[HeadNorm]]:
     """The scheme's norms in the layer by name, each with the copies of PEFT's adapters."""
     modules = {name: layer.get_submodule(name).modules() for name in head_norms(layer)}
     return {name: [m for m in copies if isinstance(m, HeadNorm)] for name, copies in modules.items()}
-
-
-def _active(module: Any) -> nn.Module | None:
-    """The module, or the copy of it that PEFT's wrapper calls."""
-    copies = None if module is None else module._modules.get("modules_to_save")
-    if copies is None:
-        return module
-    active = [] if module.disable_adapters else module.active_adapters
-    return copies[active[0]] if active and active[0] in copies else module.original_module
 
 
 def start_blend(layer: QKNormAttention) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family
+from hf_qknorm.model.cross_attention import attend_across
 from hf_qknorm.model.length_scale import scaled_queries
 from hf_qknorm.scheme import Scheme
 
@@ -44,22 +45,26 @@ class PlainAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states `[B, T, C]` to `[B, T, C]` and the attention weights or None.
 
-        `layer_past` is GPT-NeoX's name for `past_key_values`. Other arguments are passed to the attention function.
+        `layer_past` is GPT-NeoX's name for `past_key_values`. With `key_value_states` `[B, S, C]`, of an encoder, it
+        is cross-attention. Other arguments are passed to the attention function.
         """
-        style = self.family.style
-        q, k, v, *rest = style.project(self, hidden_states)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if style.parts is None:
-            v = self.normed("v_norm", v)
+        style, states = self.family.style, kwargs.pop("key_value_states", None)
         cache = layer_past if past_key_values is None else past_key_values
-        if cache is not None:
-            cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
         kwargs["scaling"], kwargs["sliding_window"] = self.logit_scale, self.window
         kwargs["dropout"] = style.dropout(self) if self.training else 0.0
         if (softcap := self.softcap) is not None:
             kwargs["softcap"] = softcap
-        if hasattr(self, "sinks"):
+        if "sinks" in self._parameters or "sinks" in vars(self):  # hasattr takes as long as a small operator
             kwargs["s_aux"] = self.sinks
+        if states is not None:
+            out, weights = attend_across(self, hidden_states, states, attention_mask, cache, kwargs)
+            return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+        q, k, v, *rest = style.project(self, hidden_states)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if style.parts is None:
+            v = self.normed("v_norm", v)
+        if cache is not None:
+            cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
         positions = position_embeddings if style.rotates(self) else None
         out, weights = self._norm_rotate_attend(q, k, v, attention_mask, positions, cache, kwargs)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
@@ -73,11 +78,9 @@ class PlainAttention(nn.Module):
         Returns `[B, T, H, D]` and the attention weights or None.
         """
         style = self.family.style
-        if style.parts is None:
-            q, k = self.normed("q_norm", q), self.normed("k_norm", k)
+        q, k, v = self._norm_rotate(q, k, v, positions, cache, options)
         if style.prescaled:
-            q, options = q * self.logit_scale, options | {"scaling": 1.0}
-        q, k, v = style.rotate(self, q, k, v, positions, cache=cache, **options)
+            options = options | {"scaling": 1.0}
         q = self._length_scaled(q, options)
         if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
             q, k = q.to(v.dtype), k.to(v.dtype)
@@ -87,6 +90,17 @@ class PlainAttention(nn.Module):
             k, v = style.expand(self, k, v, **options)
             q, k = q.to(v.dtype), k.to(v.dtype)
         return self._call_backend(q, k, v, mask, options)
+
+    def _norm_rotate(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm and rotate q and k, by the norms' and the model's own functions."""
+        style = self.family.style
+        if style.parts is None:
+            q, k = self.normed("q_norm", q), self.normed("k_norm", k)
+        if style.prescaled:
+            q = q * self.logit_scale
+        return style.rotate(self, q, k, v, positions, cache=cache, **options)
 
     def _call_backend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]

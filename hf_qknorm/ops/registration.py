@@ -68,7 +68,7 @@ def call_of(values: Values) -> tuple[Heads, Visible, Options]:
 PLAIN: Final = frozenset((Tensor, nn.Parameter, int, float, bool, str, NoneType))  # types of arguments
 
 
-def _is_plain(arguments: tuple[Any, ...]) -> bool:
+def is_plain(arguments: tuple[Any, ...]) -> bool:
     """Whether a call needs nothing of torch's dispatcher, which takes longer than the rest of a call on the host.
 
     It does for gradients, graphs, modes, transforms of functions, subclasses of tensors, and tensors without memory.
@@ -104,7 +104,7 @@ class Operator:
 
     def __call__(self, values: Values) -> Any:
         arguments = self.arguments(values)
-        return self.direct(values) if _is_plain(arguments) else self.overload(*arguments)
+        return self.direct(values) if is_plain(arguments) else self.overload(*arguments)
 
     def arguments(self, values: Values) -> tuple[Any, ...]:
         """The values in the schema's order, without those of other fields."""

@@ -33,7 +33,7 @@ _ROOTS = (
     (_RUNTIME, "register"),
 )
 _REPLACED = {
-    ("hf_qknorm.model.attention", "QKNormAttention"): ("hf_qknorm.model.plain_attention", "PlainAttention"),
+    ("hf_qknorm.model.kernel_attention", "QKNormAttention"): ("hf_qknorm.model.plain_attention", "PlainAttention"),
     ("hf_qknorm.backends.functions", "CAP_BACKENDS"): (_RUNTIME, "CAP_BACKENDS"),
     ("hf_qknorm.model.accelerate_hooks", "execution_device"): (_RUNTIME, "execution_device"),
     ("hf_qknorm.model.accelerate_hooks", "set_module_class"): (_RUNTIME, "set_module_class"),

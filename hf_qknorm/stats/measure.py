@@ -154,6 +154,8 @@ def layer_reports(
     """The report of each layer: its statistics unpatched (if measured) and patched, its gains and its bound."""
     reports, bounds = {}, logit_bounds(model)
     for name, layer in patched_layers(model).items():
+        if name not in after:  # unused: the cross-attention of a decoder alone
+            continue
         norms, seen = head_norms(layer), after[name]
         sides = (("q", len(seen.rms_q)), ("k", len(seen.rms_k)))
         q, k = (_gain([norm for n, norm in norms.items() if NORM_FIELDS[n] == side], heads) for side, heads in sides)

@@ -40,10 +40,12 @@ class InputNorm:
 def input_norm(model: nn.Module, name: str, layer: Any, family: Family) -> InputNorm | None:
     """The norm in front of the attention layer `name`, if its result is the layer's input; else None.
 
-    None stands for a norm behind the layer before (BERT, OLMo 2), for a norm that a scheme removed, and for any in a
-    model that norms its queries and keys.
+    None stands for a norm behind the layer before (BERT, OLMo 2), for any in encoder-decoders and their decoders, for a
+    norm that a scheme removed, and for any in a model that norms its queries and keys.
     """
     if family.has_norms(getattr(layer, "config", None)):  # the lengths of the projections' outputs do not matter
+        return None
+    if family.style.project_across is not None:  # the norms of an encoder and of a decoder go by the same names
         return None
     path = name.rpartition(".")[0]
     owner: Any = model.get_submodule(path)

@@ -38,6 +38,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from hf_qknorm import patch_model
+from hf_qknorm.backends import choice
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.ops import fused_checks
 
@@ -64,8 +65,10 @@ class Launches:
         """A context in which kernels are compiled for Hopper, and not started."""
         active, load = driver._active, CompiledKernel._init_handles
         here, positions = fused_checks._why_not_here, fused_checks.check_positions
+        on_cpu = choice.KERNELS_ON_CPU
         driver.set_active(Target(HOPPER))
         CompiledKernel._init_handles = lambda kernel: self._load(kernel)
+        choice.KERNELS_ON_CPU = True
         fused_checks._why_not_here = lambda device: None
         fused_checks.check_positions = lambda positions, room: None  # a GPU's kernel checks them
         try:
@@ -73,6 +76,7 @@ class Launches:
         finally:
             driver._active, CompiledKernel._init_handles = active, load
             fused_checks._why_not_here, fused_checks.check_positions = here, positions
+            choice.KERNELS_ON_CPU = on_cpu
 
     def _load(self, kernel: CompiledKernel) -> None:
         """In the place of `CompiledKernel._init_handles`, which needs a GPU."""

@@ -164,15 +164,18 @@ def page(size: Size, results: list[Row], runs: Runs) -> str:
         rows.append([way, knees, f"{mean['rise']:+.4f} ({each})", f"{mean['kl']:.4f}", f"{mean['bound']:.0f}"])
     lines += table(["gains", "knee", "rise in loss", "KL", "bound"], rows, align="lrrrr")
     lines += [verdict(results), "", "Trained on at the high rate:\n"]
-    rows, plain = [], [row["arms"]["unpatched"]["loss"] for row in results]
+    rows, plain, verdicts = [], [row["arms"]["unpatched"]["loss"] for row in results], []
     for arm in ARMS:
         found = [row["arms"][arm] for row in results]
         each = ", ".join(f"{row['loss']:.3f}" for row in found)
-        apart = "" if arm == ARMS[0] else str(Difference.of([row["loss"] for row in found], plain))
+        apart = Difference.of([row["loss"] for row in found], plain)
         mean = {name: statistics.mean(row[name] for row in found) for name in ("loss", "logit")}
-        rows.append([arm, f"{mean['loss']:.3f} ({each})", apart, f"{mean['logit']:.1f}"])
+        is_base = arm == ARMS[0]
+        rows.append([arm, f"{mean['loss']:.3f} ({each})", "" if is_base else str(apart), f"{mean['logit']:.1f}"])
+        verdicts += [] if is_base else [f"{arm} {apart.verdict}"]
     head = ["arm", "held-out loss (of each seed)", "less that of the unpatched", "largest \\|logit\\|"]
-    return "\n".join([*lines, *table(head, rows, align="lrrr")]).rstrip() + "\n"
+    ending = f"By the rule, against the unpatched model: {'; '.join(verdicts)}."
+    return "\n".join([*lines, *table(head, rows, align="lrrr"), ending]) + "\n"
 
 
 def verdict(results: list[Row]) -> str:

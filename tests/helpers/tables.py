@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme
 from hf_qknorm.families import known_families
+from hf_qknorm.families.style import Style
 from hf_qknorm.model.norms import HeadNorm
 
 # Those that most tests run over. Every other family goes through tests/families/test_sweep.py alone.
@@ -44,11 +45,19 @@ def causal_families() -> list[str]:
 
 
 def swept(config: pytest.Config) -> list[str]:
-    """The model types that a sweep runs over: one of each style, or with `--all-families` all."""
+    """The model types that a sweep runs over: one of each style, or with `--all-families` all.
+
+    Of inline styles and those with cross-attention, it is one of each kind.
+    """
     known = causal_families()
     if config.getoption("--all-families"):
         return known
-    return list({FAMILIES[model_type].style: model_type for model_type in reversed(known)}.values())
+    return list({_kind(FAMILIES[model_type].style): model_type for model_type in reversed(known)}.values())
+
+
+def _kind(style: Style) -> Any:
+    across = style.project_across is not None
+    return (style.inline, style.bias is None, style.reads_masks, across) if style.inline or across else style
 
 
 def sharp_model(model_type: str, **settings: Any) -> PreTrainedModel:

@@ -66,12 +66,35 @@ _DELTA: Final[dict[str, Any]] = {
     "linear_num_value_heads": 4,
 }
 _DECODER: Final[dict[str, Any]] = {"is_decoder": True, "embedding_size": 32}
+_SEQ2SEQ: Final[dict[str, Any]] = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "init_std": 0.2,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+}
 _IMAGE: Final[dict[str, Any]] = {"image_size": 16, "patch_size": 4, "projection_dim": 32}
 _PARTIAL: Final[dict[str, Any]] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 }
 
 TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
+    "bart": _SEQ2SEQ,
+    "blenderbot": _SEQ2SEQ,
+    "blenderbot-small": _SEQ2SEQ,
+    "marian": _SEQ2SEQ,
+    "mbart": _SEQ2SEQ,
+    "mvp": _SEQ2SEQ,
+    "pegasus": _SEQ2SEQ,
+    "plbart": _SEQ2SEQ,
+    "bigbird_pegasus": _SEQ2SEQ,
+    "trocr": _SEQ2SEQ,
+    "whisper": {**_SEQ2SEQ, "max_target_positions": 128, "max_source_positions": 32, "num_mel_bins": 8},
     "afmoe": {**_EXPERTS, **_BOTH},
     "axk1": {**_EXPERTS, **_LATENT},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},

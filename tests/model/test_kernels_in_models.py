@@ -143,7 +143,8 @@ def test_calls_that_the_kernels_do_not_take_are_refused_with_the_reason() -> Non
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there the kernels run")
-def test_the_default_backend_never_interprets() -> None:
+def test_the_default_backend_never_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_QKNORM_CPU", "0")
     model = patched("llama", "qk_norm_cap")
     expected, got = (outputs(model, backend, "plain") for backend in ("hf_qknorm_tiled", "hf_qknorm"))
     assert all(torch.equal(got[name], value) for name, value in expected.items())

@@ -13,7 +13,7 @@ from tables import assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, LogitMonitor, QKClip, Scheme, calibrate, patch_model
+from hf_qknorm import FAMILIES, SCHEMES, LogitMonitor, QKClip, Scheme, calibrate, patch_model, set_blend
 from hf_qknorm.families import known_families
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.tensor_parallel import plan_norms
@@ -211,15 +211,32 @@ def tokens(seed: int) -> Tensor:
     return torch.randint(3, 64, (2, 48), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("method", ["moments", "fit"])
-def test_calibration_keeps_the_predictions(method):
-    model = patch_model(sharp_model("deepseek_v3"), "qk_norm")
+@pytest.mark.parametrize(
+    ("method", "scheme"),
+    [("moments", RMS), ("fit", RMS), ("moments", Scheme(q="rms", k="rms", scale=1.0))],
+    ids=["moments", "fit", "another scale"],
+)
+def test_calibration_keeps_the_predictions(method, scheme):
+    model = patch_model(sharp_model("deepseek_v3"), scheme)
     report = calibrate(model, [tokens(seed) for seed in range(12)], method, knee=4.0, steps=5)
     assert report.chosen.kl < 0.15 * report.ones.kl
     assert all(layer.bound is not None for layer in report.layers.values())
     gains = next(iter(report.layers.values())).gain_k
     assert len(gains) == 4
     assert len(set(gains)) == 1, "shared by the heads"
+
+
+@torch.no_grad()
+def test_a_blend_begins_at_the_unpatched_model():
+    """Both parts of the queries take on the scheme's scale at its end."""
+    model, batch = sharp_model("youtu"), make_batch("plain", labels=False)
+    before = model(**batch).logits
+    randomise(patch_model(model, Scheme(q="rms", k="rms", scale=0.5)))
+    whole = model(**batch).logits
+    set_blend(model, 0.0)
+    assert_near(model(**batch).logits, before, 1e-6)
+    set_blend(model, 1 - 1e-7)
+    assert_near(model(**batch).logits, whole, 1e-5)
 
 
 def test_a_fit_of_weights_is_refused():

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_qknorm.ops.checks import check_call, refuse_forward_mode
 from hf_qknorm.ops.cpu import kernels
 from hf_qknorm.ops.library import with_seed
-from hf_qknorm.ops.registration import HEADS, OPTIONS, VISIBLE, Operator, Values, call_of, flatten
+from hf_qknorm.ops.registration import HEADS, OPTIONS, VISIBLE, Operator, Values, call_of, flatten, is_plain
 from hf_qknorm.ops.types import Heads, Options, Visible, laid_out
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,9 +31,13 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     """
     if heads.raw:
         raise ValueError("the C++ kernels do not take this call: they take heads after norm and rotation")
-    values = flatten(heads, with_seed(visible, options, heads.q.device), options)
-    refuse_forward_mode(values.values())
-    return CPU_ATTENTION(values)[0]
+    visible = with_seed(visible, options, heads.q.device)
+    tensors = *heads[:3], *visible
+    refuse_forward_mode(tensors)
+    if is_plain(tensors):  # a step of generation: the operator's own fields would take as long as the kernel
+        _check(heads, visible, options)
+        return kernels.forward(heads, visible, options)[0]
+    return CPU_ATTENTION(flatten(heads, visible, options))[0]
 
 
 def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
@@ -57,11 +61,15 @@ def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
 
 def _checked(values: Values) -> tuple[Heads, Visible, Options]:
     call = call_of(values)
-    check_call(*call)
-    reason = None if values["q"].is_meta else why_not(*call)
+    _check(*call)
+    return call
+
+
+def _check(heads: Heads, visible: Visible, options: Options) -> None:
+    check_call(heads, visible, options)
+    reason = None if heads.q.is_meta else why_not(heads, visible, options)
     if reason is not None:
         raise ValueError(f"the C++ kernels do not take this call: {reason}. Use library.attention")
-    return call
 
 
 def _backward(

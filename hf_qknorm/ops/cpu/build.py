@@ -47,8 +47,7 @@ def why_unavailable() -> str | None:
     if reason is not None:
         return reason
     try:
-        report = _report()
-        return report.read_text(encoding="utf-8") if report.is_file() else None
+        return _reported() if _report().is_file() else None
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -71,6 +70,11 @@ def why_not_built() -> str | None:
 
 # What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
 why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_loaded() -> bool:
+    """Whether this process has loaded the kernels."""
+    return _load.cache_info().currsize > 0 and _load() is None
 
 
 def operators() -> Any:
@@ -110,7 +114,7 @@ def _command() -> list[str]:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-isystem", str(root / "include"), f"-L{root / 'lib'}"),
         *map(str, sorted(SOURCES.glob("*.cpp"))),
-        *("-ltorch_cpu", "-lc10"),  # not OpenMP, so that its functions come from the library that torch has loaded
+        *("-ltorch_cpu", "-lc10"),  # OpenMP, libgomp.so.1, is the one that torch has loaded, by its name
     ]
 
 
@@ -133,6 +137,11 @@ def _library() -> Path:
 
 def _report() -> Path:
     return folder() / f"{name()}.txt"
+
+
+def _reported() -> str:
+    """The reason in the report of a failure, which is its first line."""
+    return _report().read_text(encoding="utf-8").partition("\n")[0]
 
 
 @cache
@@ -158,18 +167,17 @@ def _build(library: Path) -> str | None:
         if library.is_file():
             return None
         if _report().is_file():
-            return _report().read_text(encoding="utf-8")
+            return _reported()
         logger.warning("Compiling the attention kernels for this CPU, once, in less than a minute: %s", library)
         command = [*_command(), f"-DHF_QKNORM_LIBRARY={name()}", "-o"]
         try:
             replace_file(library, lambda path: subprocess.run([*command, str(path)], check=True, **_CAPTURED))
         except subprocess.CalledProcessError as error:
-            reason = f"{command[0]} failed with status {error.returncode}"
-            if error.returncode < 0 or any(text in error.stderr for text in _PASSING):
-                reason = f"{reason}.\n{error.stderr}"
-            else:
-                reason = f"{reason}. Delete {_report()} to try again.\n{error.stderr}"
-                replace_text(_report(), reason)
+            lines = [line for line in error.stderr.splitlines() if "error" in line] or [error.stderr.strip()[-200:]]
+            reason = f"{command[0]} failed with status {error.returncode}: {lines[0]}"
+            if error.returncode > 0 and not any(text in error.stderr for text in _PASSING):
+                reason = f"{reason}. The whole report is in {_report()}: delete it to compile again"
+                replace_text(_report(), f"{reason}\n{error.stderr}")
             logger.warning("The attention kernels for this CPU are not available: %s", reason)
             return reason
         return None

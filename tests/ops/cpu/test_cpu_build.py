@@ -13,7 +13,7 @@ import torch
 
 from hf_qknorm.ops.cpu import build
 
-CACHED = (build._why_impossible, build._compiler, build._command, build._digest, build._load)
+CACHED = (build._why_impossible, build._compiler, build._command, build._digest, build.name, build._load)
 COMPILER = """#!/bin/sh
 echo "$@" >> {calls}
 case "$*" in *--version*) echo "{version}"; exit 0;; esac

@@ -92,7 +92,7 @@ def test_forward_mode_is_refused() -> None:
 
 REFUSED = [
     ({"mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, r"the mask \[1, 1, 5, 5\] is an arbitrary one"),
-    ({"dtype": torch.float64}, "they take float32, bfloat16, float16, and the heads are float64"),
+    ({"dtype": torch.float64}, "kernels take float32, bfloat16, float16, and the heads are float64"),
     ({"head_dim": 257}, "a head_dim of up to 256, and it is 257"),
     ({"q_norm": Norm("rms")}, "heads after norm and rotation"),
 ]
@@ -116,7 +116,7 @@ def test_each_run_gives_the_same_bits(heads: int, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         runs = [cpu_results(case, inputs) for _ in range(3)]
-        assert kernels._key_parts(inputs.q, inputs.k) == (2 if threads == 3 and heads == 2 else 1)
+        assert kernels._key_parts(inputs.q, inputs.k) == (1 if threads == 1 else 2)
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(run[name], result) for run in runs[1:] for name, result in runs[0].items())

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "attention.h"
+#include "norm_rope.h"
 
 namespace hf_qknorm {
 namespace {
@@ -44,6 +45,12 @@ void run_backward(const Tensor& q, const Tensor& k, const Tensor& v, const std::
             heads_of(dk), heads_of(dv), delta.data_ptr<float>()});
 }
 
+Tensor run_norm_rope(const Tensor& x, bool normed, bool centred, bool summed, const std::optional<Tensor>& gain,
+                     const std::optional<Tensor>& bias, double eps, const std::optional<Tensor>& cos,
+                     const std::optional<Tensor>& sin, bool interleaved) {
+  return norm_rope(x, {normed, centred, summed, eps}, gain, bias, cos, sin, interleaved);
+}
+
 #define HF_QKNORM_CALL                                                                                 \
   "Tensor q, Tensor k, Tensor v, Tensor? ranges, Tensor? sinks, Tensor? seed, float scale, float? cap, " \
   "bool causal, int? window, float dropout, "
@@ -53,11 +60,15 @@ TORCH_LIBRARY(HF_QKNORM_LIBRARY, library) {
   library.def("backward(" HF_QKNORM_CALL
               "Tensor grad, Tensor out, Tensor normaliser, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
               "Tensor(d!) delta) -> ()");
+  library.def(
+      "norm_rope(Tensor x, bool normed, bool centred, bool summed, Tensor? gain, Tensor? bias, float eps, Tensor? cos, "
+      "Tensor? sin, bool interleaved) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(HF_QKNORM_LIBRARY, CPU, library) {
   library.impl("forward", run_forward);
   library.impl("backward", run_backward);
+  library.impl("norm_rope", run_norm_rope);
 }
 
 }  // namespace

@@ -1,0 +1,69 @@
+"""Encoder-decoders, and their decoders alone: BART and its relatives, Whisper, TrOCR. No RoPE.
+
+An attention class serves the encoder, the decoder and the cross-attention between them; all of them are patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_qknorm.families.inline import Attended, heads
+from hf_qknorm.families.separate import output_out_proj, project
+from hf_qknorm.families.style import NO_POSITIONS, QKV, Style, split_heads
+
+
+def project_across(
+    module: Any, hidden_states: Tensor, states: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    q = split_heads(module, module.q_proj(hidden_states))
+    if states is None:
+        return q, None, None
+    return q, split_heads(module, module.k_proj(states)), split_heads(module, module.v_proj(states))
+
+
+def forward_by_role(shared: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Say what a mask of None stands for: the module's `is_causal` is absent or always False."""
+    return shared(*args, is_causal=module.is_decoder, **kwargs)
+
+
+def attend(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **options: Any
+) -> Attended:
+    """MVP and TrOCR: the module's own computation."""
+    batch, count, length = q.shape[:3]
+    q, k, v = (x.reshape(batch * count, -1, x.shape[-1]) for x in (q, k, v))
+    logits = torch.bmm(q, k.transpose(1, 2))
+    if mask is not None:
+        logits = (logits.view(batch, count, length, -1) + mask).flatten(0, 1)
+    weights = nn.functional.softmax(logits, dim=-1)
+    attended = torch.bmm(nn.functional.dropout(weights, p=dropout, training=module.training), v)
+    return attended.view(batch, count, length, -1).transpose(1, 2), weights.view(batch, count, length, -1)
+
+
+def unsupported_mvp(config: Any) -> str | None:
+    """Return the reason why a model with this config can't be patched, or None."""
+    return "use_prompt=True: its prompts are keys that no projection computes" if config.use_prompt else None
+
+
+def unsupported_bigbird(config: Any) -> str | None:
+    """Return the reason why a model with this config can't be patched, or None."""
+    return "is_encoder_decoder=True: its encoder selects blocks of keys" if config.is_encoder_decoder else None
+
+
+BART = Style(
+    project,
+    output_out_proj,
+    QKV,
+    project_across=project_across,
+    dropout=lambda module: module.dropout,
+    heads=heads,
+    no_length_scale=NO_POSITIONS,
+)
+BIGBIRD = replace(BART, forward=forward_by_role)
+WHISPER = replace(BART, prescaled=True, length=lambda module: module.config.max_target_positions)
+INLINE = replace(BART, forward=forward_by_role, inline=True, eager=lambda module: attend, prescaled=True)

@@ -1,0 +1,99 @@
+"""`QKNormAttention`: the shared attention forward with its kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_qknorm.backends import choice, functions
+from hf_qknorm.backends.caches import is_empty, static_layer
+from hf_qknorm.backends.calls import is_padded_ranges
+from hf_qknorm.model.knee_state_dict import KneeStateDict
+from hf_qknorm.model.norms import HeadNorm, is_unhooked
+from hf_qknorm.model.plain_attention import PlainAttention
+from hf_qknorm.model.rotary import kernel_rotary
+from hf_qknorm.ops.cpu import norm_rope
+from hf_qknorm.ops.types import Heads, Norm
+
+
+class QKNormAttention(KneeStateDict, PlainAttention):
+    """The shared attention forward, with norm, RoPE and attention in one kernel where the backend has it."""
+
+    def _norm_rotate_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        without_kernels = self.family.rope is None or (q.is_cpu and not choice.KERNELS_ON_CPU)
+        if without_kernels or not functions.takes_raw_heads(self, Heads(q, k, v), mask, options):
+            return super()._norm_rotate_attend(q, k, v, mask, positions, cache, options)
+        (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
+        rotary = kernel_rotary(positions, self.family.rope)
+        heads = Heads(q.to(v.dtype), k.to(v.dtype), v, q_norm, k_norm, rotary)  # a model's own norm may promote them
+        slot: Any = None if cache is None else self.family.style.slot(self, **options)
+        if self.scheme.length_scale is None and self._fits_one_kernel(heads, mask, cache, slot):
+            if cache is not None:
+                cache.update(choice.norm_rope_one(self, heads.k, k_norm, rotary), v, slot)
+            return functions.attend_raw(self, heads, mask, **options)
+        static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, heads.k)
+        observed = self.scheme.length_scale is not None or self.observers
+        if static is not None and not observed and functions.takes_step(heads.q, mask, options):
+            return functions.attend_step(self, heads, static, mask, **options)
+        q, k = choice.norm_rope(self, heads)
+        q = self._length_scaled(q, options)
+        if cache is not None:
+            k, v = cache.update(k, v, slot)
+        return self._call_backend(q, k, v, mask, options)
+
+    def _norm_rotate(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm and rotate q and k: for inference on a CPU in C++, if its kernels are there and there is a norm."""
+        norms = None if torch.is_grad_enabled() or not q.is_cpu else self._cpu_norms(q, k)
+        if norms is None:
+            return super()._norm_rotate(q, k, v, positions, cache, options)
+        rotary = kernel_rotary(positions, self.family.rope)
+        q, k = (norm_rope.norm_rope_one(x, norm, rotary) for x, norm in zip((q, k), norms, strict=True))
+        return q, k, v
+
+    def _cpu_norms(self, q: Tensor, k: Tensor) -> tuple[Norm, Norm] | None:
+        """The norms of q and k if the C++ kernels apply them, with RoPE; None if they do not, or if there are none."""
+        if "q_norm" not in self._modules and "k_norm" not in self._modules:
+            return None
+        if self.family.rope is None or self.family.style.prescaled or torch.compiler.is_compiling():
+            return None
+        q_norm, k_norm = self._kernel_norm("q_norm"), self._kernel_norm("k_norm")
+        if q_norm is None or k_norm is None or not norm_rope.serves(q, q_norm) or not norm_rope.serves(k, k_norm):
+            return None
+        return q_norm, k_norm
+
+    def _fits_one_kernel(self, heads: Heads, mask: Tensor | None, cache: Any, slot: Any) -> bool:
+        """Whether one kernel can norm, rotate and attend: there are no other keys, and no observer of the heads."""
+        reordered = mask is not None and is_padded_ranges(mask)  # keys move, after their rotation
+        padded = heads.v.shape[-1] > heads.k.shape[-1]  # a norm would see the padding
+        alone = cache is None or is_empty(cache, slot)
+        return alone and not padded and not reordered and not self.observers
+
+    def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
+        """x and the norm that the kernel applies to it; a norm that it can't apply is applied here."""
+        norm = self._kernel_norm(name)
+        return (self.normed(name, x), Norm()) if norm is None else (x, norm)
+
+    def _kernel_norm(self, name: str) -> Norm | None:
+        """The norm of that name, the identity if there is none; None for one of another class, or with hooks."""
+        module: Any = self._modules.get(name)
+        norm = active_copy(module)
+        if norm is None:
+            return Norm()
+        if type(norm) is HeadNorm and is_unhooked(norm) and is_unhooked(module):
+            return norm.as_norm()
+        return None
+
+
+def active_copy(module: Any) -> nn.Module | None:
+    """The module, or the copy of it that PEFT's wrapper calls."""
+    copies = None if module is None else module._modules.get("modules_to_save")
+    if copies is None:
+        return module
+    active = [] if module.disable_adapters else module.active_adapters
+    return copies[active[0]] if active and active[0] in copies else module.original_module

@@ -1,0 +1,22 @@
+// Norm and RoPE of heads.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace hf_qknorm {
+
+// A norm of rows y: of x, or of x minus its mean; divided by √(mean y² + eps), or by √D times that.
+struct NormKind {
+  bool normed, centred, summed;
+  double eps;
+};
+
+// x [B, H, T, D] after the norm with its gain and bias, and after the rotation by angles [B or 1, T, R/2] of columns i
+// and i + R/2, or 2i and 2i + 1 if interleaved; laid out as [B, T, H, D]. A row of zeros stays zero.
+at::Tensor norm_rope(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
+                     const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
+                     const std::optional<at::Tensor>& sin, bool interleaved);
+
+}  // namespace hf_qknorm

@@ -1,0 +1,273 @@
+"""Benchmark the C++ attention on the CPU: a cap against torch's SDPA without one, eager attention, tiled, and a model.
+
+    python recipes/benchmarks/bench_cpu.py --output recipes/results/cpu.md
+
+In each row the implementations take turns in one process. A ratio is the median of the ratios within the turns, with
+its quartiles, so that a slow moment of the machine is in both. The limits were set before the first run. Memory is the
+rise of the resident size of a fresh process over forward and backward, as in `bench_tiled.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import test_helpers_path  # noqa: F401
+import torch
+import torch.nn.functional as F
+from bench_tiled import busy_seconds, commit, cpu_name, forward_backward, neighbour, status_mib
+from error_budget import assert_within_budget
+from markdown_table import table
+from random_qkv import make_qkv
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_qknorm as qk
+from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.ops import library, reference
+from hf_qknorm.ops.cpu import attention as cpu
+from hf_qknorm.ops.types import Heads, Options, Visible
+
+HEADS, CAP = 8, 50.0
+CPP, SDPA, EAGER, TILED = "C++, cap", "SDPA, no cap", "eager, cap", "tiled, cap"
+PATCHED, PLAIN = "patched, norms and cap", "unpatched"
+MEMORY_LENGTH = 4096
+Times = dict[str, list[float]]
+
+
+class Row(NamedTuple):
+    """What is measured, and the largest C++ ÷ SDPA that is allowed."""
+
+    length: int
+    head_dim: int
+    dtype: torch.dtype
+    limit: float
+    names: tuple[str, ...] = (CPP, SDPA)
+    busy: bool = False
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.length:,} tokens, head_dim {self.head_dim}, {dtype}" + (", a busy core" if self.busy else "")
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+LIMITS = (
+    Row(512, 64, F32, 0.85),
+    Row(1024, 64, F32, 0.75, (CPP, SDPA, EAGER, TILED)),
+    Row(1024, 128, F32, 0.75),
+    Row(4096, 64, F32, 0.90, (CPP, SDPA, EAGER, TILED)),
+    Row(4096, 128, F32, 0.90),
+    Row(1024, 64, BF16, 1.00),
+    Row(4096, 64, BF16, 1.00),
+    Row(512, 64, F32, 0.85, busy=True),
+    Row(1024, 64, F32, 0.75, (CPP, SDPA, TILED), busy=True),
+)
+EAGER_LIMIT, MEMORY_LIMIT, STEP_LIMIT = 6.5, 1.10, 1.00
+
+
+def implementations(length: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """All causal; the plain one, with a cap, is that of Gemma 2 in transformers."""
+    hidden = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
+        return torch.matmul(torch.softmax(torch.tanh(logits / CAP) * CAP + hidden, dim=-1), v)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Heads, Visible, Options]:
+        return Heads(q, k, v), Visible(), Options(q.shape[-1] ** -0.5, CAP, causal=True)
+
+    return {
+        CPP: lambda q, k, v: cpu.attention(*call(q, k, v)),
+        SDPA: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        EAGER: eager,
+        TILED: lambda q, k, v: library.attention(*call(q, k, v)),
+    }
+
+
+def by_turns(runs: dict[str, Callable[[], object]], turns: int) -> Times:
+    """The milliseconds of each run, after two turns to warm up."""
+    times: Times = {name: [] for name in runs}
+    for turn in range(-2, turns):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if turn >= 0:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def attention_times(row: Row, turns: int) -> Times:
+    """Forward and backward of each implementation, after a check against the oracle."""
+    inputs = make_qkv(1, HEADS, HEADS, row.length, row.length, row.head_dim, dtype=row.dtype)
+    compared = implementations(row.length)
+    check(row, compared[CPP])
+    runs = {name: lambda name=name: forward_backward(compared[name], inputs) for name in row.names}
+    with neighbour() if row.busy else nullcontext():
+        return by_turns(runs, turns)
+
+
+def check(row: Row, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Raise AssertionError unless output and gradients are within the error budget, for 256 tokens."""
+    inputs = make_qkv(1, HEADS, HEADS, 256, 256, row.head_dim, dtype=row.dtype)
+
+    def results(attend: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        tensors = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        out = attend(*tensors)
+        return out.detach(), *torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.attention(q, k, v, softcap=CAP, causal=True).out
+
+    three = results(attend, row.dtype), results(oracle, torch.float64), results(oracle, row.dtype)
+    for name, *result in zip(("out", "dq", "dk", "dv"), *three, strict=True):
+        assert_within_budget(*result, name)
+
+
+def step_times(turns: int) -> Times:
+    """A training step of a Llama of 4 layers with 8 heads of 64, on 2 texts of 512 tokens."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=2048, attn_implementation="sdpa")
+    tokens = torch.randint(2048, (2, 512), generator=torch.Generator().manual_seed(0))
+    runs: dict[str, Callable[[], object]] = {}
+    for name in (PATCHED, PLAIN):
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(config)
+        if name == PATCHED:
+            qk.patch_model(model, "qk_norm_cap")
+        runs[name] = training_step(model.train(), tokens)
+    return by_turns(runs, turns)
+
+
+def training_step(model: Any, tokens: Tensor) -> Callable[[], object]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure_memory(name: str) -> None:
+    """Print the rise of the resident size over forward and backward in MiB; needs a process of its own."""
+    forward_backward(implementations(64)[name], make_qkv(1, HEADS, HEADS, 64, 64, 64))  # libraries are set up
+    inputs = make_qkv(1, HEADS, HEADS, MEMORY_LENGTH, MEMORY_LENGTH, 64)
+    attend = implementations(MEMORY_LENGTH)[name]
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again unseen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = status_mib("VmRSS")
+    forward_backward(attend, inputs)
+    print(status_mib("VmHWM") - before)
+
+
+def memory(name: str) -> float:
+    """The rise in MiB, from a fresh process."""
+    command = [sys.executable, __file__, "--memory-of", name, "--threads", str(torch.get_num_threads())]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def quartiles(times: list[float], others: list[float]) -> tuple[float, float, float]:
+    """The quartiles of the first over the second within the turns."""
+    ratios = [mine / other for mine, other in zip(times, others, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, median, high
+
+
+def milliseconds(times: list[float]) -> str:
+    return f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
+
+
+def ratio_cell(times: list[float], others: list[float]) -> str:
+    low, median, high = quartiles(times, others)
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+
+
+def verdict(value: float, limit: float, *, at_least: bool = False) -> str:
+    met = value >= limit if at_least else value <= limit
+    return f"{'≥' if at_least else '≤'} {limit:.2f}: {'met' if met else 'missed'}"
+
+
+def attention_tables(measured: dict[Row, Times]) -> list[str]:
+    head = ("forward + backward", f"{CPP}, ms", f"{SDPA}, ms", "C++ ÷ SDPA", "limit")
+    rows = []
+    for row, times in measured.items():
+        cells = milliseconds(times[CPP]), milliseconds(times[SDPA]), ratio_cell(times[CPP], times[SDPA])
+        rows.append((str(row), *cells, verdict(quartiles(times[CPP], times[SDPA])[1], row.limit)))
+    lines = table(head, rows)
+    head = ("forward + backward", "ms", "÷ C++", "limit")
+    rows = []
+    for row, times in measured.items():
+        for name in set(times) & {EAGER, TILED}:
+            eager = verdict(quartiles(times[name], times[CPP])[1], EAGER_LIMIT, at_least=True)
+            cells = milliseconds(times[name]), ratio_cell(times[name], times[CPP])
+            rows.append((f"{name}: {row}", *cells, eager if name == EAGER else ""))
+    return [*lines, *table(head, sorted(rows))]
+
+
+def report(args: argparse.Namespace, arguments: list[str]) -> str:
+    """Measure everything; return a Markdown page."""
+    (machine, own), start = busy_seconds(), time.perf_counter()
+    quiet = {row: attention_times(row, args.turns if row.length <= 1024 else 5) for row in LIMITS if not row.busy}
+    step = step_times(args.turns)
+    machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))
+    others = max(machine - own, 0) / (time.perf_counter() - start)
+    busy = {row: attention_times(row, args.turns) for row in LIMITS if row.busy}
+    mib = {name: memory(name) for name in (CPP, SDPA)}
+    lines = [
+        "# Attention on the CPU in C++",
+        "",
+        f"`python recipes/benchmarks/bench_cpu.py {' '.join(arguments)}`".rstrip(),
+        "",
+        f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {args.threads} threads of {os.cpu_count()} (other "
+        f"programs used {others:.2f} CPUs during the timings without a busy core), torch {torch.__version__}, Python "
+        f"{platform.python_version()}, commit {commit('hf_qknorm')}, {datetime.date.today()}.",
+        "",
+        f"Causal, batch 1, {HEADS} heads; a cap of {CAP:g} in all but SDPA, which has none. {args.turns} turns (5 for "
+        "4,096 tokens). Times are medians (fastest to slowest), ratios medians within the turns (quartiles). All are "
+        'within the error budget of the oracle. "A busy core": beside a process that computes without end.',
+        "",
+        *attention_tables(quiet | busy),
+    ]
+    cells = milliseconds(step[PATCHED]), milliseconds(step[PLAIN]), ratio_cell(step[PATCHED], step[PLAIN])
+    found = verdict(quartiles(step[PATCHED], step[PLAIN])[1], STEP_LIMIT)
+    head = ("training step", f"{PATCHED}, ms", f"{PLAIN}, ms", "patched ÷ unpatched", "limit")
+    lines += table(head, [("Llama, 4 layers, 2 × 512 tokens", *cells, found)])
+    rise = mib[CPP] / mib[SDPA]
+    cells = f"{mib[CPP]:.0f}", f"{mib[SDPA]:.0f}", f"{rise:.2f}"
+    head = ("extra memory, forward + backward", f"{CPP}, MiB", f"{SDPA}, MiB", "C++ ÷ SDPA", "limit")
+    lines += table(head, [(f"{MEMORY_LENGTH:,} tokens, head_dim 64, float32", *cells, verdict(rise, MEMORY_LIMIT))])
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the Markdown there as well")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.memory_of:
+        measure_memory(args.memory_of)
+        return
+    page = report(args, sys.argv[1:])
+    print(page)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(args.output, page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Encoder-decoders: encoder, decoder and cross-attention are patched alike; `pytest --all-families` runs all types."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from error_budget import error
+from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, sharp_model, step
+from tiny import tiny_config
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model, unpatch_model
+from hf_qknorm.families.style import split_heads
+from hf_qknorm.model.attention import patched_layers
+
+TOLERANCE = 1e-4
+FEW = ("bart", "whisper")
+MORE = ("mvp", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart")
+BACKENDS = ("hf_qknorm", "hf_qknorm_eager")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "model_type" in metafunc.fixturenames:
+        metafunc.parametrize("model_type", FEW + (MORE if metafunc.config.getoption("--all-families") else ()))
+
+
+def auto_of(model_type: str) -> Any:
+    return getattr(transformers, "AutoModelForSpeechSeq2Seq" if model_type == "whisper" else "AutoModelForSeq2SeqLM")
+
+
+def made(model_type: str) -> PreTrainedModel:
+    """A tiny model in eval mode whose attention logits spread over several nats, with no bias at zero."""
+    torch.manual_seed(0)
+    model = auto_of(model_type).from_config(tiny_config(model_type, attention_dropout=0.1, dropout_rate=0.1))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def batch_for(model_type: str, kind: str = "left", *, labels: bool = True) -> dict[str, Any]:
+    """A source, with padding or without, and a target of another length."""
+    batch = make_batch(kind, labels=False)
+    if model_type == "whisper":
+        batch = {"input_features": torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))}
+    target = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    return batch | ({"labels": target} if labels else {})
+
+
+@torch.no_grad()
+def generated(model: PreTrainedModel, batch: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 1} | options
+    out = transformers.GenerationMixin.generate(
+        model, **batch, **settings, return_dict_in_generate=True, output_logits=True
+    )
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_none_changes_nothing(model_type, backend):
+    original, patched = made(model_type), made(model_type)
+    if backend == "sdpa" and original.config._attn_implementation != "sdpa":
+        pytest.skip("it does not support sdpa")
+    for model in (original, patched):
+        if model.config._attn_implementation != backend:
+            model.set_attn_implementation(backend)
+    before = fingerprint(patched)
+    patch_model(patched, "none")
+    assert len(patched_layers(patched)) == 6, "two of the encoder, and twice two of the decoder"
+    for kind in ("plain", "left"):
+        batch = batch_for(model_type, kind)
+        expected = step(original, batch)
+        assert torch.isfinite(expected["loss"])
+        assert_identical(step(patched, batch), expected)
+        source = batch_for(model_type, kind, labels=False)
+        for actual, wanted in zip(generated(patched, source), generated(original, source), strict=True):
+            assert torch.equal(actual, wanted)
+    assert fingerprint(unpatch_model(patched)) == before
+    assert_identical(step(patched, batch_for(model_type)), step(original, batch_for(model_type)))
+
+
+def test_norm_and_cap(model_type, tmp_path):
+    """Every new parameter trains; it saves and loads, generates the same with a cache, and is unpatched."""
+    model, batch = made(model_type), batch_for(model_type)
+    before, expected = fingerprint(model), step(model, batch)
+    randomise(patch_model(model, replace(SCHEMES["qk_norm_cap"], softcap=2.0, knee=4.0)))
+    result = step(model, batch)
+    added = result.keys() - expected.keys()
+    assert len(added) == len([n for n, _ in model.named_parameters() if "q_norm" in n or "k_norm" in n])
+    assert all(result[name].abs().max() > 0 for name in added)
+    assert error(result["logits"], expected["logits"]) > 1e-3
+
+    source = batch_for(model_type, labels=False)
+    (tokens, logits), (tokens_uncached, logits_uncached) = (
+        generated(model, source, use_cache=x) for x in (True, False)
+    )
+    assert torch.equal(tokens, tokens_uncached)
+    assert_near(logits, logits_uncached, TOLERANCE)
+
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    again = auto_of(model_type).from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    with torch.no_grad():
+        assert_near(again(**batch).logits, model(**batch).logits, 1e-6)
+    assert fingerprint(unpatch_model(model)) == before
+    assert_identical(step(model, batch), expected)
+
+
+@torch.no_grad()
+def test_backends_agree(model_type):
+    model = made(model_type)
+    for kind in ("plain", "left"):
+        batch = batch_for(model_type, kind)
+        model.set_attn_implementation("eager")
+        expected = model(**batch).logits
+        patch_model(model, "none")
+        for backend in BACKENDS:
+            model.set_attn_implementation(backend)
+            assert_near(model(**batch).logits, expected, TOLERANCE, backend)
+        patch_model(unpatch_model(model), Scheme(softcap=0.5))
+        capped = model(**batch).logits
+        assert error(capped, expected) > 10 * TOLERANCE
+        for backend in ("eager", *BACKENDS):
+            model.set_attn_implementation(backend)
+            assert_near(model(**batch).logits, capped, TOLERANCE, f"capped {backend}")
+        unpatch_model(model)
+
+
+@torch.no_grad()
+def test_the_cache_holds_the_encoder_s_normed_keys(model_type):
+    model = randomise(patch_model(made(model_type), "qk_norm"))
+    source = batch_for(model_type, labels=False)
+    result = model(**source, decoder_input_ids=torch.arange(3, 8).expand(2, -1), use_cache=True)
+    states, cache = result.encoder_last_hidden_state, result.past_key_values.cross_attention_cache
+    across = [layer for name, layer in patched_layers(model).items() if "encoder_attn" in name or "EncDec" in name]
+    assert len(across) == 2
+    for index, layer in enumerate(across):
+        key = layer.get_submodule(FAMILIES[model_type].style.weights[1])(states)
+        assert_near(cache.layers[index].keys, layer.k_norm(split_heads(layer, key)).transpose(1, 2), 1e-6)
+
+
+@pytest.mark.parametrize("method", ["moments", "fit"])
+def test_a_decoder_alone_is_calibrated_without_its_cross_attention(method, tmp_path):
+    model = patch_model(sharp_model("bart"), "qk_norm")
+    report = calibrate(model, [torch.arange(3, 35)[None]] * 2, method=method, steps=2)
+    assert list(report.layers) == [f"model.decoder.layers.{i}.self_attn" for i in range(2)]
+    gains = {name: norm.weight for name, norm in model.named_modules() if name.endswith(("q_norm", "k_norm"))}
+    assert all(("self_attn" in name) == bool((gain != 1).any()) for name, gain in gains.items())
+
+
+def test_it_is_causal_as_a_decoder_alone(model_type):
+    family = FAMILIES[model_type]
+    assert not family.is_causal(made(model_type).config)
+    with pytest.raises(ValueError, match="its queries see all tokens"):
+        patch_model(made(model_type), Scheme(q="layer", k="layer", length_scale=64))
