@@ -79,11 +79,12 @@ def patch_model(
         backend = model.get_correct_attn_implementation(backend)
     causal = causality(model) if family.is_causal(model.config) else None
     base_backend = model.config._attn_implementation
-    config = patched_config(model.config, scheme)
-    if scheme.changes_nothing:
+    configs = [(owner, patched_config(owner.config, scheme)) for owner in _config_owners(model)]
+    for _, config in configs if scheme.changes_nothing else ():
         config.saves_as_base = True
     try:
-        _set_config(model, config)
+        for owner, config in configs:
+            _set_config(owner, config)
         use_derived_classes(model)
         install(model, family, scheme)
         plan_norms(model)
@@ -169,7 +170,8 @@ def _remove_scheme(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, QKNormModel):
             set_model_class(module, module.base_class)
-    _set_config(model, model.config.base())
+    for owner in _config_owners(model):
+        _set_config(owner, owner.config.base())
     backend = base_backend or model.get_correct_attn_implementation(None)
     if model._can_set_attn_implementation():
         model.set_attn_implementation(backend)
@@ -189,6 +191,15 @@ def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig
     patched.set_scheme(scheme)
     patched.architectures = derived_architectures(patched)
     return patched
+
+
+def _config_owners(model: PreTrainedModel) -> list[Any]:
+    """The model, and each model inside it that holds a copy of its config, as T5's encoder and decoder do."""
+    owners = {id(model.config): model}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and type(module.config) is type(model.config):
+            owners.setdefault(id(module.config), module)
+    return list(owners.values())
 
 
 def _set_config(model: PreTrainedModel, config: PretrainedConfig) -> None:

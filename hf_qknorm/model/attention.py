@@ -19,7 +19,8 @@ from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.model.accelerate_hooks import execution_device, set_module_class
 from hf_qknorm.model.config_checks import no_attention_error
-from hf_qknorm.model.kernel_attention import QKNormAttention, active_copy
+from hf_qknorm.model.kernel_attention import QKNormAttention as QKNormAttention
+from hf_qknorm.model.kernel_attention import active_copy
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
 from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.scheme import SCHEMES, Scheme
