@@ -33,7 +33,7 @@ def require_causal(config: Any) -> None:
     """Raise ValueError for a model with bidirectional attention, which next-token losses say nothing about."""
     if is_bidirectional(config):
         remedy = "calibrate(model, batches) with labels of masked tokens calibrates it in memory"
-        if not hasattr(config, "vocab_size"):
+        if not hasattr(config, "vocab_size") or config.is_encoder_decoder:
             remedy = "patch it with patch_model, and train it"
         raise ValueError(
             f"{config.model_type.removeprefix(TYPE_PREFIX)} has bidirectional attention and predicts no next token, "
