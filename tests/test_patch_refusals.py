@@ -16,9 +16,9 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
-    BloomConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    MambaConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -39,8 +39,8 @@ def refuse(model: Any, *args: Any, error: type[Exception] = ValueError, **kwargs
 
 
 def test_a_model_type_that_is_not_supported():
-    message = refuse(AutoModelForCausalLM.from_config(BloomConfig(**TINY)))
-    assert "bloom" in message
+    message = refuse(AutoModelForCausalLM.from_config(MambaConfig(**TINY)))
+    assert "mamba" in message
     assert all(model_type in message for model_type in FAMILIES)
 
 

@@ -34,6 +34,12 @@ def forward_inline(shared: Callable[..., Any], module: Any, *args: Any, **kwargs
     return shared(*args, is_causal=module.is_decoder, **kwargs)
 
 
+def unsupported_bigbird(config: Any) -> str | None:
+    """Return the reason why a model with this config can't be patched, or None."""
+    sparse = config.attention_type != "original_full"
+    return f'attention_type="{config.attention_type}": blocks of keys are selected for each query' if sparse else None
+
+
 def forward_roformer(
     shared: Callable[..., Any], module: Any, *args: Any, sinusoidal_pos: Tensor | None = None, **kwargs: Any
 ) -> Any:

@@ -1,4 +1,4 @@
-"""Models with learned positions in their input and none in attention: GPT-2, GPT-BigCode, OPT, BioGPT."""
+"""Models with learned positions in their input and none in attention: GPT-2, GPT-BigCode, OPT, BioGPT, CTRL."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_qknorm.families.fused import output_dense
 from hf_qknorm.families.separate import output_out_proj, project
 from hf_qknorm.families.style import NO_POSITIONS, QKV, Projected, Style, split_heads
 
@@ -41,6 +42,26 @@ def heads_bigcode(module: Any) -> tuple[int, int, int]:
     return module.num_heads, 1 if module.multi_query else module.num_heads, module.head_dim
 
 
+def project_ctrl(module: Any, hidden_states: Tensor) -> Projected:
+    return tuple(split_heads(module, getattr(module, name)(hidden_states)) for name in WEIGHTS_CTRL)
+
+
+def forward_ctrl(shared: Callable[..., Any], module: Any, v: Tensor, k: Tensor, q: Tensor, **kwargs: Any) -> Any:
+    """CTRL: its layers pass the same tensor three times."""
+    return shared(q, **kwargs)
+
+
+WEIGHTS_CTRL = ("Wq", "Wk", "Wv")
+CTRL = Style(
+    project_ctrl,
+    output_dense,
+    WEIGHTS_CTRL,
+    forward=forward_ctrl,
+    dropout=lambda module: 0.0,  # the model applies none
+    heads=lambda module: (module.num_heads, module.num_heads, module.head_dim),
+    length=lambda module: module.config.n_positions,
+    no_length_scale=NO_POSITIONS,
+)
 GPT2 = Style(project_gpt2, output, ("c_attn",), dropout=lambda module: module.attn_dropout.p, eager=eager_gpt2)
 OPT = Style(project, output_out_proj, QKV, dropout=lambda module: module.dropout, prescaled=True)
 BIOGPT = Style(project, output_out_proj, QKV, dropout=lambda module: module.dropout)

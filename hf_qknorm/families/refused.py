@@ -13,7 +13,7 @@ _TYPES: Final[dict[str, str]] = {
     "its decoder takes several codebooks of sound at once, for which there is no test here": (
         "musicgen musicgen_melody"
     ),
-    "its attention module computes attention inline and calls no attention function": "big_bird xlm",
+    "its attention module computes attention inline and calls no attention function": "xlm",
     "its attention adds a learned position bias, which other attention functions do not take": (
         "cpmant inkling2_text inkling_text"
     ),
@@ -26,7 +26,6 @@ _TYPES: Final[dict[str, str]] = {
         "gemma4_assistant gemma4_unified_assistant"
     ),
     "its attention is of several kinds: within patches of bytes, between them, and across": "blt",
-    "its attention module takes queries, keys and values as three inputs": "ctrl",
     "its keys are compressed, and selected by an indexer": "deepseek_v4",
     "each layer computes attention twice and takes the difference": "diffllama",
     "its attention has a learned mask, computed from the values": "doge",

@@ -64,7 +64,7 @@ DAMAGE = {
         lambda f: _edit(f / "config.json", quantization_config={}),
         r"config.json: this checkpoint is quantised",
     ),
-    "unsupported": (lambda f: _edit(f / "config.json", model_type="bloom"), r"model_type 'bloom' is not supported"),
+    "unsupported": (lambda f: _edit(f / "config.json", model_type="mamba"), r"model_type 'mamba' is not supported"),
 }
 
 

@@ -56,7 +56,7 @@ def batch_for(auto: str, model_type: str) -> dict[str, Any]:
     across = FAMILIES[model_type].style.project_across is not None
     if across and auto == "AutoModelForSequenceClassification":
         tokens["input_ids"][:, -1] = TINY["eos_token_id"]
-    if across and auto in ("AutoModel", "AutoModelForSeq2SeqLM"):
+    if across and auto in ("AutoModel", "AutoModelForPreTraining", "AutoModelForSeq2SeqLM"):
         tokens["decoder_input_ids"] = tokens["input_ids"][:, :9]
     if auto == "AutoModelForMultipleChoice":
         tokens = {name: value[None] for name, value in tokens.items()}

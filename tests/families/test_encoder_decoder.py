@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model, unpatch_model
-from hf_qknorm.families.style import split_heads
 from hf_qknorm.model.attention import patched_layers
 
 TOLERANCE = 1e-4
-FEW = ("bart", "whisper")
-MORE = ("mvp", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart")
+FEW = ("bart", "t5", "whisper")
+MORE = ("mvp", "blenderbot", "blenderbot-small", "marian", "mbart", "mt5", "pegasus", "plbart")
 BACKENDS = ("hf_qknorm", "hf_qknorm_eager")
 
 
@@ -142,7 +141,8 @@ def test_the_cache_holds_the_encoder_s_normed_keys(model_type):
     assert len(across) == 2
     for index, layer in enumerate(across):
         key = layer.get_submodule(FAMILIES[model_type].style.weights[1])(states)
-        assert_near(cache.layers[index].keys, layer.k_norm(split_heads(layer, key)).transpose(1, 2), 1e-6)
+        heads, _, width = FAMILIES[model_type].style.heads(layer)
+        assert_near(cache.layers[index].keys, layer.k_norm(key.view(2, -1, heads, width)).transpose(1, 2), 1e-6)
 
 
 @pytest.mark.parametrize("method", ["moments", "fit"])

@@ -78,6 +78,18 @@ _SEQ2SEQ: Final[dict[str, Any]] = {
     "decoder_start_token_id": 1,
     "forced_eos_token_id": None,
 }
+_T5: Final[dict[str, Any]] = {
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "relative_attention_max_distance": 16,
+    "relative_attention_num_buckets": 8,
+    "initializer_factor": 1.0,
+    "decoder_start_token_id": 0,
+}
 _IMAGE: Final[dict[str, Any]] = {"image_size": 16, "patch_size": 4, "projection_dim": 32}
 _PARTIAL: Final[dict[str, Any]] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -100,6 +112,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bert": _DECODER,
     "bert-generation": _DECODER,
+    "big_bird": {**_DECODER, "attention_type": "original_full", "use_bias": True},
     "bloom": {
         "seq_length": 128,
         "hidden_dropout": 0.1,
@@ -120,6 +133,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
             "full_attention": None,
         },
     },
+    "ctrl": {"dff": 96, "n_positions": 128},
     "cwm": _BOTH,
     "data2vec-text": _DECODER,
     "dbrx": {
@@ -213,6 +227,8 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "seed_oss": {"attention_dropout": 0.0},
     "siglip_text_model": {"projection_size": 32},
     "siglip_vision_model": _IMAGE,
+    "t5": _T5,
+    "mt5": _T5,
     "smollm3": {**_BOTH, "use_sliding_window": True, "no_rope_layers": [1, 0]},
     "solar_open": _EXPERTS,
     "stablelm": {**_PARTIAL, "qk_layernorm": False, "use_parallel_residual": False},

@@ -17,7 +17,7 @@ from hf_qknorm.training.head_weights import attention_head_weights, attention_la
 # without a norm before attention: those of BERT's kind are behind the layer before
 NONE = {
     "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roc_bert", "xlm-roberta",
-    "openai-gpt", "rembert", "roformer",
+    "big_bird", "openai-gpt", "rembert", "roformer",
     "xmod",
 }  # fmt: skip
 SCALED = {"falcon_h1", "longcat_flash"}  # multiply a norm's result by a constant
