@@ -26,10 +26,6 @@ inline float largest_of(Vec x) {
   return largest;
 }
 
-inline float sum_of(Vec x) {
-  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
-}
-
 inline Vec load_wide(const float* x) { return Vec::loadu(x); }
 
 inline Vec load_wide(const c10::BFloat16* x) {
