@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.model.accelerate_hooks import check_offload
-from hf_qknorm.model.attention import install, own_layers, patched_layers, uninstall
+from hf_qknorm.model.attention import head_biases, install, own_layers, patched_layers, uninstall
 from hf_qknorm.model.causality import causality, check_causality
 from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.configs import check_names, derived_architectures
@@ -45,8 +45,8 @@ def patch_model(
     New gains are 1: a pretrained model loses part of what it knew until `calibrate` fits them. With `pre_norm=False`
     the norm before attention is folded into the projections, which can't be undone.
 
-    `attn_implementation` selects the attention backend. Default: with a cap "hf_qknorm" ("eager" if
-    `config.output_attentions` asks for the weights), without a cap the model's own. `tower` names the part of a
+    `attn_implementation` selects the attention backend. Default: with a cap or learned sinks "hf_qknorm"
+    ("eager" if `config.output_attentions` asks for the weights), else the model's own. `tower` names the part of a
     multimodal model to patch, such as "vision_tower". Default: its text tower.
 
     `model.name_or_path` still names the tokenizer's checkpoint, but `from_pretrained` of a model returns a copy of the
@@ -68,14 +68,15 @@ def patch_model(
     scheme = scheme.resolve(family.norm)
     check_scheme(model.config.model_type, model.config, scheme)
     require_own_forward(model, family)
-    if scheme.norms:
+    if scheme.norms or scheme.learned:
         check_offload(model, own_layers(model, family))
     if not scheme.pre_norm:
         check_foldable(model, family)
-    backend = attn_implementation or (functions.cap_backend(model.config) if scheme.softcap is not None else None)
+    needed = scheme.softcap is not None or scheme.sinks is not None
+    default = functions.cap_backend(model.config) if needed else None
+    backend = attn_implementation or default
     if backend is not None:
-        if scheme.softcap is not None:
-            functions.check_cap_backend(backend, scheme.softcap)
+        functions.check_backend(backend, scheme.softcap, scheme.sinks)
         backend = model.get_correct_attn_implementation(backend)
     causal = causality(model) if family.is_causal(model.config) else None
     base_backend = model.config._attn_implementation
@@ -260,7 +261,8 @@ def _log(model: PreTrainedModel, scheme: Scheme) -> None:
     """Log what was added; as a warning for a pretrained model with new norms."""
     layers = patched_layers(model)
     norms = [module for module in model.modules() if isinstance(module, HeadNorm)]
-    added = sum(p.numel() for norm in norms for p in norm.parameters())
+    new = [module for layer in layers.values() for module in head_biases(layer).values()]
+    added = sum(p.numel() for module in (*norms, *new) for p in module.parameters())
     removed = sum(p.numel() for layer in layers.values() for norm in layer.removed_norm for p in norm.parameters())
     parameters = f"{added:,} parameters added" + (f" and {removed:,} removed" if removed else "")
     family = next(iter(layers.values())).family

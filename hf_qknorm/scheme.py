@@ -18,6 +18,10 @@ from hf_qknorm.files.formatting import shorten
 from hf_qknorm.ops.norms import NORMS
 
 GAINS: Final = ("shared", "per_head", "scalar", "none")
+WIDTHS: Final = ("head", "all")
+
+# Fields that are "learned" or None: each adds one number a head to every layer.
+LEARNED: Final = ("temperature", "sinks")
 
 # Gains with one entry per channel: a bias needs one of them.
 CHANNEL_GAINS: Final = ("shared", "per_head")
@@ -35,8 +39,11 @@ class Scheme:
 
     `q`, `k`, `v` are the norm over head_dim of each projection: "rms", "layer", "l2", "lp", "auto" (the norm that the
     model itself uses, resolved when a model is patched) or None. The norm is applied before RoPE and the KV cache.
-    `gain` is "shared" (`[D]`, as in Qwen3), "per_head" (`[H, D]`), "scalar" (one number per layer, held by the query
-    norm) or "none". `bias` adds a bias of the gain's shape; None means with LayerNorm only.
+    `width` is "head" (each head is normed by itself) or "all": one norm over all heads of a token, `[H·D]`, as in
+    OLMo 2 (arXiv 2501.00656). Queries, keys and values are still normed apart.
+    `gain` is "shared" (`[D]`, as in Qwen3; with width="all" `[H·D]`, as in OLMo 2), "per_head" (`[H, D]`), "scalar"
+    (one number per layer, held by the query norm) or "none". `bias` adds a bias of the gain's shape; None means with
+    LayerNorm only.
     `p` is the order of the "lp" norm.
     `scale` multiplies q·k; None means the model's own (1/√D for most).
     `softcap` c > 0 replaces each logit by c·tanh(logit/c), before mask and softmax; None means no cap.
@@ -50,6 +57,11 @@ class Scheme:
     so that L is the length a model was trained at. None means no factor. This is SSMax (Nakanishi 2025, arXiv
     2501.19399) with a fixed s = 1/log L for all heads. Padding at the left counts as tokens unless position_ids leave
     it out, as those of `generate` do.
+    `temperature` "learned" multiplies the queries of each head by exp(b), b a parameter `[H]` that starts at 0. This is
+    the logit scale of Swin v2 (Liu et al. 2021, arXiv 2111.09883, eq. 2), relative to the model's own scale.
+    `sinks` "learned" gives each head one more logit without a key or value, a parameter `[H]`, as in gpt-oss (arXiv
+    2508.10925): attention that goes there goes to no token. It starts at −10, where it takes next to
+    nothing.
 
     Raises ValueError, naming the field, for a value or combination that is not possible.
 
@@ -72,12 +84,20 @@ class Scheme:
     eps: float = 1e-6
     knee: float = 0.0
     length_scale: int | None = None
+    width: str = "head"
+    temperature: str | None = None
+    sinks: str | None = None
 
     def __post_init__(self) -> None:
         named, ordered = (*NORMS, "auto"), tuple(name for name, kind in NORMS.items() if kind.any_order)
         for name in ("q", "k", "v"):
             self._require(name, getattr(self, name) in (*named, None), f"one of {_listed(named)} or None")
         self._require("gain", self.gain in GAINS, f"one of {_listed(GAINS)}")
+        self._require("width", self.width in WIDTHS, f"one of {_listed(WIDTHS)}")
+        for name in LEARNED:
+            self._require(name, getattr(self, name) in ("learned", None), '"learned" or None')
+        expected = "None with a length scale, which multiplies the first query by log 1 = 0, while it sees the sink too"
+        self._require("sinks", self.sinks is None or self.length_scale is None, expected)
         self._require("bias", self.bias is None or isinstance(self.bias, bool), "True, False or None")
         self._require("pre_norm", isinstance(self.pre_norm, bool), "True or False")
         self._require("p", _is_finite(self.p) and self.p >= 1, "a finite number ≥ 1 (below 1 it is no norm)")
@@ -96,6 +116,12 @@ class Scheme:
         self._require("p", self.p == 2 or not {*ordered}.isdisjoint(self.norms), expected)
         expected = f"a norm on q, k or v, and gain {_listed(CHANNEL_GAINS)}: a bias has the gain's shape"
         self._require("bias", not self.bias or (bool(self.norms) and self.gain in CHANNEL_GAINS), expected)
+        averaged = tuple(name for name, kind in NORMS.items() if not kind.summed)
+        expected = f'"head" unless the norms of q, k and v are {_listed(averaged)}: one that gives length 1 is per head'
+        together = bool(self.norms) and {*self.norms} <= {*averaged, "auto"}
+        self._require("width", self.width == "head" or together, expected)
+        expected = 'another gain with width="all", whose gain "shared" has one entry for each channel of every head'
+        self._require("gain", self.width == "head" or self.gain != "per_head", expected)
         expected = "True unless q, k and v are all normed: their norms then remove the scale"
         self._require("pre_norm", self.pre_norm or None not in (self.q, self.k, self.v), expected)
         expected = "0 unless q, k or v is normed and pre_norm is True: a norm with a knee keeps part of the scale"
@@ -111,9 +137,14 @@ class Scheme:
         return tuple(norm for norm in (self.q, self.k, self.v) if norm is not None)
 
     @property
+    def learned(self) -> tuple[str, ...]:
+        """The fields of `LEARNED` that are set."""
+        return tuple(name for name in LEARNED if getattr(self, name) is not None)
+
+    @property
     def changes_nothing(self) -> bool:
         """Whether attention is the model's own, as with "none"."""
-        return not self.norms and self.scale is self.softcap is self.length_scale is None
+        return not (self.norms or self.learned) and self.scale is self.softcap is self.length_scale is None
 
     def resolve(self, norm: str) -> Scheme:
         """Return the scheme with "auto" replaced by `norm`, the norm that the model itself uses."""
@@ -125,8 +156,9 @@ class Scheme:
         return NORMS[norm].biased and self.gain in CHANNEL_GAINS if self.bias is None else self.bias
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scheme as JSON-ready data. Without a knee and a length scale it has the fields of version 0.1."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name in STORED or value}
+        """Return the scheme as JSON-ready data: the fields of version 0.1, and later ones but for defaults."""
+        default = vars(Scheme())
+        return {name: value for name, value in vars(self).items() if name in STORED or value != default[name]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Scheme:

@@ -61,4 +61,4 @@ def test_an_installed_wheel_renders_a_card(wheel, tmp_path):
     )
     file, entries = child(script, home=tmp_path).splitlines()
     assert file == f"{tmp_path / 'site/hf_qknorm/__init__.py'} card.md.jinja"
-    assert entries == "@misc @inproceedings @misc @misc @misc @misc"
+    assert entries == "@misc @inproceedings @misc @misc @misc @misc @inproceedings @misc @misc"

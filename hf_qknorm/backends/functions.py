@@ -21,6 +21,7 @@ from hf_qknorm.backends.calls import Operator, call_operator, is_ranges, refuse_
 from hf_qknorm.backends.masks import structured_mask
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.types import Heads, Options, StaticCache, Visible
+from hf_qknorm.scheme import Scheme
 
 CAP_BACKENDS: Final = (
     "hf_qknorm",
@@ -36,12 +37,17 @@ CAP_BACKENDS: Final = (
 )
 # Those that add a position bias to the logits.
 BIAS_BACKENDS: Final = ("eager", "sdpa", "hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager")
+# Those that apply learned sinks; `flex_attention` on a GPU alone.
+SINK_BACKENDS: Final = (*(name for name in CAP_BACKENDS if name.startswith("hf_qknorm")), "eager", "flex_attention")
 # Servers replace the attention function and read the cap from config.attn_logit_softcapping themselves.
 SERVER_BACKENDS: Final = ("vllm", "sglang")
 
 
 def cap_backend(config: Any) -> str:
-    """The default backend of a capped model; transformers takes "eager" alone for a config with attention weights."""
+    """The default backend of a cap or of learned sinks.
+
+    transformers takes "eager" alone for a config with attention weights.
+    """
     return "eager" if config.output_attentions else "hf_qknorm"
 
 
@@ -69,16 +75,27 @@ def check_bias_backend(name: str) -> None:
         )
 
 
-def attention_function(
-    module: nn.Module, softcap: float | None, eager: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function of the module's config; `softcap` is the scheme's, `eager` the model's eager function.
-
-    The models' eager functions have no cap: a capped scheme replaces them.
-    """
-    name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
+def check_backend(name: str, softcap: float | None, sinks: str | None) -> None:
+    """Raise ValueError if the backend `name` would drop the cap or the learned sinks of a scheme."""
     if softcap is not None:
         check_cap_backend(name, softcap)
+    if sinks is not None and name not in SINK_BACKENDS:
+        raise ValueError(
+            f"attn_implementation={name!r} would drop the learned sinks (sinks={sinks!r}). Backends that apply them: "
+            f"{', '.join(SINK_BACKENDS)}"
+        )
+
+
+def attention_function(
+    module: nn.Module, scheme: Scheme, eager: Callable[..., Any]
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function of the module's config; `eager` is the model's eager function.
+
+    The models' eager functions have no cap and no sinks: a scheme with either replaces them.
+    """
+    name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
+    check_backend(name, scheme.softcap, scheme.sinks)
+    if scheme.softcap is not None or scheme.sinks is not None:
         eager = eager_attention
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 

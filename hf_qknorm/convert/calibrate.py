@@ -235,7 +235,7 @@ def _check_labels(model: Any, batches: Batches) -> None:
 
 def _check_supported(model: Any, method: str, knee: Knee) -> None:
     """Raise ValueError for a model that can't be calibrated by this method with this knee."""
-    if model.main_input_name != "input_ids":  # an encoder of images
+    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:  # no encoder of text
         require_causal(model.config)
     if model.config.qk_norm_blend is not None:
         raise ValueError("this model is in a blend: calibrate it before the blend, or call set_blend(model, 1) first")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.model.accelerate_hooks import input_device
-from hf_qknorm.model.attention import NORM_FIELDS, QKNormAttention, as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.additions import NORM_FIELDS
+from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.fold import set_spread
 from hf_qknorm.model.knees import apply_knee, centred_and_size
 from hf_qknorm.model.norms import HeadNorm
@@ -62,7 +63,8 @@ class NormSums:
         self.sums = [torch.zeros((), dtype=torch.float64)] * 5
 
     def add(self, x: Tensor) -> None:
-        """Add the vectors x `[N, H, D]`."""
+        """Add heads `[N, H, D]`; a norm over all heads sums over the vectors `[N, 1, H·D]`."""
+        x = self.norm.vectors(x)
         x = x.float() if x.device.type == "mps" else x.double()
         y, size = centred_and_size(self.norm, x)
         self.power.add(size)

@@ -98,11 +98,18 @@ class Family:
                 f"norms the parts of each head with and without RoPE separately: got the scheme {scheme}, whose one "
                 'gain a layer can\'t weigh them against each other. Take gain="shared" or "per_head", as in qk_norm'
             )
+        if scheme.width == "all" and self.latent:
+            return (
+                f"norms the parts of each head with and without RoPE separately: got the scheme {scheme}, and a norm "
+                'over all heads is not supported there. Take width="head"'
+            )
         if not scheme.pre_norm and self.latent:
             return (
                 f"projects to latents that have norms of their own: got the scheme {scheme}, and folding the norm "
                 "before attention (pre_norm=False) into these projections is not supported. Take pre_norm=True"
             )
+        if scheme.sinks is not None and self.style.has_sinks:
+            return f"has attention sinks of its own, and keeps them: got the scheme {scheme}. Take sinks=None"
         if scheme.length_scale is not None and (reason := self._no_length_scale(config)):
             return f"can't have length_scale={scheme.length_scale}: {reason}"
         if not scheme.pre_norm and not self.pre_norm:

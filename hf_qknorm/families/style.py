@@ -117,6 +117,11 @@ class Style:
     prescaled: bool = False
     interleaved: Callable[[Any], bool | None] = lambda module: False
 
+    @property
+    def has_sinks(self) -> bool:
+        """Whether the model has attention sinks of its own."""
+        return self.no_length_scale == SINKS
+
     def norm_sizes(self, module: Any) -> dict[str, tuple[int, int]]:
         """The heads and the width that each norm of a scheme takes, by the norm's name in the module."""
         heads, heads_kv, head_dim = self.heads(module)

@@ -17,16 +17,14 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
-from hf_qknorm.model.accelerate_hooks import execution_device, set_module_class
+from hf_qknorm.model.accelerate_hooks import set_module_class
+from hf_qknorm.model.additions import NORM_FIELDS, add_parameters, device_and_dtype
 from hf_qknorm.model.config_checks import no_attention_error
-from hf_qknorm.model.kernel_attention import QKNormAttention, active_copy
-from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
-from hf_qknorm.model.plain_attention import PlainAttention
+from hf_qknorm.model.head_bias import HEAD_BIASES, HeadBias
+from hf_qknorm.model.kernel_attention import QKNormAttention as QKNormAttention
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.model.plain_attention import PlainAttention, active_copy
 from hf_qknorm.scheme import SCHEMES, Scheme
-
-# The scheme's norms in a layer, and the field of the scheme that each is for. Those of RoPE are for models in which the
-# parts of a head with and without RoPE are normed separately.
-NORM_FIELDS = {"q_norm": "q", "k_norm": "k", "v_norm": "v", "q_rope_norm": "q", "k_rope_norm": "k"}
 
 
 @cache
@@ -106,7 +104,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
         if not hasattr(module, "config"):  # the attention function is chosen by it
             module.config, module.config_lent = model.config, True
         module.scheme = scheme
-        _add_norms(module, scheme)
+        add_parameters(module, scheme)
         if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):
             start_blend(module)
         if not scheme.pre_norm:
@@ -120,8 +118,8 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
 def uninstall(model: nn.Module) -> None:
     """Undo `install`, in place."""
     for name, module in patched_layers(model).items():
-        for norm in head_norms(module):
-            delattr(module, norm)
+        for added in (*head_norms(module), *head_biases(module)):
+            delattr(module, added)
         vars(module).pop("blending", None)
         if module.removed_norm:
             setattr(_parent(model, name), module.family.pre_norm, _removed_norm(module))
@@ -139,6 +137,12 @@ def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
     """
     modules = {name: active_copy(layer._modules.get(name)) for name in NORM_FIELDS}
     return {name: module for name, module in modules.items() if isinstance(module, HeadNorm)}
+
+
+def head_biases(layer: QKNormAttention) -> dict[str, HeadBias]:
+    """The scheme's learned numbers of heads in the layer by name; under PEFT as with `head_norms`."""
+    modules = {name: active_copy(layer._modules.get(name)) for name in HEAD_BIASES}
+    return {name: module for name, module in modules.items() if isinstance(module, HeadBias)}
 
 
 def norm_copies(layer: QKNormAttention) -> dict[str, list[HeadNorm]]:
@@ -215,28 +219,3 @@ def _removed_norm(layer: QKNormAttention) -> nn.Module:
     """The norm that the scheme removed, on the layer's device: it is no submodule, so that `to` does not move it."""
     weight = next(layer.parameters())
     return layer.removed_norm[0] if weight.is_meta else layer.removed_norm[0].to(weight.device, weight.dtype)
-
-
-def _add_norms(module: QKNormAttention, scheme: Scheme) -> None:
-    if not scheme.norms:
-        return
-    style, (device, dtype) = module.family.style, device_and_dtype(module)
-    for name, (heads, width) in style.norm_sizes(module).items():
-        field = NORM_FIELDS[name]
-        norm = getattr(scheme, field)
-        if norm is None:
-            continue
-        gain, initial_gain = True, 1.0
-        if scheme.gain == "scalar" and field != "v":  # one g a layer: the queries' norm holds it, if they have one
-            gain = field == "q" or scheme.q is None
-            initial_gain = initial_scalar_gain(scheme, norm, style.length(module), width, module.logit_scale)
-        new = HeadNorm(norm, scheme, heads, width, gain=gain, initial_gain=initial_gain, device=device, dtype=dtype)
-        setattr(module, name, new)
-
-
-def device_and_dtype(module: QKNormAttention) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype for new parameters: the projections', or the device on which a hook runs offloaded ones."""
-    projection = module.get_submodule(module.family.style.weights[0])
-    weight = next(projection.parameters())
-    device = execution_device(projection, module) if weight.is_meta else None
-    return device or weight.device, weight.dtype

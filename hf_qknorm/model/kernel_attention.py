@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_qknorm.backends import choice, functions
 from hf_qknorm.backends.caches import is_empty, static_layer
 from hf_qknorm.backends.calls import is_padded_ranges
+from hf_qknorm.model.head_bias import scaled_norm
 from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, is_unhooked
-from hf_qknorm.model.plain_attention import PlainAttention
+from hf_qknorm.model.plain_attention import PlainAttention, active_copy
 from hf_qknorm.model.rotary import kernel_rotary
 from hf_qknorm.ops.cpu import norm_rope
 from hf_qknorm.ops.types import Heads, Norm
@@ -27,7 +28,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         without_kernels = self.family.rope is None or (q.is_cpu and not choice.KERNELS_ON_CPU)
         if without_kernels or not functions.takes_raw_heads(self, Heads(q, k, v), mask, options):
             return super()._norm_rotate_attend(q, k, v, mask, positions, cache, options)
-        (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
+        (q, q_norm), (k, k_norm) = self._queries_for_kernels(q), self._for_kernels("k_norm", k)
         rotary = kernel_rotary(positions, self.family.rope)
         heads = Heads(q.to(v.dtype), k.to(v.dtype), v, q_norm, k_norm, rotary)  # a model's own norm may promote them
         slot: Any = None if cache is None else self.family.style.slot(self, **options)
@@ -74,26 +75,28 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         alone = cache is None or is_empty(cache, slot)
         return alone and not padded and not reordered and not self.observers
 
+    def _queries_for_kernels(self, q: Tensor) -> tuple[Tensor, Norm]:
+        """q and the norm that the kernel applies to it, with the temperature in the norm's gain, or else in q."""
+        x, norm = self._for_kernels("q_norm", q)
+        if self.scheme.temperature is None:
+            return x, norm
+        if norm.kind == "none":
+            return self.tempered(x), norm
+        if norm.blend is None:
+            return x, scaled_norm(norm, self.head_bias("temperature").factor(), x.shape[-1])
+        return self.tempered(self.normed("q_norm", q)), Norm()
+
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that the kernel applies to it; a norm that it can't apply is applied here."""
         norm = self._kernel_norm(name)
         return (self.normed(name, x), Norm()) if norm is None else (x, norm)
 
     def _kernel_norm(self, name: str) -> Norm | None:
-        """The norm of that name, the identity if there is none; None for one of another class, or with hooks."""
+        """The norm of that name, the identity if there is none; None for one over all heads, or with hooks."""
         module: Any = self._modules.get(name)
         norm = active_copy(module)
         if norm is None:
             return Norm()
-        if type(norm) is HeadNorm and is_unhooked(norm) and is_unhooked(module):
+        if type(norm) is HeadNorm and not norm.wide and is_unhooked(norm) and is_unhooked(module):
             return norm.as_norm()
         return None
-
-
-def active_copy(module: Any) -> nn.Module | None:
-    """The module, or the copy of it that PEFT's wrapper calls."""
-    copies = None if module is None else module._modules.get("modules_to_save")
-    if copies is None:
-        return module
-    active = [] if module.disable_adapters else module.active_adapters
-    return copies[active[0]] if active and active[0] in copies else module.original_module

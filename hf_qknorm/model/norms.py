@@ -1,4 +1,4 @@
-"""`HeadNorm`: a scheme's norm of queries, keys or values, over head_dim."""
+"""`HeadNorm`: a scheme's norm of queries, keys or values, over head_dim or over all heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from hf_qknorm.scheme import Scheme
 class HeadNorm(nn.Module):
     """Normalise each head of `[B, T, H, D]` over D, then apply the scheme's gain and bias.
 
-    The gain is `weight`: `[D]` (shared), `[H, D]` (per head), `[1]` (scalar) or None; `bias` has its shape.
+    If `wide`, for a scheme with width="all", all heads of a token are one vector `[H·D]`. `channels` is the number of
+    entries that are normed together.
+    The gain is `weight`: `[D]` (shared; `[H·D]` if `wide`), `[H, D]` (per head), `[1]` (scalar) or None; `bias` has
+    its shape.
     `eps` is the scheme's, a float. With a `knee` it is a buffer, `[]` in fp32 for every dtype of the model, filled by
     `set_knee`: eps^(p/2) = scheme.eps^(p/2) + knee·`power`, where `power` is the mean |x|ᵖ of the norm's inputs in
     calibration text (1 without calibration), and p is the `order`.
@@ -47,10 +50,12 @@ class HeadNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.norm, self.p, self.initial_gain = norm, scheme.p, initial_gain
+        self.wide, self.head_dim = scheme.width == "all", head_dim
+        self.channels = heads * head_dim if self.wide else head_dim
         self.eps = self.scheme_eps = scheme.eps  # without a knee they are equal
         self.knee = 0.0
         self.bypass, self.rescale = False, 1.0
-        shape = {"shared": (head_dim,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
+        shape = {"shared": (self.channels,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
         for name, wanted in (("weight", gain), ("bias", scheme.has_bias(norm))):
             value = torch.empty(shape, device=device, dtype=dtype) if shape and wanted else None
             self.register_parameter(name, None if value is None else nn.Parameter(value))
@@ -145,10 +150,15 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bypass:
             return x
-        return apply_norm(x, self.as_norm())
+        y = apply_norm(self.vectors(x), self.as_norm())
+        return y.view_as(x) if self.wide else y
+
+    def vectors(self, x: Tensor) -> Tensor:
+        """Return heads `[..., H, D]` as the vectors that the norm divides by their size: `[..., 1, H·D]` if `wide`."""
+        return x.flatten(-2).unsqueeze(-2) if self.wide else x
 
     def as_norm(self) -> Norm:
-        """Return the norm in the form that the operators take."""
+        """Return the norm of `vectors` in the form that the operators take."""
         if self.bypass:
             return Norm()
         weight, bias = _local(self.weight), _local(self.bias)
@@ -166,7 +176,8 @@ class HeadNorm(nn.Module):
             blend = ", blend" if self.blend.is_meta else f", blend={float(self.blend):.3g}"
         eps = "buffer" if isinstance(self.eps, Tensor) and self.eps.is_meta else f"{float(self.eps):g}"
         knee = f", knee={self.knee:g}" if self.knee else ""
-        return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={eps}{knee}{blend}"
+        width = ", width=all" if self.wide else ""
+        return f"{self.norm}{order}{width}, gain={gain}, bias={self.bias is not None}, eps={eps}{knee}{blend}"
 
 
 def eps_problem(eps: Tensor, least: float) -> str | None:

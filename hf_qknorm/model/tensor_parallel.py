@@ -4,43 +4,67 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.attention import QKNormAttention, head_biases, head_norms, patched_layers
+
+# Styles of projections whose heads all ranks then have, in place of those that shard heads; as in OLMo 2's own plan.
+GATHERED: Final = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 
 
 def plan_norms(model: nn.Module) -> None:
     """Add the norms to the tensor-parallel plans of `model` and of the models inside it, in place.
 
     If the projections are sharded, each rank norms its own heads. Gains per head are sharded with the heads. Gains that
-    all heads share are replicated, and their gradient is summed over the ranks.
+    all heads share are replicated, and their gradient is summed over the ranks. A norm over all heads needs them all:
+    the ranks gather the projections' outputs, and each computes the whole attention.
     """
-    for module, entries in _entries(model):
-        module._tp_plan = {**module._tp_plan, **entries}
+    for module in model.modules():
+        plan: dict[str, str] = (getattr(module, "_tp_plan", None) or {}) if isinstance(module, PreTrainedModel) else {}
+        layers = patched_layers(module) if plan else {}
+        entries = {key: style for path, layer in layers.items() for key, style in _entries(path, layer, plan)}
+        if entries:
+            vars(module).update(qk_norm_base_tp_plan=plan, _tp_plan={**plan, **entries})
 
 
 def unplan_norms(model: nn.Module) -> None:
-    """Undo `plan_norms`, before the norms are removed."""
-    for module, entries in _entries(model):
-        module._tp_plan = {key: style for key, style in module._tp_plan.items() if key not in entries}
-
-
-def _entries(model: nn.Module) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Yield the models that have a plan with the entries for their norms; wildcards replace layer numbers."""
+    """Undo `plan_norms`."""
     for module in model.modules():
-        plan: dict[str, str] = (getattr(module, "_tp_plan", None) or {}) if isinstance(module, PreTrainedModel) else {}
-        entries: dict[str, str] = {}
-        for path, layer in patched_layers(module).items() if plan else ():
-            path = re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
-            if all(plan.get(f"{path}.{weight}") != "colwise" for weight in layer.family.style.weights):
-                continue  # each rank has all heads
-            for name, norm in head_norms(layer).items():
-                for kind, parameter in norm.named_parameters():
-                    by_head = parameter.ndim == 2 and len(parameter) > 1  # a key that all heads share is replicated
-                    key = f"{path}.{name}.{kind}" if by_head else f"{path}.{name}"
-                    entries[key] = "colwise" if by_head else "replicated_with_grad_allreduce"
-        if plan:
-            yield module, entries
+        if (plan := vars(module).pop("qk_norm_base_tp_plan", None)) is not None:
+            vars(module)["_tp_plan"] = plan
+
+
+def shards_heads(model: Any) -> bool:
+    """Whether the ranks of tensor parallelism have some of the heads each, in any patched layer of `model`."""
+    plan = model.tp_plan
+    return any(_is_sharded(path, layer, plan) for path, layer in patched_layers(model).items())
+
+
+def _entries(path: str, layer: QKNormAttention, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the entries for the norms of the layer at `path`; wildcards replace layer numbers."""
+    if not _is_sharded(path, layer, plan):
+        return  # each rank has all heads
+    path, norms = _planned(path), head_norms(layer)
+    if any(norm.wide for norm in norms.values()):
+        own = ((key, style) for key, style in plan.items() if key.rpartition(".")[0] == path)
+        yield from ((key, GATHERED[style]) for key, style in own if style in GATHERED)
+        return
+    yield from ((f"{path}.{name}.bias", "colwise") for name in head_biases(layer))
+    for name, norm in norms.items():
+        for kind, parameter in norm.named_parameters():
+            if parameter.ndim == 2 and len(parameter) > 1:  # a key that all heads share is replicated
+                yield f"{path}.{name}.{kind}", "colwise"
+            else:
+                yield f"{path}.{name}", "replicated_with_grad_allreduce"
+
+
+def _is_sharded(path: str, layer: QKNormAttention, plan: dict[str, str]) -> bool:
+    return any(plan.get(f"{_planned(path)}.{weight}") == "colwise" for weight in layer.family.style.weights)
+
+
+def _planned(path: str) -> str:
+    """A layer's path as in a plan."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", path)

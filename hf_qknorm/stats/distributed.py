@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_qknorm.model.adapters import unwrap_peft
 from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.tensor_parallel import shards_heads
 
 Batches = Sequence[dict[str, Tensor]]
 
@@ -93,6 +94,8 @@ def ranks_of(model: nn.Module) -> Ranks:
         )
     if not (sharded or parallel):
         return ONE_PROCESS
+    if parallel and not shards_heads(unwrap(model)):
+        return ONE_PROCESS  # each rank has all heads, and computes the same
     mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     if parallel:
         return Ranks(heads=mesh.get_group())

@@ -14,7 +14,8 @@ from torch import Tensor
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.model.accelerate_hooks import input_device
-from hf_qknorm.model.attention import NORM_FIELDS, as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.additions import NORM_FIELDS
+from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.bounds import logit_bounds
 from hf_qknorm.stats.distributed import ONE_PROCESS, Batches, Ranks, full_tensor
@@ -32,7 +33,7 @@ def require_causal(config: Any) -> None:
     """Raise ValueError for a model with bidirectional attention, which next-token losses say nothing about."""
     if is_bidirectional(config):
         remedy = "calibrate(model, batches) with labels of masked tokens calibrates it in memory"
-        if not hasattr(config, "vocab_size"):
+        if not hasattr(config, "vocab_size") or config.is_encoder_decoder:
             remedy = "patch it with patch_model, and train it"
         raise ValueError(
             f"{config.model_type.removeprefix(TYPE_PREFIX)} has bidirectional attention and predicts no next token, "
@@ -165,8 +166,9 @@ def layer_reports(
 
 def _gain(norms: list[HeadNorm], heads: int) -> Numbers | None:
     """The root mean square of each head's gain, over its parts."""
-    weights = [full_tensor(norm.weight.detach()).double() for norm in norms if norm.weight is not None]
+    known = [(norm, full_tensor(norm.weight.detach()).double()) for norm in norms if norm.weight is not None]
+    weights = [weight.view(-1, min(weight.shape[-1], norm.head_dim)) for norm, weight in known]
     if not weights:
         return None
-    rows = torch.cat([weight.view(-1, weight.shape[-1]).expand(heads, -1) for weight in weights], dim=-1)
+    rows = torch.cat([weight.expand(heads, -1) for weight in weights], dim=-1)
     return tuple(rows.pow(2).mean(-1).sqrt().tolist())

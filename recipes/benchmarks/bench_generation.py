@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -104,10 +105,11 @@ def work(made: dict[str, Any], size: Size) -> dict[str, tuple[int, Calls]]:
 def timed(count: int, calls: Calls, turns: int) -> dict[str, list[float]]:
     """The milliseconds of a call of each variant, turn by turn, after two turns of warm-up."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
+    order, shuffled = list(calls), random.Random(0)
     for turn in range(-2, turns):
-        order.append(order.pop(0))
+        shuffled.shuffle(order)
         for name in order:
+            calls[name]()  # the variant before leaves its own code in the processor's caches
             start = time.perf_counter()
             for _ in range(count):
                 calls[name]()

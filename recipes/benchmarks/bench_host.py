@@ -21,7 +21,7 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from hf_qknorm import patch_model
 from hf_qknorm.backends import choice
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.ops import fused_checks
+from hf_qknorm.ops.cpu.use import SWITCH
 
 HOPPER = 90
 HEADS, HEADS_KV, HEAD_DIM, ROOM = 2, 1, 16, 512  # the last is the keys of the static cache
@@ -69,6 +70,8 @@ class Launches:
         driver.set_active(Target(HOPPER))
         CompiledKernel._init_handles = lambda kernel: self._load(kernel)
         choice.KERNELS_ON_CPU = True
+        switch = os.environ.get(SWITCH)
+        os.environ[SWITCH] = "0"  # a GPU has no C++ kernels
         fused_checks._why_not_here = lambda device: None
         fused_checks.check_positions = lambda positions, room: None  # a GPU's kernel checks them
         try:
@@ -77,6 +80,10 @@ class Launches:
             driver._active, CompiledKernel._init_handles = active, load
             fused_checks._why_not_here, fused_checks.check_positions = here, positions
             choice.KERNELS_ON_CPU = on_cpu
+            if switch is None:
+                del os.environ[SWITCH]
+            else:
+                os.environ[SWITCH] = switch
 
     def _load(self, kernel: CompiledKernel) -> None:
         """In the place of `CompiledKernel._init_handles`, which needs a GPU."""
@@ -180,12 +187,12 @@ def launches_of(call: Callable[[], Any], launches: Launches) -> dict[str, int]:
     return dict(launches.count)
 
 
-def table(turns: int) -> list[str]:
+def table(turns: int, kinds: Sequence[str]) -> list[str]:
     """Rows of Markdown: the time of each layer for each kind of work, its ratio to SDPA's, and its launches."""
     launches, rows = Launches(), []
     with launches.stubbed():
         made = {name: calls_of(*how) for name, how in LAYERS.items()}
-        for work in WORK:
+        for work in kinds:
             calls = {name: of[work] for name, of in made.items()}
             times = measure(calls, turns)
             for name, spent in times.items():
@@ -199,17 +206,19 @@ def table(turns: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=TURNS, help=f"of {CALLS} calls of each layer")
+    parser.add_argument("--work", choices=WORK, action="append", help="a kind of work; default: all")
     parser.add_argument("--output", type=Path, help="a Markdown file; default: print")
     args = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("kernels are interpreted: unset TRITON_INTERPRET")
     torch.set_num_threads(1)
     (machine, own), start = busy_seconds(), time.monotonic()
-    rows = table(args.turns)
+    rows = table(args.turns, args.work or WORK)
     (machine_after, own_after), seconds = busy_seconds(), time.monotonic() - start
     others = max(machine_after - machine - own_after + own, 0) / seconds
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Triton {triton.__version__}"
     turns = "" if args.turns == TURNS else f" --turns {args.turns}"
+    turns += "".join(f' --work "{kind}"' for kind in args.work or ())
     page = [
         "# The host's time of an attention layer",
         "",

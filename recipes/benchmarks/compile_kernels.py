@@ -4,11 +4,11 @@
     python recipes/benchmarks/compile_kernels.py --arch 80 --arch 89 --arch 100 --arch 120 --few
 
 Calls the package's functions with CPU tensors; each kernel that they launch is compiled for that GPU, and not started:
-80 (A100), 89 (RTX 40, L40S; RTX 30 has its tiles), 90 (H100), 100 (B200) or 120 (RTX 50). Prints Markdown; exits with 1
-and the broken limits. Every kernel must compile, and fit the shared memory; `kernel_limits.py` has the limits of
-spills, matrix instructions and slots. Slots are the instructions of the main loop for one score, MUFU those among them
-for exp2 and tanh; spills are bytes of a thread, reloads the instructions for them in loops of tiles. A kernel with two
-main loops, of which the device chooses one, has a row for each. Run it without TRITON_INTERPRET.
+80 (A100), 86 (RTX 30), 89 (RTX 40, L40S), 90 (H100), 100 (B200), 103 (B300), 120 (RTX 50) or 121 (DGX Spark). Prints
+Markdown; exits with 1 and the broken limits. Every kernel must compile, and fit the shared memory; `kernel_limits.py`
+has the limits of spills, matrix instructions and slots. Slots are the instructions of the main loop for one score, MUFU
+those among them for exp2 and tanh; spills are bytes of a thread, reloads the instructions for them in loops of tiles. A
+kernel with two main loops, of which the device chooses one, has a row for each. Run it without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -145,7 +145,11 @@ CASES = {
 }
 # Every kernel in every dtype, of the smallest heads: it is over the registers of wide ones that ptxas spends minutes.
 # Then those with a limit of slots, and their gradients.
-LIMITED = ("capped 192", "capped 128", "capped 96", "capped 64", "uncapped 128", "uncapped 64", "step 128")
+LIMITED = (
+    *(f"capped {d}" for d in (192, 128, 96, 64)),
+    *(f"uncapped {d}" for d in (128, 64)),
+    "step 128",
+)
 FEW = {
     f"{kind.__name__} {dtype}": kind(16, dtype, **options)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -16,11 +16,15 @@ KERNELS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "sp
 
 @dataclass(frozen=True)
 class Limits:
-    """By kernel, the largest head_dim without spills and the matrix instruction; slots by head_dim, TANH and ONLINE."""
+    """By kernel, the largest head_dim without spills and the matrix instruction; slots by head_dim, TANH and ONLINE.
+
+    `dropout` are slots of the forward pass with dropout and a running maximum, by head_dim.
+    """
 
     spill_free: dict[str, int]
     matrix: dict[str, str]
     slots: dict[tuple[int, str, bool], float]
+    dropout: dict[int, float]
 
 
 def slots_of(head_dim: int, capped: float, uncapped: float, online: float) -> dict[tuple[int, str, bool], float]:
@@ -44,25 +48,36 @@ def capped(slots: dict[int, float]) -> dict[tuple[int, str, bool], float]:
 
 AMPERE_SLOTS = slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 15.0, 13.0, 20.0) | capped({96: 13.0, 192: 22.0})
 LIMITS = {
-    80: Limits(NARROW | dict.fromkeys(KERNELS[:3], 192), WARPS, AMPERE_SLOTS),
-    89: Limits(NARROW | {"forward_kernel": 192, "key_gradient_kernel": 192}, WARPS, AMPERE_SLOTS),
+    80: Limits(
+        NARROW | dict.fromkeys(KERNELS[:2], 192) | {"key_gradient_kernel": 256},
+        WARPS,
+        AMPERE_SLOTS,
+        {64: 16.5, 128: 25.0},
+    ),
+    89: Limits(
+        NARROW | {"forward_kernel": 192, "key_gradient_kernel": 256}, WARPS, AMPERE_SLOTS, {64: 16.5, 128: 25.0}
+    ),
     90: Limits(
         dict.fromkeys((*KERNELS, "gluon_forward_kernel"), 256),
         GROUPS | {"gluon_forward_kernel": "HGMMA"},
         slots_of(128, 6.5, 4.5, 7.8) | capped({96: 7.8, 192: 11.2}),
+        {64: 14.0, 128: 14.0},
     ),
     100: Limits(
         NARROW,
         dict.fromkeys(KERNELS[:3], "UTCHMMA"),
         slots_of(64, 7.0, 5.0, 7.2) | slots_of(128, 7.0, 5.0, 7.8),
+        {64: 14.0, 128: 14.0},
     ),
     120: Limits(
-        NARROW | {"forward_kernel": 192},
+        NARROW | {"forward_kernel": 256, "key_gradient_kernel": 256},
         WARPS,
         slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 13.0, 11.5, 16.5) | capped({96: 12.5, 192: 27.0}),
+        {64: 17.0, 128: 21.0},
     ),
 }
-DROPOUT_SLOTS = 16.5  # on Hopper, with a maximum, at head_dim 64 and 128
+for same, table in ((86, 89), (103, 100), (121, 120)):  # the same tiles and shared memory
+    LIMITS[same] = LIMITS[table]
 GLUON = slots_of(64, 6.5, 4.5, 7.8) | slots_of(128, 6.5, 4.5, 7.8)
 GLUON |= {(256, "approx", False): 9.0, (256, "none", False): 7.2}  # in tiles of 64 keys
 SPILL = 64  # bytes outside of the loops of tiles, which a program stores and loads once
@@ -117,8 +132,8 @@ def slots_limit(report: Report, arch: int = HOPPER) -> float | None:
     if report.dtype == "fp32" or any(constants.get(x) for x in ("SCALED", "WINDOW", "RANGES", "STATISTICS")):
         return None
     if constants.get("DROPOUT"):
-        met = report.kernel == "forward_kernel" and loop in ((64, "none", True), (128, "none", True))
-        return DROPOUT_SLOTS if met and arch == HOPPER else None
+        met = report.kernel == "forward_kernel" and loop[1:] == ("none", True)
+        return LIMITS[arch].dropout.get(constants["PADDED"]) if met else None
     if report.kernel == "gluon_forward_kernel":
         return GLUON.get(loop)
     if report.kernel != "forward_kernel":
@@ -133,7 +148,7 @@ def unmet(results: list[Report | Failure], arch: int = HOPPER, few: bool = False
     reports = [result for result in results if isinstance(result, Report) and result.dtype != "fp32"]
     kernels = {report.kernel for report in reports}
     met = {
-        (r.kernel, r.constants["PADDED"], r.constants["TANH"], r.constants["ONLINE"])
+        (r.kernel, *(r.constants[x] for x in ("PADDED", "TANH", "ONLINE")), bool(r.constants.get("DROPOUT")))
         for r in reports
         if slots_limit(r, arch) is not None
     }
@@ -141,9 +156,10 @@ def unmet(results: list[Report | Failure], arch: int = HOPPER, few: bool = False
     return [f"no limit was checked of {x}" for x in [*sorted(wanted - kernels), *sorted(limited(arch, few) - met)]]
 
 
-def limited(arch: int = HOPPER, few: bool = False) -> set[tuple[str, int, str, bool]]:
-    """The configurations with a limit of slots: kernel, head_dim, TANH and ONLINE."""
+def limited(arch: int = HOPPER, few: bool = False) -> set[tuple[str, int, str, bool, bool]]:
+    """The configurations with a limit of slots: kernel, head_dim, TANH, ONLINE and DROPOUT."""
     gluon_loops = GLUON if arch == HOPPER and not few else {}
-    return {("forward_kernel", *loop) for loop in LIMITS[arch].slots} | {
-        ("gluon_forward_kernel", *loop) for loop in gluon_loops
-    }
+    found = {("forward_kernel", *loop, False) for loop in LIMITS[arch].slots}
+    if not few:
+        found |= {("forward_kernel", columns, "none", True, True) for columns in LIMITS[arch].dropout}
+    return found | {("gluon_forward_kernel", *loop, False) for loop in gluon_loops}

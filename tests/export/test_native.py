@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from hf_qknorm.model.norms import HeadNorm
 
 TOLERANCE = 1e-5
 RMS = Scheme(q="rms", k="rms")
+WIDE = Scheme(q="rms", k="rms", width="all")
+LEARNED = {"temperature": "learned"}
 LAYER = Scheme(q="layer", k="layer", eps=1e-5)
 EPS = {"rms_norm_eps": 1e-6}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -52,6 +55,17 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme, str]] = {
     "phi3": ("phi3", EPS, RMS, "qwen3"),
     "mixtral": ("mixtral", {"sliding_window": None} | EPS, RMS, "qwen3_moe"),
     "mixtral-window": ("mixtral", EPS, RMS, "qwen3_moe"),
+    "llama-all-heads": ("llama", EPS | {"rope_parameters": YARN}, WIDE, "olmoe"),
+    "llama-all-heads-eps": ("llama", {"rms_norm_eps": 1e-3, "attention_bias": True}, WIDE, "olmoe"),
+    "llama-all-heads-scalar": ("llama", EPS, replace(WIDE, gain="scalar", scale=0.3), "olmoe"),
+    "mistral-all-heads": ("mistral", {"sliding_window": None} | EPS, WIDE, "olmoe"),
+    "qwen2-all-heads": ("qwen2", {"use_sliding_window": False} | EPS, WIDE, "olmoe"),
+    "phi3-all-heads": ("phi3", {"sliding_window": None} | EPS, WIDE, "olmoe"),
+    "mixtral-all-heads": ("mixtral", {"sliding_window": None} | EPS, WIDE, "olmoe"),
+    "llama-all-heads-temperature": ("llama", EPS, replace(WIDE, **LEARNED), "olmoe"),
+    "phi3-all-heads-temperature": ("phi3", {"sliding_window": None} | EPS, replace(WIDE, **LEARNED), "olmoe"),
+    "llama-temperature": ("llama", {}, Scheme(temperature="learned", scale=0.3), "llama"),
+    "qwen2-cap-temperature": ("qwen2", {}, Scheme(softcap=2.0, temperature="learned"), "vaultgemma"),
     "gpt_neox": ("gpt_neox", {}, LAYER, "phi"),
     "gpt_neox-tied": ("gpt_neox", {"tie_word_embeddings": True}, LAYER, "phi"),
     "gpt_neox-without-bias": ("gpt_neox", {"attention_bias": False}, Scheme(q="layer", k="layer", bias=False), "phi"),

@@ -178,6 +178,14 @@ def test_methods_that_need_next_token_loss_refuse_encoders(case):
         calibrate(model, data, method="moments")
 
 
+def test_an_encoder_decoder_is_not_calibrated():
+    model = transformers.BartForConditionalGeneration(tiny_config("bart", is_encoder_decoder=True))
+    with pytest.raises(
+        ValueError, match=r"bart has bidirectional attention .* patch it with patch_model, and train it"
+    ):
+        calibrate(patch_model(model, "qk_norm"), [torch.arange(3, 35)[None]], knee=1.0)
+
+
 def test_a_masked_language_model_is_calibrated_on_its_masked_tokens():
     torch.manual_seed(0)
     config = tiny_config("bert", is_decoder=False, initializer_range=0.3)

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_qknorm import FAMILIES, SCHEMES, Scheme
 from hf_qknorm.families import known_families
 from hf_qknorm.families.style import Style
+from hf_qknorm.model.head_bias import HeadBias
 from hf_qknorm.model.norms import HeadNorm
 
 # Those that most tests run over. Every other family goes through tests/families/test_sweep.py alone.
@@ -124,6 +125,9 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
                 parameter.copy_(centre * (1 + noise) if centre else noise)
         if norm.knee:
             norm.set_knee(norm.knee, 0.1 + float(torch.rand((), generator=generator)))
+    for module in model.modules():
+        if isinstance(module, HeadBias):
+            module.bias.copy_(torch.randn(module.bias.shape, generator=generator) * 0.5)
     return model
 
 

@@ -75,6 +75,13 @@ def test_a_card_tells_of_a_length_scale(tmp_path):
     assert "2501.19399" in text.partition("## Citation")[2]
 
 
+def test_a_card_tells_of_norms_over_all_heads(tmp_path):
+    text = render_card(checkpoint(tmp_path, Scheme(q="rms", k="rms", width="all")))
+    assert "**queries and keys** of all heads are normalised together by RMSNorm, with a learned gain for each" in text
+    assert "head_dim" not in text
+    assert "2501.00656" in text.partition("## Citation")[2]
+
+
 def test_a_card_tells_how_the_heads_of_latent_attention_are_normed(tmp_path):
     text = render_card(checkpoint(tmp_path, "qk_norm", "youtu"))
     assert "The channels with and without rotary embedding are normalised separately" in text

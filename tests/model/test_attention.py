@@ -11,7 +11,8 @@ from tables import KNEES, MODEL_TYPES, PAIRS, TRIED, applies, assert_near, make_
 from torch import Tensor, nn
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.model.attention import NORM_FIELDS, patched_layers
+from hf_qknorm.model.additions import NORM_FIELDS
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.reference import attention, head_norm
 
 OTHERS = {

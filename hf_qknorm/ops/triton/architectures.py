@@ -95,7 +95,7 @@ AMPERE = Architecture(
         (2, 32): Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
         (2, 64): Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
         (2, 128): Tiles(Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3)),
-        (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(16, 16, 4, 3)),
+        (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 4, 2, apart=True), Tile(16, 16, 4, 3)),
     }
     | FP32,
     {
@@ -119,7 +119,9 @@ ADA = Architecture(
     AMPERE.tiles
     | {
         (2, 128): AMPERE.tiles[2, 128]._replace(query_gradient=Tile(64, 64, 8, 2)),
-        (2, 256): AMPERE.tiles[2, 256]._replace(query_gradient=Tile(32, 32, 8, 2), key_gradient=Tile(32, 32, 8, 2)),
+        (2, 256): AMPERE.tiles[2, 256]._replace(
+            query_gradient=Tile(32, 32, 8, 2), key_gradient=Tile(32, 32, 4, 2, apart=True)
+        ),
     },
     AMPERE.split
     | {
@@ -140,7 +142,7 @@ CONSUMER_BLACKWELL = Architecture(
         (2, 32): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 4, 3)),
         (2, 64): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
         (2, 128): Tiles(Tile(128, 64, 8, 2), Tile(128, 16, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3)),
-        (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 4, 3)),
+        (2, 256): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 4, 2, apart=True), Tile(16, 16, 4, 3)),
     }
     | FP32,
     {  # in two parts the other kernels spill hundreds of bytes

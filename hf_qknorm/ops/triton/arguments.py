@@ -55,8 +55,8 @@ class Sizes(NamedTuple):
 class ScoreArguments(NamedTuple):
     """Factors: a score is q·k (times `unit` if SCALED), `cap` makes a logit of it. The limit of WHEN.
 
-    Dropout drops weights whose random number, a signed integer of 32 bits, is below `drop_below`, and multiplies the
-    others by `rescale`; see `launch.dropout_numbers`.
+    Dropout drops weights whose random number, the upper half of a signed integer of 32 bits, is below `drop_below`, and
+    multiplies the others by `rescale`; see `launch.dropout_numbers`.
     """
 
     unit: float

@@ -223,9 +223,9 @@ def units(scale: float, softcap: float | None) -> tuple[float, float, bool]:
 
 
 def dropout_numbers(rate: float) -> tuple[int, float]:
-    """`drop_below` and `rescale` of `ScoreArguments`: the rate is rounded to a multiple of 2⁻³², which both have."""
-    dropped = min(round(rate * 2**32), 2**32 - 1)
-    return dropped - 2**31, 2**32 / (2**32 - dropped)
+    """`drop_below` and `rescale` of `ScoreArguments`: the rate is rounded to a multiple of 2⁻¹⁶, which both have."""
+    dropped = min(round(rate * 2**16), 2**16 - 1)
+    return (dropped << 16) - 2**31, 2**16 / (2**16 - dropped)
 
 
 def reach(window: int | None, queries: int, keys: int) -> int:

@@ -158,20 +158,31 @@ def tanh_and_slope(x, HOW: tl.constexpr):
 def kept(seed, head, query, key, score, C: tl.constexpr, TRANSPOSED: tl.constexpr = False):
     """Which weights dropout keeps of the tile that starts at `query` and `key`: `[M, N]`, or `[N, M]` if TRANSPOSED.
 
-    A function of the seed, the head, the query and the key alone. A call of Philox has four numbers, for the queries
-    i, i + 8 and the keys j, j + 8: matrix instructions leave these four scores in one thread, transposed or not.
+    A function of the seed, the head, the query and the key alone. A call of Philox has eight numbers of 16 bits, for
+    the queries i, i + 8 and the keys j, j + 8, j + 16, j + 24: matrix instructions leave these eight scores in one
+    thread. Transposed, these are the four with j and j + 8, so that half of the numbers are of no use.
     """
+    HALVES: tl.constexpr = 1 if TRANSPOSED or C.BLOCK_N < 32 else 2  # of each number of 32 bits that are in use
     queries = (query // 2 + tl.arange(0, C.BLOCK_M // 2)).to(tl.uint32)
-    keys = (key // 2 + tl.arange(0, C.BLOCK_N // 2)).to(tl.uint32)
+    keys = (key // (2 * HALVES) + tl.arange(0, C.BLOCK_N // (2 * HALVES))).to(tl.uint32)
     ROWS: tl.constexpr = C.BLOCK_N if TRANSPOSED else C.BLOCK_M
     COLUMNS: tl.constexpr = C.BLOCK_M if TRANSPOSED else C.BLOCK_N
     queries = queries[None, :] if TRANSPOSED else queries[:, None]
     keys = keys[:, None] if TRANSPOSED else keys[None, :]
+    if HALVES == 1:
+        keys = keys // 16 * 8 + keys % 8
     zeros = queries * 0 + keys * 0
     near, key_far, query_far, far = philox(seed, zeros + queries, zeros + keys, zeros + head.to(tl.uint32), zeros)
-    numbers = tl.join(tl.join(near, key_far), tl.join(query_far, far)).reshape(ROWS // 16, 8, COLUMNS // 16, 8, 2, 2)
-    numbers = numbers.permute(0, 4, 1, 2, 5, 3) if TRANSPOSED else numbers.permute(0, 5, 1, 2, 4, 3)
-    return numbers.reshape(ROWS, COLUMNS).to(tl.int32, bitcast=True) >= score.drop_below
+    numbers = tl.join(tl.join(near, key_far), tl.join(query_far, far))
+    if HALVES == 1:
+        numbers = numbers.reshape(ROWS // 16, 8, COLUMNS // 16, 8, 2, 2)
+        numbers = numbers.permute(0, 4, 1, 2, 5, 3) if TRANSPOSED else numbers.permute(0, 5, 1, 2, 4, 3)
+        shift = ((key + tl.arange(0, C.BLOCK_N)) // 16 % 2 * 16).to(tl.uint32)
+        numbers = numbers.reshape(ROWS, COLUMNS) << (shift[:, None] if TRANSPOSED else shift[None, :])
+    else:
+        numbers = tl.join(numbers, numbers << 16).reshape(ROWS // 16, 8, COLUMNS // 32, 8, 2, 2, 2)
+        numbers = numbers.permute(0, 5, 1, 2, 6, 4, 3).reshape(ROWS, COLUMNS)
+    return numbers.to(tl.int32, bitcast=True) >= score.drop_below
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -79,7 +80,8 @@ class CodePath(NamedTuple):
 def fields(heads: Heads, visible: Visible, options: Options, operator: Operator) -> tuple[Any, ...]:
     """The fields of a call's `CodePath`, plain values that a trace takes as constants; a trace keeps no lengths.
 
-    It runs before every call of the kernels, and takes a few microseconds.
+    It runs before every call of the kernels, and takes a few microseconds. `index` and `not` make numbers of a trace's
+    symbols, which `int` and `bool` do not.
     """
     q, k, v, q_norm, k_norm, rotary = heads
     _, count, length, head_dim = q.shape
@@ -87,7 +89,7 @@ def fields(heads: Heads, visible: Visible, options: Options, operator: Operator)
     group, raw = count // count_kv, rotary is not None or q_norm.kind != "none" or k_norm.kind != "none"
     # Gains mostly need gradients, and so do raw heads.
     gradient = torch.is_grad_enabled() and (raw or q.requires_grad or k.requires_grad or v.requires_grad)
-    path = operator, q.dtype, head_dim, group, gradient
+    path = operator, q.dtype, index(head_dim), index(group), gradient
     ends: tuple[Any, ...] = NO_ENDS
     if raw:
         turned = None if rotary is None else (2 * rotary.cos.shape[-1], rotary.interleaved, rotary.cos.dtype)
@@ -101,7 +103,7 @@ def fields(heads: Heads, visible: Visible, options: Options, operator: Operator)
     ranges, sinks, _, _ = visible
     _, softcap, causal, window, dropout = options
     cap = "none" if softcap is None else "small" if softcap <= SMALL_CAP else "large"
-    switches = causal, window is not None, ranges is not None, sinks is not None, dropout > 0
+    switches = causal, window is not None, ranges is not None, sinks is not None, not dropout <= 0
     return *path, queries, many_keys, *ends, cap, *switches
 
 

@@ -18,7 +18,7 @@ KEYS, FEW_KEYS = 600, 100  # over a cache
 SPLIT_ROWS = 64  # `attention_decode.MOST_ROWS`, up to which keys are split in any case
 FEW_QUERIES = 80  # more than these
 CAPS = {"none": None, "small": 5.0, "large": 80.0}
-WINDOW, RATE, SEED = 70, 0.3, 7
+WINDOW, RATE, SEED = 70, 0.25, 7
 
 
 class Problem(NamedTuple):

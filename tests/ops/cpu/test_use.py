@@ -149,9 +149,36 @@ def test_nothing_is_compiled_in(place, machine, monkeypatch):
     assert machine.count() == 0
 
 
-def test_an_exported_graph_has_none(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    assert "exported" in str(choice.choose(*call(Q, Q, Q)))
+class Attention(torch.nn.Module):
+    def forward(self, q: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+        return choice.best_attention(*call(q, q, q, softcap=5.0, causal=True, dropout=dropout))
+
+
+def test_an_exported_graph_has_none():
+    found = torch.export.export(Attention(), (torch.randn(1, 2, 9, 16),))
+    assert [str(node.target) for node in found.graph.nodes if "hf_qknorm" in str(node.target)] == [
+        "hf_qknorm.attention.default"
+    ]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_compiled_graph_with_symbols_has_them(dropout):
+    """Every size and number is a symbol in it, and the key of a verdict is made of numbers."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.extend(str(node.target) for node in graph.graph.nodes if "hf_qknorm" in str(node.target))
+        return graph.forward
+
+    compiled = torch.compile(Attention(), fullgraph=True, dynamic=True, backend=backend)
+    for length in (9, 14):
+        q = torch.randn(1, 2, length, 16)
+        torch.manual_seed(0)
+        got = compiled(q, dropout)
+        torch.manual_seed(0)
+        torch.testing.assert_close(got, Attention()(q, dropout))
+    assert graphs
+    assert set(graphs) == {"hf_qknorm.cpu_attention.default"}
 
 
 def test_two_builders_compile_once(machine):

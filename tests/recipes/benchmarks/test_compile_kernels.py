@@ -38,6 +38,12 @@ SOUND = recipe.Report(
 EVERY = {"HGMMA": 32, "HMMA": 32, "UTCHMMA": 32}
 
 
+def with_dropout(head_dim: int) -> limits.Report:
+    """A forward pass with dropout and a running maximum."""
+    loop = {"PADDED": head_dim, "TANH": "none", "ONLINE": True, "DROPOUT": True}
+    return replace(SOUND, constants=SOUND.constants | loop)
+
+
 def compile_script(*command: object) -> subprocess.CompletedProcess[str]:
     """Run where kernels are compiled: the tests' own process interprets them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -54,6 +60,12 @@ def test_kernels_keep_their_limits_on_hopper():
     assert run.returncode == 0, run.stderr
     for kernel in limits.LIMITS[90].spill_free.keys() - {"add_parts_kernel"}:
         assert f"| {kernel} | bf16" in run.stdout
+
+
+def test_small_heads_compile_for_amd():
+    run = compile_script(RECIPES / "compile_amd.py", "--case", "plain 16")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.endswith("4 of 4 kernels compile, fit the shared memory and spill nothing.\n")
 
 
 def test_a_kernel_that_spills_and_one_that_does_not_compile_are_named():
@@ -177,6 +189,13 @@ def test_each_loop_has_its_own_limit_of_slots(tanh, online, slots):
     assert limits.broken(replace(report, slots=slots - 0.7)) == []
 
 
+@pytest.mark.parametrize(("arch", "head_dim", "limit"), [(80, 64, 16.5), (80, 128, 25.0), (90, 64, 14.0)])
+def test_dropout_has_limits_of_its_own(arch, head_dim, limit):
+    report = replace(with_dropout(head_dim), matrix=EVERY, shared=0)
+    assert limits.broken(replace(report, slots=limit), arch) == []
+    assert "issue slots" in limits.broken(replace(report, slots=limit + 0.1), arch)[0]
+
+
 @pytest.mark.parametrize(("head_dim", "over", "under"), [(64, 6.6, 6.5), (128, 6.6, 6.5), (256, 9.1, 9.0)])
 def test_the_gluon_kernel_has_limits_at_each_head_dim_and_with_each_triton(head_dim, over, under, monkeypatch):
     monkeypatch.setattr(limits.triton, "__version__", "3.9.0")
@@ -201,7 +220,7 @@ def test_fp32_has_no_limits_but_shared_memory():
 
 def test_a_limit_that_nothing_was_measured_by_is_named():
     everything = [*limits.LIMITS[90].spill_free, *limits.limited()]
-    met = ["forward_kernel", ("forward_kernel", 128, "approx", False)]
+    met = ["forward_kernel", ("forward_kernel", 128, "approx", False, False)]
     assert set(limits.unmet([SOUND])) == {f"no limit was checked of {x}" for x in everything if x not in met}
     assert len(limits.unmet([replace(SOUND, dtype="fp32")])) == len(everything)
 

@@ -47,9 +47,12 @@ double mean_square(const float* x, int64_t count) {
   Vec sums(0.0f);
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) sums = at::vec::fmadd(Vec::loadu(x + i), Vec::loadu(x + i), sums);
-  float sum = sum_of(sums);
+  float lanes[LANES];
+  sums.store(lanes);
+  double sum = 0;
+  for (float lane : lanes) sum += lane;
   for (; i < count; ++i) sum += x[i] * x[i];
-  return static_cast<double>(sum) / static_cast<double>(count);
+  return sum / static_cast<double>(count);
 }
 
 void normalise(const NormKind& kind, const Parameter& gain, const Parameter& bias, int64_t head, float* x, int64_t count) {

@@ -1,6 +1,7 @@
 // Vectors of fp32 numbers, conversions to and from the dtype of the heads, and scratch memory of a thread.
 #pragma once
 
+#include <ATen/cpu/vec/functional_base.h>
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -23,6 +24,10 @@ inline float largest_of(Vec x) {
   float largest = numbers[0];
   for (float number : numbers) largest = number > largest ? number : largest;
   return largest;
+}
+
+inline float sum_of(Vec x) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
 }
 
 inline Vec load_wide(const float* x) { return Vec::loadu(x); }

@@ -1,0 +1,122 @@
+"""Norm and RoPE in C++: within the error budget, and taken by models without gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from error_budget import assert_within_budget
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_qknorm import patch_model
+from hf_qknorm.ops import reference
+from hf_qknorm.ops.cpu import norm_rope
+from hf_qknorm.ops.types import Norm, Rotary
+
+HEADS = 3
+GAINS = {"shared": (40,), "per_head": (HEADS, 40), "scalar": (1,), "none": None}
+
+
+def problem(kind: str, gain: str, dtype: torch.dtype, batch: int, pairs: int) -> tuple[Tensor, Norm, Rotary | None]:
+    """Heads `[2, H, 5, 40]` laid out as a projection's, with a row of zeros; a norm; a rotation of some columns."""
+    torch.manual_seed(0)
+    x = (5 * torch.randn(2, 5, HEADS, 40)).to(dtype)
+    x[0, 0] = 0
+    shape = GAINS[gain]
+    parameters = [None if shape is None else torch.randn(shape).to(dtype) for _ in range(2)]
+    angles = torch.randn(batch, 5, 2 * pairs)
+    rotary = Rotary(angles.cos()[..., :pairs], angles.sin()[..., ::2], pairs == 8) if pairs else None
+    return x.transpose(1, 2), Norm(kind, *parameters, None, torch.tensor(0.3)), rotary
+
+
+def doubled(norm: Norm, rotary: Rotary | None) -> tuple[Norm, Rotary | None]:
+    wide = [x.double() if isinstance(x, Tensor) else x for x in norm]
+    return Norm(*wide), None if rotary is None else rotary._replace(cos=rotary.cos.double(), sin=rotary.sin.double())
+
+
+@pytest.mark.parametrize("dtype", norm_rope.DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["rms", "layer", "l2", "none"])
+@pytest.mark.parametrize(
+    ("gain", "batch", "pairs"), [("shared", 1, 20), ("per_head", 2, 8), ("scalar", 2, 0), ("none", 1, 6)]
+)
+def test_heads_are_within_the_budget(dtype, kind, gain, batch, pairs):
+    x, norm, rotary = problem(kind, gain, dtype, batch, pairs)
+    got = norm_rope.norm_rope_one(x, norm, rotary)
+    exact = reference.norm_rope_one(x.double(), *doubled(norm, rotary))
+    assert got.shape == x.shape
+    assert got.stride() == x.stride()
+    assert_within_budget(got, exact, reference.norm_rope_one(x, norm, rotary), kind)
+
+
+def test_a_row_of_zeros_stays_zero_and_nan_stays_nan():
+    x = torch.zeros(1, 1, 2, 16)
+    x[..., 1, 3] = torch.nan
+    got = norm_rope.norm_rope_one(x, Norm("rms"), None)
+    assert not got[..., 0, :].any()
+    assert got[..., 1, :].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "norm", [Norm("lp", p=3.0), Norm("rms", blend=torch.zeros(())), Norm("unknown")], ids=["lp", "blend", "unknown"]
+)
+def test_other_norms_are_left_to_torch(norm):
+    x = torch.zeros(1, 1, 1, 16)
+    assert norm_rope.serves(x, Norm("rms"))
+    assert not norm_rope.serves(x, norm)
+    assert not norm_rope.serves(x.double(), Norm("rms"))
+    assert not norm_rope.serves(x.to("meta"), Norm("rms"))
+
+
+def test_the_variable_turns_it_off(monkeypatch):
+    monkeypatch.setenv("HF_QKNORM_CPU", "0")
+    assert not norm_rope.is_ready()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[Tensor]:
+    """The heads of each call."""
+    found: list[Tensor] = []
+    inner = norm_rope.norm_rope_one
+    monkeypatch.setattr(norm_rope, "norm_rope_one", lambda x, *rest: found.append(x) or inner(x, *rest))
+    return found
+
+
+def model(scheme: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    return patch_model(LlamaForCausalLM(config), scheme).eval()
+
+
+@pytest.mark.parametrize("scheme", ["qk_norm", "qk_norm_cap", "q_norm"])
+def test_models_take_it_without_gradients(scheme, calls):
+    made, ids = model(scheme), torch.arange(9)[None]
+    calls.clear()  # patching checks outputs
+    with_gradients = made(ids).logits
+    assert not calls
+    with torch.no_grad():
+        got = made(ids).logits
+        assert len(calls) == 4
+        torch.testing.assert_close(got, with_gradients, atol=1e-5, rtol=1e-5)
+        cache = made(ids[:, :8]).past_key_values
+        step = made(ids[:, 8:], past_key_values=cache).logits
+    torch.testing.assert_close(step[:, 0], got[:, -1], atol=1e-5, rtol=1e-5)
+
+
+def test_models_without_norms_run_their_own_rope(calls):
+    with torch.no_grad():
+        model("none")(torch.arange(9)[None])
+        model("soft_cap")(torch.arange(9)[None])
+    assert not calls
+
+
+def test_hooks_of_norms_are_called(calls):
+    made, seen = model("qk_norm"), []
+    calls.clear()
+    made.model.layers[0].self_attn.q_norm.register_forward_hook(lambda *args: seen.append(args))
+    with torch.no_grad():
+        made(torch.arange(9)[None])
+    assert len(seen) == 1
+    assert len(calls) == 2  # of the other layer
