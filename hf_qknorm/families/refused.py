@@ -13,8 +13,8 @@ _TYPES: Final[dict[str, str]] = {
     "its decoder takes several codebooks of sound at once, for which there is no test here": (
         "musicgen musicgen_melody"
     ),
-    "its attention module computes attention inline and calls no attention function": "xlm",
-    "its attention adds a learned position bias, which other attention functions do not take": (
+    "its attention module computes attention itself, with masks in a form for which there is no style": "xlm",
+    "its attention adds a learned position bias, in a form for which there is no style here": (
         "cpmant inkling2_text inkling_text"
     ),
     "it is multimodal: a tower of it is patched, if checkpoints of the whole model keep the patched tower": (
