@@ -48,7 +48,8 @@ def forward(
 
 def _position_bias(module: Any, hidden_states: Tensor, states: Tensor | None, cache: Any) -> Tensor:
     """The bias `[1, H, T, S]`; 0 in cross-attention."""
-    length, keys, seen = hidden_states.shape[1], hidden_states.shape[1], 0
+    length = keys = hidden_states.shape[1]
+    seen: int | Tensor = 0
     if cache is not None:
         own = getattr(cache, "self_attention_cache", cache)
         seen, (keys, _) = own.get_seq_length(module.layer_idx), own.get_mask_sizes(length, module.layer_idx)
