@@ -48,12 +48,14 @@ def forward(
 
 def _position_bias(module: Any, hidden_states: Tensor, states: Tensor | None, cache: Any) -> Tensor:
     """The bias `[1, H, T, S]`; 0 in cross-attention."""
-    length = keys = hidden_states.shape[1]
-    seen: int | Tensor = 0
+    length = hidden_states.shape[1]
+    keys: Any = length
+    seen: Any = 0
     if cache is not None:
         own = getattr(cache, "self_attention_cache", cache)
-        seen, (keys, _) = own.get_seq_length(module.layer_idx), own.get_mask_sizes(length, module.layer_idx)
-        seen = seen.clone() if isinstance(seen, Tensor) else seen  # a static cache counts in place
+        keys, _ = own.get_mask_sizes(length, module.layer_idx)
+        counted: Any = own.get_seq_length(module.layer_idx)
+        seen = counted.clone() if isinstance(counted, Tensor) else counted  # a static cache counts in place
     if module.has_relative_attention_bias:
         bias: Tensor = module.compute_bias(length, keys, device=hidden_states.device, past_seen_tokens=seen)
         return bias
