@@ -55,11 +55,10 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         if norms is None:
             return super()._norm_rotate(q, k, v, positions, cache, options)
         rotary = kernel_rotary(positions, self.family.rope)
-        calls = [(x, norm, rotary) for x, norm in zip((q, k), norms, strict=True)]
-        if not all(use.serves_norm_rope(*call) for call in calls):
+        q_norm, k_norm = norms
+        if not (use.serves_norm_rope(q, q_norm, rotary) and use.serves_norm_rope(k, k_norm, rotary)):
             return super()._norm_rotate(q, k, v, positions, cache, options)
-        q, k = (norm_rope.norm_rope_one(*call) for call in calls)
-        return q, k, v
+        return norm_rope.norm_rope_one(q, q_norm, rotary), norm_rope.norm_rope_one(k, k_norm, rotary), v
 
     def _cpu_norms(self) -> tuple[Norm, Norm] | None:
         """The norms of q and k if the C++ kernels may apply them, with RoPE; None if not, or if there are none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 SWITCH: Final = "HF_QKNORM_CPU"
 NO_NORM, NOTHING, NO_OPTIONS = Norm(), Visible(), Options(1.0)
+_served: set[tuple[Any, ...]] = set()  # calls of norm and RoPE: to look up a verdict takes as long as the call
 
 
 def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
@@ -41,11 +42,22 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
 
     The first call of each kind checks it. Raises RuntimeError if HF_QKNORM_CPU=1 demands a kernel that fails its check.
     """
+    kind, gain, bias, blend, _, _ = norm
+    key = (
+        *(torch.is_grad_enabled(), type(x), x.is_cpu, x.dtype, x.shape[3], kind, blend is None),
+        *(gain is None or gain.shape, bias is None or bias.shape, rotary is None or rotary.interleaved),
+    )
+    if key in _served:
+        return True
     if torch.is_grad_enabled() or not norm_rope.takes(x, norm):
         return False
     heads = Heads(x, x, x, norm, NO_NORM, rotary)
     reason = first_use.why_distrusted(heads, NOTHING, NO_OPTIONS, "cpu_norm_rope")
-    return reason is None or _refused(reason) is None
+    if reason is not None:
+        _refused(reason)
+        return False
+    _served.add(key)
+    return True
 
 
 def is_ready() -> bool:

@@ -92,6 +92,7 @@ def test_the_variable_turns_it_off(monkeypatch):
 def unchecked(monkeypatch):
     """No verdict of this process or of the disk."""
     monkeypatch.setattr(first_use, "_reasons", {})
+    monkeypatch.setattr(use, "_served", set())
     monkeypatch.setattr(first_use.verdict_files, "read", lambda *_: None)
     monkeypatch.setattr(first_use.verdict_files, "write", lambda *_: None)
     first_use._warn.cache_clear()
@@ -110,6 +111,11 @@ def test_a_right_kernel_passes_its_check(kind, unchecked):
     ((found, reason),) = first_use._reasons.items()
     assert "cpu_norm_rope" in found
     assert reason is None
+    first_use._reasons.clear()
+    assert served(Norm(kind, torch.ones(16)))
+    assert not first_use._reasons  # it is not asked again
+    with torch.enable_grad():
+        assert not use.serves_norm_rope(torch.zeros(1, 2, 3, 16), Norm(kind, torch.ones(16)), None)
 
 
 def test_a_wrong_kernel_is_found_at_its_first_call(unchecked, monkeypatch, caplog):
