@@ -147,7 +147,7 @@ CASES = {
 # Then those with a limit of slots, and their gradients.
 LIMITED = (
     *(f"capped {d}" for d in (192, 128, 96, 64)),
-    *(f"uncapped {d}" for d in (128, 64)),
+    *(f"{kind} {d}" for kind in ("uncapped", "dropout") for d in (128, 64)),
     "step 128",
 )
 FEW = {

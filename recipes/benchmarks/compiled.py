@@ -124,7 +124,6 @@ def describe(compiled: Any, loops: list[dict[str, Any]]) -> list[Report]:
     usage, code = sass.read(compiled.asm["cubin"], compiled.metadata.name)
     dtype = re.search(r"bf16|fp16", str(compiled.src.signature))
     found = sass.matrix_loops(code)
-    part = len(found) // len(loops)
     return [
         Report(
             kernel=compiled.metadata.name,
@@ -137,11 +136,17 @@ def describe(compiled: Any, loops: list[dict[str, Any]]) -> list[Report]:
             reloads=sum(i.opcode.startswith(("LDL", "STL")) for loop in found for i in loop),
             shared=compiled.metadata.shared,
             matrix=dict(Counter(i.matrix for i in code if i.matrix)),
-            **main_loop(found[n * part : (n + 1) * part], constants, compiled.metadata),
+            **main_loop(part, constants, compiled.metadata),
             size=len(code),
         )
-        for n, constants in enumerate(loops)
+        for part, constants in zip(equal_parts(found, len(loops)), loops, strict=True)
     ]
+
+
+def equal_parts(found: list[list[sass.Instruction]], count: int) -> list[list[list[sass.Instruction]]]:
+    """The loops in `count` equal parts, which are empty where there are none: whose loop is which is then unknown."""
+    size, rest = divmod(len(found), count)
+    return [[] if rest else found[n * size : (n + 1) * size] for n in range(count)]
 
 
 def main_loop(loops: list[list[sass.Instruction]], constants: dict[str, Any], metadata: Any) -> dict[str, Any]:

@@ -81,6 +81,8 @@ for same, table in ((86, 89), (103, 100), (121, 120)):  # the same tiles and sha
 GLUON = slots_of(64, 6.5, 4.5, 7.8) | slots_of(128, 6.5, 4.5, 7.8)
 GLUON |= {(256, "approx", False): 9.0, (256, "none", False): 7.2}  # in tiles of 64 keys
 SPILL = 64  # bytes outside of the loops of tiles, which a program stores and loads once
+GLUON_SPILL = 32  # at head_dim 256 with the polynomial tanh: four loads in a loop
+BLACKWELL_DROPOUT_SPILL = 224  # forward, in the loop with a mask; tiles of 64 keys have none, but 2 to 4 slots more
 EXTRA = 0.5  # slots of the plain kernel that Triton 3.9 adds to 3.6's, for descriptors of matrix instructions
 
 
@@ -117,7 +119,17 @@ def spills_allowed(report: Report, arch: int = HOPPER) -> bool:
     """Whether its spills are accepted: few, and outside of loops; those of wide heads, and of an Lp norm's powers."""
     constants = report.constants
     few = report.spilled <= SPILL and report.reloads == 0
-    return few or constants["PADDED"] > LIMITS[arch].spill_free[report.kernel] or of_any_order(constants.get("NORM"))
+    wide = constants["PADDED"] > LIMITS[arch].spill_free[report.kernel]
+    return few or wide or of_any_order(constants.get("NORM")) or report.spilled <= spill_in_loops(report, arch)
+
+
+def spill_in_loops(report: Report, arch: int) -> int:
+    """The bytes that a kernel may spill in its loops of tiles."""
+    constants = report.constants
+    if report.kernel == "gluon_forward_kernel" and (constants["PADDED"], constants["TANH"]) == (256, "polynomial"):
+        return GLUON_SPILL
+    blackwell = arch in (100, 103)
+    return BLACKWELL_DROPOUT_SPILL if blackwell and report.kernel == KERNELS[0] and constants.get("DROPOUT") else 0
 
 
 def of_any_order(norm: NormKind | None) -> bool:
@@ -159,7 +171,8 @@ def unmet(results: list[Report | Failure], arch: int = HOPPER, few: bool = False
 def limited(arch: int = HOPPER, few: bool = False) -> set[tuple[str, int, str, bool, bool]]:
     """The configurations with a limit of slots: kernel, head_dim, TANH, ONLINE and DROPOUT."""
     gluon_loops = GLUON if arch == HOPPER and not few else {}
-    found = {("forward_kernel", *loop, False) for loop in LIMITS[arch].slots}
-    if not few:
-        found |= {("forward_kernel", columns, "none", True, True) for columns in LIMITS[arch].dropout}
-    return found | {("gluon_forward_kernel", *loop, False) for loop in gluon_loops}
+    return (
+        {("forward_kernel", *loop, False) for loop in LIMITS[arch].slots}
+        | {("forward_kernel", columns, "none", True, True) for columns in LIMITS[arch].dropout}
+        | {("gluon_forward_kernel", *loop, False) for loop in gluon_loops}
+    )

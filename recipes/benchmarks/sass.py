@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+# address, predicate, opcode and operands; notes on scheduling (&req={1} ?trans5) may follow
+LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)(?:\s+[&?]\S+)*\s*;")
 MATRIX = re.compile(r"[A-Z]?GMMA|[HIQ]MMA|UTC[A-Z]*MMA")  # Hopper, all, Blackwell
 LEAVE = ("EXIT", "RET", "BRX", "JMX", "KILL")
 

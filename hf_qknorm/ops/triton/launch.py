@@ -223,7 +223,7 @@ def units(scale: float, softcap: float | None) -> tuple[float, float, bool]:
 
 
 def dropout_numbers(rate: float) -> tuple[int, float]:
-    """`drop_below` and `rescale` of `ScoreArguments`: the rate is rounded to a multiple of 2⁻¹⁶, which both have."""
+    """`drop_below` and `rescale` of `ScoreArguments`, both for the rate rounded to a multiple of 2⁻¹⁶ below 1."""
     dropped = min(round(rate * 2**16), 2**16 - 1)
     return (dropped << 16) - 2**31, 2**16 / (2**16 - dropped)
 

@@ -72,11 +72,27 @@ def test_a_file_that_is_no_library_is_a_reason(fresh: Path, monkeypatch: pytest.
     assert "OSError" in str(build.why_not_built())
 
 
-def test_no_compiler_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_is_a_reason(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("CXX", str(fresh / "absent"))
+    forget()
+    assert "CXX names" in str(build.why_unavailable())
+    assert build.why_not_built() == build.why_unavailable()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(fresh))
     forget()
     assert "no C++ compiler was found: install one of c++" in str(build.why_unavailable())
     assert build.why_not_built() == build.why_unavailable()
+    assert not caplog.records  # many machines have none
+
+
+def test_the_variable_may_hold_arguments(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = use_compiler(fresh, monkeypatch, "echo 'error: no such flag' >&2; exit 3")
+    monkeypatch.setenv("CXX", f"{build._compiler()[0]} -B folder")
+    forget()
+    assert "failed with status 3" in str(build.why_not_built())
+    assert [line.startswith("-B folder ") for line in calls.read_text().splitlines()] == [True, True]
 
 
 @pytest.mark.parametrize("capability", build.VECTORS)
@@ -94,8 +110,12 @@ def test_other_machines_are_a_reason(owner: object, name: str, fresh: Path, monk
     assert "other" in str(build.why_unavailable())
 
 
-def test_a_folder_that_cannot_be_written_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_a_reason(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (fresh / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
     use_compiler(fresh, monkeypatch, "exit 0")
-    assert "Error" in str(build.why_not_built())
+    assert "NotADirectoryError" in str(build.why_not_built())
+    (record,) = caplog.records
+    assert "are not available: NotADirectoryError" in record.getMessage()

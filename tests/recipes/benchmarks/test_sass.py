@@ -51,6 +51,13 @@ def test_reads_instructions_guards_and_usage():
     assert sass.parse_usage(text, "kernel") == sass.Usage(186, 24)
 
 
+def test_notes_on_scheduling_are_no_operands():
+    """As cuobjdump prints them for Blackwell in Triton 3.6."""
+    first, second = sass.parse(listing(["@!P0 BRA 0x10   &req={2,1}   ?trans5", "BRA 0x10    ?trans5"]), "kernel")
+    assert (first.operands, first.target, first.goes_on) == ("0x10", 16, True)
+    assert (second.operands, second.target, second.goes_on) == ("0x10", 16, False)
+
+
 def test_finds_the_kernel_among_functions():
     text = listing(NESTED[:2], "helper") + listing(NESTED)
     assert len(sass.parse(text, "kernel")) == len(NESTED)
