@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hf_qknorm.ops.types import Norm
 
-# Far below most logits, so that it takes next to nothing; lower, and Adam no longer sees its gradient
-# (recipes/results/sinks.md).
+# Far below the largest logit of most queries, so that it takes next to nothing. Adam's ε hides the gradient of a lower
+# one (recipes/results/sinks.md).
 SINK_START: Final = -10.0
 
 # The `HeadBias` of a layer by name: the field of the scheme that adds it, and its initial value. Models with sinks of
