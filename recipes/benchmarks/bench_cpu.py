@@ -114,10 +114,8 @@ def rotated_times(length: int, turns: int) -> Times:
     def rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return compared[SDPA](*apply_rotary_pos_emb(q, k, *positions), v)
 
-    runs = {
-        NORMED: lambda: forward_backward(normed, (q, k, v, *gains)),
-        ROTATED: lambda: forward_backward(rotated, (q, k, v)),
-    }
+    ours, theirs = (q, k, v, *gains), (q, k, v)
+    runs = {NORMED: lambda: forward_backward(normed, ours), ROTATED: lambda: forward_backward(rotated, theirs)}
     return by_turns(runs, turns)
 
 
@@ -290,8 +288,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.memory_of:
-        measure_memory(args.memory_of)
-        return
+        return measure_memory(args.memory_of)
     page = report(args, sys.argv[1:])
     print(page)
     if args.output:
