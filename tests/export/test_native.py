@@ -76,6 +76,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme, str]] = {
     "qwen2-cap": ("qwen2", {}, Scheme(softcap=2.0), "vaultgemma"),
     "phi3-cap": ("phi3", {"hidden_size": 96, "initializer_range": 0.1}, Scheme(softcap=2.0), "vaultgemma"),
     "gemma2-cap": ("gemma2", {}, Scheme(softcap=2.0), "gemma2"),
+    "qwen3-scale": ("qwen3", {}, Scheme(scale=0.3), "qwen3"),
+    "phi3-cap-temperature": ("phi3", {}, Scheme(softcap=2.0, temperature="learned"), "vaultgemma"),
     "gemma2-scale": ("gemma2", {"attn_logit_softcapping": 0.5}, Scheme(scale=0.3), "gemma2"),
     **{f"{model_type}-none": (model_type, {}, SCHEMES["none"], model_type) for model_type in MODEL_TYPES},
 }  # fmt: skip
