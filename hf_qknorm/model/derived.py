@@ -206,7 +206,7 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
 
 def __getattr__(name: str) -> Any:
     """Return the derived class `name`, as for pickles and Auto classes. Raises AttributeError if there is none."""
-    base = _base_class(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+    base: Any = _base_class(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
     model_type = getattr(getattr(base, "config_class", base), "model_type", None)
     if model_type in known_families():
         return derived_config(model_type) if issubclass(base, PretrainedConfig) else derived_model(base)
