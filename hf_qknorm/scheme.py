@@ -60,8 +60,8 @@ class Scheme:
     `temperature` "learned" multiplies the queries of each head by exp(b), b a parameter `[H]` that starts at 0. This is
     the logit scale of Swin v2 (Liu et al. 2021, arXiv 2111.09883, eq. 2), relative to the model's own scale.
     `sinks` "learned" gives each head one more logit without a key or value, a parameter `[H]`, as in gpt-oss (arXiv
-    2508.10925): attention that goes there goes to no token. It starts at −10, where it takes next to
-    nothing.
+    2508.10925): attention that goes there goes to no token. It starts at −10, where it takes next to nothing of a query
+    with a logit near 0 or above. It takes much of one whose logits are all around −10 or below.
 
     Raises ValueError, naming the field, for a value or combination that is not possible.
 

@@ -156,14 +156,16 @@ def best_attention(
     """The first implementation of `choice` that takes the call; `attn_implementation="hf_qknorm"`.
 
     All need memory linear in the length, and together support cap, window, sinks and dropout. For
-    `output_attentions=True`, and for the gradient of a position bias, it is the eager function, which holds every logit
-    in memory.
+    `output_attentions=True`, and for the gradient of a position bias or dropout beside one, it is the eager function,
+    which holds every logit in memory.
     """
     if weights_wanted(kwargs):
         choice.log_once("forms every logit in memory, for output_attentions=True")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
-    if (bias := kwargs.get("position_bias")) is not None and bias.requires_grad and torch.is_grad_enabled():
-        choice.log_once("forms every logit in memory, for the gradient of the position bias")
+    bias = kwargs.get("position_bias")
+    # Reentrant checkpointing first runs without gradients: with dropout, both runs must draw the same mask.
+    if bias is not None and (kwargs.get("dropout") or (bias.requires_grad and torch.is_grad_enabled())):
+        choice.log_once("forms every logit in memory, for the gradient of the position bias, or dropout beside it")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
     return _call_operator(choice.best_attention, module, Heads(query, key, value), attention_mask, **kwargs)
 

@@ -25,7 +25,7 @@ from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.scheme import Scheme
 
-SEPARATE: Final = ("gemma2", "llama", "mistral", "mixtral", "qwen2", "qwen3")  # with a projection for q alone
+SEPARATE: Final = ("gemma2", "llama", "mistral", "mixtral", "qwen2")  # with a projection for q alone, and no norm of it
 RMS: Final = ("rms", "l2", "lp")  # l2, and lp with p = 2, are rms/√D
 Settings = dict[str, Any]
 
@@ -183,13 +183,15 @@ def find_target(config: Any) -> Target:
         )
     if scheme.sinks is not None:
         raise ValueError("the learned sinks would be lost: no model of transformers has them in such a block")
-    if scheme.temperature is not None and (scheme.width == "head" if norms else base not in SEPARATE):
+    unchanged = not norms and (not capped or FAMILIES[base].own_cap)  # in type; a fused projection is not split then
+    folds = scheme.width == "all" if norms else base in SEPARATE or not unchanged
+    if scheme.temperature is not None and not folds:
         raise ValueError(
             "the learned temperature of each head would be lost: no model of transformers has one, and it folds only "
             f"into gains over all heads, or into separate projections of queries without a norm ({', '.join(SEPARATE)})"
         )
-    if not norms and (not capped or FAMILIES[base].own_cap):
-        if scheme.scale is not None and base not in SEPARATE:
+    if unchanged:
+        if scheme.scale is not None and base not in (*SEPARATE, *transforms.NORMED):
             raise ValueError(
                 f"scale={scheme.scale:g} would be lost: {base} has no projection of the queries alone to fold it into"
             )

@@ -13,6 +13,7 @@ from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.ops import norms
 
 KINDS = ("weight", "bias")
+NORMED = ("qwen3",)  # with a norm of its own behind the projection of the queries
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer, before attention and MLP
 
 
@@ -95,10 +96,12 @@ def _scale_factor(config: Any) -> float:
 
 
 def scale_queries(plan: TensorPlan, config: Any) -> None:
-    """Fold a scale of the logits into the projection of the queries, in a scheme without norms."""
+    """Fold a scale of the logits into the projection of the queries, or the gain of the model's own norm behind it."""
     if config.scheme.scale is not None:
-        reason = f"scale={config.scheme.scale:g} would be folded into the projection of the queries"
-        _scale(plan, config, ("q_proj",), _scale_factor(config), reason)
+        part = "q_norm" if config.base_model_type in NORMED else "q_proj"
+        _scale(
+            plan, config, (part,), _scale_factor(config), f"scale={config.scheme.scale:g} would be folded into {part}"
+        )
 
 
 def fold_temperature(plan: TensorPlan, config: Any) -> None:

@@ -47,7 +47,7 @@ class Family:
     For `own_norms` and `causal` a string names the switch in the model's config; for `causal`, "!name" is its opposite.
     `slides` tells whether a layer attends through the config's sliding window.
     `unsupported` returns the reason why a model with a given config can't be patched, or None. Cross-attention is
-    refused for every family.
+    refused for a style without `project_across`.
     """
 
     attention: str
@@ -84,7 +84,7 @@ class Family:
 
     def refusal(self, config: Any, scheme: Scheme) -> str | None:
         """Return the reason why a model with this config can't have `scheme`, or None."""
-        if getattr(config, "add_cross_attention", False):
+        if getattr(config, "add_cross_attention", False) and self.style.project_across is None:
             return "is not supported with add_cross_attention=True: its layers attend to an encoder too"
         if self.unsupported is not None and (reason := self.unsupported(config)):
             return f"is not supported with {reason}"

@@ -42,7 +42,9 @@ def forward(
     if position_bias is None:
         position_bias = _position_bias(module, hidden_states, key_value_states, past_key_values)
     arguments = {"past_key_values": past_key_values, "key_value_states": key_value_states, **kwargs}
-    out, weights = shared(hidden_states, mask, position_bias=position_bias, **arguments)
+    own = module.config._attn_implementation.startswith("hf_qknorm")  # others repeat the model's operations
+    added = None if own and key_value_states is not None else position_bias  # in cross-attention it is 0
+    out, weights = shared(hidden_states, mask, position_bias=added, **arguments)
     return out, position_bias, weights
 
 
@@ -60,8 +62,7 @@ def _position_bias(module: Any, hidden_states: Tensor, states: Tensor | None, ca
         bias: Tensor = module.compute_bias(length, keys, device=hidden_states.device, past_seen_tokens=seen)
         return bias
     keys = keys if states is None else states.shape[1]
-    bias = torch.zeros((1, module.n_heads, length, keys), device=hidden_states.device, dtype=hidden_states.dtype)
-    return bias.requires_grad_(module.gradient_checkpointing and module.training)
+    return torch.zeros((1, module.n_heads, length, keys), device=hidden_states.device, dtype=hidden_states.dtype)
 
 
 WEIGHTS = ("q", "k", "v")

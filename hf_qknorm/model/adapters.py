@@ -13,7 +13,7 @@ from hf_qknorm.model.norms import HeadNorm
 
 
 def peft_modules_to_save(model: nn.Module) -> list[str]:
-    """Return the names of the norms with gains, for `modules_to_save` of a PEFT config, and of a temperature.
+    """Return the names of norms with gains, temperatures and sinks, for `modules_to_save` of a PEFT config.
 
     PEFT then trains them and saves them with the adapter. The list is empty for a scheme without parameters. Patch (and
     calibrate) the model before PEFT wraps it: the norms see the projections' output with the adapters' part.

@@ -55,7 +55,7 @@ def __getattr__(name: str) -> type[QKNormAttention]:
     """Return `QKNormLlamaAttention` and the like, so that a patched model can be unpickled."""
     for model_type in known_families():
         family = FAMILIES[model_type]
-        modelling = _modelling(model_type) if name.endswith(family.attention) else None
+        modelling = modelling_file(model_type) if name.endswith(family.attention) else None
         if modelling is None or name != _class_name(family, modelling.__name__):
             continue
         if hasattr(modelling, family.attention):
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> type[QKNormAttention]:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _modelling(model_type: str) -> ModuleType | None:
+def modelling_file(model_type: str) -> ModuleType | None:
     """Import the modelling file of a model type; None for a type that uses another's, as InternLM 3 uses Llama's."""
     package = model_type_to_module_name(model_type)
     files = (f"transformers.models.{package}.modeling_{x}" for x in (package, model_type.replace("-", "_")))

@@ -23,7 +23,7 @@ from hf_qknorm.backends import functions
 from hf_qknorm.families import FAMILIES, check_scheme, known_families
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.names import REPORT
-from hf_qknorm.model.attention import install, patched_layers
+from hf_qknorm.model.attention import install, modelling_file, patched_layers
 from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.head_bias import HeadBias
@@ -206,8 +206,16 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
 
 def __getattr__(name: str) -> Any:
     """Return the derived class `name`, as for pickles and Auto classes. Raises AttributeError if there is none."""
-    base: Any = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    base = _base_class(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
     model_type = getattr(getattr(base, "config_class", base), "model_type", None)
     if model_type in known_families():
         return derived_config(model_type) if issubclass(base, PretrainedConfig) else derived_model(base)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _base_class(name: str) -> Any:
+    """Return transformers' class `name`, or None. Models inside others, as BART's encoder, are in their file alone."""
+    if (found := getattr(transformers, name, None)) is not None:
+        return found
+    types = (t for t in known_families() if name.startswith(CONFIG_MAPPING_NAMES[t].removesuffix("Config")))
+    return next((vars(file)[name] for file in map(modelling_file, types) if file and name in vars(file)), None)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hf_qknorm.ops.types import Norm
 
-# Far below most logits, so that it takes next to nothing; lower, and Adam no longer sees its gradient
-# (recipes/results/sinks.md).
+# Far below the largest logit of most queries, so that it takes next to nothing. Adam's ε hides the gradient of a lower
+# one (recipes/results/sinks.md).
 SINK_START: Final = -10.0
 
 # The `HeadBias` of a layer by name: the field of the scheme that adds it, and its initial value. Models with sinks of
@@ -28,15 +28,18 @@ class HeadBias(nn.Module):
         self.initial = initial
         self.bias = nn.Parameter(torch.full((heads,), initial, device=device, dtype=dtype))
 
-    @property
-    def local(self) -> Tensor:
-        """The numbers of this rank's heads; the parameter is a DTensor under tensor parallelism."""
+    def forward(self) -> Tensor:
+        """Return the numbers of this rank's heads; the parameter is a DTensor under tensor parallelism.
+
+        A call of the module runs its hooks, which load offloaded or sharded parameters.
+        """
         bias: Tensor = self.bias.to_local() if hasattr(self.bias, "to_local") else self.bias
         return bias
 
     def factor(self) -> Tensor:
         """Return exp(bias) `[H]` in fp32 at least: a factor that is always positive, and 1 for a bias of 0."""
-        return self.local.to(torch.promote_types(self.bias.dtype, torch.float32)).exp()
+        bias: Tensor = self()
+        return bias.to(torch.promote_types(bias.dtype, torch.float32)).exp()
 
     def extra_repr(self) -> str:
         return f"heads={len(self.bias)}"

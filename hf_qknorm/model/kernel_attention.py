@@ -15,7 +15,7 @@ from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention, active_copy
 from hf_qknorm.model.rotary import kernel_rotary
-from hf_qknorm.ops.cpu import norm_rope
+from hf_qknorm.ops.cpu import norm_rope, use
 from hf_qknorm.ops.types import Heads, Norm
 
 
@@ -50,23 +50,24 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norm and rotate q and k: for inference on a CPU in C++, if its kernels are there and there is a norm."""
-        norms = None if torch.is_grad_enabled() or not q.is_cpu else self._cpu_norms(q, k)
+        possible = q.is_cpu and self.family.rope is not None and not torch.is_grad_enabled()
+        norms = self._cpu_norms() if possible else None
         if norms is None:
             return super()._norm_rotate(q, k, v, positions, cache, options)
         rotary = kernel_rotary(positions, self.family.rope)
-        q, k = (norm_rope.norm_rope_one(x, norm, rotary) for x, norm in zip((q, k), norms, strict=True))
-        return q, k, v
+        q_norm, k_norm = norms
+        if not (use.serves_norm_rope(q, q_norm, rotary) and use.serves_norm_rope(k, k_norm, rotary)):
+            return super()._norm_rotate(q, k, v, positions, cache, options)
+        return norm_rope.norm_rope_one(q, q_norm, rotary), norm_rope.norm_rope_one(k, k_norm, rotary), v
 
-    def _cpu_norms(self, q: Tensor, k: Tensor) -> tuple[Norm, Norm] | None:
-        """The norms of q and k if the C++ kernels apply them, with RoPE; None if they do not, or if there are none."""
+    def _cpu_norms(self) -> tuple[Norm, Norm] | None:
+        """The norms of q and k if the C++ kernels may apply them, with RoPE; None if not, or if there are none."""
         if "q_norm" not in self._modules and "k_norm" not in self._modules:
             return None
-        if self.family.rope is None or self.family.style.prescaled or torch.compiler.is_compiling():
+        if self.family.style.prescaled or torch.compiler.is_compiling() or not use.is_ready():
             return None
         q_norm, k_norm = self._kernel_norm("q_norm"), self._kernel_norm("k_norm")
-        if q_norm is None or k_norm is None or not norm_rope.serves(q, q_norm) or not norm_rope.serves(k, k_norm):
-            return None
-        return q_norm, k_norm
+        return None if q_norm is None or k_norm is None else (q_norm, k_norm)
 
     def _fits_one_kernel(self, heads: Heads, mask: Tensor | None, cache: Any, slot: Any) -> bool:
         """Whether one kernel can norm, rotate and attend: there are no other keys, and no observer of the heads."""

@@ -35,6 +35,7 @@ class HeadNorm(nn.Module):
     bias: nn.Parameter | None
     blend: Tensor | None
     eps: float | Tensor
+    wide: bool = False  # norms that older versions pickled lack it
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class PlainAttention(nn.Module):
         if (softcap := self.softcap) is not None:
             kwargs["softcap"] = softcap
         if self.scheme.sinks is not None:
-            kwargs["s_aux"] = self.head_bias("sink").local
+            kwargs["s_aux"] = self.head_bias("sink")()
         elif "sinks" in self._parameters or "sinks" in vars(self):  # hasattr takes as long as a small operator
             kwargs["s_aux"] = self.sinks
         if states is not None:

@@ -188,7 +188,9 @@ def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:
         unit = longest.clamp_min(torch.finfo(torch.float64).tiny)[:, None]  # avoids overflow in the power
         longest = longest * (gain / unit).pow(order).sum(-1).pow(1 / order)
     if not NORMS[norm.norm].summed:
-        longest = longest * norm.channels ** (1 / norm.order)  # over all heads, one may have the whole length
+        longest = longest * (norm.channels if norm.wide else head_dim) ** (
+            1 / norm.order
+        )  # over all heads, one may have the whole length
     return longest if norm.bias is None else longest + _rows(norm.bias, head_dim).norm(dim=-1)
 
 

@@ -25,7 +25,8 @@ def set_blend(model: nn.Module, blend: float) -> None:
     """Set how far the scheme of a patched model is in, norms and cap: from 0 (as unpatched) to 1 (the whole scheme).
 
     The blend is a buffer of the norms, which checkpoints hold. 1 ends the blend: the buffers are removed from the
-    model, its config and later checkpoints.
+    model, its config and later checkpoints. A learned temperature and learned sinks are no part of the blend: they act
+    from the start, where the temperature changes nothing, and the sinks next to nothing.
 
         >>> ids = torch.arange(8)[None]
         >>> before = model(ids).logits

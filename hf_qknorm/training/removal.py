@@ -21,13 +21,13 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.convert.gains import Mean, observed_inputs
 from hf_qknorm.convert.text import batches_for, check_batches
-from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers, require_patched
+from hf_qknorm.model.attention import QKNormAttention, head_biases, head_norms, patched_layers, require_patched
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee, centred_and_size
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.patch import patch_model, unpatch_model
-from hf_qknorm.scheme import Scheme
+from hf_qknorm.scheme import LEARNED, Scheme
 from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights, parameter_factors
 from hf_qknorm.training.knee import NO_NORM
 
@@ -50,13 +50,15 @@ def start_removal(
     computes the same. A patched model without a knee is changed in place. Other models are refused.
 
     `data` is text or batches, as for `calibrate`. One pass of the model over it measures the mean square of each head's
-    queries and keys. Their weights are scaled so that all heads of a layer have the same one, which the norms undo, and
-    the norms get a tiny knee that records it. Predictions stay the same, up to rounding and ε.
+    queries and keys. Their weights are scaled so that all heads of a layer have the same one, and the norms, which undo
+    that, get a tiny knee that records it. Norms over all heads would not undo it: there the weights stay. Predictions
+    stay the same, up to rounding and ε.
 
     Then train with `KneeSchedule(target=math.inf)`, and call `remove_norms`.
 
     Raises ValueError, before anything changes, for a model without norms on queries or keys or with a knee; a scheme
-    that norms values or has no gains; a Qwen 3 with sliding windows; sharded weights; and data without text.
+    that norms values or has no gains; latent attention and encoder-decoders; a Qwen 3 with sliding windows; sharded
+    weights; and data without text.
 
     >>> model = qk.start_removal(qk.patch_model(model, "qk_norm"), texts)
     >>> qk.set_knee(model, float("inf"))  # at once; in training: KneeSchedule(target=math.inf)
@@ -92,28 +94,36 @@ def remove_norms(model: PreTrainedModel) -> PreTrainedModel:
     """Fold norms that have become constant factors into the projections, in place; the model is then unpatched.
 
     Each norm's gain, over the constant that it divides by, scales the rows of W_q or W_k, before RoPE. This is exact up
-    to rounding. A cap or a length scale of the scheme stays, and the model is then still patched. Make a new optimiser
-    after it.
+    to rounding. A cap, a length scale, a learned temperature and learned sinks stay, with the model still patched. Make
+    a new optimiser after it.
 
     Raises ValueError, before anything changes, for a model that is not patched, norms that still act (a knee below
-    2³⁰: `KneeSchedule(target=math.inf)` or `set_knee(model, math.inf)` end them), a bias of a norm that no projection
-    can take, and sharded weights.
+    2³⁰: `KneeSchedule(target=math.inf)` or `set_knee(model, math.inf)` end them), norms of values or of latent
+    attention, a bias of a norm that no projection can take, and sharded weights.
 
     >>> model = qk.start_removal(qk.patch_model(model, qk.Scheme(q="rms", k="rms", softcap=50.0)), texts)
     >>> qk.set_knee(model, float("inf"))
     >>> print(qk.remove_norms(model).config.scheme)
     softcap=50.0
     """
-    layers, parts = require_patched(model), attention_head_weights(model)
+    layers = require_patched(model)
+    scheme = _check_norms(layers)
+    parts = attention_head_weights(model)
     _check_removable(layers, parts)
-    scheme = next(iter(layers.values())).scheme
-    rest = Scheme(softcap=scheme.softcap, length_scale=scheme.length_scale)
+    kept = ("softcap", "length_scale", *LEARNED)
+    rest = Scheme(**{field: getattr(scheme, field) for field in kept})
+    learned = {name: head_biases(layer) for name, layer in layers.items()}
     for name, layer in layers.items():
         for side, norm_name in _sides(layer).items():
             scale = layer.logit_scale / layer.own_scale if side == _carrier(layer) else 1.0
             _fold(parts[name][side], head_norms(layer)[norm_name], scale)
     unpatch_model(model)
-    return model if rest.changes_nothing else patch_model(model, rest)
+    if not rest.changes_nothing:
+        patch_model(model, rest)
+    for name, biases in learned.items():
+        for bias_name, module in biases.items():
+            setattr(model.get_submodule(name), bias_name, module)
+    return model
 
 
 def _sides(layer: QKNormAttention) -> dict[str, str]:
@@ -142,12 +152,24 @@ def _check_patched(model: Any) -> None:
             f"{type(model).__name__} is neither patched nor a Qwen 3: norms are removed from a patched model, or from "
             "a Qwen 3, which becomes a Llama"
         )
-    scheme = next(iter(patched_layers(model).values())).scheme
-    if scheme.v is not None or not scheme.norms or scheme.gain == "none":
-        raise ValueError(f"got the scheme {scheme}: expected norms with gains, of queries and keys alone")
+    scheme = _check_norms(patched_layers(model))
+    if scheme.gain == "none":
+        raise ValueError(f"got the scheme {scheme}: expected norms with gains, which follow the knee")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder, whose norms can not be removed here")
     if scheme.knee or model.config.qk_norm_blend is not None:
         raise ValueError(f"the model has a knee ({scheme.knee:g}) or is in a blend: end it, as by set_knee(model, 0)")
     _check_whole(model)
+
+
+def _check_norms(layers: dict[str, QKNormAttention]) -> Scheme:
+    """Return the scheme of the layers. Raises ValueError unless it norms queries or keys, and nothing else."""
+    first = next(iter(layers.values()))
+    if first.scheme.v is not None or not first.scheme.norms:
+        raise ValueError(f"got the scheme {first.scheme}: expected norms of queries and keys alone")
+    if first.family.latent:
+        raise ValueError("a norm of latent attention has no projection of its own to be folded into")
+    return first.scheme
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -199,7 +221,7 @@ def _as_llama(model: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def _mean_powers(model: Any, batches: list[dict[str, Tensor]]) -> dict[tuple[str, str], Tensor]:
-    """The mean |x|ᵖ of each head's inputs of each norm, `[H]`, in the model as it computes."""
+    """The mean |x|ᵖ of each norm's inputs by head, `[H]`, or over all heads, `[1]`, in the model as it computes."""
     found: dict[tuple[str, str], list[Mean]] = {}
     observers: dict[nn.Module, Callable[[Tensor], None]] = {}
     for name, layer in patched_layers(model).items():
@@ -216,10 +238,10 @@ def _mean_powers(model: Any, batches: list[dict[str, Tensor]]) -> dict[tuple[str
 
 
 def _observer(norm: HeadNorm, means: list[Mean]) -> Callable[[Tensor], None]:
-    """A function that adds the mean |x|ᵖ of vectors `[N, H, D]` to the means of the heads."""
+    """A function that adds the mean |x|ᵖ of heads `[N, H, D]` to their means, or to one for a norm over all heads."""
 
     def observe(x: Tensor) -> None:
-        _, sizes = centred_and_size(norm, x)
+        _, sizes = centred_and_size(norm, norm.vectors(x))
         means.extend(Mean() for _ in range(sizes.shape[1] - len(means)))
         for mean, size in zip(means, sizes.unbind(1), strict=True):
             mean.add(size)
@@ -234,12 +256,17 @@ def _fold(part: HeadWeights, norm: HeadNorm, scale: float) -> None:
     rows = part.outputs(projection.weight.device)
     constant = float(norm.eps) ** -0.5 * (part.width ** (-1 / norm.order) if kind.summed else 1.0) * scale
     gain = torch.full(rows.shape, constant, dtype=torch.float64, device=rows.device)
-    gain = gain if norm.weight is None else gain * norm.weight.double()
+    gain = gain if norm.weight is None else gain * _by_output(norm.weight, rows)
     for parameter in projection.parameters(recurse=False):
         by_output = parameter.t() if isinstance(projection, Conv1D) and parameter.dim() == 2 else parameter
         x = by_output[rows].double()  # [H, D], with the inputs behind
-        x = x - x.mean(1, keepdim=True) if kind.centred else x
+        x = x - x.mean((0, 1) if norm.wide else 1, keepdim=True) if kind.centred else x
         x = x * gain.view(*gain.shape, *[1] * (x.dim() - 2))
         if x.dim() == 2 and norm.bias is not None:
-            x = x + scale * norm.bias.double()
+            x = x + scale * _by_output(norm.bias, rows)
         by_output[rows] = x.to(parameter.dtype)
+
+
+def _by_output(parameter: Tensor, rows: Tensor) -> Tensor:
+    """A gain or bias in fp64, in a shape that broadcasts to the outputs `[H, D]`."""
+    return (parameter.view_as(rows) if parameter.numel() == rows.numel() else parameter).double()

@@ -32,6 +32,7 @@ from markdown_table import table
 from random_qkv import make_qkv
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import hf_qknorm as qk
 from hf_qknorm.files.atomic_io import replace_text
@@ -41,6 +42,7 @@ from hf_qknorm.ops.types import Heads, Options, Visible
 
 HEADS, CAP = 8, 50.0
 CPP, SDPA, EAGER, TILED = "C++, cap", "SDPA, no cap", "eager, cap", "tiled, cap"
+NORMED, ROTATED = "C++, norms, RoPE, cap", "SDPA, RoPE"
 PATCHED, PLAIN = "patched, norms and cap", "unpatched"
 MEMORY_LENGTH = 4096
 Times = dict[str, list[float]]
@@ -73,7 +75,8 @@ LIMITS = (
     Row(512, 64, F32, 0.85, busy=True),
     Row(1024, 64, F32, 0.75, (CPP, SDPA, TILED), busy=True),
 )
-EAGER_LIMIT, MEMORY_LIMIT, STEP_LIMIT = 6.5, 1.10, 1.00
+ROTATED_LENGTHS = (512, 1024, 4096)
+EAGER_LIMIT, MEMORY_LIMIT, STEP_LIMIT, ROTATED_LIMIT = 6.5, 1.10, 1.00, 1.00
 
 
 def implementations(length: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -93,6 +96,27 @@ def implementations(length: int) -> dict[str, Callable[[Tensor, Tensor, Tensor],
         EAGER: eager,
         TILED: lambda q, k, v: library.attention(*call(q, k, v)),
     }
+
+
+def rotated_times(length: int, turns: int) -> Times:
+    """Forward and backward with RoPE and, for the C++ attention, norms with gains, as a patched Llama trains."""
+    compared = implementations(length)
+    rotary = LlamaRotaryEmbedding(LlamaConfig(head_dim=64))
+    q, k, v = make_qkv(1, HEADS, HEADS, length, length, 64)
+    positions = rotary(q, torch.arange(length)[None])
+    gains = [torch.ones(64, requires_grad=True) for _ in range(2)]
+
+    def normed(q: Tensor, k: Tensor, v: Tensor, *gains: Tensor) -> Tensor:
+        heads = zip((q, k), gains, strict=True)
+        q, k = (reference.head_norm(x.transpose(1, 2), "rms", gain).transpose(1, 2) for x, gain in heads)
+        return compared[CPP](*apply_rotary_pos_emb(q, k, *positions), v)
+
+    def rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compared[SDPA](*apply_rotary_pos_emb(q, k, *positions), v)
+
+    ours, theirs = (q, k, v, *gains), (q, k, v)
+    runs = {NORMED: lambda: forward_backward(normed, ours), ROTATED: lambda: forward_backward(rotated, theirs)}
+    return by_turns(runs, turns)
 
 
 def by_turns(runs: dict[str, Callable[[], object]], turns: int) -> Times:
@@ -199,13 +223,15 @@ def verdict(value: float, limit: float, *, at_least: bool = False) -> str:
     return f"{'≥' if at_least else '≤'} {limit:.2f}: {'met' if met else 'missed'}"
 
 
+def compared_cells(times: Times, first: str, second: str, limit: float) -> tuple[str, ...]:
+    """Both times, their ratio, and whether it is within the limit."""
+    found = verdict(quartiles(times[first], times[second])[1], limit)
+    return milliseconds(times[first]), milliseconds(times[second]), ratio_cell(times[first], times[second]), found
+
+
 def attention_tables(measured: dict[Row, Times]) -> list[str]:
     head = ("forward + backward", f"{CPP}, ms", f"{SDPA}, ms", "C++ ÷ SDPA", "limit")
-    rows = []
-    for row, times in measured.items():
-        cells = milliseconds(times[CPP]), milliseconds(times[SDPA]), ratio_cell(times[CPP], times[SDPA])
-        rows.append((str(row), *cells, verdict(quartiles(times[CPP], times[SDPA])[1], row.limit)))
-    lines = table(head, rows)
+    lines = table(head, [(str(x), *compared_cells(times, CPP, SDPA, x.limit)) for x, times in measured.items()])
     head = ("forward + backward", "ms", "÷ C++", "limit")
     rows = []
     for row, times in measured.items():
@@ -220,6 +246,7 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
     """Measure everything; return a Markdown page."""
     (machine, own), start = busy_seconds(), time.perf_counter()
     quiet = {row: attention_times(row, args.turns if row.length <= 1024 else 5) for row in LIMITS if not row.busy}
+    rotated = {length: rotated_times(length, args.turns if length <= 1024 else 5) for length in ROTATED_LENGTHS}
     step = step_times(args.turns)
     machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))
     others = max(machine - own, 0) / (time.perf_counter() - start)
@@ -240,14 +267,15 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
         "",
         *attention_tables(quiet | busy),
     ]
-    cells = milliseconds(step[PATCHED]), milliseconds(step[PLAIN]), ratio_cell(step[PATCHED], step[PLAIN])
-    found = verdict(quartiles(step[PATCHED], step[PLAIN])[1], STEP_LIMIT)
+    head = ("with RoPE, forward + backward", f"{NORMED}, ms", f"{ROTATED}, ms", "ratio", "limit")
+    title = "{:,} tokens, head_dim 64, float32".format
+    lines += table(head, [(title(n), *compared_cells(x, NORMED, ROTATED, ROTATED_LIMIT)) for n, x in rotated.items()])
     head = ("training step", f"{PATCHED}, ms", f"{PLAIN}, ms", "patched ÷ unpatched", "limit")
-    lines += table(head, [("Llama, 4 layers, 2 × 512 tokens", *cells, found)])
+    lines += table(head, [("Llama, 4 layers, 2 × 512 tokens", *compared_cells(step, PATCHED, PLAIN, STEP_LIMIT))])
     rise = mib[CPP] / mib[SDPA]
     cells = f"{mib[CPP]:.0f}", f"{mib[SDPA]:.0f}", f"{rise:.2f}"
     head = ("extra memory, forward + backward", f"{CPP}, MiB", f"{SDPA}, MiB", "C++ ÷ SDPA", "limit")
-    lines += table(head, [(f"{MEMORY_LENGTH:,} tokens, head_dim 64, float32", *cells, verdict(rise, MEMORY_LIMIT))])
+    lines += table(head, [(title(MEMORY_LENGTH), *cells, verdict(rise, MEMORY_LIMIT))])
     return "\n".join(lines)
 
 
@@ -260,8 +288,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.memory_of:
-        measure_memory(args.memory_of)
-        return
+        return measure_memory(args.memory_of)
     page = report(args, sys.argv[1:])
     print(page)
     if args.output:

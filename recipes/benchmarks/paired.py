@@ -18,7 +18,8 @@ def standard_error(values: Sequence[float]) -> float:
 class Difference:
     """The mean of paired differences, and its standard error.
 
-    `format(difference, ".2f")` shows both with these digits, and the sign of the mean; the default is ".3f".
+    `format(difference, ".2f")` shows both with these digits, and the sign of the mean; the default is ".3f". A
+    single pair has no error to show.
     """
 
     mean: float
@@ -46,7 +47,8 @@ class Difference:
 
     def __format__(self, digits: str) -> str:
         digits = digits or ".3f"
-        return f"{self.mean:+{digits}} ± {self.error:{digits}}"
+        spread = "" if math.isnan(self.error) else f" ± {self.error:{digits}}"
+        return f"{self.mean:+{digits}}{spread}"
 
     def __str__(self) -> str:
         return format(self)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from markdown_table import table
+from paired import Difference
 from run_log import Row, Runs, provenance
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
@@ -164,23 +165,14 @@ def page(size: Size, starts: dict[float, Row], results: dict[str, list[Row]], ru
         cell = [arm]
         for name, digits in (("loss", 4), ("max_logit", 2), ("entropy", 3)):
             values, others = ([row[name] for row in part] for part in (rows, results["none"]))
-            cell += [
-                f"{statistics.mean(values):.{digits}f}",
-                difference(values, others, digits) if arm != "none" else "",
-            ]
+            apart = "" if arm == "none" else f"{Difference.of(values, others):.{digits}f}"
+            cell += [f"{statistics.mean(values):.{digits}f}", apart]
         cell += [f"{statistics.mean(row['share'] for row in rows):.2%}"]
         cell += [f"{statistics.mean(row['largest_share'] for row in rows):.2%}"]
         cells.append([*cell, f"{max(row['moved'] for row in rows):.2f}"])
     head += ["share of the sinks", "of the head with most", "farthest move of a sink"]
     lines += table(head, cells, "lrrrrrrrrr")
     return "\n".join(lines) + "\n"
-
-
-def difference(values: list[float], others: list[float], digits: int) -> str:
-    """The mean difference and its standard error."""
-    found = [a - b for a, b in zip(values, others, strict=True)]
-    error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else float("nan")
-    return f"{statistics.mean(found):+.{digits}f} ± {error:.{digits}f}"
 
 
 def main(arguments: list[str] | None = None) -> str:

@@ -135,6 +135,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, str]] = {
     "all heads, wider": ("llama", EPS | {"head_dim": 32}, WIDE, "olmoe .*heads have hidden_size / num_attention_heads"),
     "all heads, centred": ("llama", EPS, LAYERS, r"norms \(q=layer, k=layer, width=all\) would .*rms over all heads"),
     "temperature, norms": ("llama", EPS, replace(RMS, **LEARNED), "the learned temperature of each head would be lost"),
+    "temperature, own norms": ("qwen3", {}, Scheme(**LEARNED), "the learned temperature of each head would be lost"),
     "temperature, fused": ("gpt2", {}, Scheme(**LEARNED), "the learned temperature of each head would be lost"),
     "mixtral-cap": ("mixtral", {}, "soft_cap", "the cap of 50 would be lost.*llama with a cap"),
     "qwen3-cap": ("qwen3", {}, "soft_cap", "the cap of 50 would be lost"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -102,7 +102,7 @@ def test_norm_and_cap(model_type, tmp_path):
     assert torch.equal(tokens, tokens_uncached)
     assert_near(logits, logits_uncached, TOLERANCE)
 
-    copy.deepcopy(model).save_pretrained(tmp_path)
+    pickle.loads(pickle.dumps(model)).save_pretrained(tmp_path)  # saving writes to the config
     again = auto_of(model_type).from_pretrained(tmp_path)
     assert type(again) is type(model)
     with torch.no_grad():
@@ -129,6 +129,45 @@ def test_backends_agree(model_type):
             model.set_attn_implementation(backend)
             assert_near(model(**batch).logits, capped, TOLERANCE, f"capped {backend}")
         unpatch_model(model)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_repeats_dropout(model_type, reentrant):
+    """The two runs of a layer take the same backend, one of them without gradients."""
+    model = patch_model(made(model_type), Scheme(q="rms", k="rms", softcap=2.0))
+    expected = step(model, batch_for(model_type))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    result = step(model, batch_for(model_type))
+    assert result.keys() == expected.keys()
+    for name in result:
+        assert_near(result[name], expected[name], TOLERANCE, name)
+
+
+@torch.no_grad()
+def test_trocr_is_patched_in_a_model_with_an_image_encoder(tmp_path):
+    def made() -> PreTrainedModel:
+        torch.manual_seed(0)
+        encoder = transformers.AutoModel.from_config(tiny_config("vit"))
+        settings = {"add_cross_attention": True, "is_decoder": True, "cross_attention_hidden_size": 64}
+        decoder = transformers.AutoModelForCausalLM.from_config(tiny_config("trocr", **settings))
+        model = transformers.VisionEncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+        model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = 1
+        model.config.pad_token_id = 0
+        return model
+
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+    target = torch.arange(3, 8).repeat(2, 1)
+    original, model = made(), patch_model(made(), "none")
+    assert torch.equal(model(**batch, labels=target).loss, original(**batch, labels=target).loss)
+    assert torch.equal(generated(model, batch)[1], generated(original, batch)[1])
+
+    model = randomise(patch_model(unpatch_model(model), "qk_norm_cap"))
+    assert len(patched_layers(model)) == 4, "twice two of the decoder"
+    assert_near(generated(model, batch)[1], generated(model, batch, use_cache=False)[1], TOLERANCE)
+    model.save_pretrained(tmp_path)
+    again = transformers.VisionEncoderDecoderModel.from_pretrained(tmp_path)
+    assert_near(again(**batch, labels=target).logits, model(**batch, labels=target).logits, 1e-6)
 
 
 @torch.no_grad()

@@ -12,7 +12,8 @@ import hf_qknorm.ops
 
 FOLDER = Path(hf_qknorm.ops.__file__).parent
 FILES = sorted(FOLDER.rglob("*.py"))
-KERNELS = [path for path in FILES if path.name not in ("reference.py", "__init__.py") and path.parent.name != "trust"]
+PLAIN = ("reference.py", "apply_norm.py", "__init__.py")  # the oracle, and a norm that is its own with gradients
+KERNELS = [path for path in FILES if path.name not in PLAIN and path.parent.name != "trust"]
 TABLES = "hf_qknorm.ops.triton.architectures."  # which loads no Triton
 BELOW = ("hf_qknorm.ops", "hf_qknorm.files", "hf_qknorm.version")
 

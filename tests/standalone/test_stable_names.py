@@ -12,12 +12,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from tables import sharp_model
 
 from hf_qknorm import patch_model, standalone
 from hf_qknorm.model import attention, derived
 from hf_qknorm.standalone.generate import auto_map, standalone_code
 from hf_qknorm.standalone.runtime import DERIVED
+from hf_qknorm.stats.bounds import logit_bounds
 
 README = Path(standalone.__file__).with_name("README.md")
 
@@ -65,10 +67,24 @@ def test_names_in_a_pickled_model():
     }
 
 
+@torch.no_grad()
+def test_a_model_pickled_before_norms_had_a_width():
+    model, ids = patch_model(sharp_model("llama"), "qk_norm"), torch.arange(3, 20)[None]
+    expected, bounds = model(ids).logits, logit_bounds(model)
+    for layer in attention.patched_layers(model).values():
+        for norm in attention.head_norms(layer).values():
+            for name in ("wide", "channels", "head_dim"):
+                delattr(norm, name)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again(ids).logits, expected)
+    assert logit_bounds(again) == bounds
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [
         ("hf_qknorm.model.derived", "QKNormLlamaConfig"),
+        ("hf_qknorm.model.derived", "QKNormBartEncoder"),
         ("hf_qknorm.model.derived", "QKNormLlamaForCausalLM"),
         ("hf_qknorm.hub.derived", "QKNormLlamaForCausalLM"),
         ("hf_qknorm.model.attention", "QKNormLlamaAttention"),

@@ -27,6 +27,9 @@ FOLDED: dict[str, tuple[str, Scheme, dict[str, Any]]] = {
     "henry": ("llama", SCHEMES["henry"], {}),
     "layer, fused, capped": ("gpt2", Scheme(q="layer", k="layer", softcap=5.0), {}),
     "interleaved": ("gpt_neox", Scheme(q="rms", k="rms"), {}),
+    "all heads": ("llama", Scheme(q="rms", k="rms", width="all"), {}),
+    "all heads, centred": ("llama", Scheme(q="layer", k="layer", width="all"), BIASES),
+    "numbers of heads": ("llama", Scheme(q="rms", k="rms", temperature="learned", sinks="learned"), {}),
 }
 
 
@@ -43,6 +46,7 @@ def qwen3(**settings: Any) -> Any:
     return model.eval()
 
 
+@pytest.mark.usefixtures("without_cpp")
 @pytest.mark.parametrize("settings", [{}, {"attention_bias": True, "tie_word_embeddings": True}])
 def test_a_qwen3_is_a_llama_with_its_norms_as_a_scheme(settings):
     model = qwen3(**settings)
@@ -88,11 +92,12 @@ def test_folded_norms_leave_what_constant_factors_gave(case):
     assert error(before, whole) > 1e-2
     assert remove_norms(model) is model
     assert_near(logits(model), before, 5e-6)
-    if scheme.softcap is None:
+    left = Scheme(softcap=scheme.softcap, temperature=scheme.temperature, sinks=scheme.sinks)
+    if left.changes_nothing:
         assert type(model) is plain_class
         assert not patched_layers(model)
     else:
-        assert model.config.scheme == Scheme(softcap=scheme.softcap)
+        assert model.config.scheme == left
 
 
 def test_a_trained_removal_ends_in_a_plain_llama(tmp_path):
@@ -132,6 +137,7 @@ def reason(name: str, make: Any, message: str) -> Any:
         reason("plain", lambda: sharp_model("llama"), "neither patched nor a Qwen 3"),
         reason("knee", kneed, "has a knee"),
         reason("values", lambda: plain("layer"), "of queries and keys alone"),
+        reason("latent", lambda: patch_model(sharp_model("deepseek_v3"), "qk_norm"), "a norm of latent attention"),
         reason("capped qwen3", lambda: patch_model(qwen3(), "soft_cap"), "Qwen3ForCausalLM is changed already"),
         reason(
             "window",
@@ -159,6 +165,10 @@ def test_norms_that_act_or_have_a_bias_are_not_folded():
     with pytest.raises(ValueError, match="q_norm has a bias, and its projection has none"):
         remove_norms(biased)
     assert fingerprint(biased) == before
+    values = kneed("layer")
+    set_knee(values, math.inf)
+    with pytest.raises(ValueError, match="of queries and keys alone"):
+        remove_norms(values)
     with pytest.raises(ValueError, match="is not patched"):
         remove_norms(sharp_model("llama"))
 

@@ -92,15 +92,19 @@ def _why_impossible() -> str | None:
         return f"the C++ kernels are for Linux, and this is {platform.system() or 'an unknown system'}"
     if capability not in VECTORS:
         return f"the C++ kernels need AVX2 or AVX-512, and torch reports {capability} for this CPU"
-    if _compiler() is None:
+    if not _compiler():
+        if wanted := os.environ.get("CXX"):
+            return f"no C++ compiler was found: the variable CXX names {wanted!r}, which is no program of this machine"
         return f"no C++ compiler was found: install one of {', '.join(COMPILERS)}, or name it in the variable CXX"
     return None
 
 
 @cache
-def _compiler() -> str | None:
-    wanted = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, (wanted,) if wanted else COMPILERS)), None)
+def _compiler() -> list[str]:
+    """The compiler's program and its own arguments, as of CXX="ccache g++"; empty without one."""
+    wanted = os.environ.get("CXX", "").split()
+    found = next(filter(None, map(shutil.which, wanted[:1] or COMPILERS)), None)
+    return [] if found is None else [found, *wanted[1:]]
 
 
 @cache
@@ -109,7 +113,7 @@ def _command() -> list[str]:
     root = Path(torch.__file__).parent
     capability = torch.backends.cpu.get_cpu_capability()
     return [
-        *(_compiler() or "", "-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-w"),
+        *(*_compiler(), "-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-w"),
         *(*VECTORS[capability], f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-isystem", str(root / "include"), f"-L{root / 'lib'}"),
@@ -120,7 +124,7 @@ def _command() -> list[str]:
 
 @cache
 def _digest() -> str:
-    version = subprocess.run([str(_compiler()), "--version"], check=False, **_CAPTURED).stdout
+    version = subprocess.run([*_compiler(), "--version"], check=False, **_CAPTURED).stdout
     found = "\0".join([torch.__version__, version, *_command()]).encode()
     return sha256(found + b"".join(x.read_bytes() for x in sorted(SOURCES.iterdir()))).hexdigest()[:16]
 
@@ -156,7 +160,13 @@ def _load() -> str | None:
         if reason is None:
             torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError) as error:  # no home, no permission, no space, or a library that does not load
-        return f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
+    if reason is not None:
+        logger.warning(
+            "The attention kernels for this CPU are not available: %s. PyTorch computes attention instead, which takes "
+            "longer. To turn this message off, set HF_QKNORM_CPU=0 in the environment",
+            reason,
+        )
     return reason
 
 
@@ -178,6 +188,5 @@ def _build(library: Path) -> str | None:
             if error.returncode > 0 and not any(text in error.stderr for text in _PASSING):
                 reason = f"{reason}. The whole report is in {_report()}: delete it to compile again"
                 replace_text(_report(), f"{reason}\n{error.stderr}")
-            logger.warning("The attention kernels for this CPU are not available: %s", reason)
             return reason
         return None

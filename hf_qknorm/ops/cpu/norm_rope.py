@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from functools import cache
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.cpu import build, use
+from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.types import Norm, Rotary
 
@@ -20,7 +18,7 @@ MOST_COLUMNS: Final = 256
 def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
     """`reference.norm_rope_one` of heads `[B, H, T, D]`, rounded once; the result is laid out as `[B, T, H, D]`.
 
-    It has no gradient. The caller checks `serves`. Raises RuntimeError where the kernels can't be compiled.
+    It has no gradient. The caller asks `use.serves_norm_rope`. Raises RuntimeError where the kernels can't be compiled.
     """
     name, gain, bias, _, eps, _ = norm
     kind, (cos, sin, interleaved) = NORMS.get(name), (None, None, False) if rotary is None else rotary
@@ -30,18 +28,8 @@ def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
     return result
 
 
-def serves(x: Tensor, norm: Norm) -> bool:
-    """Whether `norm_rope_one` takes these heads, and the kernels are there; nothing is compiled for it alone."""
+def takes(x: Tensor, norm: Norm) -> bool:
+    """Whether `norm_rope_one` takes these heads; `use.serves_norm_rope` knows whether they are trusted."""
     known = norm.kind == "none" or (norm.kind in NORMS and not NORMS[norm.kind].any_order)
     fits = x.device.type == "cpu" and x.dtype in DTYPES and x.shape[3] <= MOST_COLUMNS
-    return known and fits and norm.blend is None and type(x) is Tensor and is_ready()
-
-
-def is_ready() -> bool:
-    """Whether the kernels are loaded, or were compiled before this process; HF_QKNORM_CPU=0 turns them off."""
-    return os.environ.get(use.SWITCH) != "0" and (build.is_loaded() or _was_compiled())
-
-
-@cache
-def _was_compiled() -> bool:
-    return build.why_not_ready() is None
+    return known and fits and norm.blend is None and type(x) is Tensor

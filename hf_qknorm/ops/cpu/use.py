@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_qknorm.ops.cpu import attention, build
+from hf_qknorm.ops.cpu import attention, build, norm_rope
 from hf_qknorm.ops.trust import first_use
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 SWITCH: Final = "HF_QKNORM_CPU"
+NO_NORM, NOTHING, NO_OPTIONS = Norm(), Visible(), Options(1.0)
+_served: set[tuple[Any, ...]] = set()  # calls of norm and RoPE: to look up a verdict takes as long as the call
 
 
 def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
@@ -31,6 +35,42 @@ def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
         return reason
     reason = first_use.why_distrusted(heads, visible, options, "cpu")
     return reason if reason is None else _refused(reason)
+
+
+def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
+    """Whether `norm_rope.norm_rope_one` serves a call, where the kernels are there (`is_ready`): one without gradients.
+
+    The first call of each kind checks it. Raises RuntimeError if HF_QKNORM_CPU=1 demands a kernel that fails its check.
+    """
+    kind, gain, bias, blend, _, _ = norm
+    key = (
+        *(torch.is_grad_enabled(), type(x), x.is_cpu, x.dtype, x.shape[3], kind, blend is None),
+        *(gain is None or gain.shape, bias is None or bias.shape, rotary is None or rotary.interleaved),
+    )
+    if key in _served:
+        return True
+    if torch.is_grad_enabled() or not norm_rope.takes(x, norm):
+        return False
+    heads = Heads(x, x, x, norm, NO_NORM, rotary)
+    reason = first_use.why_distrusted(heads, NOTHING, NO_OPTIONS, "cpu_norm_rope")
+    if reason is not None:
+        _refused(reason)
+        return False
+    _served.add(key)
+    return True
+
+
+def is_ready() -> bool:
+    """Whether the kernels are loaded, or were compiled before this process, without an attempt to compile them.
+
+    HF_QKNORM_CPU=0 turns them off.
+    """
+    return os.environ.get(SWITCH) != "0" and (build.is_loaded() or _was_compiled())
+
+
+@cache
+def _was_compiled() -> bool:
+    return build.why_not_ready() is None
 
 
 def why_not_here(traced: bool = False, exported: bool = False) -> str | None:

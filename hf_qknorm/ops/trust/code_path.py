@@ -10,13 +10,16 @@ from torch import Tensor
 
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 
-Operator = Literal["attention", "statistics", "norm_rope", "norm_rope_one", "norm_rope_into", "step", "flex", "cpu"]
+Operator = Literal[
+    "attention", "statistics", "norm_rope", "norm_rope_one", "norm_rope_into", "step", "flex", "cpu", "cpu_norm_rope"
+]
 
 SMALL_CAP: Final = 64.0  # up to it the kernels' softmax needs no maximum: `launch.CAP_WITHOUT_MAXIMUM`
 # Rows are the queries of a key head's query heads. With fewer of them, over a cache, the keys may be split.
 FEW_ROWS: Final = 1024  # `attention_decode.MOST_QUERIES`
 MANY_KEYS: Final = 256  # `attention_decode.LEAST_KEYS`
-NORM_OPERATORS: Final = ("norm_rope", "norm_rope_one", "norm_rope_into")
+NORM_OPERATORS: Final = ("norm_rope", "norm_rope_one", "norm_rope_into", "cpu_norm_rope")
+CPU_OPERATORS: Final = ("cpu", "cpu_norm_rope")
 NO_ENDS: Final = (None, None, None)  # neither norms nor a rotation
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_qknorm.ops.trust import self_check, verdict_files
-from hf_qknorm.ops.trust.code_path import CodePath, Operator, fields
+from hf_qknorm.ops.trust.code_path import CPU_OPERATORS, CodePath, Operator, fields
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ def why_distrusted(heads: Heads, visible: Visible, options: Options, operator: O
 
 
 def _key(device: torch.device, found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The key of a path's reason; for fp32, the precision of products selects code too."""
-    precision = torch.backends.cuda.matmul.fp32_precision if torch.float32 in found else ""
+    """The key of a path's reason; for fp32 on a GPU, the precision of products selects code too."""
+    precision = torch.backends.cuda.matmul.fp32_precision if device.type == "cuda" and torch.float32 in found else ""
     return device, precision, *found
 
 
@@ -95,19 +95,24 @@ def _verdict(device: torch.device, path: CodePath) -> str | None:
 def _warned(reason: str | None, operator: Operator) -> str | None:
     """The same reason, after a warning for its first time."""
     if reason is not None:
-        _warn(reason, NAMES.get(operator, "hf_qknorm_triton"))
+        _warn(reason, operator)
     return reason
 
 
 @cache
-def _warn(reason: str, name: str) -> None:
+def _warn(reason: str, operator: Operator) -> None:
+    instead, off = "PyTorch norms and rotates instead", "set HF_QKNORM_CPU=0 in the environment"
+    if operator != "cpu_norm_rope":
+        name = NAMES.get(operator, "hf_qknorm_triton")
+        instead = f'Another implementation takes these calls, and attn_implementation="{name}" refuses them'
+        off = 'use attn_implementation="hf_qknorm_tiled"'
     logger.warning(
-        '%s. Another implementation takes these calls, and attn_implementation="%s" refuses them. Please '
-        "report this message to the authors of hf_qknorm. To turn the kernels off, use "
-        'attn_implementation="hf_qknorm_tiled". To run them unchecked, set %s=0 in the environment. To check them '
-        "again, delete hf_qknorm from $XDG_CACHE_HOME or ~/.cache",
+        "%s. %s. Please report this message to the authors of hf_qknorm. To turn the kernels off, %s. To run them "
+        "unchecked, set %s=0 in the environment. To check them again, delete hf_qknorm from $XDG_CACHE_HOME or "
+        "~/.cache",
         reason,
-        name,
+        instead,
+        off,
         SWITCH,
     )
 
@@ -117,7 +122,7 @@ def is_checked(device: torch.device, operator: Operator = "attention") -> bool:
     value = os.environ.get(SWITCH, "1")
     if value not in ("0", "1"):
         raise ValueError(f"{SWITCH} must be 1 (check the kernels at their first use) or 0 (never), got {value!r}")
-    return value == "1" and (operator == "cpu" or device.type in CHECKED)
+    return value == "1" and (operator in CPU_OPERATORS or device.type in CHECKED)
 
 
 def checked(device: torch.device, path: CodePath) -> str | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_qknorm.ops import flex, library, reference
 from hf_qknorm.ops.cpu import attention as cpu_attention
+from hf_qknorm.ops.cpu import norm_rope as cpu_norm_rope
 from hf_qknorm.ops.error_budget import Verdict, verdict
 from hf_qknorm.ops.trust.code_path import CodePath
 from hf_qknorm.ops.trust.problems import Problem, problems
@@ -184,6 +185,10 @@ def _norm_rope_one(problem: Problem) -> Results:
     return {"queries": library.norm_rope_one(problem.heads.q, problem.heads.q_norm, problem.heads.rotary)}
 
 
+def _cpu_norm_rope(problem: Problem) -> Results:
+    return {"queries": cpu_norm_rope.norm_rope_one(problem.heads.q, problem.heads.q_norm, problem.heads.rotary)}
+
+
 def _norm_rope_one_oracle(problem: Problem) -> Results:
     return {"queries": reference.norm_rope_one(problem.heads.q, problem.heads.q_norm, problem.heads.rotary)}
 
@@ -226,6 +231,7 @@ OPERATORS = {
     "flex": (_flex, _attention_oracle),
     "cpu": (_cpu, _attention_oracle),
     "statistics": (_statistics, _statistics_oracle),
+    "cpu_norm_rope": (_cpu_norm_rope, _norm_rope_one_oracle),
     "norm_rope": (_norm_rope, _norm_rope_oracle),
     "norm_rope_one": (_norm_rope_one, _norm_rope_one_oracle),
     "norm_rope_into": (_norm_rope_into, _norm_rope_into_oracle),

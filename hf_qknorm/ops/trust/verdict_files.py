@@ -1,7 +1,7 @@
 """Verdicts of self-checks on disk, one small file each, by machine, versions and code path.
 
-They lie in `files.cache_folder`. A folder that can't be written keeps none. A
-file that can't be read, or is of another machine, version or path, counts as absent.
+They lie in `files.cache_folder`. A folder that can't be written keeps none. A file that can't be read, or is of another
+machine, version or path, counts as absent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.cache_folder import folder
 from hf_qknorm.ops.cpu import build
-from hf_qknorm.ops.trust.code_path import CodePath, Operator
+from hf_qknorm.ops.trust.code_path import CPU_OPERATORS, CodePath, Operator
 from hf_qknorm.version import __version__
 
 _DRIVER = Path("/proc/driver/nvidia/version")  # on Linux
@@ -55,9 +55,9 @@ def read(device: torch.device, path: CodePath) -> Stored | None:
 
 
 def machine(device: torch.device, operator: Operator = "attention") -> str:
-    """The device's name, the driver, and the versions of packages; for "cpu" the compiled library, too."""
+    """The device's name, the driver, and the versions of packages; for those of CPUs the compiled library, too."""
     name, driver = ("CPU", "none")
-    if operator == "cpu":
+    if operator in CPU_OPERATORS:
         name = f"CPU with {torch.backends.cpu.get_cpu_capability()} and {build.name()}"
     if device.type == "cuda":
         name, driver = torch.cuda.get_device_name(device), _driver()

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import patch_model
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.cpu import norm_rope
+from hf_qknorm.ops.cpu import norm_rope, use
+from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.types import Norm, Rotary
 
 HEADS = 3
@@ -48,6 +49,21 @@ def test_heads_are_within_the_budget(dtype, kind, gain, batch, pairs):
     assert_within_budget(got, exact, reference.norm_rope_one(x, norm, rotary), kind)
 
 
+@pytest.mark.parametrize("size", [1e-18, 1e18])
+@pytest.mark.parametrize("kind", ["rms", "layer", "l2"])
+def test_rows_of_any_size_are_within_the_budget(kind, size):
+    x = size * torch.randn(1, 2, 3, 40)
+    got, eager, exact = (
+        function(heads, Norm(kind, eps=1e-40), None)
+        for function, heads in (
+            (norm_rope.norm_rope_one, x),
+            (reference.norm_rope_one, x),
+            (reference.norm_rope_one, x.double()),
+        )
+    )
+    assert_within_budget(got, exact, eager, kind)
+
+
 def test_a_row_of_zeros_stays_zero_and_nan_stays_nan():
     x = torch.zeros(1, 1, 2, 16)
     x[..., 1, 3] = torch.nan
@@ -61,15 +77,66 @@ def test_a_row_of_zeros_stays_zero_and_nan_stays_nan():
 )
 def test_other_norms_are_left_to_torch(norm):
     x = torch.zeros(1, 1, 1, 16)
-    assert norm_rope.serves(x, Norm("rms"))
-    assert not norm_rope.serves(x, norm)
-    assert not norm_rope.serves(x.double(), Norm("rms"))
-    assert not norm_rope.serves(x.to("meta"), Norm("rms"))
+    assert norm_rope.takes(x, Norm("rms"))
+    assert not norm_rope.takes(x, norm)
+    assert not norm_rope.takes(x.double(), Norm("rms"))
+    assert not norm_rope.takes(x.to("meta"), Norm("rms"))
 
 
 def test_the_variable_turns_it_off(monkeypatch):
     monkeypatch.setenv("HF_QKNORM_CPU", "0")
-    assert not norm_rope.is_ready()
+    assert not use.is_ready()
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """No verdict of this process or of the disk."""
+    monkeypatch.setattr(first_use, "_reasons", {})
+    monkeypatch.setattr(use, "_served", set())
+    monkeypatch.setattr(first_use.verdict_files, "read", lambda *_: None)
+    monkeypatch.setattr(first_use.verdict_files, "write", lambda *_: None)
+    first_use._warn.cache_clear()
+    yield
+    first_use._warn.cache_clear()
+
+
+def served(norm: Norm) -> bool:
+    with torch.no_grad():
+        return use.serves_norm_rope(torch.zeros(1, 2, 3, 16), norm, None)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "l2", "none"])
+def test_a_right_kernel_passes_its_check(kind, unchecked):
+    assert served(Norm(kind, torch.ones(16)))
+    ((found, reason),) = first_use._reasons.items()
+    assert "cpu_norm_rope" in found
+    assert reason is None
+    first_use._reasons.clear()
+    assert served(Norm(kind, torch.ones(16)))
+    assert not first_use._reasons  # it is not asked again
+    with torch.enable_grad():
+        assert not use.serves_norm_rope(torch.zeros(1, 2, 3, 16), Norm(kind, torch.ones(16)), None)
+
+
+def test_a_wrong_kernel_is_found_at_its_first_call(unchecked, monkeypatch, caplog):
+    inner = norm_rope.norm_rope_one
+    monkeypatch.setattr(norm_rope, "norm_rope_one", lambda *given: 1.001 * inner(*given))
+    assert not served(Norm("rms"))
+    (record,) = caplog.records
+    assert "the queries has a relative error" in record.getMessage()
+    assert "PyTorch norms and rotates instead" in record.getMessage()
+    monkeypatch.setenv(use.SWITCH, "1")
+    with pytest.raises(RuntimeError, match="HF_QKNORM_CPU=1 demands"):
+        served(Norm("rms"))
+
+
+def test_without_a_compiled_library_models_norm_in_torch(calls, monkeypatch):
+    made = model("qk_norm")
+    calls.clear()
+    monkeypatch.setattr(use, "is_ready", lambda: False)
+    with torch.no_grad():
+        made(torch.arange(9)[None])
+    assert not calls
 
 
 @pytest.fixture

@@ -61,4 +61,5 @@ def test_it_is_shown_with_its_sign_and_the_digits_asked_for():
     assert str(apart) == f"{apart}" == "+0.123 ± 0.012"
     assert f"{apart:.4f}" == "+0.1235 ± 0.0123"
     assert f"{-apart:.1f}" == "-0.1 ± 0.0"
-    assert str(Difference(NAN, NAN)) == "+nan ± nan"
+    assert str(Difference(NAN, NAN)) == "+nan"
+    assert str(Difference.of([0.5], [0.25])) == "+0.250"

@@ -22,7 +22,3 @@ def test_all_arms_are_run_and_logged(shared, text, tmp_path):
     assert results["0, 30 times the rate"]["share"] > results["start, same rate"]["share"] > 0
     assert results["start, 30 times the rate"]["moved"] > 10 * results["start, same rate"]["moved"]
     assert sinks.main(command) == page  # from the log
-
-
-def test_differences_are_paired():
-    assert sinks.difference([2.0, 3.0], [1.9, 2.7], 2) == "+0.20 ± 0.10"

@@ -1,8 +1,8 @@
 // Vectors of fp32 numbers, conversions to and from the dtype of the heads, and scratch memory of a thread.
 #pragma once
 
+#include <ATen/cpu/vec/vec.h>  // first: with AVX2 it includes the next one, which can't begin by itself
 #include <ATen/cpu/vec/functional_base.h>
-#include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
