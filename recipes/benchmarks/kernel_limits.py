@@ -49,13 +49,10 @@ def capped(slots: dict[int, float]) -> dict[tuple[int, str, bool], float]:
 AMPERE_SLOTS = slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 15.0, 13.0, 20.0) | capped({96: 13.0, 192: 22.0})
 LIMITS = {
     80: Limits(
-        NARROW | dict.fromkeys(KERNELS[:2], 192) | {"key_gradient_kernel": 256},
+        NARROW | {"forward_kernel": 192} | dict.fromkeys(KERNELS[1:3], 256),
         WARPS,
         AMPERE_SLOTS,
         {64: 16.5, 128: 25.0},
-    ),
-    89: Limits(
-        NARROW | {"forward_kernel": 192, "key_gradient_kernel": 256}, WARPS, AMPERE_SLOTS, {64: 16.5, 128: 25.0}
     ),
     90: Limits(
         dict.fromkeys((*KERNELS, "gluon_forward_kernel"), 256),
@@ -70,13 +67,13 @@ LIMITS = {
         {64: 14.0, 128: 14.0},
     ),
     120: Limits(
-        NARROW | {"forward_kernel": 256, "key_gradient_kernel": 256},
+        NARROW | {"forward_kernel": 192, "key_gradient_kernel": 256},
         WARPS,
         slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 13.0, 11.5, 16.5) | capped({96: 12.5, 192: 27.0}),
         {64: 17.0, 128: 21.0},
     ),
 }
-for same, table in ((86, 89), (103, 100), (121, 120)):  # the same tiles and shared memory
+for same, table in ((89, 80), (86, 89), (103, 100), (121, 120)):  # nearly the same tiles
     LIMITS[same] = LIMITS[table]
 GLUON = slots_of(64, 6.5, 4.5, 7.8) | slots_of(128, 6.5, 4.5, 7.8)
 GLUON |= {(256, "approx", False): 9.0, (256, "none", False): 7.2}  # in tiles of 64 keys
