@@ -62,12 +62,6 @@ def shared() -> Path:
 
 
 @pytest.fixture
-def without_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms in PyTorch everywhere, for equality to the bit: the C++ kernels round them once, where they apply them."""
-    monkeypatch.setenv("HF_QKNORM_CPU", "0")
-
-
-@pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     """A distributed group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

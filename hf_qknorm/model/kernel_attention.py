@@ -49,9 +49,12 @@ class QKNormAttention(KneeStateDict, PlainAttention):
     def _norm_rotate(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm and rotate q and k: for inference on a CPU in C++, if its kernels are there and there is a norm."""
-        possible = q.is_cpu and self.family.rope is not None and not torch.is_grad_enabled()
-        norms = self._cpu_norms() if possible else None
+        """Norm and rotate q and k: on a CPU a step of generation in C++, if its kernels are there and there is a norm.
+
+        Longer inputs have the bits of PyTorch's norms, with gradients and without.
+        """
+        step = cache is not None and q.shape[2] == 1 and not torch.is_grad_enabled()
+        norms = self._cpu_norms() if step and q.is_cpu and self.family.rope is not None else None
         if norms is None:
             return super()._norm_rotate(q, k, v, positions, cache, options)
         rotary = kernel_rotary(positions, self.family.rope)
@@ -67,7 +70,9 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         if self.family.style.prescaled or torch.compiler.is_compiling() or not use.is_ready():
             return None
         q_norm, k_norm = self._kernel_norm("q_norm"), self._kernel_norm("k_norm")
-        return None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        if q_norm is None or k_norm is None or q_norm.kind == k_norm.kind == "none":  # bypassed: the model's own RoPE
+            return None
+        return q_norm, k_norm
 
     def _fits_one_kernel(self, heads: Heads, mask: Tensor | None, cache: Any, slot: Any) -> bool:
         """Whether one kernel can norm, rotate and attend: there are no other keys, and no observer of the heads."""

@@ -206,7 +206,7 @@ def test_an_existing_destination_is_kept(tmp_path):
     assert_near(logits(native, "plain"), logits(patched, "plain"), TOLERANCE)
 
 
-def test_a_trained_model_with_its_tokenizer(tmp_path, shared, monkeypatch):
+def test_a_trained_model_with_its_tokenizer(tmp_path, shared):
     source = shared / "checkpoints/llama-shakespeare"
     model = AutoModelForCausalLM.from_pretrained(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -226,11 +226,8 @@ def test_a_trained_model_with_its_tokenizer(tmp_path, shared, monkeypatch):
     assert native.generation_config.eos_token_id == model.generation_config.eos_token_id
     tokens = again("ROMEO: But soft, what light through yonder window breaks?", return_tensors="pt")
     with torch.no_grad():
-        assert_near(model(**tokens).logits, native(**tokens).logits, TOLERANCE)
-    assert torch.equal(native.generate(**tokens, max_new_tokens=20), model.generate(**tokens, max_new_tokens=20))
-    monkeypatch.setenv("HF_QKNORM_CPU", "0")  # the C++ kernels round norm and RoPE together, once
-    with torch.no_grad():
         assert torch.equal(native(**tokens).logits, model(**tokens).logits)
+    assert torch.equal(native.generate(**tokens, max_new_tokens=20), model.generate(**tokens, max_new_tokens=20))
 
 
 def test_unchanged_tensors_are_equal(tmp_path):

@@ -16,7 +16,6 @@ from hf_qknorm import SCHEMES, Scheme, calibrate, patch_model, unpatch_model
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 
-pytestmark = pytest.mark.usefixtures("without_cpp")  # a norm with a hook is PyTorch's
 PRESETS = ("none", "soft_cap", "qk_norm_cap", "henry")
 MODELS = [(t, name) for t in MODEL_TYPES for name in PRESETS if applies(t, SCHEMES[name])]
 

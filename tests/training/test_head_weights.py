@@ -13,7 +13,9 @@ from hf_qknorm import FAMILIES, patch_model
 from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights, parameter_factors
 
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
-STYLES = [*{FAMILIES[model_type].style: model_type for model_type in reversed(causal_families())}.values()]
+GROUPED = "codegen"  # its projection has the heads in groups
+TYPES = [model_type for model_type in reversed(causal_families()) if model_type != GROUPED]
+STYLES = [*{FAMILIES[model_type].style: model_type for model_type in TYPES}.values()]
 VARIANTS = [("gpt_bigcode", {"multi_query": False}), ("deepseek_v3", {"q_lora_rank": None})]
 CASES = [*((model_type, {}) for model_type in STYLES), *VARIANTS]
 
@@ -31,6 +33,11 @@ def heads_made(model_type: str, layer: nn.Module, x: Tensor) -> dict[str, Tensor
     keys, _ = layer.expand_kv(k.transpose(1, 2), v.transpose(1, 2))
     made = {"uq": q[..., :width], "qr": q[..., width:], "uk": keys.transpose(1, 2)[..., :width], "dkv": k, "kr": v}
     return made | ({"dq": q.flatten(2).unsqueeze(2)} if getattr(layer, "q_a_proj", None) else {})
+
+
+def test_heads_in_groups_are_refused():
+    with pytest.raises(ValueError, match="qkv_proj computes queries, keys and values in groups of heads"):
+        attention_head_weights(tiny_model(GROUPED))
 
 
 @pytest.mark.parametrize(("model_type", "settings"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x))

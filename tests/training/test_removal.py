@@ -46,7 +46,6 @@ def qwen3(**settings: Any) -> Any:
     return model.eval()
 
 
-@pytest.mark.usefixtures("without_cpp")
 @pytest.mark.parametrize("settings", [{}, {"attention_bias": True, "tie_word_embeddings": True}])
 def test_a_qwen3_is_a_llama_with_its_norms_as_a_scheme(settings):
     model = qwen3(**settings)

@@ -1,4 +1,4 @@
-"""Norm and RoPE in C++: within the error budget, and taken by models without gradients."""
+"""Norm and RoPE in C++: within the error budget, and taken by models for steps of generation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import patch_model
+from hf_qknorm.model.attention import as_unpatched
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.cpu import norm_rope, use
 from hf_qknorm.ops.trust import first_use
@@ -134,8 +135,7 @@ def test_without_a_compiled_library_models_norm_in_torch(calls, monkeypatch):
     made = model("qk_norm")
     calls.clear()
     monkeypatch.setattr(use, "is_ready", lambda: False)
-    with torch.no_grad():
-        made(torch.arange(9)[None])
+    step(made)
     assert not calls
 
 
@@ -157,25 +157,34 @@ def model(scheme: str) -> LlamaForCausalLM:
     return patch_model(LlamaForCausalLM(config), scheme).eval()
 
 
-@pytest.mark.parametrize("scheme", ["qk_norm", "qk_norm_cap", "q_norm"])
-def test_models_take_it_without_gradients(scheme, calls):
-    made, ids = model(scheme), torch.arange(9)[None]
-    calls.clear()  # patching checks outputs
-    with_gradients = made(ids).logits
-    assert not calls
+def step(model: LlamaForCausalLM) -> None:
+    """Eight tokens, and a step of generation."""
+    ids = torch.arange(9)[None]
     with torch.no_grad():
-        got = made(ids).logits
-        assert len(calls) == 4
-        torch.testing.assert_close(got, with_gradients, atol=1e-5, rtol=1e-5)
+        model(ids[:, 8:], past_key_values=model(ids[:, :8], use_cache=True).past_key_values)
+
+
+@pytest.mark.parametrize("scheme", ["qk_norm", "qk_norm_cap", "q_norm"])
+def test_models_take_it_for_a_step_of_generation(scheme, calls):
+    made, ids = model(scheme), torch.arange(9)[None]
+    step(made)  # the first one checks the kernel
+    calls.clear()
+    with_gradients = made(ids).logits
+    with torch.no_grad():
+        assert torch.equal(made(ids, use_cache=True).logits, with_gradients)
         cache = made(ids[:, :8]).past_key_values
-        step = made(ids[:, 8:], past_key_values=cache).logits
-    torch.testing.assert_close(step[:, 0], got[:, -1], atol=1e-5, rtol=1e-5)
+        assert not calls
+        last = made(ids[:, 8:], past_key_values=cache).logits
+        assert len(calls) == 4
+        torch.testing.assert_close(last[:, 0], with_gradients[:, -1], atol=1e-5, rtol=1e-5)
+        with as_unpatched(made):
+            made(ids[:, 8:], past_key_values=cache)
+        assert len(calls) == 4
 
 
 def test_models_without_norms_run_their_own_rope(calls):
-    with torch.no_grad():
-        model("none")(torch.arange(9)[None])
-        model("soft_cap")(torch.arange(9)[None])
+    step(model("none"))
+    step(model("soft_cap"))
     assert not calls
 
 
@@ -183,7 +192,6 @@ def test_hooks_of_norms_are_called(calls):
     made, seen = model("qk_norm"), []
     calls.clear()
     made.model.layers[0].self_attn.q_norm.register_forward_hook(lambda *args: seen.append(args))
-    with torch.no_grad():
-        made(torch.arange(9)[None])
-    assert len(seen) == 1
+    step(made)
+    assert len(seen) == 2
     assert len(calls) == 2  # of the other layer
