@@ -19,10 +19,9 @@ of this model (`baseline` at 0.002, 0.016 and 0.064, `qk_norm` at 0.002 and 0.01
 - A run has learned more than the sum of its pixels if it ends under the loss of a linear classifier: softmax regression
   on the pixels, with the weight decay of 10⁻², 10⁻³ or 10⁻⁴ that is best on the held-out images.
 
-Three seeds were planned. For lack of time one was run whole, and a part of the second: an arm counts with the seeds
-that have all rates. A number without ± is of one seed. Arms with more seeds are judged more strictly, because any seed
-that diverges counts. An interrupted sweep continues where it stopped, and no run starts after `--minutes`. Needs
-scikit-learn. Writes a page, its runs and a plot.
+An arm counts with the seeds that have all rates; a number without ± is of one seed. Arms with more seeds are judged
+more strictly, because any seed that diverges counts. An interrupted sweep continues where it stopped, and no run starts
+after `--minutes`. Needs scikit-learn. Writes a page, its runs and a plot.
 """
 
 from __future__ import annotations
