@@ -167,7 +167,7 @@ def layer_reports(
 def _gain(norms: list[HeadNorm], heads: int) -> Numbers | None:
     """The root mean square of each head's gain, over its parts."""
     known = [(norm, full_tensor(norm.weight.detach()).double()) for norm in norms if norm.weight is not None]
-    weights = [weight.view(-1, norm.head_dim if norm.wide else weight.shape[-1]) for norm, weight in known]
+    weights = [weight.view(-1, min(norm.head_dim, weight.shape[-1])) for norm, weight in known]
     if not weights:
         return None
     rows = torch.cat([weight.expand(heads, -1) for weight in weights], dim=-1)
