@@ -91,7 +91,8 @@ def test_the_variable_turns_it_off(monkeypatch):
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """No verdict of this process or of the disk."""
+    """No verdict of this process or of the disk, and no demand."""
+    monkeypatch.delenv(use.SWITCH, raising=False)
     monkeypatch.setattr(first_use, "_reasons", {})
     monkeypatch.setattr(use, "_served", set())
     monkeypatch.setattr(first_use.verdict_files, "read", lambda *_: None)
