@@ -20,7 +20,7 @@ the same rate and seed, ± its standard error over seeds. Rates, seeds, arms and
 the runs. A way beats another at a rate if the difference is above twice its standard error. The knee is called as good
 as the gate if it does not end worse than it by that measure at any rate. The page also has the largest cost on the way
 (every 25 steps, over 4 of the batches), and the loss of removals without training, at several knees, with and without
-equal heads. Of the three seeds that were planned, the third was run after the results of two had been published. An
+equal heads. Of the three seeds that were planned, the third was run after the results of two had been seen. An
 interrupted comparison continues where it stopped. Writes a page and its runs; prints Markdown.
 """
 
