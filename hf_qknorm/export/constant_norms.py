@@ -108,7 +108,7 @@ def sides(layer: QKNormAttention) -> dict[str, HeadNorm]:
 
 
 def without_norms(scheme: Scheme) -> Scheme:
-    """What is left of a scheme once its norms, and its scale with them, are folded into the projections."""
+    """The rest of a scheme whose norms, and scale with them, are folded into the projections."""
     return Scheme(**{field: getattr(scheme, field) for field in KEPT})
 
 

@@ -1,7 +1,7 @@
 """Remove the norms of queries and keys from a model that was trained with them.
 
 `start_removal` prepares the norms, a `KneeSchedule` with the target ∞ turns each into a constant factor while the model
-trains, and `remove_norms` folds the factors into the projections. What is left is a model that never had norms, which
+trains, and `remove_norms` folds the factors into the projections. The result is a model that never had norms, which
 conversions to latent attention need, such as MHA2MLA (arXiv 2502.14837): a norm behind a projection can't be absorbed.
 
 Source: TaperNorm (Kanavalau et al. 2026, arXiv 2602.10408), which removes the norms between layers.
