@@ -55,7 +55,9 @@ def apply_knee(model: Any, knee: float, powers: Powers) -> None:
 def powers_of(model: Any) -> dict[tuple[str, str], float]:
     """Return the mean |x|ᵖ behind each norm's knee. Raises ValueError for norms without a knee."""
     layers = patched_layers(model).items()
-    return {(name, norm_name): norm.power for name, layer in layers for norm_name, norm in head_norms(layer).items()}
+    return {
+        (name, norm_name): norm.mean_power() for name, layer in layers for norm_name, norm in head_norms(layer).items()
+    }
 
 
 def record_loaded_knee(model: Any, knee: float) -> None:

@@ -104,7 +104,10 @@ class Operator:
 
     def __call__(self, values: Values) -> Any:
         arguments = self.arguments(values)
-        return self.direct(values) if is_plain(arguments) else self.overload(*arguments)
+        if is_plain(arguments):
+            return self.direct(values)
+        _refuse_functional_gradients(arguments)
+        return self.overload(*arguments)
 
     def arguments(self, values: Values) -> tuple[Any, ...]:
         """The values in the schema's order, without those of other fields."""
@@ -162,6 +165,17 @@ class Operator:
         torch.library.register_autograd(self.name, differentiate, setup_context=keep)
         torch.library.register_autograd(backward.name, _refuse_second_derivative)
         return backward
+
+
+def _refuse_functional_gradients(arguments: tuple[Any, ...]) -> None:
+    if torch.compiler.is_compiling() or not _C.is_grad_enabled() or not _C._any_requires_grad(*arguments):
+        return
+    transforms = _C._functorch.get_interpreter_stack() or ()
+    if any(transform.key() == _C._functorch.TransformType.Grad for transform in transforms):
+        raise NotImplementedError(
+            "hf_qknorm attention does not take torch.func.grad, vjp or jacrev: use loss.backward(), or eager "
+            'attention, such as attn_implementation="hf_qknorm_eager"'
+        )
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> NoReturn:

@@ -123,7 +123,7 @@ class Gate:
         self.hooks = []
         for layer in patched_layers(model).values():
             for norm in head_norms(layer).values():
-                constant = (norm.power + norm.scheme_eps) ** -0.5
+                constant = (norm.mean_power() + norm.scheme_eps) ** -0.5
                 self.hooks.append(norm.register_forward_hook(partial(self._mix, constant)))
 
     def _mix(self, constant: float, norm: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
