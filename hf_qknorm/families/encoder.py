@@ -30,7 +30,7 @@ def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **
 
 
 def forward_inline(shared: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module has no `is_causal`, by which attention functions know what a mask of None stands for."""
+    """Pass `is_causal`, which the module lacks: attention functions read it where the mask is None."""
     return shared(*args, is_causal=module.is_decoder, **kwargs)
 
 

@@ -7,6 +7,7 @@ Each `attend` function repeats the model's own computation, for the backend "eag
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,19 +103,34 @@ def forward_openai(
     return [out, weights] if output_attentions else [out]
 
 
+def attend_in_batch(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    weigh: Callable[[Tensor], Tensor],
+    dropout: float = 0.0,
+) -> Attended:
+    """As models that fold the heads into the batch; `weigh` maps logits `[B, H, T, S]` to weights."""
+    shape = q.shape[:3]
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    weights = weigh(torch.bmm(q, k.transpose(1, 2)).view(*shape, -1))
+    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.bmm(dropped.flatten(0, 1), v).view(*shape, -1).transpose(1, 2), weights
+
+
 def attend_xglm(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **options: Any
 ) -> Attended:
-    batch, count, length = q.shape[:3]
-    q, k, v = (x.reshape(batch * count, -1, x.shape[-1]) for x in (q, k, v))
-    logits = torch.bmm(q, k.transpose(1, 2))
-    if mask is not None:
-        logits = logits.view(batch, count, length, -1) + mask
-        logits = torch.max(logits, torch.full((), torch.finfo(logits.dtype).min, device=logits.device)).flatten(0, 1)
-    wide = torch.float32 if logits.dtype == torch.float16 else logits.dtype
-    weights = nn.functional.softmax(logits, dim=-1, dtype=wide).to(logits.dtype)
-    attended = torch.bmm(nn.functional.dropout(weights, p=dropout, training=module.training), v)
-    return attended.view(batch, count, length, -1).transpose(1, 2), weights.view(batch, count, length, -1)
+    def weigh(logits: Tensor) -> Tensor:
+        if mask is not None:
+            least = torch.full((), torch.finfo(logits.dtype).min, device=logits.device)
+            logits = torch.max(logits + mask, least)
+        wide = torch.float32 if logits.dtype == torch.float16 else logits.dtype
+        return nn.functional.softmax(logits, dim=-1, dtype=wide).to(logits.dtype)
+
+    return attend_in_batch(module, q, k, v, weigh=weigh, dropout=dropout)
 
 
 def forward_japanese(shared: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -133,18 +149,7 @@ GPTJ = Style(
     heads=attention_heads,
     scale=lambda module: 1.0 / module.scale_attn,
 )
-CODEGEN = Style(
-    project_codegen,
-    dropped,
-    ("qkv_proj",),
-    inline=True,
-    rotate=rotate_sinusoidal,
-    dropout=lambda module: module.attn_dropout.p,
-    eager=lambda module: attend_by_method,
-    heads=attention_heads,
-    scale=lambda module: 1.0 / module.scale_attn,
-    interleaved=lambda module: None,
-)
+CODEGEN = replace(GPTJ, project=project_codegen, weights=("qkv_proj",), interleaved=lambda module: None)
 GPT_NEO = Style(
     separate.project,
     dropped,

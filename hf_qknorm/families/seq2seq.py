@@ -9,10 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hf_qknorm.families.inline import Attended, heads
+from hf_qknorm.families.inline import Attended, attend_in_batch, heads
 from hf_qknorm.families.separate import output_out_proj, project
 from hf_qknorm.families.style import NO_POSITIONS, QKV, Style, split_heads
 
@@ -27,7 +26,7 @@ def project_across(
 
 
 def forward_by_role(shared: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Say what a mask of None stands for: the module's `is_causal` is absent or always False."""
+    """Pass `is_causal`, which the module lacks or has as False: attention functions read it where the mask is None."""
     return shared(*args, is_causal=module.is_decoder, **kwargs)
 
 
@@ -35,14 +34,11 @@ def attend(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **options: Any
 ) -> Attended:
     """MVP and TrOCR: the module's own computation."""
-    batch, count, length = q.shape[:3]
-    q, k, v = (x.reshape(batch * count, -1, x.shape[-1]) for x in (q, k, v))
-    logits = torch.bmm(q, k.transpose(1, 2))
-    if mask is not None:
-        logits = (logits.view(batch, count, length, -1) + mask).flatten(0, 1)
-    weights = nn.functional.softmax(logits, dim=-1)
-    attended = torch.bmm(nn.functional.dropout(weights, p=dropout, training=module.training), v)
-    return attended.view(batch, count, length, -1).transpose(1, 2), weights.view(batch, count, length, -1)
+
+    def weigh(logits: Tensor) -> Tensor:
+        return nn.functional.softmax(logits if mask is None else logits + mask, dim=-1)
+
+    return attend_in_batch(module, q, k, v, weigh=weigh, dropout=dropout)
 
 
 def unsupported_mvp(config: Any) -> str | None:

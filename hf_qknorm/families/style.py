@@ -63,7 +63,7 @@ class Style:
 
     The forward:
     `forward` is None, or adapts the shared forward to the arguments and results of the model's own: it takes the shared
-    forward, then what the model's own takes, the module first.
+    forward, the module, and the arguments of the model's own.
     `inline` tells whether the module computes attention itself, instead of by transformers' attention functions. Its
     `eager` then repeats that computation with the model's own scale.
 
