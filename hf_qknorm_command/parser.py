@@ -138,7 +138,8 @@ def _add_monitor(commands: Any) -> None:
 
 def _add_export(commands: Any) -> None:
     about = "write a patched checkpoint as a plain model of transformers, if one computes exactly the same"
-    add = commands.add_parser("export", help=about).add_argument
+    removed = "Norms whose removal in training is finished (a knee of infinity) are folded into the projections."
+    add = commands.add_parser("export", help=about, description=f"{about}. {removed}").add_argument
     add("source", metavar="SRC", help="a folder with a patched checkpoint")
     add("destination", metavar="DST", help="a new folder")
     add("--overwrite", action="store_true", help=OVERWRITE)

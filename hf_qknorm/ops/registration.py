@@ -129,6 +129,7 @@ class Operator:
     def __call__(self, values: Values) -> Any:
         arguments = self.arguments(values)
         if needs_dispatcher(arguments):
+            _refuse_functional_gradients(arguments)
             return self.overload(*arguments)
         if not needs_gradient(arguments):
             self.check_numbers(values)
@@ -243,6 +244,17 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         found = ctx.operator.derive(ctx, grads)
         return (None, None, *(found.get(field) for field in ctx.operator.tensors))
+
+
+def _refuse_functional_gradients(arguments: tuple[Any, ...]) -> None:
+    if torch.compiler.is_compiling() or not needs_gradient(arguments):
+        return
+    transforms = _C._functorch.get_interpreter_stack() or ()
+    if any(transform.key() == _C._functorch.TransformType.Grad for transform in transforms):
+        raise NotImplementedError(
+            "hf_qknorm attention does not take torch.func.grad, vjp or jacrev: use loss.backward(), or eager "
+            'attention, such as attn_implementation="hf_qknorm_eager"'
+        )
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> NoReturn:

@@ -17,8 +17,8 @@ nothing else depends on the seed. The held-out loss is over the masked tokens of
 
 Fixed before the runs: an arm ends better or worse than "unpatched" at a rate if the difference of the losses, paired
 over seeds, is above twice its standard error. A conversion keeps what the model knew if it costs at most 0.01 nats on
-held-out batches of the known text before any training. An interrupted comparison continues where it stopped. Writes a
-page and its runs; prints Markdown.
+held-out batches of the known text before any training. The third seed was run after the results of two had been seen.
+An interrupted comparison continues where it stopped. Writes a page and its runs; prints Markdown.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Options:
     text: str
     size: str = field(default="full", metadata={"choices": list(SIZES)})
     rates: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 3e-2])
-    seeds: int = 2
+    seeds: int = 3
     work: Path = Path("masked_lm.pt")
     out: Path = Path("recipes/results/masked_lm")
 

@@ -224,6 +224,28 @@ def test_forward_mode_is_refused(wrap: Any, wanted: str) -> None:
         wrap(tangent)(tensors[wanted])
 
 
+FUNCTIONAL = {
+    "grad": torch.func.grad,
+    "vmap of grad": lambda f: lambda x: torch.vmap(torch.func.grad(f))(x[None]),
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](torch.ones(())),
+    "jacrev": torch.func.jacrev,
+}
+
+
+@pytest.mark.parametrize("transform", FUNCTIONAL.values(), ids=FUNCTIONAL)
+def test_functional_gradients_are_refused(transform: Any) -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
+    with pytest.raises(NotImplementedError, match="does not take torch.func.grad.*hf_qknorm_eager"):
+        transform(lambda x: library.attention(*call(x, k, v)).sum())(q)
+
+
+def test_functional_gradients_of_other_tensors_are_allowed() -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
+    expected = library.attention(*call(q, k, v))
+    grad = torch.func.grad(lambda x: (library.attention(*call(q, k, v)) * x).sum())(torch.ones(1))
+    torch.testing.assert_close(grad, expected.sum().view(1))
+
+
 def test_forward_mode_over_other_tensors_is_allowed() -> None:
     q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
     expected = library.attention(*call(q, k, v))
