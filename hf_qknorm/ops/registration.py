@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from operator import itemgetter
 from types import NoneType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import _C, Tensor, nn
@@ -69,18 +69,27 @@ PLAIN: Final = frozenset((Tensor, nn.Parameter, int, float, bool, str, NoneType)
 
 
 def is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether a call needs nothing of torch's dispatcher, which takes longer than the rest of a call on the host.
+    """Whether a call needs neither a gradient nor torch's dispatcher."""
+    return not (needs_dispatcher(arguments) or needs_gradient(arguments))
 
-    It does for gradients, graphs, modes, transforms of functions, subclasses of tensors, and tensors without memory.
+
+def needs_gradient(arguments: tuple[Any, ...]) -> bool:
+    """Whether autograd records a call of these arguments."""
+    return _C.is_grad_enabled() and _C._any_requires_grad(*arguments)
+
+
+def needs_dispatcher(arguments: tuple[Any, ...]) -> bool:
+    """Whether a call needs torch's dispatcher, which takes longer than the rest of a call on the host.
+
+    It does for graphs, modes, transforms of functions, subclasses of tensors, and tensors without memory.
     """
-    return not (
+    return (
         torch.compiler.is_compiling()
-        or _C._len_torch_dispatch_stack()
-        or _C._len_torch_function_stack()
+        or _C._len_torch_dispatch_stack() > 0
+        or _C._len_torch_function_stack() > 0
         or _C._functorch.peek_interpreter_stack() is not None
         or _C._get_tracing_state() is not None
         or not PLAIN.issuperset(map(type, arguments))
-        or (_C.is_grad_enabled() and _C._any_requires_grad(*arguments))
         or arguments[0].is_meta
     )
 
@@ -97,17 +106,23 @@ class Operator:
         self, name: str, fields: dict[str, str], returns: str, checked: Callable[[Values], tuple[Any, ...]]
     ) -> None:
         self.name, self.fields, self.checked = add_op_namespace_prefix(name), fields, checked
+        self.tensors = [field for field, kind in fields.items() if kind.startswith("Tensor")]
         self.sequence: type = list if returns == "Tensor[]" else tuple
+        self.derive: Derivative | None = None
         schema = ", ".join(f"{kind} {field}" for field, kind in fields.items())
         torch.library.define(self.name, f"({schema}) -> {returns}")
         self.overload = getattr(ops, name).default
 
     def __call__(self, values: Values) -> Any:
         arguments = self.arguments(values)
-        if is_plain(arguments):
+        if needs_dispatcher(arguments):
+            _refuse_functional_gradients(arguments)
+            return self.overload(*arguments)
+        if not needs_gradient(arguments):
             return self.direct(values)
-        _refuse_functional_gradients(arguments)
-        return self.overload(*arguments)
+        if self.derive is None:
+            return self.overload(*arguments)
+        return _Differentiable.apply(self, values, *(values[field] for field in self.tensors))  # type: ignore[no-untyped-call]
 
     def arguments(self, values: Values) -> tuple[Any, ...]:
         """The values in the schema's order, without those of other fields."""
@@ -145,21 +160,14 @@ class Operator:
         """
         own = dict.fromkeys((*upstream, *kept), "Tensor")
         backward = Operator(f"{self.name.partition('::')[2]}_backward", own | self.fields, "Tensor[]", self.checked)
-        tensors = [field for field, kind in self.fields.items() if kind.startswith("Tensor")]
-        others = [field for field in self.fields if field not in tensors]
+        self.derive = Derivative(self, backward, upstream, kept, gradients)
+        derive = self.derive
 
         def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-            values = self.named(inputs)
-            ctx.numbers = [values[field] for field in others]
-            ctx.save_for_backward(*(values[field] for field in tensors), *output[: len(kept)])
-            if kept:
-                ctx.mark_non_differentiable(*output[1:])
+            derive.keep(ctx, self.named(inputs), output)
 
         def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            values = dict(zip((*tensors, *kept, *others), (*ctx.saved_tensors, *ctx.numbers), strict=True))
-            values.update(zip(upstream, grads, strict=False))
-            pairs = zip(gradients, backward(values), strict=True)
-            found = {field: x for field, x in pairs if x.shape == getattr(values[field], "shape", None)}
+            found = derive(ctx, grads)
             return tuple([found.get(field) for field in self.fields])
 
         torch.library.register_autograd(self.name, differentiate, setup_context=keep)
@@ -167,8 +175,52 @@ class Operator:
         return backward
 
 
+class Derivative(NamedTuple):
+    """The derivative of `operator` by the operator `backward`; the fields are those of `Operator.derivative`."""
+
+    operator: Operator
+    backward: Operator
+    upstream: tuple[str, ...]
+    kept: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+    def keep(self, ctx: Any, values: Values, output: tuple[Any, ...]) -> None:
+        """Save in autograd's `ctx` what the derivative needs."""
+        ctx.numbers = {field: x for field, x in values.items() if field not in self.operator.tensors}
+        ctx.save_for_backward(*(values[field] for field in self.operator.tensors), *output[: len(self.kept)])
+        if self.kept:
+            ctx.mark_non_differentiable(*output[1:])
+            ctx.set_materialize_grads(False)  # else zeros are made for results without a gradient
+
+    def __call__(self, ctx: Any, grads: tuple[Any, ...]) -> Values:
+        """The gradients by field."""
+        if grads[0] is None:
+            return {}
+        values = ctx.numbers | dict(zip((*self.operator.tensors, *self.kept), ctx.saved_tensors, strict=True))
+        values.update(zip(self.upstream, grads, strict=False))
+        pairs = zip(self.gradients, self.backward(values), strict=True)
+        return {field: x for field, x in pairs if x.shape == getattr(values[field], "shape", None)}
+
+
+class _Differentiable(torch.autograd.Function):
+    """An operator's call with its derivative, as torch.library makes one, in a fraction of the host's time."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, values: Values, *tensors: Tensor | None) -> Any:
+        assert operator.derive is not None
+        results = operator.direct(values)
+        operator.derive.keep(ctx, values, results)
+        ctx.operator = operator
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        found = ctx.operator.derive(ctx, grads)
+        return (None, None, *(found.get(field) for field in ctx.operator.tensors))
+
+
 def _refuse_functional_gradients(arguments: tuple[Any, ...]) -> None:
-    if torch.compiler.is_compiling() or not _C.is_grad_enabled() or not _C._any_requires_grad(*arguments):
+    if torch.compiler.is_compiling() or not needs_gradient(arguments):
         return
     transforms = _C._functorch.get_interpreter_stack() or ()
     if any(transform.key() == _C._functorch.TransformType.Grad for transform in transforms):

@@ -177,6 +177,31 @@ def test_gradient_checkpointing_gives_the_same_gradients(dropout: float, use_ree
         assert torch.equal(x.grad, grad)
 
 
+class Unused(torch.autograd.Function):
+    """The identity, without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_an_output_without_a_gradient_gives_none(dispatched: bool) -> None:
+    """The derivative gets no zeros in the place of an absent gradient."""
+    q, k, v = as_in_a_model(*make_qkv(1, 2, 1, 5, 5, 8))
+    values = flatten(Heads(q, k, v), Visible(), Options(0.3))
+    operator = operators.ATTENTION
+    out, lse = operator.overload(*operator.arguments(values)) if dispatched else operator(values)
+    assert out.requires_grad
+    assert not lse.requires_grad
+    Unused.apply(out).sum().backward()
+    assert q.grad is k.grad is v.grad is None
+
+
 def test_a_second_derivative_is_refused() -> None:
     q, k, v = make_qkv(1, 2, 1, 5, 5, 8)
     (grad,) = torch.autograd.grad(library.attention(*call(q, k, v)).square().sum(), q, create_graph=True)

@@ -36,7 +36,7 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     refuse_forward_mode(tensors)
     if is_plain(tensors):  # a step of generation: the operator's own fields would take as long as the kernel
         _check(heads, visible, options)
-        return kernels.forward(heads, visible, options)[0]
+        return kernels.attend(heads, visible, options)
     return CPU_ATTENTION(flatten(heads, visible, options))[0]
 
 

@@ -6,8 +6,14 @@
 namespace hf_qknorm {
 
 // Output, and for each row the pair [B, H, T, 2] that makes weights of logits: weight = e^(logit - first)·second. The
-// second one is 0 for a row without keys.
+// second one is 0 for a row without keys. The pairs are not written if `normaliser` is null.
 void forward(const Problem& problem, const Heads& out, float* normaliser);
+
+// Whether the rows of a key head are so few that `forward_few_rows` takes less time.
+bool few_rows(const Problem& problem);
+
+// The output alone. Its logits are not rounded as in `backward`, whose weights would not add up to 1.
+void forward_few_rows(const Problem& problem, const Heads& out);
 
 struct Gradients {
   Heads grad, out;   // of the results: the upstream gradient, and the output
