@@ -41,14 +41,14 @@ PAIRS = [(model_type, name) for model_type in MODEL_TYPES for name in SCHEMES if
 KNEES = [(model_type, "knee") for model_type in MODEL_TYPES if applies(model_type, KNEE)]
 
 
-# Before transformers masked RoFormer's decoder, and rotated a part of GPT-NeoX Japanese's heads alone
+# Before transformers masked the decoders of RoFormer and BigBird, and rotated a part of GPT-NeoX Japanese's heads alone
 OLD_TRANSFORMERS = not hasattr(modeling_roformer, "create_causal_mask")
 
 
 def causal_families() -> list[str]:
     """The model types that have a causal language model; tests/families/test_vision.py runs over the others."""
     known = [model_type for model_type in known_families() if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-    return [model_type for model_type in known if not (OLD_TRANSFORMERS and model_type == "roformer")]
+    return [model_type for model_type in known if not (OLD_TRANSFORMERS and model_type in ("big_bird", "roformer"))]
 
 
 def swept(config: pytest.Config) -> list[str]:
