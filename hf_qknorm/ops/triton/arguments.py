@@ -39,7 +39,8 @@ class Constants(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of heads, of queries and keys a head; the window, 0 without one; heads of a section of the schedule.
+    """Numbers of heads, of queries and keys a head; the window, 0 without one; of the schedule, the heads of a
+    section times `parts`, the programs that share a block.
 
     Kernels take each as an argument of its own, not specialised: of a tuple's fields Triton specialises all.
     """
@@ -50,6 +51,7 @@ class Sizes(NamedTuple):
     keys: int
     window: int
     section: int = 1
+    parts: int = 1
 
 
 class ScoreArguments(NamedTuple):
