@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme
 from hf_qknorm.families import known_families
+from hf_qknorm.families.class_names import PARTS
 from hf_qknorm.families.style import Style
 from hf_qknorm.model.head_bias import HeadBias
 from hf_qknorm.model.norms import HeadNorm
@@ -45,9 +46,14 @@ KNEES = [(model_type, "knee") for model_type in MODEL_TYPES if applies(model_typ
 OLD_TRANSFORMERS = not hasattr(modeling_roformer, "create_causal_mask")
 
 
+# Their input is more than tokens: tests/families/test_own_inputs.py runs over them
+OWN_INPUTS = ("git", "musicgen_decoder", "musicgen_melody_decoder")
+
+
 def causal_families() -> list[str]:
-    """The model types that have a causal language model; tests/families/test_vision.py runs over the others."""
-    known = [model_type for model_type in known_families() if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    """The model types that have a causal language model of tokens; tests/families/test_vision.py has others."""
+    loaded = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PARTS}
+    known = [model_type for model_type in known_families() if model_type in loaded and model_type not in OWN_INPUTS]
     return [model_type for model_type in known if not (OLD_TRANSFORMERS and model_type == "roformer")]
 
 
