@@ -101,7 +101,7 @@ def _first_use(device: torch.device) -> Finding:
     """Whether kernels are checked when they are first used."""
     if not first_use.is_checked(device, "attention" if device.type == "cuda" else "cpu"):
         return Finding("first use", f"checks nothing, because of {first_use.SWITCH}=0", "note")
-    return Finding("first use", f"checks the kernels, and keeps what it found in {folder()}")
+    return Finding("first use", f"checks the kernels, and keeps the verdicts in {folder()}")
 
 
 def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:

@@ -72,12 +72,7 @@ def patch_model(
         check_offload(model, own_layers(model, family))
     if not scheme.pre_norm:
         check_foldable(model, family)
-    needed = scheme.softcap is not None or scheme.sinks is not None
-    default = functions.cap_backend(model.config) if needed else None
-    backend = attn_implementation or default
-    if backend is not None:
-        functions.check_backend(backend, scheme.softcap, scheme.sinks)
-        backend = model.get_correct_attn_implementation(backend)
+    backend = _backend(model, scheme, attn_implementation)
     causal = causality(model) if family.is_causal(model.config) else None
     base_backend = model.config._attn_implementation
     configs = [(owner, patched_config(owner.config, scheme)) for owner in _config_owners(model)]
@@ -104,6 +99,19 @@ def patch_model(
     if not scheme.changes_nothing:
         mark_in_memory(model)
     return model
+
+
+def _backend(model: PreTrainedModel, scheme: Scheme, asked: str | None) -> str | None:
+    """The attention backend to set: the one that is asked for, or that a cap or sinks need; None for the model's own.
+
+    Raises ValueError for a backend that is not known or can't have the scheme.
+    """
+    needed = scheme.softcap is not None or scheme.sinks is not None
+    backend = asked or (functions.cap_backend(model.config) if needed else None)
+    if backend is None:
+        return None
+    functions.check_backend(backend, scheme.softcap, scheme.sinks)
+    return str(model.get_correct_attn_implementation(backend))
 
 
 def _patch_tower(

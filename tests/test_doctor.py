@@ -60,7 +60,7 @@ def test_the_doctor_tells_that_there_is_no_gpu(capsys):
     _, found, _ = examined(capsys)
     assert found["hf_qknorm"]["text"].startswith(("runs its C++ kernels", "runs tiled in PyTorch: "))
     assert found["hf_qknorm_cpu"]["text"].startswith(("runs hf_qknorm_cpu_", "can't run here: "))
-    assert found["first use"]["text"] == f"checks the kernels, and keeps what it found in {folder()}"
+    assert found["first use"]["text"] == f"checks the kernels, and keeps the verdicts in {folder()}"
 
 
 def test_each_dtype_and_head_dim_is_reported(monkeypatch):

@@ -71,6 +71,21 @@ class Source:
             if name.endswith(".eps") and (problem := eps_problem(values, least)):
                 raise ValueError(f"{where}: {name} {problem}")
 
+    def stored_name(self, model: Any, name: str) -> str:
+        """Return the name in the weights of the patched model's attention layer `name`: the base prefix may differ.
+
+        Raises ValueError if its projections are not stored under that name.
+        """
+        parts, start = model.get_submodule(name).family.style.weights, f"{model.base_model_prefix}."
+        for candidate in (name, name.removeprefix(start), start + name):
+            if all(f"{candidate}.{part}.weight" in self.weights for part in parts):
+                return candidate
+        raise ValueError(
+            f"{self.weights.folder}: {name}.{parts[0]}.weight is not stored under that name: transformers renames, "
+            "splits or shares tensors when it loads this model, which no change of files repeats. Load the model, and "
+            "call patch_model and save_pretrained; in place of an export, remove_norms and save_pretrained"
+        )
+
     def check_unchanged(self) -> None:
         """Raise ValueError, naming the file, if another process has changed a file since the checkpoint was opened."""
         for name, fingerprint in self.fingerprints.items():

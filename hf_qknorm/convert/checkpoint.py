@@ -31,7 +31,6 @@ from hf_qknorm.convert.plan import (
     converted_config,
     make_plan,
     new_tensors,
-    stored_name,
 )
 from hf_qknorm.convert.pretrained import load_tokenizer
 from hf_qknorm.convert.text import as_batches, check_batches, check_text, longest_sequence, regrouped, sequence_length
@@ -231,7 +230,7 @@ def _changed_values(source: Source, options: Options, model: Any) -> dict[str, T
     values: dict[str, Tensor] = {}
     for name, layer in patched_layers(model).items():
         parts = [*head_norms(layer), *(layer.family.style.weights if options.changes_projections else ())]
-        prefix = stored_name(source.weights, model.base_model_prefix, name, layer) if parts else ""
+        prefix = source.stored_name(model, name) if parts else ""
         for part in parts:
             module = layer.get_submodule(part)
             for kind, tensor in chain(module.named_parameters(), module.named_buffers()):

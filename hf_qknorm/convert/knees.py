@@ -115,7 +115,7 @@ def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[N
     training, layers = model.training, patched_layers(model).values()
     model.eval()
     scheme, norms = model.config.scheme, named_norms(model)
-    powers = {key: norm.power if norm.knee else 1.0 for key, norm in norms.items()}
+    powers = {key: norm.mean_power() if norm.knee else 1.0 for key, norm in norms.items()}
     values = [(p, p.detach().clone()) for norm in norms.values() for p in norm.parameters()]
     restore = True
     try:

@@ -184,7 +184,7 @@ def _stored_layers(source: Source, scheme: Scheme) -> Iterator[tuple[str, str, Q
     with torch.device("meta"):
         model: Any = derived_model(source.model_class)(converted_config(source, scheme))
     for name, layer in patched_layers(model).items():
-        prefix = stored_name(source.weights, model.base_model_prefix, name, layer)
+        prefix = source.stored_name(model, name)
         yield prefix, f"{prefix.rpartition('.')[0]}.{layer.family.pre_norm}", layer
 
 
@@ -227,20 +227,6 @@ def _as_stored(weights: Weights, key: str) -> NewTensor:
 
 def _folded(weights: Weights, key: str, pre_norm: str, layer: QKNormAttention, transposed: bool) -> Tensor:
     return fold_weight(weights.read(key), weights.read(f"{pre_norm}.weight"), layer.family, transposed=transposed)
-
-
-def stored_name(weights: Weights, base_prefix: str, name: str, layer: QKNormAttention) -> str:
-    """Return a layer's name in the weights, with or without the base model's prefix. Raises ValueError for others."""
-    start = f"{base_prefix}."
-    for candidate in (name, name.removeprefix(start), start + name):
-        if all(f"{candidate}.{part}.weight" in weights for part in layer.family.style.weights):
-            return candidate
-    projection = f"{name}.{layer.family.style.weights[0]}.weight"
-    raise ValueError(
-        f"{weights.folder}: {projection} is not stored under that name: transformers renames, splits or shares tensors "
-        "when it loads this model, and a conversion of files does not. Load the model, and call patch_model and "
-        "save_pretrained"
-    )
 
 
 def check_exact_fold(source: Source, scheme: Scheme) -> None:

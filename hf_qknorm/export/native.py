@@ -18,6 +18,7 @@ from hf_qknorm.checkpoint.config import check_readable
 from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.checkpoint.source import open_source
+from hf_qknorm.export.constant_norms import fold_constant_norms
 from hf_qknorm.export.targets import Target, find_target
 from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.families.class_names import PREFIX
@@ -26,6 +27,7 @@ from hf_qknorm.files.names import CARD, CONFIG
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.model.config_checks import config_errors
 from hf_qknorm.model.configs import QKNormConfig
+from hf_qknorm.model.knees import NO_NORM
 from hf_qknorm.standalone.notice import NOTICES
 
 
@@ -53,7 +55,9 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
     RMS norms on q and k of a Llama, Mistral, Phi-3 or Qwen 2 give a Qwen 3, of a Mixtral a Qwen 3 MoE; over all heads
     they give an OLMoE, with a single expert where the model has none; LayerNorms of a GPT-NeoX give a Phi; a cap
     without norms gives a VaultGemma, or of a Gemma 2 another Gemma 2; the scheme "none" gives the model that was
-    patched. Logits are equal to the bit, or up to rounding in float32 if tensors are scaled or an expert is made.
+    patched. Norms that training has removed (`KneeSchedule(target=math.inf)`) are folded into their projections: what
+    remains is exported as a model without norms. Logits are equal to the bit, or up to rounding in float32 if tensors
+    are scaled or an expert is made.
     Tensors keep their dtypes and are never all in memory; tokenizer, generation config and licence are copied.
 
     Raises ValueError, with the reason and a remedy, if no model of transformers computes the same; FileExistsError if
@@ -74,12 +78,15 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
         ignored = source.check_complete()
         source.check_gains()
         try:
-            target = find_target(source.config)
+            plan = TensorPlan(source.weights)
+            patched = source.config
+            if patched.scheme.knee >= NO_NORM:
+                patched = fold_constant_norms(plan, source)
+            target = find_target(patched)
             with config_errors(str(folder / CONFIG), source.config.model_type, source.config.architectures):
-                plan = TensorPlan(source.weights)
                 for transform in target.transforms:
-                    transform(plan, source.config)
-                config = _target_config(source.config, target)
+                    transform(plan, patched)
+                config = _target_config(patched, target)
             model_class = getattr(transformers, config.architectures[0])
             unread = check_complete(model_class, config, plan.planned, source.weights.folder)
             if lost := [name for name in unread if name not in ignored]:
@@ -109,7 +116,7 @@ def _check_config(folder: Path, config: Any) -> None:
 
 def _target_config(config: Any, target: Target) -> Any:
     """Return the target's config: the settings that it shares with the source's, and its own."""
-    settings = json.loads(config.to_json_string(use_diff=False))
+    settings = config.to_dict()
     for key in ("qk_norm", "qk_norm_base", "qk_norm_blend", "auto_map", "model_type", "architectures", *NOTICES):
         settings.pop(key, None)
     target_class = CONFIG_MAPPING[target.model_type]

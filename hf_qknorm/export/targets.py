@@ -202,7 +202,7 @@ def find_target(config: Any) -> Target:
             if lost := target.obstacle(config) or _lost(target, scheme):
                 raise ValueError(f"{target.model_type} would be its counterpart, but {lost}")
             return target
-    possible = ["any model with the scheme none", "gemma2 with a cap"]
+    possible = ["any model with the scheme none, or whose norms training has removed", "gemma2 with a cap"]
     for model_type, targets in TARGETS.items():
         possible += [f"{model_type} with {_named(target)}" for target in targets]
     wide = "" if scheme.width == "head" else f", width={scheme.width}"
@@ -226,7 +226,8 @@ def _lost(target: Target, scheme: Scheme) -> str | None:
     if scheme.knee:
         return (
             f"the knee of {scheme.knee:g} would be lost: one eps serves all norms there, and each norm with a knee has "
-            "its own. Lower it to 0 in training (KneeSchedule), or calibrate with knee=0"
+            "its own. Lower it to 0 in training (KneeSchedule), calibrate with knee=0, or remove the norms in training "
+            "(KneeSchedule(target=math.inf))"
         )
     if scheme.v is not None:
         return "the norm of the values would be lost: convert with a scheme on q and k alone, such as qk_norm"

@@ -1,4 +1,4 @@
-"""The folder of what this machine can make again: compiled kernels, and verdicts on kernels."""
+"""The folder of files that this machine can make again: compiled kernels, and verdicts on kernels."""
 
 import os
 from pathlib import Path

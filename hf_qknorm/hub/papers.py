@@ -75,7 +75,7 @@ def mean_in_knee(scheme: Scheme) -> str:
 
 
 def change_sentences(scheme: Scheme, latent: bool = False) -> list[str]:
-    """Return what the scheme changes in a model: sentences of Markdown, one for each part.
+    """Return the changes that a scheme makes to a model: sentences of Markdown, one for each part.
 
     `latent` tells whether the model caches a latent.
     """

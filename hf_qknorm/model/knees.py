@@ -11,7 +11,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from hf_qknorm.model.additions import device_and_dtype
 from hf_qknorm.model.attention import head_norms, norm_copies, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
+
+NO_NORM: Final = 2.0**30  # from this knee on, a norm differs from a constant factor by less than a rounding in fp32
 
 Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of a norm's inputs, by the names of its layer and of the norm
 
@@ -53,7 +55,9 @@ def apply_knee(model: Any, knee: float, powers: Powers) -> None:
 def powers_of(model: Any) -> dict[tuple[str, str], float]:
     """Return the mean |x|ᵖ behind each norm's knee. Raises ValueError for norms without a knee."""
     layers = patched_layers(model).items()
-    return {(name, norm_name): norm.power for name, layer in layers for norm_name, norm in head_norms(layer).items()}
+    return {
+        (name, norm_name): norm.mean_power() for name, layer in layers for norm_name, norm in head_norms(layer).items()
+    }
 
 
 def record_loaded_knee(model: Any, knee: float) -> None:

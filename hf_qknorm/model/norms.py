@@ -69,9 +69,8 @@ class HeadNorm(nn.Module):
         """The order p of the mean |x|ᵖ that the norm divides by."""
         return NORMS[self.norm].order(self.p)
 
-    @property
-    def power(self) -> float:
-        """The mean |x|ᵖ in calibration text. Raises ValueError without a knee, or if the knee is offloaded."""
+    def mean_power(self) -> float:
+        """Return the mean |x|ᵖ in calibration text. Raises ValueError without a knee, or if the knee is offloaded."""
         if not self.knee:
             raise ValueError("a norm without a knee keeps no mean of its inputs: calibrate(model, data) again")
         self.check_present()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from operator import itemgetter
 from types import NoneType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import _C, Tensor, nn
@@ -33,9 +33,15 @@ Values = dict[str, Any]  # the arguments of an operator, by field
 
 def flatten_norms(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Values:
     """The values of the fields `NORM_ROPE`."""
-    q_parts, k_parts = ((*norm[:4], *norm.eps_parts, norm.p) for norm in (q_norm, k_norm))
     rotary_parts = (None, None, False) if rotary is None else rotary
-    return dict(zip(NORM_ROPE, (*q_parts, *k_parts, *rotary_parts), strict=True))
+    return dict(zip(NORM_ROPE, (*_norm_parts(q_norm), *_norm_parts(k_norm), *rotary_parts), strict=True))
+
+
+def _norm_parts(norm: Norm) -> tuple[Any, ...]:
+    kind, gain, bias, blend, eps, p = norm
+    return (
+        (kind, gain, bias, blend, eps, 0.0, p) if isinstance(eps, Tensor) else (kind, gain, bias, blend, None, eps, p)
+    )
 
 
 def flatten(heads: Heads, visible: Visible, options: Options) -> Values:
@@ -69,18 +75,27 @@ PLAIN: Final = frozenset((Tensor, nn.Parameter, int, float, bool, str, NoneType)
 
 
 def is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether a call needs nothing of torch's dispatcher, which takes longer than the rest of a call on the host.
+    """Whether a call needs neither a gradient nor torch's dispatcher."""
+    return not (needs_dispatcher(arguments) or needs_gradient(arguments))
 
-    It does for gradients, graphs, modes, transforms of functions, subclasses of tensors, and tensors without memory.
+
+def needs_gradient(arguments: tuple[Any, ...]) -> bool:
+    """Whether autograd records a call of these arguments."""
+    return _C.is_grad_enabled() and _C._any_requires_grad(*arguments)
+
+
+def needs_dispatcher(arguments: tuple[Any, ...]) -> bool:
+    """Whether a call needs torch's dispatcher, which takes longer than the rest of a call on the host.
+
+    It does for graphs, modes, transforms of functions, subclasses of tensors, and tensors without memory.
     """
-    return not (
+    return (
         torch.compiler.is_compiling()
-        or _C._len_torch_dispatch_stack()
-        or _C._len_torch_function_stack()
+        or _C._len_torch_dispatch_stack() > 0
+        or _C._len_torch_function_stack() > 0
         or _C._functorch.peek_interpreter_stack() is not None
         or _C._get_tracing_state() is not None
         or not PLAIN.issuperset(map(type, arguments))
-        or (_C.is_grad_enabled() and _C._any_requires_grad(*arguments))
         or arguments[0].is_meta
     )
 
@@ -89,26 +104,44 @@ class Operator:
     """The operator `name` of these fields, in the namespace of `_ops`.
 
     Implementation and fake take the values by field, and the arguments that `checked` makes of them; it raises
-    ValueError for values that do not fit. Each None that they return becomes an empty tensor `[0]`: a schema has no
-    optional results.
+    ValueError for values that do not fit. Each None that they return becomes an empty tensor `[0]` in torch's
+    dispatcher: a schema has no optional results.
+
+    `run` calls the implementation. `direct` does the same for plain tensors, in less of the host's time where a module
+    replaces it. `check_numbers` runs before either, and may read tensors.
     """
+
+    run: Callable[[Values], Any]
+    direct: Callable[[Values], Any]
 
     def __init__(
         self, name: str, fields: dict[str, str], returns: str, checked: Callable[[Values], tuple[Any, ...]]
     ) -> None:
         self.name, self.fields, self.checked = add_op_namespace_prefix(name), fields, checked
+        self.tensors = [field for field, kind in fields.items() if kind.startswith("Tensor")]
         self.sequence: type = list if returns == "Tensor[]" else tuple
+        self.derive: Derivative | None = None
+        self.check_numbers: Callable[[Values], None] = lambda values: None
         schema = ", ".join(f"{kind} {field}" for field, kind in fields.items())
         torch.library.define(self.name, f"({schema}) -> {returns}")
         self.overload = getattr(ops, name).default
 
     def __call__(self, values: Values) -> Any:
         arguments = self.arguments(values)
-        return self.direct(values) if is_plain(arguments) else self.overload(*arguments)
+        if needs_dispatcher(arguments):
+            _refuse_functional_gradients(arguments)
+            return self.overload(*arguments)
+        if not needs_gradient(arguments):
+            self.check_numbers(values)
+            return self.direct(values)
+        if self.derive is None:
+            return self.overload(*arguments)
+        tensors = map(values.__getitem__, self.tensors)
+        return _Differentiable.apply(self, values, *tensors)  # type: ignore[no-untyped-call]
 
     def arguments(self, values: Values) -> tuple[Any, ...]:
         """The values in the schema's order, without those of other fields."""
-        return tuple([values[field] for field in self.fields])
+        return tuple(map(values.__getitem__, self.fields))
 
     def named(self, arguments: Iterable[Any]) -> Values:
         """The arguments by field."""
@@ -116,22 +149,33 @@ class Operator:
 
     def implement(self, function: Callable[..., Any]) -> None:
         """Register the implementation, for every device."""
+
+        def dispatched(*arguments: Any) -> Any:
+            values = self.named(arguments)
+            self.check_numbers(values)
+            return self._filled(values, (self.run if needs_dispatcher(arguments) else self.direct)(values))
+
         self.run = self.direct = self._checked(function)
-        torch.library.impl(self.name, "default")(_disable_dynamo(lambda *arguments: self.run(self.named(arguments))))
+        torch.library.impl(self.name, "default")(_disable_dynamo(dispatched))
 
     def fake(self, function: Callable[..., Any]) -> None:
         """Register the function that makes results of the right shapes, without their numbers."""
         run = self._checked(function)
-        torch.library.register_fake(self.name)(lambda *arguments: run(self.named(arguments)))
+
+        def faked(*arguments: Any) -> Any:
+            values = self.named(arguments)
+            return self._filled(values, run(values))
+
+        torch.library.register_fake(self.name)(faked)
 
     def _checked(self, function: Callable[..., Any]) -> Callable[[Values], Any]:
-        def run(values: Values) -> Any:
-            results = function(values, *self.checked(values))
-            if isinstance(results, Tensor):
-                return results
-            return self.sequence([values["q"].new_empty(0) if x is None else x for x in results])
+        return lambda values: function(values, *self.checked(values))
 
-        return run
+    def _filled(self, values: Values, results: Any) -> Any:
+        """The results with an empty tensor for each None."""
+        if isinstance(results, Tensor):
+            return results
+        return self.sequence([values["q"].new_empty(0) if x is None else x for x in results])
 
     def derivative(self, upstream: tuple[str, ...], kept: tuple[str, ...], gradients: tuple[str, ...]) -> Operator:
         """Define the operator `name_backward` and register it as the derivative, without a second derivative.
@@ -142,26 +186,75 @@ class Operator:
         """
         own = dict.fromkeys((*upstream, *kept), "Tensor")
         backward = Operator(f"{self.name.partition('::')[2]}_backward", own | self.fields, "Tensor[]", self.checked)
-        tensors = [field for field, kind in self.fields.items() if kind.startswith("Tensor")]
-        others = [field for field in self.fields if field not in tensors]
+        self.derive = Derivative(self, backward, upstream, kept, gradients)
+        derive = self.derive
 
         def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-            values = self.named(inputs)
-            ctx.numbers = [values[field] for field in others]
-            ctx.save_for_backward(*(values[field] for field in tensors), *output[: len(kept)])
-            if kept:
-                ctx.mark_non_differentiable(*output[1:])
+            derive.keep(ctx, self.named(inputs), output)
 
         def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            values = dict(zip((*tensors, *kept, *others), (*ctx.saved_tensors, *ctx.numbers), strict=True))
-            values.update(zip(upstream, grads, strict=False))
-            pairs = zip(gradients, backward(values), strict=True)
-            found = {field: x for field, x in pairs if x.shape == getattr(values[field], "shape", None)}
+            found = derive(ctx, grads)
             return tuple([found.get(field) for field in self.fields])
 
         torch.library.register_autograd(self.name, differentiate, setup_context=keep)
         torch.library.register_autograd(backward.name, _refuse_second_derivative)
         return backward
+
+
+class Derivative(NamedTuple):
+    """The derivative of `operator` by the operator `backward`; the fields are those of `Operator.derivative`."""
+
+    operator: Operator
+    backward: Operator
+    upstream: tuple[str, ...]
+    kept: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+    def keep(self, ctx: Any, values: Values, output: tuple[Any, ...]) -> None:
+        """Save in autograd's `ctx` what the derivative needs."""
+        ctx.numbers = {field: x for field, x in values.items() if field not in self.operator.tensors}
+        ctx.save_for_backward(*(values[field] for field in self.operator.tensors), *output[: len(self.kept)])
+        if self.kept:
+            ctx.mark_non_differentiable(*(x for x in output[1:] if x is not None))
+            ctx.set_materialize_grads(False)  # else zeros are made for results without a gradient
+
+    def __call__(self, ctx: Any, grads: tuple[Any, ...]) -> Values:
+        """The gradients by field."""
+        if grads[0] is None:
+            return {}
+        values = ctx.numbers | dict(zip((*self.operator.tensors, *self.kept), ctx.saved_tensors, strict=True))
+        values.update(zip(self.upstream, grads, strict=False))
+        pairs = zip(self.gradients, self.backward(values), strict=True)
+        return {field: x for field, x in pairs if x is not None and x.shape == getattr(values[field], "shape", None)}
+
+
+class _Differentiable(torch.autograd.Function):
+    """An operator's call with its derivative, as torch.library makes one, in a fraction of the host's time."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, values: Values, *tensors: Tensor | None) -> Any:
+        assert operator.derive is not None
+        operator.check_numbers(values)
+        results = tuple(operator.direct(values))
+        operator.derive.keep(ctx, values, results)
+        ctx.operator = operator
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        found = ctx.operator.derive(ctx, grads)
+        return (None, None, *(found.get(field) for field in ctx.operator.tensors))
+
+
+def _refuse_functional_gradients(arguments: tuple[Any, ...]) -> None:
+    if torch.compiler.is_compiling() or not needs_gradient(arguments):
+        return
+    transforms = _C._functorch.get_interpreter_stack() or ()
+    if any(transform.key() == _C._functorch.TransformType.Grad for transform in transforms):
+        raise NotImplementedError(
+            "hf_qknorm attention does not take torch.func.grad, vjp or jacrev: use loss.backward(), or eager "
+            'attention, such as attn_implementation="hf_qknorm_eager"'
+        )
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> NoReturn:

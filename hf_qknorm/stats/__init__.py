@@ -1,1 +1,1 @@
-"""Statistics of logits and predictions, reports and plots."""
+"""Statistics of logits, predictions and the weights of heads, reports and plots."""

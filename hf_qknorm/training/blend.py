@@ -16,6 +16,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerState
 
 from hf_qknorm.model.attention import QKNormAttention, end_blend, norm_copies, require_patched, start_blend
+from hf_qknorm.scheme import LEARNED
 
 CAP_LEVELS = 4
 Shape = Literal["linear", "cosine"]
@@ -34,8 +35,9 @@ def set_blend(model: nn.Module, blend: float) -> None:
         >>> torch.equal(model(ids).logits, before)
         True
 
-    Raises ValueError for a model that is not patched, a blend outside 0 to 1, a cap that `set_cap` moves, and a scheme
-    with pre_norm=False, which removed the norm before attention.
+    Raises ValueError for a model that is not patched, a blend outside 0 to 1, a cap that `set_cap` moves, a scheme with
+    pre_norm=False, which removed the norm before attention, and below 1 for one of a temperature and sinks alone, or
+    with a scale and no norm of queries or keys.
     """
     layers = _layers_in_blend(model, blend, norms=True)
     for layer in layers:
@@ -108,7 +110,8 @@ class BlendSchedule(_BlendSchedule):
         >>> _ = qk.patch_model(model, "qk_norm_cap")
         >>> trainer.add_callback(schedule)
 
-    Raises ValueError for a `share` that is not in (0, 1] and for an unknown `shape`.
+    Raises ValueError for a `share` that is not in (0, 1] and for an unknown `shape`; when training begins, for all that
+    `set_blend` refuses.
     """
 
     set = staticmethod(set_blend)
@@ -147,6 +150,11 @@ def _layers_in_blend(model: nn.Module, blend: float, norms: bool) -> list[QKNorm
             raise ValueError(f"the scheme has no cap to bring in ({config.scheme}): patch the model with one that has")
         if blend == 1:
             return []
+        if config.scheme.learned and dataclasses.replace(config.scheme, **dict.fromkeys(LEARNED)).changes_nothing:
+            raise ValueError(
+                f"the scheme has no norm and no cap to bring in ({config.scheme}): leave the blend out. A learned "
+                "temperature starts where it changes nothing, and learned sinks where they take next to nothing"
+            )
         for layer in layers if norms else ():
             start_blend(layer)
         config.qk_norm_blend = {"norms": norms, "softcap": config.scheme.softcap}

@@ -21,12 +21,11 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from hf_qknorm.model.attention import QKNormAttention, head_norms, norm_copies, require_patched
-from hf_qknorm.model.knees import apply_knee, powers_of, record_loaded_knee
+from hf_qknorm.model.knees import NO_NORM, apply_knee, powers_of, record_loaded_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.training.blend import Schedule
 
 LEVELS: Final = 32  # steps of a schedule: a change must be large beside the training between two of them
-NO_NORM: Final = 2.0**30  # from this knee on, a norm differs from a constant factor by less than a rounding in fp32
 
 
 @torch.no_grad()

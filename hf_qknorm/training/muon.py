@@ -22,8 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.patch import patch_model, unpatch_model
+from hf_qknorm.stats.head_weights import fused_outputs
 from hf_qknorm.training.clip import QKClip
-from hf_qknorm.training.head_weights import fused_outputs
 
 EXPERTS = ".experts."  # in the names of parameters `[experts, …, …]`, one matrix per expert
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.model.attention import head_biases, patched_layers
 from hf_qknorm.stats.distributed import full_tensor, is_first_rank
-from hf_qknorm.training.head_weights import (
+from hf_qknorm.stats.head_weights import (
     HeadWeights,
     Sizes,
     attention_head_weights,

@@ -1,7 +1,7 @@
 """Remove the norms of queries and keys from a model that was trained with them.
 
 `start_removal` prepares the norms, a `KneeSchedule` with the target ∞ turns each into a constant factor while the model
-trains, and `remove_norms` folds the factors into the projections. What is left is a model that never had norms, which
+trains, and `remove_norms` folds the factors into the projections. The result is a model that never had norms, which
 conversions to latent attention need, such as MHA2MLA (arXiv 2502.14837): a norm behind a projection can't be absorbed.
 
 Source: TaperNorm (Kanavalau et al. 2026, arXiv 2602.10408), which removes the norms between layers.
@@ -17,22 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.convert.gains import Mean, observed_inputs
 from hf_qknorm.convert.text import batches_for, check_batches
-from hf_qknorm.model.attention import QKNormAttention, head_biases, head_norms, patched_layers, require_patched
+from hf_qknorm.export.constant_norms import SIDES, check_norms, constant_norms, sides, without_norms
+from hf_qknorm.model.attention import head_biases, head_norms, patched_layers
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee, centred_and_size
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.patch import patch_model, unpatch_model
-from hf_qknorm.scheme import LEARNED, Scheme
-from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights, parameter_factors
-from hf_qknorm.training.knee import NO_NORM
+from hf_qknorm.scheme import Scheme
+from hf_qknorm.stats.head_weights import attention_head_weights, parameter_factors
 
 START: Final = 2.0**-16  # the knee that a removal starts from: too small to change what a norm computes
-SIDES: Final = {"q": "q_norm", "k": "k_norm"}
 
 
 def start_removal(
@@ -57,8 +54,8 @@ def start_removal(
     Then train with `KneeSchedule(target=math.inf)`, and call `remove_norms`.
 
     Raises ValueError, before anything changes, for a model without norms on queries or keys or with a knee; a scheme
-    that norms values or has no gains; latent attention and encoder-decoders; a Qwen 3 with sliding windows; sharded
-    weights; and data without text.
+    that norms values or has no gains; latent attention and encoder-decoders; a model that clips queries and keys in
+    front of the norms; a Qwen 3 with sliding windows; sharded weights; and data without text.
 
     >>> model = qk.start_removal(qk.patch_model(model, "qk_norm"), texts)
     >>> qk.set_knee(model, float("inf"))  # at once; in training: KneeSchedule(target=math.inf)
@@ -78,9 +75,9 @@ def start_removal(
     means = {}
     for name, layer in patched_layers(model).items():
         factors = {}
-        for side, norm_name in _sides(layer).items():
-            found, norm = squares[name, norm_name], head_norms(layer)[norm_name]
-            means[name, norm_name] = float(found.mean())
+        for side, norm in sides(layer).items():
+            found = squares[name, SIDES[side]]
+            means[name, SIDES[side]] = float(found.mean())
             ratio = (found.mean() / found).pow(1 / norm.order)
             factors[side] = torch.where(found > 0, ratio, 1.0).float()
         with torch.no_grad():
@@ -99,24 +96,23 @@ def remove_norms(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises ValueError, before anything changes, for a model that is not patched, norms that still act (a knee below
     2³⁰: `KneeSchedule(target=math.inf)` or `set_knee(model, math.inf)` end them), norms of values or of latent
-    attention, a bias of a norm that no projection can take, and sharded weights.
+    attention, a bias of a norm that no projection can take, a clip in front of the norms, and sharded weights.
 
     >>> model = qk.start_removal(qk.patch_model(model, qk.Scheme(q="rms", k="rms", softcap=50.0)), texts)
     >>> qk.set_knee(model, float("inf"))
     >>> print(qk.remove_norms(model).config.scheme)
     softcap=50.0
     """
-    layers = require_patched(model)
-    scheme = _check_norms(layers)
-    parts = attention_head_weights(model)
-    _check_removable(layers, parts)
-    kept = ("softcap", "length_scale", *LEARNED)
-    rest = Scheme(**{field: getattr(scheme, field) for field in kept})
+    found = constant_norms(model)
+    for constant in found:
+        _check_whole(constant.projection)
+    layers = patched_layers(model)
+    rest = without_norms(next(iter(layers.values())).scheme)
     learned = {name: head_biases(layer) for name, layer in layers.items()}
-    for name, layer in layers.items():
-        for side, norm_name in _sides(layer).items():
-            scale = layer.logit_scale / layer.own_scale if side == _carrier(layer) else 1.0
-            _fold(parts[name][side], head_norms(layer)[norm_name], scale)
+    with torch.no_grad():
+        for constant in found:
+            for parameter in constant.projection.parameters(recurse=False):
+                parameter.copy_(constant.folded(parameter))
     unpatch_model(model)
     if not rest.changes_nothing:
         patch_model(model, rest)
@@ -124,16 +120,6 @@ def remove_norms(model: PreTrainedModel) -> PreTrainedModel:
         for bias_name, module in biases.items():
             setattr(model.get_submodule(name), bias_name, module)
     return model
-
-
-def _sides(layer: QKNormAttention) -> dict[str, str]:
-    """The sides of the layer that have a norm, with the norm's name."""
-    return {side: name for side, name in SIDES.items() if name in head_norms(layer)}
-
-
-def _carrier(layer: QKNormAttention) -> str:
-    """The side whose projection takes a scheme's scale of the logits."""
-    return next(iter(_sides(layer)))
 
 
 def _check_qwen3(model: Any) -> None:
@@ -152,7 +138,8 @@ def _check_patched(model: Any) -> None:
             f"{type(model).__name__} is neither patched nor a Qwen 3: norms are removed from a patched model, or from "
             "a Qwen 3, which becomes a Llama"
         )
-    scheme = _check_norms(patched_layers(model))
+    check_norms(patched_layers(model))
+    scheme = model.config.scheme
     if scheme.gain == "none":
         raise ValueError(f"got the scheme {scheme}: expected norms with gains, which follow the knee")
     if model.config.is_encoder_decoder:
@@ -162,35 +149,11 @@ def _check_patched(model: Any) -> None:
     _check_whole(model)
 
 
-def _check_norms(layers: dict[str, QKNormAttention]) -> Scheme:
-    """Return the scheme of the layers. Raises ValueError unless it norms queries or keys, and nothing else."""
-    first = next(iter(layers.values()))
-    if first.scheme.v is not None or not first.scheme.norms:
-        raise ValueError(f"got the scheme {first.scheme}: expected norms of queries and keys alone")
-    if first.family.latent:
-        raise ValueError("a norm of latent attention has no projection of its own to be folded into")
-    return first.scheme
-
-
 def _check_whole(model: nn.Module) -> None:
     """Raise ValueError for weights that are not whole and in memory."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) or parameter.is_meta or hasattr(parameter, "ds_id"):
             raise ValueError(f"{name} is sharded or offloaded: prepare and fold the whole model on one device")
-
-
-def _check_removable(layers: dict[str, QKNormAttention], parts: dict[str, dict[str, HeadWeights]]) -> None:
-    for name, layer in layers.items():
-        if layer.scheme.knee < NO_NORM:
-            raise ValueError(
-                f"the norms still act (knee {layer.scheme.knee:g}): train with KneeSchedule(target=math.inf) after "
-                "start_removal, or end them at once by set_knee(model, math.inf)"
-            )
-        for side, norm_name in _sides(layer).items():
-            part, norm = parts[name][side], head_norms(layer)[norm_name]
-            _check_whole(part.projection)
-            if norm.bias is not None and bool(norm.bias.any()) and part.projection.bias is None:
-                raise ValueError(f"{name}.{norm_name} has a bias, and its projection has none to fold it into")
 
 
 def _as_llama(model: Any) -> PreTrainedModel:
@@ -247,26 +210,3 @@ def _observer(norm: HeadNorm, means: list[Mean]) -> Callable[[Tensor], None]:
             mean.add(size)
 
     return observe
-
-
-@torch.no_grad()
-def _fold(part: HeadWeights, norm: HeadNorm, scale: float) -> None:
-    """Fold a norm that is a constant factor, times `scale`, into the outputs of its projection."""
-    kind, projection = NORMS[norm.norm], part.projection
-    rows = part.outputs(projection.weight.device)
-    constant = float(norm.eps) ** -0.5 * (part.width ** (-1 / norm.order) if kind.summed else 1.0) * scale
-    gain = torch.full(rows.shape, constant, dtype=torch.float64, device=rows.device)
-    gain = gain if norm.weight is None else gain * _by_output(norm.weight, rows)
-    for parameter in projection.parameters(recurse=False):
-        by_output = parameter.t() if isinstance(projection, Conv1D) and parameter.dim() == 2 else parameter
-        x = by_output[rows].double()  # [H, D], with the inputs behind
-        x = x - x.mean((0, 1) if norm.wide else 1, keepdim=True) if kind.centred else x
-        x = x * gain.view(*gain.shape, *[1] * (x.dim() - 2))
-        if x.dim() == 2 and norm.bias is not None:
-            x = x + scale * _by_output(norm.bias, rows)
-        by_output[rows] = x.to(parameter.dtype)
-
-
-def _by_output(parameter: Tensor, rows: Tensor) -> Tensor:
-    """A gain or bias in fp64, in a shape that broadcasts to the outputs `[H, D]`."""
-    return (parameter.view_as(rows) if parameter.numel() == rows.numel() else parameter).double()

@@ -12,6 +12,7 @@ from tiny import tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_qknorm import SCHEMES as PRESETS
 from hf_qknorm import Scheme, patch_model, peft_modules_to_save
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
@@ -27,6 +28,19 @@ SCHEMES = {
     "keys": ("llama", Scheme(k="rms", gain="scalar")),
 }
 KNEE = 4.0
+BIASES = {"attention_bias": True}
+# Norms that can be removed: model type, scheme, settings.
+REMOVED: dict[str, tuple[str, Scheme, dict[str, Any]]] = {
+    "rms": ("llama", Scheme(q="rms", k="rms"), {}),
+    "keys, per head, with a bias": ("llama", Scheme(k="rms", gain="per_head", bias=True), BIASES),
+    "lp, per head": ("llama", Scheme(q="lp", k="lp", gain="per_head", p=3.0), {}),
+    "henry": ("llama", PRESETS["henry"], {}),
+    "layer, fused, capped": ("gpt2", Scheme(q="layer", k="layer", softcap=5.0), {}),
+    "interleaved": ("gpt_neox", Scheme(q="rms", k="rms"), {}),
+    "all heads": ("llama", Scheme(q="rms", k="rms", width="all"), {}),
+    "all heads, centred": ("llama", Scheme(q="layer", k="layer", width="all"), BIASES),
+    "numbers of heads": ("llama", Scheme(q="rms", k="rms", temperature="learned", sinks="learned"), {}),
+}
 
 
 def kneed(case: str = "rms", knee: float = KNEE, **settings: Any) -> PreTrainedModel:
@@ -35,6 +49,19 @@ def kneed(case: str = "rms", knee: float = KNEE, **settings: Any) -> PreTrainedM
     model = randomise(patch_model(sharp_model(model_type, **settings), dataclasses.replace(scheme, knee=knee)))
     powers = {key: 0.1 + 0.2 * i for i, key in enumerate(powers_of(model))}
     apply_knee(model, knee, powers)
+    return model.eval()
+
+
+def qwen3(**settings: Any) -> Any:
+    """A Qwen 3 whose gains, and heads' sizes, differ."""
+    model = sharp_model("qwen3", **settings)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            if name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
+                parameter[:16] *= 3
     return model.eval()
 
 

@@ -77,6 +77,27 @@ def test_an_exported_model_holds_its_knees():
     assert_near(program.module()(**batch).logits, model(**batch).logits, TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("preset", ["qk_norm", "qk_norm_cap"])
+@torch.no_grad()
+def test_torchscript_traces_a_patched_model(preset):
+    """It reads every property of every module. The trace also serves another length."""
+
+    class Logits(torch.nn.Module):
+        def __init__(self, model: PreTrainedModel) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(ids, use_cache=False).logits
+
+    model = Logits(randomise(patch_model(sharp_model("llama"), preset)).eval())
+    traced = torch.jit.trace(model, torch.arange(7)[None], check_trace=False)
+    for ids in (torch.arange(7)[None], torch.arange(11)[None] + 3):
+        assert_near(traced(ids), model(ids), TOLERANCE)
+
+
 def padded(kind: str) -> dict[str, Tensor]:
     """Padding at one side, or between a row's tokens, as where tokens are generated behind a right-padded prompt."""
     batch = make_batch("right" if kind == "right" else "left", labels=False)

@@ -177,6 +177,31 @@ def test_gradient_checkpointing_gives_the_same_gradients(dropout: float, use_ree
         assert torch.equal(x.grad, grad)
 
 
+class Unused(torch.autograd.Function):
+    """The identity, without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_an_output_without_a_gradient_gives_none(dispatched: bool) -> None:
+    """The derivative gets no zeros in the place of an absent gradient."""
+    q, k, v = as_in_a_model(*make_qkv(1, 2, 1, 5, 5, 8))
+    values = flatten(Heads(q, k, v), Visible(), Options(0.3))
+    operator = operators.ATTENTION
+    out, lse = operator.overload(*operator.arguments(values)) if dispatched else operator(values)
+    assert out.requires_grad
+    assert not lse.requires_grad
+    Unused.apply(out).sum().backward()
+    assert q.grad is k.grad is v.grad is None
+
+
 def test_a_second_derivative_is_refused() -> None:
     q, k, v = make_qkv(1, 2, 1, 5, 5, 8)
     (grad,) = torch.autograd.grad(library.attention(*call(q, k, v)).square().sum(), q, create_graph=True)
@@ -197,6 +222,28 @@ def test_forward_mode_is_refused(wrap: Any, wanted: str) -> None:
 
     with pytest.raises(NotImplementedError, match="no forward-mode derivative.*hf_qknorm_eager"):
         wrap(tangent)(tensors[wanted])
+
+
+FUNCTIONAL = {
+    "grad": torch.func.grad,
+    "vmap of grad": lambda f: lambda x: torch.vmap(torch.func.grad(f))(x[None]),
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](torch.ones(())),
+    "jacrev": torch.func.jacrev,
+}
+
+
+@pytest.mark.parametrize("transform", FUNCTIONAL.values(), ids=FUNCTIONAL)
+def test_functional_gradients_are_refused(transform: Any) -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
+    with pytest.raises(NotImplementedError, match="does not take torch.func.grad.*hf_qknorm_eager"):
+        transform(lambda x: library.attention(*call(x, k, v)).sum())(q)
+
+
+def test_functional_gradients_of_other_tensors_are_allowed() -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
+    expected = library.attention(*call(q, k, v))
+    grad = torch.func.grad(lambda x: (library.attention(*call(q, k, v)) * x).sum())(torch.ones(1))
+    torch.testing.assert_close(grad, expected.sum().view(1))
 
 
 def test_forward_mode_over_other_tensors_is_allowed() -> None:

@@ -32,7 +32,7 @@ def mean_vectors(model: PreTrainedModel) -> dict[tuple[str, str], Tensor]:
             width = layer.head_dim
             x = torch.randn(width, generator=torch.Generator().manual_seed(0))
             x = x - x.mean() if norm.norm == "layer" else x
-            x = x * (norm.power / x.abs().pow(norm.order).mean()) ** (1 / norm.order)
+            x = x * (norm.mean_power() / x.abs().pow(norm.order).mean()) ** (1 / norm.order)
             heads = 1 if norm.weight is None or norm.weight.ndim == 1 else norm.weight.shape[0]
             y = norm(x.expand(1, 1, heads, width))
             found[name, norm_name] = y if norm.bias is None else y - norm.bias

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from hf_qknorm import QuacK, Scheme, patch_model
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.training.head_weights import attention_head_weights
+from hf_qknorm.stats.head_weights import attention_head_weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,43 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from kneed import kneed, logits, plain
+from kneed import REMOVED, kneed, logits, plain, qwen3
 from short_runs import StopAt, trainer
 from tables import assert_near, error, fingerprint, make_batch, randomise, sharp_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_qknorm import SCHEMES, KneeSchedule, Scheme, patch_model, remove_norms, set_knee, start_removal
+from hf_qknorm import KneeSchedule, Scheme, patch_model, remove_norms, set_knee, start_removal
 from hf_qknorm.model.attention import head_norms, patched_layers
-from hf_qknorm.model.knees import powers_of
-from hf_qknorm.training.knee import NO_NORM, knee_of
+from hf_qknorm.model.knees import NO_NORM, powers_of
+from hf_qknorm.training.knee import knee_of
 from hf_qknorm.training.removal import START, _as_llama
 
 TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]
-BIASES = {"attention_bias": True}
-FOLDED: dict[str, tuple[str, Scheme, dict[str, Any]]] = {
-    "rms": ("llama", Scheme(q="rms", k="rms"), {}),
-    "keys, per head, with a bias": ("llama", Scheme(k="rms", gain="per_head", bias=True), BIASES),
-    "lp, per head": ("llama", Scheme(q="lp", k="lp", gain="per_head", p=3.0), {}),
-    "henry": ("llama", SCHEMES["henry"], {}),
-    "layer, fused, capped": ("gpt2", Scheme(q="layer", k="layer", softcap=5.0), {}),
-    "interleaved": ("gpt_neox", Scheme(q="rms", k="rms"), {}),
-    "all heads": ("llama", Scheme(q="rms", k="rms", width="all"), {}),
-    "all heads, centred": ("llama", Scheme(q="layer", k="layer", width="all"), BIASES),
-    "numbers of heads": ("llama", Scheme(q="rms", k="rms", temperature="learned", sinks="learned"), {}),
-}
-
-
-def qwen3(**settings: Any) -> Any:
-    """A Qwen 3 whose gains, and heads' sizes, differ."""
-    model = sharp_model("qwen3", **settings)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-            if name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
-                parameter[:16] *= 3
-    return model.eval()
 
 
 @pytest.mark.parametrize("settings", [{}, {"attention_bias": True, "tie_word_embeddings": True}])
@@ -77,9 +52,9 @@ def test_a_start_keeps_predictions_and_makes_heads_equal():
         assert heads.tolist() == pytest.approx([powers[key]] * len(heads), rel=2e-3)
 
 
-@pytest.mark.parametrize("case", FOLDED)
+@pytest.mark.parametrize("case", REMOVED)
 def test_folded_norms_leave_what_constant_factors_gave(case):
-    model_type, scheme, settings = FOLDED[case]
+    model_type, scheme, settings = REMOVED[case]
     plain_class = type(sharp_model(model_type, **settings))
     model: Any = randomise(patch_model(sharp_model(model_type, **settings), scheme)).eval()
     whole = logits(model)
@@ -136,6 +111,7 @@ def reason(name: str, make: Any, message: str) -> Any:
         reason("plain", lambda: sharp_model("llama"), "neither patched nor a Qwen 3"),
         reason("knee", kneed, "has a knee"),
         reason("values", lambda: plain("layer"), "of queries and keys alone"),
+        reason("clipped", lambda: patch_model(sharp_model("olmo"), "qk_norm"), r"clips its queries and keys to ±1 in"),
         reason("latent", lambda: patch_model(sharp_model("deepseek_v3"), "qk_norm"), "a norm of latent attention"),
         reason("capped qwen3", lambda: patch_model(qwen3(), "soft_cap"), "Qwen3ForCausalLM is changed already"),
         reason(

@@ -11,7 +11,7 @@ from pair import run_once, run_pair
 from safetensors.torch import load_file
 from sharded_run import KNEES, MODELS, MUON, STEPS, WAYS, kneed, lower, made, muon, rules, train, with_muon
 
-from hf_qknorm.training.head_weights import sizes
+from hf_qknorm.stats.head_weights import sizes
 from hf_qknorm.training.quack import learning_rates
 
 

@@ -1,7 +1,7 @@
 """The C++ kernels: compiled at their first use, once a machine, and loaded.
 
-The library lies in `files.cache_folder`, named after a digest of everything that decides what the compiler makes:
-sources, command, compiler, torch, and the vectors that the CPU has. Processes wait for each other at a lock, and a
+The library lies in `files.cache_folder`, named after a digest of all inputs of the compilation: sources, command,
+compiler, torch, and the vectors that the CPU has. Processes wait for each other at a lock, and a
 library appears by renaming. A compiler that fails leaves its report there and is not asked again, unless it ran out of
 room or was killed; another version of anything above is a new attempt.
 """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,15 +12,25 @@ from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.types import Heads, Options, Visible, laid_out
 
 
+def attend(heads: Heads, visible: Visible, options: Options) -> Tensor:
+    """Attention output `[B, H, T, D]` alone, laid out as `[B, T, H, D]`; faster than `forward` for a few queries."""
+    result: Tensor = _attend()(*heads[:3], *visible[:3], *options)
+    return result
+
+
+@cache
+def _attend() -> Any:
+    """The operator's only overload: to look it up takes a part of a call's time."""
+    return build.operators().attend.default
+
+
 def forward(heads: Heads, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
     """Attention output `[B, H, T, D]` (laid out as `[B, T, H, D]`), and the normaliser `[B, H, T, 2]`.
 
     A weight is e^(logit - first)·second of the normaliser; the second is 0 for a query without keys.
     """
-    out = laid_out(heads.q)
-    normaliser = heads.q.new_empty((*heads.q.shape[:3], 2), dtype=torch.float32)
-    build.operators().forward(*_call(heads, visible, options), out, normaliser)
-    return out, normaliser
+    results: tuple[Tensor, Tensor] = build.operators().forward(*heads[:3], *visible[:3], *options)
+    return results
 
 
 def backward(
@@ -28,10 +41,20 @@ def backward(
     normaliser = normaliser.contiguous()
     dq = q.new_zeros((_key_parts(q, k), *q.shape), dtype=torch.float32)
     dk, dv, delta = laid_out(k), laid_out(v), normaliser.new_empty(q.shape[:3])
-    results = _dense(grad), _dense(out), normaliser
-    build.operators().backward(*_call(heads, visible, options), *results, dq, dk, dv, delta)
+    results = (grad, out, normaliser)
+    build.operators().backward(*heads[:3], *visible[:3], *options, *results, dq, dk, dv, delta)
     total = dq[0] if len(dq) == 1 else dq.sum(0)
     return total.to(q.dtype), dk, dv, _sink_gradient(visible.sinks, normaliser, delta)
+
+
+def measure(heads: Heads, visible: Visible, options: Options, threshold: float) -> Tensor:
+    """Five numbers of the logits of each query, `[B, H, T, 5]` in fp32; zeros for a query without keys.
+
+    They are the largest |scale·q·k|, the entropy of the weights in nats, the keys that it sees, and of these the ones
+    with |scale·q·k| over half the threshold and over the threshold.
+    """
+    result: Tensor = build.operators().measure(*heads[:3], *visible[:3], *options, threshold)
+    return result
 
 
 def _sink_gradient(sinks: Tensor | None, normaliser: Tensor, delta: Tensor) -> Tensor | None:
@@ -48,16 +71,3 @@ def _key_parts(q: Tensor, k: Tensor) -> int:
     if places % threads == 0 or places >= 4 * threads:
         return 1
     return max(1, min(-(-4 * threads // places), k.shape[2] // 512))
-
-
-def _call(heads: Heads, visible: Visible, options: Options) -> tuple[object, ...]:
-    """The arguments of both operators."""
-    ranges, sinks, seed, _ = visible
-    ranges = None if ranges is None else ranges.contiguous()
-    sinks = None if sinks is None else sinks.float().contiguous()
-    return *map(_dense, heads[:3]), ranges, sinks, seed, *options
-
-
-def _dense(x: Tensor) -> Tensor:
-    """The same heads, with rows without gaps."""
-    return x if x.stride(3) == 1 else x.contiguous()

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_qknorm.ops.cpu import attention, build, norm_rope
 from hf_qknorm.ops.trust import first_use
+from hf_qknorm.ops.trust.code_path import Operator
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 SWITCH: Final = "HF_QKNORM_CPU"
@@ -20,8 +21,8 @@ NO_NORM, NOTHING, NO_OPTIONS = Norm(), Visible(), Options(1.0)
 _served: set[tuple[Any, ...]] = set()  # calls of norm and RoPE: to look up a verdict takes as long as the call
 
 
-def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
-    """The reason why the kernels do not serve a call, or None.
+def why_not(heads: Heads, visible: Visible, options: Options, operator: Operator = "cpu") -> str | None:
+    """The reason why the kernels do not serve a call, or None; the operators are "cpu" and "cpu_statistics".
 
     The first call of a machine compiles them, and the first call of each kind checks them; a trace does neither.
 
@@ -33,7 +34,7 @@ def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
     reason = attention.why_not(heads, visible, options) or why_not_here(traced, torch.compiler.is_exporting())
     if reason is not None:
         return reason
-    reason = first_use.why_distrusted(heads, visible, options, "cpu")
+    reason = first_use.why_distrusted(heads, visible, options, operator)
     return reason if reason is None else _refused(reason)
 
 

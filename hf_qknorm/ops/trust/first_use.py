@@ -102,7 +102,9 @@ def _warned(reason: str | None, operator: Operator) -> str | None:
 @cache
 def _warn(reason: str, operator: Operator) -> None:
     instead, off = "PyTorch norms and rotates instead", "set HF_QKNORM_CPU=0 in the environment"
-    if operator != "cpu_norm_rope":
+    if operator == "cpu_statistics":
+        instead = "PyTorch measures the logits instead"
+    elif operator != "cpu_norm_rope":
         name = NAMES.get(operator, "hf_qknorm_triton")
         instead = f'Another implementation takes these calls, and attn_implementation="{name}" refuses them'
         off = 'use attn_implementation="hf_qknorm_tiled"'

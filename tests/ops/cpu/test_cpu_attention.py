@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,8 +13,33 @@ from cpu_cases import cpu_dropout, cpu_results
 from error_budget import assert_within_budget
 from tiled_cases import Case, draw_inputs, oracle_terms
 
+from hf_qknorm.ops.cpu import kernels
+
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CASES = [case for case in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES) if case.mask is None]
+
+FEW_ROWS = [
+    Case(heads=heads, heads_kv=heads_kv, queries=queries, keys=keys, head_dim=head_dim, causal=True, **options)
+    for (heads, heads_kv, queries), (keys, head_dim), options in itertools.product(
+        ((3, 3, 1), (4, 2, 1), (3, 1, 1), (8, 1, 1), (4, 2, 3), (1, 1, 5)),
+        ((7, 64), (256, 40), (1100, 16), (600, 192)),
+        (
+            {},
+            {"softcap": 5.0},
+            {"softcap": 70.0, "ranges": "left_padding", "sinks": True},
+            {"window": 300, "sinks": True},
+        ),
+    )
+]
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """Threads that share the keys of a head."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
 
 
 def assert_is_the_oracle(case: Case, dtype: torch.dtype) -> None:
@@ -20,7 +47,9 @@ def assert_is_the_oracle(case: Case, dtype: torch.dtype) -> None:
     dropped = cpu_dropout(case, inputs)
     exact = oracle_terms(case, inputs.to(torch.float64), None if dropped is None else dropped.double())
     eager = oracle_terms(case, inputs, dropped)
-    for name, result in cpu_results(case, inputs).items():
+    with torch.no_grad():
+        alone = kernels.attend(inputs.heads, inputs.visible, case.options)
+    for name, result in (*cpu_results(case, inputs).items(), ("out", alone)):
         assert result.dtype == dtype
         if exact[name].any():
             assert_within_budget(result, exact[name], eager[name], name)
@@ -55,6 +84,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every = metafunc.config.getoption("--all-families")
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", CASES if every else CASES[::3], ids=str)
+    if "few" in metafunc.fixturenames:
+        metafunc.parametrize("few", FEW_ROWS if every else FEW_ROWS[::5], ids=str)
     if "number" in metafunc.fixturenames:
         metafunc.parametrize("number", range(1000 if every else 20))
 
@@ -64,6 +95,19 @@ def test_every_problem_is_within_the_budget(case: Case) -> None:
     assert_is_the_oracle(case, F32)
     if number % 4 == 0:
         assert_is_the_oracle(case, BF16 if number % 8 else F16)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_few_rows_are_within_the_budget(few: Case, dtype: torch.dtype) -> None:
+    """The output alone, as in a step of generation: of one head, and with the keys shared out among threads."""
+    inputs = draw_inputs(few, dtype)
+    exact, eager = oracle_terms(few, inputs.to(torch.float64)), oracle_terms(few, inputs)
+    with torch.no_grad():
+        got, again = (kernels.attend(inputs.heads, inputs.visible, few.options) for _ in range(2))
+    assert got.dtype == dtype
+    assert torch.equal(got, again)
+    assert_within_budget(got, exact["out"], eager["out"])
 
 
 def test_random_problems_are_within_the_budget(number: int) -> None:

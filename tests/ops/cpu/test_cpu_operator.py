@@ -151,8 +151,9 @@ def test_a_query_that_is_not_finite_changes_no_other_row(spread: float, softcap:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("softcap", [None, 5.0, 70.0])
-def test_logits_that_overflow(softcap: float | None, sign: float) -> None:
-    q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 9, 9, 16))
+@pytest.mark.parametrize("queries", [9, 1])
+def test_logits_that_overflow(queries: int, softcap: float | None, sign: float) -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 1, queries, 9, 16))
     q, k = torch.full_like(q, 1e30), torch.full_like(k, sign * 1e30)
     out = cpu.attention(*call(q, k, v, softcap=softcap, causal=True))
     exact = reference.attention(q, k, v, softcap=softcap, causal=True).out
@@ -186,6 +187,11 @@ def test_sinks_of_any_size(softcap: float | None, sink: float) -> None:
     got = cpu_results(case, inputs)
     for name in ("out", "dq", "dsinks"):
         torch.testing.assert_close(got[name].double(), exact[name], rtol=1e-4, atol=1e-5, equal_nan=True)
+    heads = inputs.heads._replace(q=inputs.q[:, :, -1:])
+    visible = inputs.visible._replace(ranges=inputs.ranges[:, -1:] if inputs.ranges is not None else None)
+    with torch.no_grad():
+        few = kernels.attend(heads, visible, case.options)
+    torch.testing.assert_close(few.double(), exact["out"][:, :, -1:], rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def test_ranges_out_of_bounds_end_at_the_last_key() -> None:
@@ -206,17 +212,36 @@ def test_nothing_larger_than_the_heads_is_allocated(dtype: torch.dtype) -> None:
         call_ = (Heads(q, k, v), Visible(), CAPPED)
         out, normaliser = kernels.forward(*call_)
         kernels.backward(out, *call_, out, normaliser)
+        kernels.attend(Heads(q[:, :, :1], k, v), *call_[1:])
     assert largest.elements == q.numel()
 
 
 def test_uninitialised_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(queries=150, keys=90, causal=True, softcap=5.0, ranges="left_padding", head_dim=24)
-    inputs = draw_inputs(case, torch.bfloat16)
-    expected = cpu_results(case, inputs)
+    inputs, one = draw_inputs(case, torch.bfloat16), replace(case, queries=1)
+    few = draw_inputs(one, torch.bfloat16)
+    expected = cpu_results(case, inputs) | {"few": kernels.attend(few.heads, few.visible, one.options)}
     plain = Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kwargs: plain(*args, **kwargs).fill_(torch.nan))
-    for name, result in cpu_results(case, inputs).items():
+    torch.use_deterministic_algorithms(True)  # the C++ code's own tensors are filled with NaN
+    try:
+        results = cpu_results(case, inputs) | {"few": kernels.attend(few.heads, few.visible, one.options)}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, result in results.items():
         assert torch.equal(result, expected[name]), name
+
+
+def test_hidden_keys_of_few_rows_are_never_read() -> None:
+    """Caches have room that was never written: 0 times NaN would be NaN."""
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 1, 50, 32))
+    for span in ((5, 43), (0, 1), (17, 50)):
+        visible = Visible(torch.tensor([[span]], dtype=torch.int32))
+        expected = kernels.attend(Heads(q, k, v), visible, CAPPED)
+        hidden = torch.ones(50, dtype=torch.bool)
+        hidden[slice(*span)] = False
+        poisoned = (x.masked_fill(hidden[:, None], torch.nan) for x in (k, v))
+        assert torch.equal(kernels.attend(Heads(q, *poisoned), visible, CAPPED), expected)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])

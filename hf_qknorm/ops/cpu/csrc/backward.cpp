@@ -7,7 +7,7 @@ namespace {
 // Keys, values and their gradients of a tile stay in the second-level cache while all queries pass.
 int64_t tile_keys(int64_t head_dim) { return std::clamp<int64_t>(16384 / head_dim / 32 * 32, 64, 256); }
 
-// What the weights of each row's logits and their gradients need.
+// The normaliser and grad·out of each row.
 struct RowNumbers {
   alignas(64) float shift[BLOCK_ROWS];
   alignas(64) float inverse[BLOCK_ROWS];
@@ -66,14 +66,14 @@ void differentiate(const Rows& rows, const Tile& tile, Vec cap, const RowNumbers
 
 void differentiate(const Problem& problem, const Rows& rows, const Tile& tile, const RowNumbers& numbers) {
   const Vec cap(static_cast<float>(problem.cap.value_or(1.0)));
-  switch (cap_of(problem, tile.scores, tile.keys, rows.width)) {
+  switch (cap_of(problem, tile.scores, BLOCK_ROWS, tile.keys, rows.width)) {
     case Cap::none: return differentiate<Cap::none>(rows, tile, cap, numbers);
     case Cap::small: return differentiate<Cap::small>(rows, tile, cap, numbers);
     case Cap::any: return differentiate<Cap::any>(rows, tile, cap, numbers);
   }
 }
 
-// Memory of a thread, by what lies there. Rows of heads are padded to whole vectors.
+// The parts of a thread's memory. Rows of heads are padded to whole vectors.
 struct Memory {
   int64_t width;                              // of a row of heads
   float *row, *query_columns, *grad_columns;  // [head_dim, BLOCK_ROWS]
@@ -109,21 +109,6 @@ void load_rows(const Problem& problem, const Heads& heads, const Rows& rows, int
     widen(heads.at<const T>(rows.b, rows.head(r), rows.query(r)), to + r * width, problem.head_dim);
     std::fill(to + r * width + problem.head_dim, to + (r + 1) * width, 0.0f);
   }
-}
-
-// Keys or values of a tile in fp32: where they lie, or a copy of them, padded with zeros to whole vectors.
-template <class T>
-ByRow load_tile(const Heads& heads, int64_t b, int64_t head, int64_t first, int64_t count, int64_t head_dim,
-                float* copy) {
-  const int64_t width = padded(head_dim);
-  const T* from = heads.at<const T>(b, head, first);
-  if constexpr (std::is_same_v<T, float>)
-    if (width == head_dim) return {from, heads.row};
-  for (int64_t j = 0; j < count; ++j) {
-    widen(from + j * heads.row, copy + j * width, head_dim);
-    std::fill(copy + j * width + head_dim, copy + (j + 1) * width, 0.0f);
-  }
-  return {copy, width};
 }
 
 // Add the gradients of one block of rows and the keys of a tile, from `first` on: dq to its tensor, others to memory.
@@ -209,14 +194,14 @@ void differentiate_all(const Problem& problem, const Gradients& gradients) {
   const Blocks blocks(problem);
   const int64_t places = problem.batch * problem.key_heads, per_key_head = blocks.per_key_head();
   const int64_t step = tile_keys(problem.head_dim);
-  share_out(places * per_key_head, Memory::size(problem.head_dim), [&](int64_t item, float* memory) {
+  share_out(places * per_key_head, at::get_num_threads(), Memory::size(problem.head_dim), [&](int64_t item, float* memory) {
     const int64_t place = item / per_key_head;
     const Rows rows(problem, blocks, place / problem.key_heads, place % problem.key_heads, item % per_key_head);
     find_deltas<T>(problem, gradients, rows, Memory(memory, problem.head_dim));
   });
   const int64_t tiles = (problem.keys + step - 1) / step;
   const int64_t size = problem.batch * problem.heads * problem.queries * problem.head_dim;
-  share_out(places * gradients.parts, Memory::size(problem.head_dim), [&](int64_t item, float* memory) {
+  share_out(places * gradients.parts, at::get_num_threads(), Memory::size(problem.head_dim), [&](int64_t item, float* memory) {
     const int64_t part = item / places, place = item % places;  // the first keys, which most queries see, first
     const int64_t begin = part * tiles / gradients.parts * step;
     const int64_t end = std::min((part + 1) * tiles / gradients.parts * step, problem.keys);

@@ -1,5 +1,7 @@
-// The operators, for the CPU alone. Python makes the tensors of results and checks all arguments.
+// The operators, for the CPU alone. Python makes the tensors of gradients and checks all arguments.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "attention.h"
@@ -9,65 +11,115 @@ namespace hf_qknorm {
 namespace {
 
 using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+Tensor dense(const Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); }
 
 Heads heads_of(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& ranges,
-                   const std::optional<Tensor>& sinks, const std::optional<Tensor>& seed, double scale,
-                   std::optional<double> cap, bool causal, std::optional<int64_t> window, double dropout) {
-  Problem problem{q.scalar_type(), heads_of(q), heads_of(k), heads_of(v)};
-  problem.batch = q.size(0), problem.heads = q.size(1), problem.queries = q.size(2), problem.head_dim = q.size(3);
-  problem.key_heads = k.size(1), problem.keys = k.size(2);
-  problem.ranges = ranges ? ranges->const_data_ptr<int32_t>() : nullptr;
-  problem.ranges_batch = ranges && ranges->size(0) > 1 ? ranges->stride(0) : 0;
-  problem.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
-  problem.scale = scale, problem.cap = cap, problem.causal = causal, problem.window = window;
-  problem.dropout = seed ? dropout : 0.0;
-  problem.seed = seed ? static_cast<uint64_t>(*seed->const_data_ptr<int64_t>()) : 0;
-  return problem;
+// A problem, and the tensors that its pointers lead to.
+struct Call {
+  Tensor q, k, v;
+  MaybeTensor ranges, sinks;
+  Problem problem;
+
+  Call(const Tensor& q_, const Tensor& k_, const Tensor& v_, const MaybeTensor& ranges_, const MaybeTensor& sinks_,
+       const MaybeTensor& seed, double scale, std::optional<double> cap, bool causal, std::optional<int64_t> window,
+       double dropout)
+      : q(dense(q_)), k(dense(k_)), v(dense(v_)), problem{q.scalar_type(), heads_of(q), heads_of(k), heads_of(v)} {
+    problem.batch = q.size(0), problem.heads = q.size(1), problem.queries = q.size(2), problem.head_dim = q.size(3);
+    problem.key_heads = k.size(1), problem.keys = k.size(2);
+    if (ranges_) {
+      ranges = ranges_->contiguous();
+      problem.ranges = ranges->const_data_ptr<int32_t>();
+      problem.ranges_batch = ranges->size(0) > 1 ? ranges->stride(0) : 0;
+    }
+    if (sinks_) {
+      sinks = sinks_->to(at::kFloat).contiguous();
+      problem.sinks = sinks->const_data_ptr<float>();
+    }
+    problem.scale = scale, problem.cap = cap, problem.causal = causal, problem.window = window;
+    problem.dropout = seed ? dropout : 0.0;
+    problem.seed = seed ? static_cast<uint64_t>(*seed->const_data_ptr<int64_t>()) : 0;
+  }
+};
+
+// Empty heads [B, H, T, D], laid out as [B, T, H, D]
+Tensor laid_out(const Tensor& x) {
+  return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()).transpose(1, 2);
 }
 
-void run_forward(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& ranges,
-                 const std::optional<Tensor>& sinks, const std::optional<Tensor>& seed, double scale,
-                 std::optional<double> cap, bool causal, std::optional<int64_t> window, double dropout, Tensor out,
-                 Tensor normaliser) {
-  forward(problem_of(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout), heads_of(out),
-          normaliser.data_ptr<float>());
+Tensor run_attend(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& ranges, const MaybeTensor& sinks,
+                  const MaybeTensor& seed, double scale, std::optional<double> cap, bool causal,
+                  std::optional<int64_t> window, double dropout) {
+  const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
+  Tensor out = laid_out(q);
+  if (few_rows(call.problem)) {
+    forward_few_rows(call.problem, heads_of(out));
+  } else {
+    forward(call.problem, heads_of(out), nullptr);
+  }
+  return out;
 }
 
-void run_backward(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& ranges,
-                  const std::optional<Tensor>& sinks, const std::optional<Tensor>& seed, double scale,
-                  std::optional<double> cap, bool causal, std::optional<int64_t> window, double dropout,
-                  const Tensor& grad, const Tensor& out, const Tensor& normaliser, Tensor dq, Tensor dk, Tensor dv,
-                  Tensor delta) {
-  backward(problem_of(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout),
-           {heads_of(grad), heads_of(out), normaliser.const_data_ptr<float>(), dq.data_ptr<float>(), dq.size(0),
-            heads_of(dk), heads_of(dv), delta.data_ptr<float>()});
+std::tuple<Tensor, Tensor> run_forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& ranges,
+                                       const MaybeTensor& sinks, const MaybeTensor& seed, double scale,
+                                       std::optional<double> cap, bool causal, std::optional<int64_t> window,
+                                       double dropout) {
+  const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
+  Tensor out = laid_out(q);
+  Tensor normaliser = at::empty({q.size(0), q.size(1), q.size(2), 2}, q.options().dtype(at::kFloat));
+  forward(call.problem, heads_of(out), normaliser.data_ptr<float>());
+  return {out, normaliser};
 }
 
-Tensor run_norm_rope(const Tensor& x, bool normed, bool centred, bool summed, const std::optional<Tensor>& gain,
-                     const std::optional<Tensor>& bias, double eps, const std::optional<Tensor>& cos,
-                     const std::optional<Tensor>& sin, bool interleaved) {
+void run_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& ranges, const MaybeTensor& sinks,
+                  const MaybeTensor& seed, double scale, std::optional<double> cap, bool causal,
+                  std::optional<int64_t> window, double dropout, const Tensor& grad, const Tensor& out,
+                  const Tensor& normaliser, Tensor dq, Tensor dk, Tensor dv, Tensor delta) {
+  const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
+  const Tensor dense_grad = dense(grad), dense_out = dense(out);
+  backward(call.problem, {heads_of(dense_grad), heads_of(dense_out), normaliser.const_data_ptr<float>(),
+                          dq.data_ptr<float>(), dq.size(0), heads_of(dk), heads_of(dv), delta.data_ptr<float>()});
+}
+
+Tensor run_measure(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& ranges, const MaybeTensor& sinks,
+                   const MaybeTensor& seed, double scale, std::optional<double> cap, bool causal,
+                   std::optional<int64_t> window, double dropout, double threshold) {
+  const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
+  Tensor results = at::zeros({q.size(0), q.size(1), q.size(2), 5}, q.options().dtype(at::kFloat));
+  static_assert(sizeof(RowStatistics) == 5 * sizeof(float));
+  measure(call.problem, threshold, reinterpret_cast<RowStatistics*>(results.data_ptr<float>()));
+  return results;
+}
+
+Tensor run_norm_rope(const Tensor& x, bool normed, bool centred, bool summed, const MaybeTensor& gain,
+                     const MaybeTensor& bias, double eps, const MaybeTensor& cos, const MaybeTensor& sin,
+                     bool interleaved) {
   return norm_rope(x, {normed, centred, summed, eps}, gain, bias, cos, sin, interleaved);
 }
 
 #define HF_QKNORM_CALL                                                                                 \
   "Tensor q, Tensor k, Tensor v, Tensor? ranges, Tensor? sinks, Tensor? seed, float scale, float? cap, " \
-  "bool causal, int? window, float dropout, "
+  "bool causal, int? window, float dropout"
 
 TORCH_LIBRARY(HF_QKNORM_LIBRARY, library) {
-  library.def("forward(" HF_QKNORM_CALL "Tensor(a!) out, Tensor(b!) normaliser) -> ()");
+  library.def("attend(" HF_QKNORM_CALL ") -> Tensor");
+  library.def("forward(" HF_QKNORM_CALL ") -> (Tensor, Tensor)");
   library.def("backward(" HF_QKNORM_CALL
-              "Tensor grad, Tensor out, Tensor normaliser, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
+              ", Tensor grad, Tensor out, Tensor normaliser, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
               "Tensor(d!) delta) -> ()");
+  library.def("measure(" HF_QKNORM_CALL ", float threshold) -> Tensor");
   library.def(
       "norm_rope(Tensor x, bool normed, bool centred, bool summed, Tensor? gain, Tensor? bias, float eps, Tensor? cos, "
       "Tensor? sin, bool interleaved) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(HF_QKNORM_LIBRARY, CPU, library) {
+  library.impl("attend", run_attend);
   library.impl("forward", run_forward);
   library.impl("backward", run_backward);
+  library.impl("measure", run_measure);
   library.impl("norm_rope", run_norm_rope);
 }
 

@@ -1,8 +1,8 @@
 // An attention problem, and how it is cut into blocks of rows.
 //
 // A row is a query of one query head. A block has the rows of some queries for some of the query heads that share a key
-// head, so that keys and values are never repeated. Scores of a block are kept transposed, [keys, rows]: what belongs
-// to a row (its maximum, its sum, its range of keys) is a vector, and keys and values are read where they lie.
+// head, so that keys and values are never repeated. Scores of a block are kept transposed, [keys, rows], so that
+// the numbers of the rows (maxima, sums, ranges of keys) are vectors, and keys and values are read in place.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -45,7 +45,7 @@ struct Problem {
   uint64_t seed = 0;
 
   int64_t group() const { return heads / key_heads; }
-  // What queries are multiplied by. Products with keys are then logits, or with a cap the arguments of tanh.
+  // The factor of queries that makes their products with keys logits, or with a cap the arguments of tanh.
   double query_factor() const { return cap ? scale / *cap : scale; }
   // Whether no logit can need a maximum to be subtracted before its exponential.
   bool bounded() const { return cap && *cap <= BOUND_WITHOUT_MAXIMUM && sinks == nullptr; }
@@ -67,22 +67,27 @@ struct Blocks {
 };
 
 // The rows of a block: row r is query first_query + r % queries of head first_head + r / queries.
+//
+// Scores are vectors of `width` lanes. As a rule lane r is row r, and each key has its own lanes. The lanes of packed rows
+// hold several keys: lane l is row l % R of the key l / R places on, where R is the number of rows, padded.
 struct Rows {
   int64_t b, key_head, first_head, first_query, queries, count;
   int64_t width;                             // count rounded up to whole vectors
+  int64_t step = 1;                          // keys of `width` lanes
   int64_t first_key, last_key;               // some row sees keys from the first one on, before the last one
   int64_t first_shared, last_shared;         // all rows see these
-  alignas(64) float start[BLOCK_ROWS];       // each row sees keys from here on,
-  alignas(64) float stop[BLOCK_ROWS];        // before here
+  alignas(64) float start[BLOCK_ROWS];       // each lane sees keys from here on,
+  alignas(64) float stop[BLOCK_ROWS];        // before here; packed lanes count from the first key of the step
   alignas(64) int32_t seed_low[BLOCK_ROWS];  // of dropout
   alignas(64) int32_t seed_high[BLOCK_ROWS];
 
   int64_t head(int64_t r) const { return first_head + r / queries; }
   int64_t query(int64_t r) const { return first_query + r % queries; }
+  int64_t row(int64_t lane) const { return lane % (width / step); }
   bool empty(int64_t r) const { return start[r] >= stop[r]; }
-  bool shared(int64_t key) const { return key >= first_shared && key < last_shared; }
+  bool shared(int64_t key) const { return key >= first_shared && key + step <= last_shared; }
 
-  // Whether each row, from `lane` on, sees a key, as a mask
+  // Whether the lanes, from `lane` on, see their keys, the first of which is given, as a mask
   Vec sees(int64_t lane, int64_t key) const {
     const Vec number(static_cast<float>(key));
     return (Vec::loadu(start + lane) <= number) & (number < Vec::loadu(stop + lane));
@@ -100,6 +105,15 @@ struct Rows {
     width = padded(count);
     find_keys(problem);
     if (problem.dropout > 0) find_seeds(problem);
+  }
+
+  // Pack `padded_rows` rows, at least `count`, a divisor of LANES; without dropout.
+  void pack(int64_t padded_rows) {
+    width = LANES, step = LANES / padded_rows;
+    for (int64_t lane = padded_rows; lane < width; ++lane) {
+      const int64_t later = lane / padded_rows;
+      start[lane] = start[row(lane)] - static_cast<float>(later), stop[lane] = stop[row(lane)] - static_cast<float>(later);
+    }
   }
 
  private:

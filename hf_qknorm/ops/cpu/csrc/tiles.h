@@ -30,6 +30,21 @@ ByRow load_keys(const Heads& heads, const Rows& rows, int64_t first, int64_t cou
   return {copy, head_dim};
 }
 
+// Keys or values of a tile in fp32: where they lie, or a copy of them, padded with zeros to whole vectors.
+template <class T>
+ByRow load_tile(const Heads& heads, int64_t b, int64_t head, int64_t first, int64_t count, int64_t head_dim,
+                float* copy) {
+  const int64_t width = padded(head_dim);
+  const T* from = heads.at<const T>(b, head, first);
+  if constexpr (std::is_same_v<T, float>)
+    if (width == head_dim) return {from, heads.row};
+  for (int64_t j = 0; j < count; ++j) {
+    widen(from + j * heads.row, copy + j * width, head_dim);
+    std::fill(copy + j * width + head_dim, copy + (j + 1) * width, 0.0f);
+  }
+  return {copy, width};
+}
+
 enum class Cap { none, small, any };  // small: all arguments of tanh are within SMALL
 
 // Logits of products with `query_factor`
@@ -40,21 +55,21 @@ inline Vec capped(Vec x, Vec cap) {
   return cap * x.tanh();
 }
 
-// How tanh is computed for scores [keys, rows.width]. NaN is passed over here; either formula makes it NaN.
-inline Cap cap_of(const Problem& problem, const float* scores, int64_t keys, int64_t width) {
+// How tanh is computed for scores [count, width] in rows of `stride`. NaN is passed over here; either formula makes it NaN.
+inline Cap cap_of(const Problem& problem, const float* scores, int64_t stride, int64_t count, int64_t width) {
   if (!problem.cap) return Cap::none;
   Vec largest(0.0f);
-  for (int64_t j = 0; j < keys; ++j)
+  for (int64_t j = 0; j < count; ++j)
     for (int64_t lane = 0; lane < width; lane += LANES)
-      largest = at::vec::clamp_min(largest, Vec::loadu(scores + j * BLOCK_ROWS + lane).abs());
+      largest = at::vec::clamp_min(largest, Vec::loadu(scores + j * stride + lane).abs());
   return largest_of(largest) <= SMALL ? Cap::small : Cap::any;
 }
 
 // Run work(item, memory) for all items, each thread the next one that is free, so that a slow thread takes fewer.
 template <class Work>
-void share_out(int64_t items, int64_t memory, Work work) {
+void share_out(int64_t items, int64_t threads, int64_t memory, Work work) {
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(items, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+  at::parallel_for(0, std::min<int64_t>(items, threads), 1, [&](int64_t, int64_t) {
     const Scratch scratch(memory);
     for (int64_t item = next++; item < items; item = next++) work(item, scratch.data());
   });

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, patch_model
-from hf_qknorm.training.head_weights import HeadWeights, attention_head_weights, parameter_factors
+from hf_qknorm.stats.head_weights import HeadWeights, attention_head_weights, parameter_factors
 
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 GROUPED = "codegen"  # its projection has the heads in groups

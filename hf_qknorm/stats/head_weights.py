@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_qknorm.families import FAMILIES, Family, family_of
 from hf_qknorm.model.attention import own_layers, patched_layers
 from hf_qknorm.stats.distributed import full_tensor
-from hf_qknorm.training.input_norms import GainAndBias, InputNorm, input_norm
+from hf_qknorm.stats.input_norms import GainAndBias, InputNorm, input_norm
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, patch_model
-from hf_qknorm.training.head_weights import attention_head_weights, attention_layers, sizes
+from hf_qknorm.stats.head_weights import attention_head_weights, attention_layers, sizes
 
 # without a norm before attention: those of BERT's kind are behind the layer before
 NONE = {

@@ -1,0 +1,139 @@
+"""Norms that have become constant factors: at a knee of ∞, they fold into the projections in front of them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_qknorm.checkpoint.source import Source
+from hf_qknorm.export.tensor_plan import TensorPlan
+from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers, require_patched
+from hf_qknorm.model.knees import NO_NORM
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.scheme import LEARNED, Scheme
+from hf_qknorm.stats.head_weights import HeadWeights, attention_head_weights
+
+SIDES: Final = {"q": "q_norm", "k": "k_norm"}
+KEPT: Final = ("softcap", "length_scale", *LEARNED)  # fields of a scheme that its norms have no part in
+
+
+@dataclass(frozen=True)
+class ConstantNorm:
+    """A norm that multiplies by a constant: its layer's name and its own, the outputs that it takes, and a scale.
+
+    The scheme's scale of the logits, over the model's own, is the `scale` of one norm in each layer.
+    """
+
+    layer: str
+    name: str
+    norm: HeadNorm
+    part: HeadWeights
+    scale: float
+
+    @property
+    def projection(self) -> Any:
+        """The projection in front of the norm."""
+        return self.part.projection
+
+    def folded(self, x: Tensor) -> Tensor:
+        """Return the projection's weight or bias x with the norm folded in, in fp64."""
+        norm, kind, part = self.norm, NORMS[self.norm.norm], self.part
+        transposed = x.dim() == 2 and isinstance(part.projection, Conv1D)
+        x = x.double().t().clone() if transposed else x.to(torch.float64, copy=True)
+        rows = part.outputs(x.device)
+        constant = float(norm.eps) ** -0.5 * (part.width ** (-1 / norm.order) if kind.summed else 1.0) * self.scale
+        gain = x.new_full(rows.shape, constant) * (1.0 if norm.weight is None else _by_output(norm.weight, rows))
+        y = x[rows]  # [H, D], with the inputs behind
+        y = y - y.mean((0, 1) if norm.wide else 1, keepdim=True) if kind.centred else y
+        y = y * gain.view(*gain.shape, *[1] * (y.dim() - 2))
+        if y.dim() == 2 and norm.bias is not None:
+            y = y + self.scale * _by_output(norm.bias, rows)
+        x[rows] = y
+        return x.t() if transposed else x
+
+
+def _by_output(parameter: Tensor, rows: Tensor) -> Tensor:
+    """A gain or bias in fp64, in a shape that broadcasts to the outputs `[H, D]`."""
+    return (parameter.view_as(rows) if parameter.numel() == rows.numel() else parameter).double().to(rows.device)
+
+
+def constant_norms(model: nn.Module) -> list[ConstantNorm]:
+    """The norms of a patched model, each a constant factor that its projection can take.
+
+    Raises ValueError for a model that is not patched, norms that still act, norms of values or of latent attention, a
+    clip in front of the norms, and a bias of a norm whose projection has none.
+    """
+    layers = require_patched(model)
+    check_norms(layers)
+    found = []
+    parts = attention_head_weights(model)
+    for name, layer in layers.items():
+        if layer.scheme.knee < NO_NORM:
+            raise ValueError(
+                f"the norms still act (knee {layer.scheme.knee:g}): train with KneeSchedule(target=math.inf) after "
+                "start_removal, or end them at once by set_knee(model, math.inf)"
+            )
+        norms = sides(layer)
+        for side, norm in norms.items():
+            part, scale = parts[name][side], layer.logit_scale / layer.own_scale if side == next(iter(norms)) else 1.0
+            if norm.bias is not None and bool(norm.bias.any()) and part.projection.bias is None:
+                raise ValueError(f"{name}.{SIDES[side]} has a bias, and its projection has none to fold it into")
+            found.append(ConstantNorm(name, SIDES[side], norm, part, scale))
+    return found
+
+
+def check_norms(layers: dict[str, QKNormAttention]) -> None:
+    """Raise ValueError unless the layers' scheme norms queries or keys alone, directly behind their projections."""
+    first = next(iter(layers.values()))
+    if first.scheme.v is not None or not first.scheme.norms:
+        raise ValueError(f"got the scheme {first.scheme}: expected norms of queries and keys alone")
+    if first.family.latent:
+        raise ValueError("a norm of latent attention has no projection of its own to be folded into")
+    if bound := getattr(first, "clip_qkv", None) or getattr(first.config, "clip_qkv", None):
+        raise ValueError(
+            f"the model clips its queries and keys to ±{bound:g} in front of the norms, which can't be folded past "
+            "that: train it without the clip (clip_qkv=None) first"
+        )
+
+
+def sides(layer: QKNormAttention) -> dict[str, HeadNorm]:
+    """The layer's norms of queries ("q") and keys ("k")."""
+    return {side: norms[name] for norms in [head_norms(layer)] for side, name in SIDES.items() if name in norms}
+
+
+def without_norms(scheme: Scheme) -> Scheme:
+    """The rest of a scheme whose norms, and scale with them, are folded into the projections."""
+    return Scheme(**{field: getattr(scheme, field) for field in KEPT})
+
+
+def fold_constant_norms(plan: TensorPlan, source: Source) -> Any:
+    """Fold the norms of the source's checkpoint into the plan's projections; return its config without them.
+
+    Raises ValueError as `constant_norms` does, for tensors that are stored under other names than the model's, and for
+    projections in 16 bits, which the fold would round again.
+    """
+    with torch.device("meta"):
+        model: Any = source.model_class(copy.deepcopy(source.config))
+    for name, layer in patched_layers(model).items():
+        stored = source.stored_name(model, name)
+        for norm_name, norm in head_norms(layer).items():
+            names = (f"{stored}.{norm_name}.{key}" for key in norm.state_dict())
+            norm.load_state_dict({key.rpartition(".")[2]: plan.reader(key)() for key in names}, assign=True)
+    for constant in constant_norms(model):
+        stored = source.stored_name(model, constant.layer)
+        layer = model.get_submodule(constant.layer)
+        projection = next(part for part in layer.family.style.weights if getattr(layer, part) is constant.projection)
+        for kind in ("weight", "bias"):
+            if (name := f"{stored}.{projection}.{kind}") in plan:
+                plan.require_wide(name, "the constant factors of its norms would be folded into it")
+                plan.change(name, constant.folded)
+        plan.drop(*(f"{stored}.{constant.name}.{key}" for key in constant.norm.state_dict()))
+    config = copy.deepcopy(source.config)
+    config.set_scheme(without_norms(config.scheme))
+    return config

@@ -1,0 +1,112 @@
+// The softmax of a tile of scores, with the state of the tiles before.
+#pragma once
+
+#include "tiles.h"
+
+namespace hf_qknorm {
+
+// The state of the softmax of each lane.
+struct Softmax {
+  alignas(64) float shift[BLOCK_ROWS];   // subtracted from logits
+  alignas(64) float total[BLOCK_ROWS];   // sum of e^(logit - shift)
+  alignas(64) float rescale[BLOCK_ROWS]; // of earlier sums, after a tile with larger logits
+
+  // `with_sinks`: not for the later ones of parts of the keys.
+  Softmax(const Problem& problem, const Rows& rows, bool with_sinks = true) {
+    for (int64_t lane = 0; lane < rows.width; ++lane) {
+      const int64_t r = rows.row(lane);
+      shift[lane] = problem.bounded() ? 0.0f : -FLT_MAX;
+      total[lane] = 0;
+      if (problem.sinks && with_sinks && r < rows.count) {
+        const float sink = problem.sinks[rows.head(r)];
+        shift[lane] = sink < shift[lane] ? shift[lane] : sink;
+        if (lane == r) total[lane] = std::exp(sink - shift[lane]);
+      }
+    }
+  }
+
+  // Make the largest shift that of all lanes of a row.
+  void share_shifts(const Rows& rows) {
+    for (int64_t lane = rows.width / rows.step; lane < rows.width; ++lane)
+      if (float& first = shift[rows.row(lane)]; shift[lane] > first) first = shift[lane];
+    for (int64_t lane = rows.width / rows.step; lane < rows.width; ++lane) shift[lane] = shift[rows.row(lane)];
+  }
+
+  // Add the totals of a row's lanes up in its first one.
+  void add_totals(const Rows& rows) {
+    for (int64_t lane = rows.width / rows.step; lane < rows.width; ++lane) total[rows.row(lane)] += total[lane];
+  }
+};
+
+struct Tile {
+  float* scores;         // [steps, rows.width]
+  int64_t stride;        // of a step
+  int64_t first, steps;  // the first key, and the steps of `rows.step` keys
+  const Dropout* dropout;
+};
+
+// Replace scores by logits, hidden ones by -inf, and raise the shift of each row to its largest one.
+template <Cap CAP>
+void raise_shift(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) {
+  const Vec hidden(-INFINITY);
+  for (int64_t lane = 0; lane < rows.width; lane += LANES) {
+    const Vec before = Vec::loadu(softmax.shift + lane);
+    Vec largest = before;
+    for (int64_t j = 0; j < tile.steps; ++j) {
+      float* score = tile.scores + j * tile.stride + lane;
+      const int64_t key = tile.first + j * rows.step;
+      Vec logit = capped<CAP>(Vec::loadu(score), cap);
+      if (!rows.shared(key)) logit = Vec::blendv(hidden, logit, rows.sees(lane, key));
+      largest = at::vec::clamp_min(largest, logit);
+      logit.store(score);
+    }
+    largest.store(softmax.shift + lane);
+    if (rows.step > 1) {
+      softmax.share_shifts(rows);
+      largest = Vec::loadu(softmax.shift + lane);
+    }
+    exp(before - largest).store(softmax.rescale + lane);
+  }
+}
+
+// Replace scores by weights e^(logit - shift), with dropout, and add the weights without dropout to the totals.
+template <Cap CAP, bool BOUNDED>
+void weigh(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) {
+  for (int64_t lane = 0; lane < rows.width; lane += LANES) {
+    const Vec shift = Vec::loadu(softmax.shift + lane);
+    const auto weigh_key = [&](int64_t j) {
+      float* score = tile.scores + j * tile.stride + lane;
+      const int64_t key = tile.first + j * rows.step;
+      Vec weight = BOUNDED ? exp(capped<CAP>(Vec::loadu(score), cap)) : exp(Vec::loadu(score) - shift);
+      if (!rows.shared(key)) weight = Vec::blendv(Vec(0.0f), weight, rows.sees(lane, key));
+      (tile.dropout ? weight * tile.dropout->factors(rows, lane, key) : weight).store(score);
+      return weight;
+    };
+    Vec sums[4] = {Vec(0.0f), Vec(0.0f), Vec(0.0f), Vec(0.0f)};  // shorter sums round less
+    int64_t j = 0;
+    for (; j + 4 <= tile.steps; j += 4)
+      for (int i = 0; i < 4; ++i) sums[i] = sums[i] + weigh_key(j + i);
+    for (; j < tile.steps; ++j) sums[0] = sums[0] + weigh_key(j);
+    Vec total = Vec::loadu(softmax.total + lane);
+    if constexpr (!BOUNDED) total = total * Vec::loadu(softmax.rescale + lane);
+    (total + ((sums[0] + sums[1]) + (sums[2] + sums[3]))).store(softmax.total + lane);
+  }
+}
+
+template <Cap CAP>
+void weigh(const Problem& problem, const Rows& rows, const Tile& tile, Softmax& softmax) {
+  const Vec cap(static_cast<float>(problem.cap.value_or(1.0)));
+  if (problem.bounded()) return weigh<CAP, true>(rows, tile, cap, softmax);
+  raise_shift<CAP>(rows, tile, cap, softmax);
+  weigh<CAP, false>(rows, tile, cap, softmax);
+}
+
+inline void weigh(const Problem& problem, const Rows& rows, const Tile& tile, Softmax& softmax) {
+  switch (cap_of(problem, tile.scores, tile.stride, tile.steps, rows.width)) {
+    case Cap::none: return weigh<Cap::none>(problem, rows, tile, softmax);
+    case Cap::small: return weigh<Cap::small>(problem, rows, tile, softmax);
+    case Cap::any: return weigh<Cap::any>(problem, rows, tile, softmax);
+  }
+}
+
+}  // namespace hf_qknorm
