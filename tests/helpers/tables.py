@@ -60,7 +60,7 @@ def causal_families() -> list[str]:
 def swept(config: pytest.Config) -> list[str]:
     """The model types that a sweep runs over: one of each style, or with `--all-families` all.
 
-    Of inline styles and those with cross-attention, it is one of each kind.
+    Of inline styles, those with cross-attention, and those that take more than others, it is one of each kind.
     """
     known = causal_families()
     if config.getoption("--all-families"):
@@ -70,7 +70,8 @@ def swept(config: pytest.Config) -> list[str]:
 
 def _kind(style: Style) -> Any:
     across = style.project_across is not None
-    return (style.inline, style.bias is None, style.reads_masks, across) if style.inline or across else style
+    kind = (style.inline, style.bias is None, style.reads_masks, across, bool(style.arguments))
+    return kind if style.inline or across or style.reads_masks or style.arguments else style
 
 
 def sharp_model(model_type: str, **settings: Any) -> PreTrainedModel:
