@@ -79,6 +79,7 @@ def patch_model(
     for _, config in configs if scheme.changes_nothing else ():
         config.saves_as_base = True
     try:
+        _share_config(model)
         for owner, config in configs:
             _set_config(owner, config)
         use_derived_classes(model)
@@ -209,6 +210,18 @@ def _config_owners(model: PreTrainedModel) -> list[Any]:
         if isinstance(module, PreTrainedModel) and type(module.config) is type(model.config):
             owners.setdefault(id(module.config), module)
     return list(owners.values())
+
+
+def _share_config(model: PreTrainedModel) -> None:
+    """Give layers with a copy of the model's config the config itself: they read their backend from it.
+
+    A VisionEncoderDecoderModel that is made of two models copies their configs, and leaves the layers theirs.
+    """
+    owned = {id(module.config) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if type(config) is type(model.config) and id(config) not in owned:
+            module.config = model.config
 
 
 def _set_config(model: PreTrainedModel, config: PretrainedConfig) -> None:

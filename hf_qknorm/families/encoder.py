@@ -1,4 +1,4 @@
-"""Encoders of text and images: BERT and its relatives, which may be decoders too, ViT, CLIP and SigLIP. No RoPE."""
+"""Encoders of text and images: BERT and its relatives, which may be decoders too, GIT, ViT, CLIP and SigLIP."""
 
 from __future__ import annotations
 
@@ -34,6 +34,18 @@ def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **
 def forward_inline(shared: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     """Pass `is_causal`, which the module lacks: attention functions read it where the mask is None."""
     return shared(*args, is_causal=module.is_decoder, **kwargs)
+
+
+def forward_git(
+    shared: Callable[..., Any],
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """GIT: its layers pass the cache as the third argument."""
+    return shared(hidden_states, attention_mask, past_key_values=past_key_values, **kwargs)
 
 
 def unsupported_bigbird(config: Any) -> str | None:
@@ -103,6 +115,7 @@ INLINE = replace(
     eager=lambda module: attend,
     scale=lambda module: module.attention_head_size**-0.5,
 )
+GIT = replace(INLINE, forward=forward_git)  # causal but for the patches of images, which its masks contain
 ROFORMER = replace(
     INLINE,
     forward=forward_roformer,

@@ -81,7 +81,7 @@ def test_a_layer_computes_the_formula(model_type):
         model(**make_batch("plain", labels=False), use_cache=False)
     gains = {name: norm.weight for name, norm in head_norms(layer).items()}
     style, width = layer.family.style, layer.qk_nope_head_dim
-    q, latent, turned, *_ = (x.transpose(1, 2) for x in style.project(layer, seen.hidden)[:3])
+    q, latent, turned, *_ = (x.transpose(1, 2) for x in projected(layer, seen.hidden)[:3])
     plain = rms_normed(torch.einsum("hdr,btr->bhtd", up_projections(layer)[0], latent[:, 0]), gains["k_norm"])
     queries = [
         rms_normed(q[..., :width], gains["q_norm"]),
@@ -93,6 +93,15 @@ def test_a_layer_computes_the_formula(model_type):
     k = torch.cat([plain, turned.expand(-1, plain.shape[1], -1, -1)], -1)
     assert_near(seen.q, q, 1e-6, "queries")
     assert_near(seen.k, k, 1e-6, "keys")
+
+
+def projected(layer: QKNormAttention, hidden: Tensor) -> tuple[Any, ...]:
+    """The style's projections; beside an indexer they take the latent of the queries, before and after its norm."""
+    style, taken = layer.family.style, {}
+    if "latents" in style.arguments:
+        compressed = layer.q_a_proj(hidden)
+        taken["latents"] = layer.q_a_layernorm(compressed) * getattr(layer, "q_lora_scale", 1.0), compressed
+    return style.project(layer, hidden, **dict.fromkeys(style.arguments) | taken)
 
 
 def widths(layer: QKNormAttention) -> dict[str, int]:
