@@ -72,18 +72,14 @@ def patch_model(
         check_offload(model, own_layers(model, family))
     if not scheme.pre_norm:
         check_foldable(model, family)
-    needed = scheme.softcap is not None or scheme.sinks is not None
-    default = functions.cap_backend(model.config) if needed else None
-    backend = attn_implementation or default
-    if backend is not None:
-        functions.check_backend(backend, scheme.softcap, scheme.sinks)
-        backend = model.get_correct_attn_implementation(backend)
+    backend = _backend(model, scheme, attn_implementation)
     causal = causality(model) if family.is_causal(model.config) else None
     base_backend = model.config._attn_implementation
     configs = [(owner, patched_config(owner.config, scheme)) for owner in _config_owners(model)]
     for _, config in configs if scheme.changes_nothing else ():
         config.saves_as_base = True
     try:
+        _share_config(model)
         for owner, config in configs:
             _set_config(owner, config)
         use_derived_classes(model)
@@ -103,6 +99,19 @@ def patch_model(
     if not scheme.changes_nothing:
         mark_in_memory(model)
     return model
+
+
+def _backend(model: PreTrainedModel, scheme: Scheme, asked: str | None) -> str | None:
+    """The attention backend to set: the one that is asked for, or that a cap or sinks need; None for the model's own.
+
+    Raises ValueError for a backend that is not known or can't have the scheme.
+    """
+    needed = scheme.softcap is not None or scheme.sinks is not None
+    backend = asked or (functions.cap_backend(model.config) if needed else None)
+    if backend is None:
+        return None
+    functions.check_backend(backend, scheme.softcap, scheme.sinks)
+    return str(model.get_correct_attn_implementation(backend))
 
 
 def _patch_tower(
@@ -201,6 +210,18 @@ def _config_owners(model: PreTrainedModel) -> list[Any]:
         if isinstance(module, PreTrainedModel) and type(module.config) is type(model.config):
             owners.setdefault(id(module.config), module)
     return list(owners.values())
+
+
+def _share_config(model: PreTrainedModel) -> None:
+    """Give layers with a copy of the model's config the config itself: they read their backend from it.
+
+    A VisionEncoderDecoderModel that is made of two models copies their configs, and leaves the layers theirs.
+    """
+    owned = {id(module.config) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if type(config) is type(model.config) and id(config) not in owned:
+            module.config = model.config
 
 
 def _set_config(model: PreTrainedModel, config: PretrainedConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,6 +25,7 @@ from hf_qknorm.model.record import set_record
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats.distributed import (
     Batches,
+    Ranks,
     broadcast_attention,
     gather_batches,
     is_first_rank,
@@ -102,41 +103,20 @@ def calibrate(
     ranks, bare = ranks_of(model), unwrap(model)
     method, knee = resolve_method(_scheme_of(bare), method, knee, max_loss_increase)
     _check_supported(bare, method, knee)
-    masked = is_bidirectional(bare.config)
-    options: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens, "labels": masked}
-    batches = gather_batches(batches_for(bare, data, tokenizer, **options), max_tokens, ranks)
-    if masked:
-        _check_labels(bare, batches)
-    check_batches(batches, bare.config)
-    count = min(LOSS_BATCHES, max(len(batches) // 10, 1))
-    held_out, fitted = batches[:count], batches[count:] or batches
+    options: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
+    batches = batches_for(bare, data, tokenizer, labels=is_bidirectional(bare.config), **options)
+    sample = _Sample.of(bare, gather_batches(batches, max_tokens, ranks))
     cap = bare.config.attn_logit_softcapping or CAP
-    tried: dict[float, Prediction] = {}
-
-    def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
-        return ClosedFormGains(bare, text, mean_powers(bare, held_out[:1], ranks), knees, ranks)
-
     with restored_attention(bare, only_on_error=True):
-        _reset_norms(bare, batches)
-        base, fresh = predictions(bare, held_out)
-        if isinstance(knee, str):
-            assert base is not None
-            assert fresh is not None
-            tried = search_knee(closed_form(fitted, *KNEES), held_out, base, fresh, max_loss_increase)
-        elif method != "ones" or knee:
-            text = batches if method == "moments" else fitted[:START_BATCHES]
-            closed_form(text, float(knee)).apply(float(knee), gains=method != "ones")
-        if method.startswith("fit"):
-            _warn_of_short_text(bare.config.scheme.length_scale, longest_sequence(batches))
-            fit_gains(bare, fitted, held_out, steps=steps, projections=method == "fit_qk")
-        compared = evaluate(bare, held_out, cap, ranks)
+        fresh, tried = _set_norms(bare, sample, ranks, method=method, knee=knee, limit=max_loss_increase, steps=steps)
+        compared = evaluate(bare, sample.held_out, cap, ranks)
         before, after = compared.base, compared.own
         _check_rise(before, after, max_loss_increase)
         layers = layer_reports(bare, compared.before, compared.after)
     broadcast_attention(model, ranks)
     if bare.config.scheme.norms:
         mark_in_memory(bare)
-    tokens, judged = (sum(batch["input_ids"].numel() for batch in part) for part in (batches, held_out))
+    tokens, judged = (sum(batch["input_ids"].numel() for batch in part) for part in (sample.whole, sample.held_out))
     from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
     report = Calibration(
         method=method,
@@ -151,12 +131,54 @@ def calibrate(
         base_model=hub_name(str(bare.name_or_path)) if from_hub else None,
         dataset=hub_name(data) if isinstance(data, str) else None,
         knees=tried,
-        length=longest_sequence(batches),
+        length=longest_sequence(sample.whole),
         context=context_length(bare.config),
     )
     report = ranks.broadcast(report)
     set_record(bare, report.to_dict())
     return report
+
+
+class _Sample(NamedTuple):
+    """The batches of a calibration: all, those that gains are fitted to, and those that judge knee and gains."""
+
+    whole: Batches
+    fitted: Batches
+    held_out: Batches
+
+    @classmethod
+    def of(cls, model: Any, batches: Batches) -> _Sample:
+        """Divide the batches. Raises ValueError for too few tokens to predict, and without labels that are needed."""
+        if is_bidirectional(model.config):
+            _check_labels(model, batches)
+        check_batches(batches, model.config)
+        count = min(LOSS_BATCHES, max(len(batches) // 10, 1))
+        return cls(batches, batches[count:] or batches, batches[:count])
+
+
+def _set_norms(
+    model: Any, sample: _Sample, ranks: Ranks, *, method: str, knee: Knee, limit: float | None, steps: int
+) -> tuple[Prediction | None, dict[float, Prediction]]:
+    """Set knee, gains and biases; return the predictions with fresh gains, and those with each knee of a search."""
+    whole, fitted, held_out = sample
+
+    def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
+        return ClosedFormGains(model, text, mean_powers(model, held_out[:1], ranks), knees, ranks)
+
+    _reset_norms(model, whole)
+    base, fresh = predictions(model, held_out)
+    tried: dict[float, Prediction] = {}
+    if isinstance(knee, str):
+        assert base is not None
+        assert fresh is not None
+        tried = search_knee(closed_form(fitted, *KNEES), held_out, base, fresh, limit)
+    elif method != "ones" or knee:
+        text = whole if method == "moments" else fitted[:START_BATCHES]
+        closed_form(text, float(knee)).apply(float(knee), gains=method != "ones")
+    if method.startswith("fit"):
+        _warn_of_short_text(model.config.scheme.length_scale, longest_sequence(whole))
+        fit_gains(model, fitted, held_out, steps=steps, projections=method == "fit_qk")
+    return fresh, tried
 
 
 def _check_rise(before: Prediction | None, after: Prediction | None, limit: float | None) -> None:

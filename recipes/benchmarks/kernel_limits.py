@@ -11,7 +11,14 @@ from hf_qknorm.ops.norms import NormKind
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
 
 HOPPER = 90
-KERNELS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "split_kernel", "add_parts_kernel")
+KERNELS = (
+    "forward_kernel",
+    "query_gradient_kernel",
+    "key_gradient_kernel",
+    "split_kernel",
+    "add_parts_kernel",
+    "combine_parts_kernel",
+)
 
 
 @dataclass(frozen=True)

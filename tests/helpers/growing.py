@@ -1,4 +1,5 @@
-"""Count the compilations of each kernel over growing lengths, without compiling; print them as JSON.
+"""Count the compilations of each kernel over growing lengths, without compiling, and the lengths that it is specialised
+for; print them as JSON.
 
 Run as a script: kernels defined while TRITON_INTERPRET is set can't be compiled.
 """
@@ -9,7 +10,9 @@ import json
 import sys
 from collections import defaultdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "benchmarks"))
 
 from compiled import Target
 
+from hf_qknorm.ops import triton as triton_kernels
 from hf_qknorm.ops.triton import attention, norm_rope
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
@@ -67,6 +71,18 @@ def prefill(queries: int, keys: int) -> None:
     attention.backward(draw(queries), heads, Visible(), options, result.out, result.normaliser)
 
 
+def specialised() -> dict[str, int]:
+    """The number of lengths that each kernel of the package is compiled anew for."""
+    modules = [import_module(f"{triton_kernels.__name__}.{x.name}") for x in iter_modules(triton_kernels.__path__)]
+    kernels = {x.__name__: x for module in modules for x in vars(module).values() if isinstance(x, JITFunction)}
+    return {
+        name: sum(p.name in NAMES and not p.do_not_specialize for p in kernel.params)
+        for name, kernel in kernels.items()
+        if name.endswith("_kernel")
+    }
+
+
+NAMES = {"queries", "keys", "length", "window", "room", "splits", "parts", "section"}
 KEYS = (256, 257, 272, 511, 512, 513, 1000, 1024, 4096, 5000)
 LENGTHS = (1, 2, 15, 16, 17, 100, 128, 1000, 1024, 8192)
 CASES = {
@@ -90,6 +106,7 @@ def main() -> None:
     for name, case in CASES.items():
         JITFunction._do_compile = lambda kernel, key, *rest, name=name: count(name, kernel, key)
         case()
+    found["lengths of"] = {name: range(count) for name, count in specialised().items()}
     counts = {name: {kernel: len(keys) for kernel, keys in kernels.items()} for name, kernels in found.items()}
     sys.stdout.write(json.dumps(counts))
 

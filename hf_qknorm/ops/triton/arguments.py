@@ -39,7 +39,8 @@ class Constants(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of heads, of queries and keys a head; the window, 0 without one; heads of a section of the schedule.
+    """Numbers of heads, of queries and keys a head; the window, 0 without one; of the schedule, the heads of a
+    section times `parts`, the programs that share a block.
 
     Kernels take each as an argument of its own, not specialised: of a tuple's fields Triton specialises all.
     """
@@ -50,6 +51,7 @@ class Sizes(NamedTuple):
     keys: int
     window: int
     section: int = 1
+    parts: int = 1
 
 
 class ScoreArguments(NamedTuple):
@@ -145,7 +147,8 @@ def partial_sums(norm: Norm, shape: tuple[int, ...], device: torch.device) -> tu
 
 
 def sum_to(partials: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """The gradient of a gain or bias, in its shape, from partial sums `[programs, H, D]`: one order, no atomics."""
+    """The gradient of a gain or bias, in its shape, from partial sums `[…, H, D]`: one order, no atomics."""
     if partials is None or like is None:
         return None
-    return partials.sum(0).sum_to_size(like.shape).to(like.dtype)
+    axes = partials.ndim if like.numel() == 1 else partials.ndim - like.ndim
+    return partials.sum([*range(axes)]).view(like.shape).to(like.dtype)

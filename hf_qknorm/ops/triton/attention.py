@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.triton import attention_decode, gluon, key_parts, norm_rope, schedule
+from hf_qknorm.ops.triton import attention_decode, gluon, norm_rope, parts, schedule
 from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments
 from hf_qknorm.ops.triton.attention_backward import (
@@ -64,32 +63,32 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     out = laid_out(heads.q)
     normaliser = heads.q.new_empty(b, h, t, 2, dtype=torch.float32)
     largest, entropy = (normaliser.new_empty(b, h, t) for _ in range(2)) if statistics else (None, None)
-    shape = tiles(heads.q, options.dropout > 0).forward
     sinks, bounded = visible.sinks is not None, prepared.bound is not None
     variants = forward_variants(heads.q.dtype, options.softcap, bounded, sinks)
     if gluon.serves(heads.q, visible, options, statistics):
         for variant in variants:
             gluon.attend(prepared, out, normaliser, options.causal, variant)
     else:
-        _launch(
-            forward_kernel,
-            -(-t // shape.queries) * b * h,
-            _Call(prepared, visible, options),
-            shape,
-            variants,
-            {"SINKS": sinks, "STATISTICS": statistics},
-            section=schedule.query_section(prepared.k, h, t, shape.queries),
-            **head_arguments(shape, shape.queries, OUT=out),
-            normaliser=normaliser,
-            ranges=visible.ranges,
-            sinks=visible.sinks,
-            largest_out=largest,
-            entropy_out=entropy,
-        )
+        call = _Call(prepared, visible, options)
+        _forward(call, variants, out, normaliser, largest_out=largest, entropy_out=entropy)
     if largest is not None and entropy is not None:
         largest *= prepared.cap / LOG2E if options.softcap is None else options.softcap
         entropy /= LOG2E
     return Result(out, normaliser, largest, entropy)
+
+
+def by_keys(values: dict[str, Any]) -> tuple[int] | None:
+    """All by which the launches for a few queries over other keys depend on the number of keys; else None.
+
+    `values` are those of `operators.FUSED_ATTENTION`, before any check.
+    """
+    q, k, v, plain = values["q"], values["k"], values["v"], values["q_kind"] == values["k_kind"] == "none"
+    if not plain or values["cos"] is not None or values["statistics"] or values["dropout"]:
+        return None
+    if k.shape != v.shape or not (q.dim() == k.dim() == 4 and q.numel() and k.numel()):
+        return None
+    few = attention_decode.rows_of(q, k) <= attention_decode.MOST_ROWS
+    return (attention_decode.splits(q, k),) if few else None
 
 
 class _Call(NamedTuple):
@@ -98,6 +97,39 @@ class _Call(NamedTuple):
     prepared: PreparedHeads
     visible: Visible
     options: Options
+
+
+def _forward(
+    call: _Call, variants: list[LoopVariant], out: Tensor, normaliser: Tensor, **statistics: Tensor | None
+) -> None:
+    """Write out `[B, H, T, D]`, normaliser and statistics. Several programs share a block, but not with statistics."""
+    (q, k, *_), visible, options = call
+    (b, h, t, d), shape = q.shape, tiles(q, options.dropout > 0).forward
+    division = schedule.of_queries(q, k, shape, options)
+    wanted = statistics["largest_out"] is not None
+    if wanted:
+        division = schedule.Division(1, schedule.query_section(k, h, t, shape.queries))
+    shared = division.parts > 1
+    results, normalisers = out, normaliser
+    if shared:
+        results = normaliser.new_empty(b, h * division.parts, t, d)
+        normalisers = normaliser.new_empty(b, h * division.parts, t, 2)
+    _launch(
+        forward_kernel,
+        division.parts * -(-t // shape.queries) * b * h,
+        call,
+        shape,
+        variants,
+        {"SINKS": visible.sinks is not None, "STATISTICS": wanted},
+        **division._asdict(),
+        **head_arguments(shape, shape.queries, OUT=results),
+        normaliser=normalisers,
+        ranges=visible.ranges,
+        sinks=visible.sinks,
+        **statistics,
+    )
+    if shared:
+        parts.combine(results, normalisers, out, normaliser)
 
 
 def _launch(
@@ -175,16 +207,20 @@ def backward(
     dq, dk, dv = laid_out(heads.q, dtype), laid_out(heads.k, dtype), laid_out(heads.v)
     call = _Call(prepared, visible, options)
     gradient = partial(_gradient, call, grad, row_terms)
-    shape = tiles(heads.q, options.dropout > 0).query_gradient
-    section = schedule.query_section(heads.k, heads.q.shape[1], heads.q.shape[2], shape.queries)
-    raw = RawGradient.of(inner.q, inner.q_norm, inner.rotary, dq, shape.queries, section)
-    arguments = head_arguments(shape, shape.queries, DX=dq) | {"ranges": visible.ranges, "section": section}
-    gradient(query_gradient_kernel, shape, raw, factor=options.scale, **arguments)
-    q_gain, q_bias = raw.gain_and_bias()
+    _, query_gradient, key_gradient, _ = tiles(heads.q, options.dropout > 0)
+    division = schedule.of_queries(heads.q, heads.k, query_gradient, options)
+    store = partial(gradient, query_gradient_kernel, query_gradient, division, options.scale, visible.ranges)
+    q_gain, q_bias = parts.raw_gradients(
+        store, division, query_gradient.queries, inner.q, inner.q_norm, inner.rotary, DX=dq
+    )
     # prepared queries hold a part of the scale: see ops/README.md
     k_factor = options.scale if not heads.raw else options.softcap or 1 / LOG2E
     ranges = None if visible.ranges is None else _queries_seeing(visible.ranges, heads.k.shape[2])
-    k_gain, k_bias = _key_gradient(gradient, inner, options, dk, dv, factor=k_factor, ranges=ranges)
+    division = schedule.of_keys(heads.q, heads.k, key_gradient, options)
+    store = partial(gradient, key_gradient_kernel, key_gradient, division, k_factor, ranges)
+    k_gain, k_bias = parts.raw_gradients(
+        store, division, key_gradient.keys, inner.k, inner.k_norm, inner.rotary, DX=dk, DV=dv
+    )
     dsinks = None
     if visible.sinks is not None:
         peak, total = normaliser.unbind(-1)
@@ -227,9 +263,21 @@ def _kernels_undo_norm(heads: Heads) -> bool:
 
 
 def _gradient(
-    call: _Call, grad: Tensor, row_terms: Tensor, kernel: Any, shape: Tile, raw: RawGradient, **arguments: Any
+    call: _Call,
+    grad: Tensor,
+    row_terms: Tensor,
+    kernel: Any,
+    shape: Tile,
+    division: schedule.Division,
+    factor: float,
+    ranges: Tensor | None,
+    rows: int,
+    raw: RawGradient,
+    **stored: Tensor,
 ) -> None:
-    """Launch a kernel that stores the raw gradient; that of dk and dv for each variant, and each of them if `apart`."""
+    """Launch a kernel that stores gradients, in blocks of `rows`; that of dk and dv for each variant, and each of them
+    if `apart`.
+    """
     dtype = call.prepared.q.dtype
     bounded, sinks = call.prepared.bound is not None, call.visible.sinks is not None
     variants = backward_variants(dtype, call.options.softcap, bounded, sinks)
@@ -243,38 +291,13 @@ def _gradient(
             loops,
             {"EXACT": dtype == torch.float32, "OMIT": omitted},
             **head_arguments(shape, shape.queries, GRAD=grad),
-            row_terms=row_terms,
+            **head_arguments(shape, rows, **stored),
+            **division._asdict(),
             **raw.arguments,
-            **arguments,
+            row_terms=row_terms,
+            factor=factor,
+            ranges=ranges,
         )
-
-
-def _key_gradient(
-    gradient: Callable[..., None], heads: Heads, options: Options, dk: Tensor, dv: Tensor, **arguments: Any
-) -> tuple[Tensor | None, Tensor | None]:
-    """Write dk and dv with `gradient`, `_gradient` with its first arguments; returns the gradients of gain and bias.
-
-    Where a program for each block of keys would leave processors idle, several share a block.
-    """
-    (b, h, t, d), (_, hk, s, _), k = heads.q.shape, heads.k.shape, heads.k
-    shape, group = tiles(k, options.dropout > 0).key_gradient, h // hk
-    lines = schedule.Lines(s, shape.keys, t, shape.queries, since=options.causal, window=reach(options.window, t, s))
-    size = 2 * group * t * d * k.element_size()
-    parts, section = schedule.divide(lines, group, b * hk, size, schedule.gpu(k.device))
-    arguments |= {"parts": parts, "section": section}
-    raw = partial(RawGradient.of, k, heads.k_norm, heads.rotary, dk)
-    if parts == 1:
-        whole = raw(shape.keys, section)
-        arguments |= head_arguments(shape, shape.keys, DX=dk, DV=dv)
-        gradient(key_gradient_kernel, shape, whole, **arguments)
-    else:
-        dk_parts, dv_parts = (k.new_empty(b, hk * parts, s, d, dtype=torch.float32) for _ in range(2))
-        sums = RawGradient.of(k, Norm(), None, dk_parts, shape.keys)
-        arguments |= head_arguments(shape, shape.keys, DX=dk_parts, DV=dv_parts)
-        gradient(key_gradient_kernel, shape, sums, **arguments)
-        whole = raw(key_parts.rows(d))
-        key_parts.add_parts(dk_parts, dv_parts, whole, dk, dv)
-    return whole.gain_and_bias()
 
 
 def _queries_seeing(ranges: Tensor, keys: int) -> Tensor:

@@ -135,10 +135,15 @@ def _add_segments_to_queries(
 def query_gradient_kernel(
     Q, Q_REST, K, K_REST, V, V_REST, GRAD, GRAD_REST, X, DX, DX_REST, row_terms, bound, ranges, seeds, norm, dgain,
     dbias, rotary, factor, score,
-    heads, heads_kv, queries, keys, window, section, NORM: tl.constexpr, C: tl.constexpr, BEYOND: tl.constexpr = None,
+    heads, heads_kv, queries, keys, window, section, parts,
+    NORM: tl.constexpr, C: tl.constexpr, BEYOND: tl.constexpr = None,
 ):  # fmt: skip
-    """The gradient of the raw queries, one program for a block of queries and a head; loops as in `forward_kernel`."""
-    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
+    """The gradient of the raw queries, `parts` programs for a block of queries and a head; loops as in
+    `forward_kernel`.
+
+    Several parts store sums of their own, in heads H·parts of DX, which `parts.add_parts_kernel` adds up.
+    """
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section, parts)
     block = query_block(sizes, C)
     within = serves(bound, block.batch * heads_kv + block.head_kv, score.limit, C.WHEN)
     index = block.start + tl.arange(0, C.BLOCK_M)
@@ -168,17 +173,18 @@ def query_gradient_kernel(
             dq, q, grad, K, V, block, rows, terms, starts, stops, ~within, score, seed, sizes, BEYOND
         )  # fmt: skip
     store_raw_gradient(
-        scaled(dq, factor, C), X, DX, norm, dgain, dbias, rotary, block.batch, block.head, block.start, queries,
-        C.BLOCK_M, NORM, C,
+        scaled(dq, factor, C), X, DX, norm, dgain, dbias, rotary, block.batch, block.head * parts + block.part,
+        block.start, queries, C.BLOCK_M, NORM, C,
     )  # fmt: skip
 
 
 @triton.jit
 def _add_to_keys(
-    dk, dv, k, v, Q, GRAD, row_terms, batch, head, number, group, stride, own, first, last, start, count, score, seed,
-    sizes, C: tl.constexpr,
+    dk, dv, k, v, Q, GRAD, row_terms, batch, head, number, low, high, stride, own, first, last, start, count, score,
+    seed, sizes, C: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv `[N, P]` the gradient through `count` blocks of queries from `start` on, of all `group` heads.
+    """Add to dk and dv `[N, P]` the gradient through the tiles from `low` to `high`: a group's heads from `head` on
+    have `count` tiles each, blocks of queries from `start` on.
 
     One loop for all heads and tiles `[N, M]`: nested loops, or one with a mask and one without, exceed the registers.
     """
@@ -186,9 +192,9 @@ def _add_to_keys(
     UNTIL: tl.constexpr = C.WINDOW or C.RANGES  # and those behind its last one
     rows = tl.arange(0, C.BLOCK_M)
     span = tl.maximum(last - first, 0).to(tl.uint32, bitcast=True)
-    member = 0
-    block = 0
-    for _ in tl.range(0, group * count):
+    member = low // tl.maximum(count, 1)
+    block = low - member * count
+    for _ in tl.range(low, high):
         m = tl.multiple_of(start + block * C.BLOCK_M, C.BLOCK_M)
         q = load_tile(Q, batch, head + member, m, sizes.queries, C.BLOCK_M, C)
         grad = load_tile(GRAD, batch, head + member, m, sizes.queries, C.BLOCK_M, C)
@@ -221,7 +227,7 @@ def _add_to_keys(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=[*Sizes._fields, "parts"])
+@triton.jit(do_not_specialize=Sizes._fields)
 def key_gradient_kernel(
     Q, Q_REST, K, K_REST, V, V_REST, GRAD, GRAD_REST, X, DX, DX_REST, DV, DV_REST, row_terms, bound, ranges, seeds,
     norm, dgain, dbias, rotary, factor, score,
@@ -229,9 +235,10 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """The gradients of the raw keys and of the values: `parts` programs for a block of keys, over a group's heads.
 
-    Several parts store sums of their own, in heads Hk·parts of DX and DV, which `add_parts_kernel` adds up.
+    Several parts have equal shares of the tiles, but for one. They store sums of their own, in heads Hk·parts of DX and
+    DV, which `parts.add_parts_kernel` adds up.
     """
-    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section, parts)
     blocks = tl.cdiv(keys, C.BLOCK_N)
     units = heads_kv * parts
     unit, block = place(blocks, section)
@@ -258,15 +265,13 @@ def key_gradient_kernel(
     dk = zero_tile(C.BLOCK_N, C)
     dv = zero_tile(C.BLOCK_N, C)
     group = heads // heads_kv
-    member = part * group // parts
-    members = (part + 1) * group // parts - member
-    head = head_kv * group + member
+    tiles = group * count
     stride = tl.cdiv(queries, ALIGNED) * ALIGNED
-    first_head = batch * heads + head
+    first_head = batch * heads + head_kv * group
     row_terms += 3 * first_head.to(tl.int64) * stride
     dk, dv = _add_to_keys(
-        dk, dv, k, v, Q, GRAD, row_terms, batch, head, first_head, members, stride, own, first, last, start, count,
-        score, seed, sizes, C,
+        dk, dv, k, v, Q, GRAD, row_terms, batch, head_kv * group, first_head, part * tiles // parts,
+        (part + 1) * tiles // parts, stride, own, first, last, start, count, score, seed, sizes, C,
     )  # fmt: skip
     if C.OMIT != "values":
         if C.DROPOUT:

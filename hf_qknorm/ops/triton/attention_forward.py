@@ -117,9 +117,11 @@ def attend_segments(sums, q, K, V, block, rows, starts, stops, served, score, se
 @triton.jit(do_not_specialize=Sizes._fields)
 def forward_kernel(
     Q, Q_REST, K, K_REST, V, V_REST, OUT, OUT_REST, normaliser, bound, ranges, sinks, seeds, largest_out, entropy_out,
-    score, heads, heads_kv, queries, keys, window, section, C: tl.constexpr, BEYOND: tl.constexpr = None,
+    score, heads, heads_kv, queries, keys, window, section, parts, C: tl.constexpr, BEYOND: tl.constexpr = None,
 ):  # fmt: skip
     """Output `[B, H, T, D]` and normaliser `[B, H, T, 2]`; both are 0 for a query without keys, but for its peak.
+
+    Several parts store results of their own, in heads H·parts, which `parts.combine_parts_kernel` combines.
 
     With BEYOND there are two loops, one after the other, of which one is empty: C serves the groups of heads whose
     scores are within the limit, BEYOND the others. The branches of a condition would double the shared memory.
@@ -127,7 +129,7 @@ def forward_kernel(
     Q, K, V, OUT and their rests are `launch.head_arguments` of heads `[B, H or Hk, T or S, D]`; `score` is
     `arguments.ScoreArguments`.
     """
-    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section, parts)
     block = query_block(sizes, C)
     within = serves(bound, block.batch * heads_kv + block.head_kv, score.limit, C.WHEN)
     index = block.start + tl.arange(0, C.BLOCK_M)
@@ -150,7 +152,7 @@ def forward_kernel(
     if C.SINKS:
         sink, weight = from_sink(sinks, block.head)
         peak = zeros + sink
-        total = zeros + weight
+        total = zeros + tl.where(block.part == 0, weight, 0.0)
     sums = Sums(zero_tile(C.BLOCK_M, C), total, peak, zeros, zeros)
     sums = attend_segments(sums, q, K, V, block, rows, starts, stops, within, score, seed, sizes, C)
     if BEYOND is not None:
@@ -158,7 +160,7 @@ def forward_kernel(
     acc, total, peak, p_logit, largest = sums
     empty = total == 0  # false for NaN, which reaches the output
     inverse_total = tl.where(empty, 0.0, 1.0 / total)
-    at = block.number.to(tl.int64) * sizes.queries + index
+    at = (block.number * parts + block.part).to(tl.int64) * sizes.queries + index
     real = index < sizes.queries
     if C.STATISTICS:
         tl.store(largest_out + at, largest, mask=real)
@@ -175,4 +177,4 @@ def forward_kernel(
     if C.DROPOUT:
         inverse_total = inverse_total * score.rescale
     out = scaled(acc, inverse_total[:, None], C)
-    store_tile(OUT, out, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
+    store_tile(OUT, out, block.batch, block.head * parts + block.part, block.start, sizes.queries, C.BLOCK_M, C)

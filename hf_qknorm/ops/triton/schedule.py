@@ -1,4 +1,4 @@
-"""The order in which the programs of an attention kernel start, and how many of them share a block of keys.
+"""The order in which the programs of an attention kernel start, and how many of them share a block.
 
 A GPU starts programs in the order of their numbers, each on the processor that is free first. So that all processors
 end at one time, the longest programs start first. So that keys and values come from the L2 cache, heads are taken in
@@ -17,8 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_qknorm.ops.triton.architectures import Tile
+from hf_qknorm.ops.triton.launch import reach
+from hf_qknorm.ops.types import Options
+
 START = 3.0  # tiles that take as long as the start and the end of a program
 PARTIAL = 3.0  # and as a program's partial sums, which it stores in fp32 and another one reads
+LAUNCH = 4.0  # and as the launch that adds them up
 WAVES = 4  # programs of divided blocks for each processor, at most: this bounds the memory of partial sums
 
 
@@ -109,40 +114,60 @@ class Lines(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The programs that share a block of keys, and the heads of a section times that number."""
+    """The programs that share a block, and the heads of a section times that number."""
 
     parts: int
     section: int
 
 
-def key_costs(lines: Lines, group: int, units: int, division: Division) -> list[float]:
-    """The costs of the programs of `units` key heads, in their order; each takes some of the heads of a group."""
-    parts = division.parts
+def costs(lines: Lines, group: int, heads: int, division: Division) -> list[float]:
+    """The costs of the programs of `heads` heads, in their order; a block meets each of its tiles `group` times.
+
+    The programs of a block have equal numbers of tiles, but for one.
+    """
+    parts, section = division
     overhead = START + (PARTIAL if parts > 1 else 0.0)
-    members = [(i + 1) * group // parts - i * group // parts for i in range(parts)]
-    tiles = lines.tiles()
+    tiles = [group * n for n in lines.tiles()]
+    if lines.until:
+        tiles.reverse()
     return [
-        overhead + members[unit % parts] * tiles[block]
-        for unit, block in order(units * parts, len(tiles), division.section)
+        overhead + (unit % parts + 1) * tiles[block] // parts - unit % parts * tiles[block] // parts
+        for unit, block in order(heads * parts, len(tiles), section)
     ]
 
 
+def duration(lines: Lines, group: int, heads: int, division: Division, gpu: Gpu) -> float:
+    """The simulated time of the programs, and of the launch that adds their sums."""
+    return makespan(costs(lines, group, heads, division), gpu.processors) + (LAUNCH if division.parts > 1 else 0.0)
+
+
 @lru_cache(1024)
-def divide(lines: Lines, group: int, units: int, size: int, gpu: Gpu) -> Division:
-    """The division of the blocks of keys of `units` heads for which the simulated time is shortest.
+def divide(lines: Lines, group: int, heads: int, section: int, gpu: Gpu) -> Division:
+    """The division of the blocks of `heads` heads for which the simulated time is shortest, in sections if undivided.
 
-    Programs share a block by the query heads of its group. `size` is the number of bytes of a group's queries and
-    their gradients. Blocks are shared where there are fewer than two for each processor. Partial sums then have at most
-    `WAVES` blocks for each processor, with two fp32 numbers for each entry.
+    Blocks are shared where there are fewer than two for each processor. Partial sums then have at most `WAVES` blocks
+    for each processor: in fp32, and two of them for keys.
     """
-    programs = -(-lines.length // lines.block)
-    whole = units * programs
+    whole, processors = heads * -(-lines.length // lines.block), gpu.processors
+    divisions = [Division(1, section)]
+    if whole < 2 * processors:
+        halves = range(1, 2 * WAVES + 1)
+        shared = sorted({half * processors // (2 * whole) for half in halves} - {0, 1})
+        divisions += [Division(parts, heads * parts) for parts in shared]
+    return min(divisions, key=lambda each: duration(lines, group, heads, each, gpu))
 
-    def division(parts: int) -> Division:
-        return Division(parts, section(units * parts, programs, -(-size // parts), gpu))
 
-    if whole >= 2 * gpu.processors:
-        return division(1)
-    most = max(1, min(group, WAVES * gpu.processors // whole))
-    divisions = [division(parts) for parts in sorted({-(-group // n) for n in range(1, group + 1)}) if parts <= most]
-    return min(divisions, key=lambda each: makespan(key_costs(lines, group, units, each), gpu.processors))
+def of_queries(q: Tensor, k: Tensor, tile: Tile, options: Options) -> Division:
+    """The division of blocks of queries q `[B, H, T, D]`, which meet the keys k `[B, Hk, S, D]`."""
+    (b, h, t, _), s = q.shape, k.shape[2]
+    lines = Lines(t, tile.queries, s, tile.keys, until=options.causal, window=reach(options.window, t, s))
+    return divide(lines, 1, b * h, query_section(k, h, t, tile.queries), gpu(k.device))
+
+
+def of_keys(q: Tensor, k: Tensor, tile: Tile, options: Options) -> Division:
+    """The division of blocks of keys k `[B, Hk, S, D]`, which meet the queries q `[B, H, T, D]` of their group."""
+    (b, h, t, d), (_, hk, s, _) = q.shape, k.shape
+    lines = Lines(s, tile.keys, t, tile.queries, since=options.causal, window=reach(options.window, t, s))
+    group, device = h // hk, gpu(k.device)
+    size = 2 * group * t * d * k.element_size()
+    return divide(lines, group, b * hk, section(b * hk, -(-s // tile.keys), size, device), device)

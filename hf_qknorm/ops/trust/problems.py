@@ -14,6 +14,8 @@ from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 LENGTH = 300  # more than two tiles of every kernel, and no multiple of one
 SHORT = 40  # of many sequences
+LONGER = 7  # times LENGTH: so many tiles that several programs share a block
+FEW_HEADS = 4  # of one sequence, which leave processors idle
 KEYS, FEW_KEYS = 600, 100  # over a cache
 SPLIT_ROWS = 64  # `attention_decode.MOST_ROWS`, up to which keys are split in any case
 FEW_QUERIES = 80  # more than these
@@ -45,8 +47,8 @@ class Problem(NamedTuple):
 def problems(path: CodePath, device: torch.device) -> list[Problem]:
     """The problems of a path: one for each way that the kernels choose by sizes or numbers.
 
-    A bound on the logits of normed heads chooses their loop. In backward, programs share a block of keys where there
-    are fewer than two blocks for each processor. Over a cache, keys are split where queries leave processors idle.
+    A bound on the logits of normed heads chooses their loop. Programs share a block where there are fewer than two
+    blocks for each processor and many tiles. Over a cache, keys are split where queries leave processors idle.
     """
     found = [draw(path, device)]
     first = found[0]
@@ -58,6 +60,8 @@ def problems(path: CodePath, device: torch.device) -> list[Problem]:
     if path.operator == "attention" and path.gradient and path.group > 1:
         batch = -(-2 * _processors(device) // first.heads.k.shape[1])
         found.append(draw(path, device, batch, SHORT))
+    if path.operator == "attention" and path.group <= FEW_HEADS and not path.queries:
+        found.append(draw(path, device, 1, LONGER * LENGTH, heads_kv=1))
     if path.operator in ("attention", "step") and path.many_keys and path.queries * path.group > SPLIT_ROWS:
         batch = _processors(device) // (2 * first.heads.q.shape[1]) + 1
         found.append(draw(path._replace(queries=SPLIT_ROWS // path.group + 1), device, batch))
@@ -70,7 +74,9 @@ def _processors(device: torch.device) -> int:
     return schedule.gpu(device).processors
 
 
-def draw(path: CodePath, device: torch.device, batch: int = 2, length: int | None = None) -> Problem:
+def draw(
+    path: CodePath, device: torch.device, batch: int = 2, length: int | None = None, heads_kv: int | None = None
+) -> Problem:
     """Heads in a projection's layout, with padding at the start of some rows if the path has ranges."""
     generator = torch.Generator().manual_seed(0)
 
@@ -88,7 +94,7 @@ def draw(path: CodePath, device: torch.device, batch: int = 2, length: int | Non
         blend, eps = (torch.tensor(x, dtype=torch.float32, device=device) for x in (0.5, 1.0))
         return Norm(of.kind, gain, bias, blend if of.blend else None, eps if of.stored_eps else 1e-6, of.p)
 
-    heads_kv = 2 if path.group <= 8 else 1
+    heads_kv = heads_kv or (2 if path.group <= 8 else 1)
     queries = keys = LENGTH if length is None else length
     if path.queries and length is None:
         queries = path.queries if path.many_keys else min(path.queries, FEW_QUERIES)

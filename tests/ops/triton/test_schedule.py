@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import triton
 from kernel_cases import DEVICE, Raw, plain_problem, raw_problem, shrink_tiles
 from tiled_cases import Case
 
-from hf_qknorm.ops.triton import attention, schedule, score_math
+from hf_qknorm.ops.triton import schedule, score_math
 from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.triton.launch import launch
 from hf_qknorm.ops.triton.schedule import Division, Gpu, Lines
@@ -85,40 +86,72 @@ def test_the_simulated_tiles_are_those_with_visible_keys(case: Case) -> None:
     assert answered == tiles(visible.T, 32, 16)
 
 
-def test_few_blocks_of_keys_are_shared_and_many_are_not() -> None:
+def test_few_blocks_are_shared_and_many_are_not() -> None:
     lines = Lines(4096, 128, 4096, 64, since=True)
     gpu = Gpu(132, 50_000_000)
     assert schedule.divide(lines, 71, 1, 1, gpu).parts > 1
-    assert schedule.divide(lines, 1, 4, 1, gpu).parts == 1  # nobody to share with
-    assert schedule.divide(lines, 4, 9, 1, gpu).parts == 1  # 288 programs
-    for group in (1, 2, 3, 7, 16, 71):
-        for units in range(1, 9):
-            parts, section = schedule.divide(lines, group, units, 1 << 20, gpu)
-            assert 1 <= parts <= group
-            assert units * parts % section == 0
-            assert parts == 1 or units * parts * 32 <= schedule.WAVES * gpu.processors
+    assert schedule.divide(lines, 1, 2, 1, gpu).parts > 1  # rows of one head
+    assert schedule.divide(lines, 4, 9, 3, gpu) == Division(1, 3)  # 288 programs
+    assert schedule.divide(Lines(512, 128, 512, 64, since=True), 1, 1, 1, gpu).parts == 1  # sums would take longer
+    for group in (1, 2, 7, 71):
+        for heads in range(1, 9):
+            parts, section = schedule.divide(lines, group, heads, 1, gpu)
+            assert heads * parts % section == 0
+            assert parts == 1 or heads * parts * 32 <= schedule.WAVES * gpu.processors
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("lines", [Lines(100, 16, 100, 8, until=True), Lines(100, 16, 60, 8, since=True)], ids=str)
+def test_parts_have_all_tiles_in_equal_shares(lines: Lines, parts: int) -> None:
+    costs = schedule.costs(lines, 3, 2, Division(parts, 2 * parts))
+    overhead = schedule.START + (schedule.PARTIAL if parts > 1 else 0)
+    tiles = [cost - overhead for cost in costs]
+    assert sum(tiles) == 2 * 3 * sum(lines.tiles())
+    blocks = sorted((sum(tiles[at : at + parts]) for at in range(0, len(tiles), parts)), reverse=True)
+    assert blocks == sorted((3 * n for n in lines.tiles() for _ in range(2)), reverse=True)
+    assert all(max(tiles[at : at + parts]) - min(tiles[at : at + parts]) <= 1 for at in range(0, len(tiles), parts))
+
+
+# The case, the heads, and the parts of blocks of queries and of keys: some without tiles.
 SHARED = [
-    (Case(heads=5, heads_kv=1, queries=40, causal=True, softcap=5.0, sinks=True), BRAIN, 2),
-    (Case(heads=6, heads_kv=2, batch=1, queries=40, keys=63, ranges="right_padding"), FULL, 3),
-    (Case(heads=6, heads_kv=1, batch=1, queries=40, causal=True, window=7, head_dim=80), HALF, 4),
-    (Case(), Raw(heads=(4, 2), length=40, gains=("per_head", "per_head"), biases=("none", "per_head")), 2),
-    (Case(causal=True, softcap=5.0), Raw(heads=(4, 1), length=40, dtype=BRAIN, knee=4.0), 3),
-    (Case(causal=True), Raw(heads=(4, 2), length=40, head_dim=40, rotary=(20, "interleaved"), dtype=HALF), 2),
+    (Case(heads=5, heads_kv=1, queries=40, causal=True, softcap=5.0, sinks=True), BRAIN, (2, 2)),
+    (Case(heads=6, heads_kv=2, batch=1, queries=40, keys=63, ranges="right_padding"), FULL, (3, 4)),
+    (Case(heads=2, heads_kv=1, batch=1, queries=40, causal=True, window=7, head_dim=80), HALF, (4, 5)),
+    (Case(), Raw(heads=(4, 2), length=40, gains=("per_head", "per_head"), biases=("none", "per_head")), (2, 3)),
+    (Case(causal=True, softcap=5.0), Raw(heads=(2, 1), length=40, dtype=BRAIN, knee=4.0), (3, 4)),
+    (Case(causal=True), Raw(heads=(4, 2), length=40, head_dim=40, rotary=(20, "interleaved"), dtype=HALF), (2, 2)),
 ]
 
 
+def share(monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, section: int | None = None) -> None:
+    """Give each block of queries, and each of keys, so many programs, in sections of all heads or of so many."""
+
+    def divide(lines: Lines, group: int, heads: int, *_: object) -> Division:
+        parts = keys if lines.since or group > 1 else queries
+        return Division(parts, (section or heads) * parts)
+
+    monkeypatch.setattr(schedule, "divide", divide)
+
+
 @pytest.mark.parametrize(("case", "what", "parts"), SHARED, ids=str)
-def test_gradients_of_shared_blocks(
-    case: Case, what: Raw | torch.dtype, parts: int, monkeypatch: pytest.MonkeyPatch
+def test_results_of_shared_blocks(
+    case: Case, what: Raw | torch.dtype, parts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With three parts, dk and dv have a launch each, as on a Hopper at head_dim 256."""
-    shrink_tiles(monkeypatch, key_gradient=Tile(16, 32, 4, 1, apart=parts == 3))
+    """With four parts, dk and dv have a launch each, as on a Hopper at head_dim 256."""
+    shrink_tiles(monkeypatch, key_gradient=Tile(16, 32, 4, 1, apart=parts[1] == 4))
     problem = raw_problem(what, case) if isinstance(what, Raw) else plain_problem(case, what)
-    heads = problem.heads.k.shape[0] * problem.heads.k.shape[1]
-    monkeypatch.setattr(schedule, "divide", lambda *_: Division(parts, heads))
+    share(monkeypatch, *parts)
     problem.check()
+
+
+def test_dropout_and_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same weights are dropped as of whole blocks."""
+    shrink_tiles(monkeypatch)
+    problem = plain_problem(Case(causal=True, queries=40, heads_kv=1, dropout=0.5), FULL)
+    whole = problem.results()
+    share(monkeypatch, 2, 3)
+    for name, value in problem.results().items():
+        torch.testing.assert_close(value, whole[name])
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -128,20 +161,25 @@ def test_sections_change_no_bit(parts: int, monkeypatch: pytest.MonkeyPatch) -> 
     problem = raw_problem(raw, Case(causal=True, softcap=50.0))
     found = []
     for section in (1, 4):
-        monkeypatch.setattr(schedule, "section", lambda *_, section=section: section)
-        monkeypatch.setattr(schedule, "divide", lambda *_, section=section: Division(parts, section))
+        share(monkeypatch, parts, parts, section)
         found.append(problem.results())
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_a_real_call_shares_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the processors of a Hopper a short text has too few blocks."""
+    """A text with few tiles, on a GPU with many processors."""
+    shrink_tiles(monkeypatch, processors=64, forward=Tile(32, 16, 4, 1))
     seen: list[int] = []
-    add = attention.key_parts.add_parts
-    monkeypatch.setattr(attention.key_parts, "add_parts", lambda dk, *rest: (seen.append(dk.shape[1]), add(dk, *rest)))
-    plain_problem(Case(batch=1, heads=4, heads_kv=1, queries=300, causal=True), BRAIN).check()
-    assert seen
-    assert seen[0] > 1
+    divide = schedule.divide
+
+    def noted(*arguments: Any) -> Division:
+        seen.append(divide(*arguments).parts)
+        return divide(*arguments)
+
+    monkeypatch.setattr(schedule, "divide", noted)
+    plain_problem(Case(batch=1, heads=2, heads_kv=1, queries=300, causal=True), BRAIN).check()
+    assert len(seen) == 3
+    assert min(seen) > 1
 
 
 def test_the_makespan_of_a_few_programs() -> None:

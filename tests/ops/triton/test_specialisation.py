@@ -13,12 +13,17 @@ import pytest
 ROOT = Path(__file__).parents[3]
 STEP = {"norm_rope_kernel": 1, "split_kernel": 1, "combine_kernel": 1}
 GRADIENTS = {"row_terms_kernel": 1, "query_gradient_kernel": 1, "key_gradient_kernel": 2, "add_parts_kernel": 1}
+SHARED_QUERIES = {"query_gradient_kernel": 2, "key_gradient_kernel": 1}
+KERNELS = dict.fromkeys(  # none of them specialised
+    [*STEP, *GRADIENTS, "combine_parts_kernel", "forward_kernel", "gluon_forward_kernel", "norm_rope_gradient_kernel"],
+    0,
+)
 TRAINING = GRADIENTS | {"norm_rope_kernel": 1, "forward_kernel": 1}
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_a_kernel_serves_every_length(arch: int) -> None:
-    """Gradients of keys are stored in bf16, or as sums in fp32."""
+    """Gradients are stored in bf16, or of few blocks as sums in fp32."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(ROOT / "tests" / "helpers" / "growing.py"), str(arch)]
     run = subprocess.run(
@@ -30,5 +35,6 @@ def test_a_kernel_serves_every_length(arch: int) -> None:
         "static cache": {"norm_rope_kernel": 1},
         "train": TRAINING,
         "train, window": TRAINING,
-        "prefill": GRADIENTS | {"forward_kernel": 1, "split_kernel": 1, "combine_kernel": 1},
+        "prefill": GRADIENTS | SHARED_QUERIES | {"forward_kernel": 1, "split_kernel": 1, "combine_kernel": 1},
+        "lengths of": KERNELS,
     }

@@ -47,6 +47,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         monkeypatch.setattr(problems, "LENGTH", 21)
         monkeypatch.setattr(problems, "SHORT", 9)
+        monkeypatch.setattr(problems, "LONGER", 2)
         monkeypatch.setattr(schedule, "gpu", lambda device: schedule.Gpu(4, 10**6))
         monkeypatch.setattr(problems, "KEYS", 300)
 
@@ -57,19 +58,23 @@ def test_sound_kernels_pass(name: str) -> None:
     assert found.verdict.passed, found
 
 
-def test_blocks_of_keys_are_shared_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    divide, parts = schedule.divide, []
+def test_blocks_are_shared_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    divide, shared = schedule.divide, []
 
-    def noted(*arguments: Any) -> Any:
-        found = divide(*arguments)
-        parts.append(found.parts)
+    def noted(lines: schedule.Lines, *arguments: Any) -> Any:
+        found = divide(lines, *arguments)
+        shared.append((lines.since, found.parts > 1))
         return found
 
     monkeypatch.setattr(schedule, "divide", noted)
-    monkeypatch.setattr(problems, "LENGTH", 64)
+    monkeypatch.setattr(problems, "LONGER", 7)
+    monkeypatch.setattr(schedule, "PARTIAL", 0.0)
+    monkeypatch.setattr(schedule, "LAUNCH", 0.0)
+    divide.cache_clear()
     shrink_tiles(monkeypatch, processors=16)
-    assert check(PATHS["plain"]._replace(group=2, window=False, ranges=False), DEVICE).verdict.passed
-    assert set(parts) == {1, 2}
+    assert check(PATHS["plain"]._replace(group=2, causal=True, window=False, ranges=False), DEVICE).verdict.passed
+    divide.cache_clear()
+    assert set(shared) == {(since, parts) for since in (False, True) for parts in (False, True)}
 
 
 def test_queries_over_a_cache_take_split_keys_and_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:

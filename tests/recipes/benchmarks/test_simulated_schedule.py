@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton: the kernels' tiles are simulated")
 recipe = import_module("schedule")
+makespan = import_module("hf_qknorm.ops.triton.schedule").makespan
 RESULTS = Path(__file__).parents[3] / "recipes" / "results" / "schedule.md"
 
 
@@ -23,13 +24,14 @@ def test_schedules_are_near_the_ideal(shape):
     for simulated in kernels:
         assert simulated.now <= simulated.before + 0.01
         assert simulated.now <= 1.09 * simulated.least
+        assert simulated.now <= (1.03 if not shape.window else 1.06) + 18 / simulated.ideal
         if simulated.programs >= 600 and simulated.parts == 1:
             assert round(simulated.now, 2) <= (1.03 if not shape.window else 1.06)
 
 
 def test_no_order_is_faster_than_the_least():
     costs = [5.0, 4.0, 3.0] * 100
-    assert recipe.makespan(sorted(costs, reverse=True), recipe.HOPPER.processors) >= recipe.least(costs)
+    assert makespan(sorted(costs, reverse=True), recipe.HOPPER.processors) >= recipe.least(costs)
     assert recipe.least([7.0]) == 7
     assert recipe.least([2.0] * (recipe.HOPPER.processors + 1)) == 4
 
