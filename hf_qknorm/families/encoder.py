@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from hf_qknorm.families.separate import output, output_out_proj, project
@@ -48,8 +50,25 @@ def forward_git(
 
 def unsupported_bigbird(config: Any) -> str | None:
     """Return the reason why a model with this config can't be patched, or None."""
-    sparse = config.attention_type != "original_full"
-    return f'attention_type="{config.attention_type}": blocks of keys are selected for each query' if sparse else None
+    from transformers.models.big_bird import modeling_big_bird
+
+    if config.attention_type != "original_full":
+        return f'attention_type="{config.attention_type}": blocks of keys are selected for each query'
+    return _unmasked_decoder(config, modeling_big_bird)
+
+
+def unsupported_roformer(config: Any) -> str | None:
+    """Return the reason why a model with this config can't be patched, or None."""
+    from transformers.models.roformer import modeling_roformer
+
+    return _unmasked_decoder(config, modeling_roformer)
+
+
+def _unmasked_decoder(config: Any, modelling: ModuleType) -> str | None:
+    """The reason against a decoder whose tokens attend to later ones in older versions of transformers, or None."""
+    if not config.is_decoder or hasattr(modelling, "create_causal_mask"):
+        return None
+    return f"is_decoder=True: transformers {transformers.__version__} does not mask its decoder. Update transformers"
 
 
 def forward_roformer(

@@ -13,7 +13,9 @@ from hf_qknorm.families import Family
 from hf_qknorm.model.cross_attention import attend_across
 from hf_qknorm.model.head_bias import HeadBias, scaled_heads
 from hf_qknorm.model.length_scale import scaled_queries
-from hf_qknorm.scheme import Scheme
+from hf_qknorm.scheme import SCHEMES, Scheme
+
+NONE = SCHEMES["none"]
 
 
 def active_copy(module: Any) -> nn.Module | None:
@@ -154,6 +156,16 @@ class PlainAttention(nn.Module):
         """The blend of the layer's norms; None outside of a blend."""
         norms: list[Any] = [self._modules.get(name) for name in ("q_norm", "k_norm") if self.blending]
         return next((norm.blend for norm in norms if norm is not None), None)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the model's own forward computes the layer: with the scheme "none", by transformers' functions.
+
+        Attention functions of hf_qknorm get the layer's window from the shared forward, and observers its heads.
+        """
+        if self.scheme is not NONE or self.observers:
+            return False
+        return self.config._attn_implementation not in functions.REGISTERED
 
     @property
     def has_own_norms(self) -> bool:

@@ -42,10 +42,10 @@ PAIRS = [(model_type, name) for model_type in MODEL_TYPES for name in SCHEMES if
 KNEES = [(model_type, "knee") for model_type in MODEL_TYPES if applies(model_type, KNEE)]
 
 
-# Before transformers masked RoFormer's decoder, and rotated a part of GPT-NeoX Japanese's heads alone
+# Before transformers masked the decoders of RoFormer and BigBird, and rotated a part of GPT-NeoX Japanese's heads alone
 OLD_TRANSFORMERS = not hasattr(modeling_roformer, "create_causal_mask")
 # Types whose own code was another then: some were not causal, some cached other tensors
-CHANGED = {"axk2", "deepseek_v32", "doge", "glm_moe_dsa", "hy_v4", "moshi", "qwen4_exp_text", "roformer"}
+CHANGED = {"axk2", "big_bird", "deepseek_v32", "doge", "glm_moe_dsa", "hy_v4", "moshi", "qwen4_exp_text", "roformer"}
 
 
 # Their input is more than tokens: tests/families/test_own_inputs.py runs over them

@@ -31,14 +31,6 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def forget_plans() -> None:
-    """Each test records its own launches, with the settings that it replaces."""
-    from hf_qknorm.ops import operators
-
-    operators._repeating.cache_clear()
-
-
-@pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill new memory with NaN, so that missing writes and stray reads show."""
 
