@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_qknorm import families
-from hf_qknorm.families import FAMILIES, REFUSED, Family
+from hf_qknorm.families import BY_TOWER, FAMILIES, REFUSED, Family
 from hf_qknorm.families.family import SEES_ALL
 from hf_qknorm.families.style import Style
 from hf_qknorm.files.atomic_io import replace_text
@@ -58,6 +58,11 @@ def markdown() -> str:
         "These can't have `Scheme(length_scale=…)`:",
         "",
         *(f"- {reason}: {', '.join(names)}." for reason, names in _without_length_scale().items()),
+        "",
+        "## By their text tower",
+        "",
+        "These are multimodal, and `AutoModelForCausalLM` loads them whole. Their text tower, of a type in the table, "
+        f"is patched: {', '.join(f'`{name}`' for name in BY_TOWER)}. Other multimodal models are patched alike.",
         "",
         "## Refused",
         "",

@@ -73,7 +73,8 @@ class PlainAttention(nn.Module):
         if states is not None:
             out, weights = attend_across(self, hidden_states, states, attention_mask, cache, kwargs)
             return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
-        q, k, v, *rest = style.project(self, hidden_states)
+        taken = {name: kwargs.pop(name, None) for name in style.arguments}
+        q, k, v, *rest = style.project(self, hidden_states, **taken)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if style.parts is None:
             v = self.normed("v_norm", v)
@@ -122,7 +123,7 @@ class PlainAttention(nn.Module):
         """Show the heads to the observers, and call the config's attention function."""
         style = self.family.style
         if style.bias is not None:
-            options = options | {"position_bias": style.bias(self, q, k, **options)}
+            options = options | {"position_bias": style.bias(self, q, k, v=v, mask=mask, **options)}
         for observer in self.observers:
             observer(self, q, k, v, mask, options)
         another_scale = style.inline and self.logit_scale != self.own_scale  # than the model's own function applies
