@@ -17,7 +17,7 @@ from hf_qknorm.families import table
 from hf_qknorm.files.names import CARD, REPORT
 from hf_qknorm.files.paths import check_writable, user_path
 from hf_qknorm.hub.push import check_push, check_target, push_to_hub
-from hf_qknorm.scheme import SCHEMES
+from hf_qknorm.scheme import SCHEMES, field_values
 
 
 def _demo(options: Namespace) -> None:
@@ -148,6 +148,9 @@ def _card(options: Namespace) -> None:
 def _schemes(options: Namespace) -> None:
     for name, scheme in SCHEMES.items():
         print(f"{name:14}{scheme}")
+    print('\nor fields, which all have a default, as JSON: \'{"q": "rms", "k": "rms", "width": "all"}\'\n')
+    for name, values in field_values().items():
+        print(f"{name:14}{values}")
 
 
 def _families(options: Namespace) -> None:

@@ -217,6 +217,16 @@ class Scheme:
         return ", ".join(changed) or "nothing changed"
 
 
+def field_values() -> dict[str, str]:
+    """The values that each field of a scheme can have, as text."""
+    norm, switch, number = " | ".join((*NORMS, "auto")), "true | false", "a number > 0"
+    return {
+        **{"q": norm, "k": norm, "v": norm, "width": " | ".join(WIDTHS), "gain": " | ".join(GAINS), "bias": switch},
+        **{"p": "a number ≥ 1", "scale": number, "softcap": number, "eps": number, "knee": "a number ≥ 0"},
+        **{"pre_norm": switch, "length_scale": "a whole number ≥ 2", **dict.fromkeys(LEARNED, "learned")},
+    }
+
+
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 

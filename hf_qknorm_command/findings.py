@@ -16,12 +16,12 @@ PROJECT = "hf-qknorm"
 # The oldest and the newest version that the tests have run with.
 TESTED: Final[dict[str, tuple[str, str]]] = {
     "python": ("3.11", "3.11"),
-    "torch": ("2.13", "2.13"),
+    "torch": ("2.11", "2.13"),
     "transformers": ("5.17", "5.23"),
     "accelerate": ("1.15", "1.15"),
     "peft": ("0.21", "0.21"),
     "safetensors": ("0.8", "0.8"),
-    "triton": ("3.9", "3.9"),
+    "triton": ("3.6", "3.9"),
 }
 INTEGRATIONS: Final = (
     "trl", "liger-kernel", "axolotl", "ms-swift", "lm-eval", "bitsandbytes", "optimum-quanto", "deepspeed",

@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add_command in (_add_demo, _add_convert, _add_inspect, _add_monitor, _add_export, _add_card, _add_push):
         add_command(commands)
-    commands.add_parser("schemes", help="list the presets")
+    commands.add_parser("schemes", help="list the presets, and the fields of a scheme")
     commands.add_parser("families", help="list the model types that can be patched")
     about = "check this machine: versions, devices, which attention runs and whether its numbers are right"
     doctor = commands.add_parser("doctor", help=about, description=f"{about}; 1 is the exit status after a problem.")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import torch
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm import FAMILIES, SCHEMES, LogitMonitor, cli, patch_model
+from hf_qknorm import FAMILIES, SCHEMES, LogitMonitor, Scheme, cli, patch_model
 from hf_qknorm.demo.training import byte_tokenizer
 
 
 def test_schemes_and_families_are_listed(capsys):
     assert cli.main(["schemes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(SCHEMES)
+    assert [line.split()[0] for line in lines[: len(SCHEMES)]] == list(SCHEMES)
+    fields = {field.name for field in dataclasses.fields(Scheme)}
+    assert fields == {line.split()[0] for line in lines[-len(fields) :]}, "every field is listed"
     assert cli.main(["families"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == sorted(FAMILIES)

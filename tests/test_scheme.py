@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_qknorm import SCHEMES, Scheme
 from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.scheme import CHANNEL_GAINS, GAINS
+from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, field_values
 
 every_preset = pytest.mark.parametrize("name", SCHEMES)
 
@@ -254,3 +254,24 @@ def test_text_names_the_fields_that_differ_from_the_defaults(scheme: Scheme, tex
 def test_a_bias_exists_if_requested_and_by_default_with_layer_norm(gain: str, bias: bool | None, norm: str) -> None:
     expected = norm == "layer" and gain in CHANNEL_GAINS if bias is None else bias
     assert Scheme(q=norm, gain=gain, bias=bias).has_bias(norm) is expected
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Scheme)])
+def test_the_listed_values_are_possible_and_others_are_not(field):
+    listed = field_values()[field]
+    normed = dict.fromkeys("qkv", "rms")
+    literal = {"true": True, "false": False}
+    if " number" in listed:
+        assert Scheme(**{**normed, "q": "lp", field: 2}) is not None
+        assert ("≥ 0" in listed) == is_possible({**normed, field: 0})
+    else:
+        assert all(is_possible({**normed, field: literal.get(value, value)}) for value in listed.split(" | "))
+        assert not is_possible({**normed, field: "another"})
+
+
+def is_possible(fields):
+    try:
+        Scheme(**fields)
+    except ValueError:
+        return False
+    return True

@@ -77,7 +77,7 @@ def choose(heads: Heads, visible: Visible, options: Options) -> Choice:
 def best_attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     """Attention by the first implementation that takes the call, with the heads' norms and rotation."""
     choice = choose(heads, visible, options)
-    log_once(f"runs {choice}")
+    log_once("runs %s", choice)
     return choice.operator(heads, visible, options)
 
 
@@ -150,8 +150,11 @@ def refuse(reason: str | None, name: str = EXPLICIT) -> None:
         )
 
 
-def log_once(message: str) -> None:
+def log_once(message: str, *arguments: object) -> None:
     """Log at info level which implementation runs, once a process; a traced graph is silent."""
-    if not torch.compiler.is_compiling() and message not in _logged and logger.isEnabledFor(logging.INFO):
-        _logged.add(message)
-        logger.info("hf_qknorm attention %s", message)
+    if torch.compiler.is_compiling() or not logger.isEnabledFor(logging.INFO):
+        return
+    line = message % arguments
+    if line not in _logged:
+        _logged.add(line)
+        logger.info("hf_qknorm attention %s", line)

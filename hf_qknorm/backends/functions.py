@@ -167,7 +167,7 @@ def best_attention(
     if bias is not None and (kwargs.get("dropout") or (bias.requires_grad and torch.is_grad_enabled())):
         choice.log_once("forms every logit in memory, for the gradient of the position bias, or dropout beside it")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
-    return _call_operator(choice.best_attention, module, Heads(query, key, value), attention_mask, **kwargs)
+    return call_operator(choice.best_attention, module, Heads(query, key, value), attention_mask, **kwargs)
 
 
 def triton_attention(

@@ -16,9 +16,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_qknorm.families import (
     alibi,
+    biased,
     encoder,
     fused,
     gated,
+    indexed,
     inline,
     latent,
     learned,
@@ -31,10 +33,10 @@ from hf_qknorm.families import (
     shared,
 )
 from hf_qknorm.families.family import Family, by_kind, by_layer, everywhere
-from hf_qknorm.families.refused import REFUSED
+from hf_qknorm.families.refused import BY_TOWER, REFUSED
 from hf_qknorm.scheme import Scheme
 
-__all__ = ["FAMILIES", "REFUSED", "Family", "check_scheme", "family_of", "known_families"]
+__all__ = ["BY_TOWER", "FAMILIES", "REFUSED", "Family", "check_scheme", "family_of", "known_families"]
 
 FAMILIES: Final[dict[str, Family]] = {
     "afmoe": Family("AfmoeAttention", gated.AFMOE, own_norms=True, slides=by_layer),
@@ -42,6 +44,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "arcee": Family("ArceeAttention", separate.LLAMA),
     "aria_text": Family("AriaTextAttention", separate.LLAMA),
     "axk1": Family("AXK1Attention", latent.DEEPSEEK_V3, latent=True, rope=None),
+    "axk2": Family("AXK2Attention", indexed.AXK2, latent=True, rope=None),
     "bailing_hybrid": Family("BailingHybridAttention", latent.BAILING, latent=True, rope=None),
     "bamba": Family("BambaAttention", separate.LLAMA),
     "bart": Family("BartAttention", seq2seq.BART, "layer", "", None, causal="!is_encoder_decoder"),
@@ -86,9 +89,13 @@ FAMILIES: Final[dict[str, Family]] = {
     "dbrx": Family("DbrxAttention", fused.DBRX, "layer", ""),
     "deepseek_v2": Family("DeepseekV2Attention", latent.DEEPSEEK_V2, latent=True, rope=None),
     "deepseek_v3": Family("DeepseekV3Attention", latent.DEEPSEEK_V3, latent=True, rope=None),
+    "deepseek_v32": Family("DeepseekV32Attention", indexed.DEEPSEEK_V32, latent=True, rope=None),
     "deit": Family("DeiTAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
+    "doge": Family("DogeAttention", biased.DOGE, own_norms=True, slides=everywhere),
     "dots1": Family("Dots1Attention", normed.QWEN3, own_norms=True, slides=by_layer),
+    "dots3_note_text": Family("Dots3NoteTextAttention", indexed.DOTS3, latent=True, rope=None, slides=by_layer),
     "electra": Family("ElectraSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
+    "emu3_text_model": Family("Emu3Attention", separate.LLAMA),
     "ernie": Family("ErnieSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "ernie4_5": Family("Ernie4_5Attention", separate.LLAMA, rope="pairs_by_halves"),
     "ernie4_5_moe": Family("Ernie4_5_MoeAttention", separate.LLAMA, rope="pairs_by_halves"),
@@ -106,10 +113,12 @@ FAMILIES: Final[dict[str, Family]] = {
     "gemma4_unified_text": Family(
         "Gemma4UnifiedTextAttention", shared.GEMMA4, rope=None, own_norms=True, slides=by_layer
     ),
+    "git": Family("GitSelfAttention", encoder.GIT, "layer", ""),
     "glm": Family("GlmAttention", separate.LLAMA, rope="pairs_by_halves"),
     "glm4": Family("Glm4Attention", separate.LLAMA, rope="pairs_by_halves"),
     "glm4_moe": Family("Glm4MoeAttention", normed.COHERE, own_norms="use_qk_norm"),
     "glm4_moe_lite": Family("Glm4MoeLiteAttention", latent.DEEPSEEK_V3, latent=True, rope=None),
+    "glm_moe_dsa": Family("GlmMoeDsaAttention", indexed.DEEPSEEK_V32, latent=True, rope=None),
     "gpt2": Family("GPT2Attention", learned.GPT2, "layer", "ln_1"),
     "gpt_bigcode": Family("GPTBigCodeAttention", learned.BIGCODE, "layer", "ln_1"),
     "gpt_neo": Family("GPTNeoSelfAttention", inline.GPT_NEO, "layer", "", None),
@@ -128,8 +137,10 @@ FAMILIES: Final[dict[str, Family]] = {
     "hunyuan_v1_dense": Family("HunYuanDenseV1Attention", normed.HUNYUAN, rope=None, own_norms=True),
     "hunyuan_v1_moe": Family("HunYuanMoEV1Attention", normed.HUNYUAN, rope=None, own_norms=True),
     "hy_v3": Family("HYV3Attention", normed.GEMMA3, own_norms=True),
+    "hy_v4": Family("HYV4Attention", indexed.HY_V4, latent=True, rope=None),
     "hyperclovax": Family("HyperCLOVAXAttention", separate.LLAMA),
     "ijepa": Family("IJepaAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
+    "inkling_text": Family("InklingAttention", biased.INKLING, rope=None, own_norms=True, slides=by_layer),
     "internlm3": Family("LlamaAttention", separate.LLAMA),
     "iquestcoder": Family("LlamaAttention", separate.LLAMA),
     "jais2": Family("Jais2Attention", separate.LLAMA, "layer"),
@@ -151,13 +162,18 @@ FAMILIES: Final[dict[str, Family]] = {
     "minicpm3": Family("MiniCPM3Attention", latent.MINICPM3, latent=True, rope=None),
     "minimax": Family("MiniMaxAttention", separate.LLAMA, pre_norm="", slides=everywhere),
     "minimax_m2": Family("MiniMaxM2Attention", normed.OLMO2, own_norms=True),
+    "minimax_m3_vl_text": Family("MiniMaxM3VLAttention", indexed.MINIMAX_M3, own_norms=True),
     "ministral": Family("MinistralAttention", separate.LLAMA, slides=by_layer),
     "ministral3": Family("Ministral3Attention", scaled.MINISTRAL3, rope=None, slides=everywhere),
     "mistral": Family("MistralAttention", separate.LLAMA, slides=everywhere),
     "mixtral": Family("MixtralAttention", separate.LLAMA, slides=everywhere),
+    "mllama_text_model": Family("MllamaTextSelfAttention", separate.MLLAMA),
     "modernbert-decoder": Family("ModernBertDecoderAttention", separate.MODERNBERT, "layer", "", slides=by_layer),
+    "moshi": Family("MoshiAttention", scaled.MOSHI, rope=None),
     "mpt": Family("MptAttention", alibi.MPT, "layer", "norm_1", None),
     "mt5": Family("MT5Attention", relative.T5, "rms", "", None, causal=False),
+    "musicgen_decoder": Family("MusicgenAttention", seq2seq.BART, "layer", "", None),
+    "musicgen_melody_decoder": Family("MusicgenMelodyAttention", seq2seq.BART, "layer", "", None),
     "mvp": Family(
         "MvpAttention",
         seq2seq.INLINE,
@@ -181,6 +197,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "persimmon": Family("PersimmonAttention", partial.PERSIMMON, "layer", own_norms="qk_layernorm"),
     "phi": Family("PhiAttention", partial.PHI, "layer", "", own_norms="qk_layernorm"),
     "phi3": Family("Phi3Attention", fused.PHI3, slides=everywhere),
+    "phi4_multimodal": Family("Phi4MultimodalAttention", fused.PHI3, slides=everywhere),
     "phimoe": Family("PhimoeAttention", separate.LLAMA, "layer", slides=everywhere),
     "plbart": Family("PLBartAttention", seq2seq.BART, "layer", "", None, causal="!is_encoder_decoder"),
     "qwen2": Family("Qwen2Attention", separate.LLAMA, slides=by_layer),
@@ -190,6 +207,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen3_5_text": Family("Qwen3_5Attention", gated.QWEN3_NEXT, own_norms=True),
     "qwen3_moe": Family("Qwen3MoeAttention", normed.QWEN3, own_norms=True, slides=by_layer),
     "qwen3_next": Family("Qwen3NextAttention", gated.QWEN3_NEXT, own_norms=True),
+    "qwen4_exp_text": Family("Qwen4ExpTextAttention", indexed.QWEN4, own_norms=True),
     "recurrent_gemma": Family(
         "RecurrentGemmaAttention",
         scaled.RECURRENT_GEMMA,
@@ -202,7 +220,15 @@ FAMILIES: Final[dict[str, Family]] = {
     "roberta": Family("RobertaSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "roberta-prelayernorm": Family("RobertaPreLayerNormSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "roc_bert": Family("RoCBertSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
-    "roformer": Family("RoFormerSelfAttention", encoder.ROFORMER, "layer", "", None, causal="is_decoder"),
+    "roformer": Family(
+        "RoFormerSelfAttention",
+        encoder.ROFORMER,
+        "layer",
+        "",
+        None,
+        causal="is_decoder",
+        unsupported=encoder.unsupported_roformer,
+    ),
     "seed_oss": Family("SeedOssAttention", separate.STARCODER2),
     "siglip_text_model": Family("SiglipAttention", encoder.CLIP, "layer", "layer_norm1", causal=False),
     "siglip_vision_model": Family("SiglipAttention", encoder.CLIP, "layer", "layer_norm1", causal=False),
@@ -217,12 +243,14 @@ FAMILIES: Final[dict[str, Family]] = {
     "vit_msn": Family("ViTMSNAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
     "whisper": Family("WhisperAttention", seq2seq.WHISPER, "layer", "", None, causal="!is_encoder_decoder"),
     "xglm": Family("XGLMAttention", inline.XGLM, "layer", "self_attn_layer_norm", None),
+    "xlm": Family("MultiHeadAttention", inline.XLM, "layer", "", None, causal="causal"),
     "xlm-roberta": Family("XLMRobertaSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "xlm-roberta-xl": Family("XLMRobertaXLSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "xmod": Family("XmodSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "youtu": Family("YoutuAttention", latent.DEEPSEEK_V3, latent=True, rope=None),
     "zamba": Family("ZambaAttention", scaled.ZAMBA, pre_norm=""),
     "zamba2": Family("Zamba2Attention", scaled.ZAMBA2, pre_norm="", unsupported=scaled.unsupported_zamba2),
+    "zaya": Family("ZayaAttention", normed.ZAYA, own_norms=True, slides=by_layer),
 }
 
 

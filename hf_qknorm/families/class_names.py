@@ -19,12 +19,30 @@ AUTO_CLASSES: Final[dict[str, dict[str, Any]]] = {
     if name != "AutoModelForDecision"
 }
 
+# Parts of composite models that AutoModelForCausalLM makes from the config of the whole alone. Patched, each is loaded
+# by its own config.
+PARTS: Final = {
+    "emu3_text_model": "emu3",
+    "mllama_text_model": "mllama",
+    "musicgen_decoder": "musicgen",
+    "musicgen_melody_decoder": "musicgen_melody",
+}
+
+
+def classes_of(model_type: str) -> dict[str, Any]:
+    """Map each Auto class that loads a model type to the name of its class, or to a tuple of several."""
+    found = {auto: names[model_type] for auto, names in AUTO_CLASSES.items() if model_type in names}
+    if model_type in PARTS:
+        found["AutoModelForCausalLM"] = AUTO_CLASSES["AutoModelForCausalLM"][PARTS[model_type]]
+    return found
+
 
 def types_of(architecture: str) -> set[str]:
     """Return the model types that an Auto class loads as the class `architecture`; empty if no Auto class has it."""
-    return {
+    found = {
         model_type
         for table in AUTO_CLASSES.values()
         for model_type, names in table.items()
         if architecture == names or (isinstance(names, tuple) and architecture in names)
     }
+    return found | {part for part, whole in PARTS.items() if whole in found}

@@ -1,13 +1,15 @@
-"""Encoders of text and images: BERT and its relatives, which may be decoders too, ViT, CLIP and SigLIP. No RoPE."""
+"""Encoders of text and images: BERT and its relatives, which may be decoders too, GIT, ViT, CLIP and SigLIP."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from hf_qknorm.families.separate import output, output_out_proj, project
@@ -34,10 +36,39 @@ def forward_inline(shared: Callable[..., Any], module: Any, *args: Any, **kwargs
     return shared(*args, is_causal=module.is_decoder, **kwargs)
 
 
+def forward_git(
+    shared: Callable[..., Any],
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """GIT: its layers pass the cache as the third argument."""
+    return shared(hidden_states, attention_mask, past_key_values=past_key_values, **kwargs)
+
+
 def unsupported_bigbird(config: Any) -> str | None:
     """Return the reason why a model with this config can't be patched, or None."""
-    sparse = config.attention_type != "original_full"
-    return f'attention_type="{config.attention_type}": blocks of keys are selected for each query' if sparse else None
+    from transformers.models.big_bird import modeling_big_bird
+
+    if config.attention_type != "original_full":
+        return f'attention_type="{config.attention_type}": blocks of keys are selected for each query'
+    return _unmasked_decoder(config, modeling_big_bird)
+
+
+def unsupported_roformer(config: Any) -> str | None:
+    """Return the reason why a model with this config can't be patched, or None."""
+    from transformers.models.roformer import modeling_roformer
+
+    return _unmasked_decoder(config, modeling_roformer)
+
+
+def _unmasked_decoder(config: Any, modelling: ModuleType) -> str | None:
+    """The reason against a decoder whose tokens attend to later ones in older versions of transformers, or None."""
+    if not config.is_decoder or hasattr(modelling, "create_causal_mask"):
+        return None
+    return f"is_decoder=True: transformers {transformers.__version__} does not mask its decoder. Update transformers"
 
 
 def forward_roformer(
@@ -84,6 +115,7 @@ INLINE = replace(
     eager=lambda module: attend,
     scale=lambda module: module.attention_head_size**-0.5,
 )
+GIT = replace(INLINE, forward=forward_git)  # causal but for the patches of images, which its masks contain
 ROFORMER = replace(
     INLINE,
     forward=forward_roformer,

@@ -6,6 +6,7 @@ Each `attend` function repeats the model's own computation, for the backend "eag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from hf_qknorm.families import fused, separate
 from hf_qknorm.families.learned import output as output_c_proj
 from hf_qknorm.families.partial import rotate_part
 from hf_qknorm.families.separate import output_out_proj
-from hf_qknorm.families.style import NO_POSITIONS, QKV, Projected, Rotated, Style
+from hf_qknorm.families.style import NO_POSITIONS, QKV, Projected, Rotated, Style, split_heads
 
 Attended = tuple[Tensor, Tensor]
 
@@ -133,6 +134,34 @@ def attend_xglm(
     return attend_in_batch(module, q, k, v, weigh=weigh, dropout=dropout)
 
 
+def project_xlm(module: Any, hidden_states: Tensor) -> Projected:
+    return tuple(split_heads(module, getattr(module, name)(hidden_states)) for name in WEIGHTS_XLM)
+
+
+def attend_xlm(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0, **options: Any
+) -> Attended:
+    logits = torch.matmul(q / math.sqrt(module.head_dim), k.transpose(2, 3))
+    logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    weights = nn.functional.softmax(logits.float(), dim=-1).type_as(logits)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, v).transpose(1, 2), weights
+
+
+def forward_xlm(
+    shared: Callable[..., Any],
+    module: Any,
+    x: Tensor,
+    mask: Tensor,
+    cache: Any = None,
+    output_attentions: bool = False,
+) -> tuple[Tensor, ...]:
+    """XLM: a mask `[B, S]`, or where the model is causal `[B, T, S]`, of the keys to see."""
+    visible = (mask != 0)[:, None] if mask.dim() == 3 else (mask != 0)[:, None, None].expand(-1, -1, x.shape[1], -1)
+    out, weights = shared(x, visible, past_key_values=cache, output_attentions=output_attentions)
+    return (out, weights) if output_attentions else (out,)
+
+
 def forward_japanese(shared: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """GPT-NeoX Japanese: the layer adds the bias of the module's output."""
     return *shared(*args, **kwargs), module.dense_bias
@@ -200,4 +229,18 @@ JAPANESE = Style(
     heads=lambda module: (module.num_attention_heads, module.num_attention_heads, module.head_size),
     scale=lambda module: 1.0 / module.norm_factor,
     interleaved=lambda module: True,
+)
+WEIGHTS_XLM = ("q_lin", "k_lin", "v_lin")
+XLM = Style(
+    project_xlm,
+    lambda module, attended: module.out_lin(attended),
+    WEIGHTS_XLM,
+    forward=forward_xlm,
+    inline=True,
+    dropout=lambda module: module.dropout,
+    eager=lambda module: attend_xlm,
+    heads=lambda module: (module.n_heads, module.n_heads, module.head_dim),
+    slot=lambda module, **arguments: module.layer_id,
+    scale=lambda module: module.head_dim**-0.5,
+    no_length_scale=NO_POSITIONS,
 )

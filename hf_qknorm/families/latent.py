@@ -25,10 +25,11 @@ def project(module: Any, hidden_states: Tensor) -> Projected:
         q = module.q_proj(hidden_states)
     else:
         q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
-    return _with_latent(module, q, hidden_states)
+    return with_latent(module, q, hidden_states)
 
 
-def _with_latent(module: Any, q: Tensor, hidden_states: Tensor) -> Projected:
+def with_latent(module: Any, q: Tensor, hidden_states: Tensor) -> Projected:
+    """Queries `[B, T, H·D]` as heads, with the latent and the key that rotates."""
     sizes = [module.kv_lora_rank, module.qk_rope_head_dim]
     latent, k_rotated = torch.split(module.kv_a_proj_with_mqa(hidden_states), sizes, dim=-1)
     latent = module.kv_a_layernorm(latent)
@@ -71,7 +72,7 @@ def project_longcat(module: Any, hidden_states: Tensor) -> Projected:
 
 def project_bailing(module: Any, hidden_states: Tensor) -> Projected:
     """Bailing: no latent for the queries. The output's gate for each head is computed from the input."""
-    return *_with_latent(module, module.q_proj(hidden_states), hidden_states), hidden_states
+    return *with_latent(module, module.q_proj(hidden_states), hidden_states), hidden_states
 
 
 def output_bailing(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:

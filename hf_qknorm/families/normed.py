@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from hf_qknorm.families import separate
 from hf_qknorm.families.separate import clip, has_window, output, output_out_proj
-from hf_qknorm.families.style import QKV, SINKS, Projected, Rotated, Style, rotate, split_heads
+from hf_qknorm.families.style import NO_POSITIONS, QKV, SINKS, Projected, Rotated, Style, rotate, split_heads
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
@@ -46,6 +47,25 @@ def project_lfm2(module: Any, hidden_states: Tensor) -> Projected:
     return module.q_layernorm(q), module.k_layernorm(k), v
 
 
+def forward_zaya(
+    shared: Callable[..., Any],
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: dict[str, Any] | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Zaya: convolutions with a state of their own, and a mask for these."""
+    masks = attention_mask or {}
+    arguments = {"state": past_key_values, "conv_mask": masks.get("conv"), **kwargs}
+    return shared(hidden_states, masks.get("causal"), past_key_values=past_key_values, **arguments)
+
+
+def project_zaya(module: Any, hidden_states: Tensor, state: Any = None, conv_mask: Tensor | None = None) -> Projected:
+    q, k, v = module.qkv_proj(hidden_states, state, conv_mask)
+    return *module.qk_norm(q, k), v
+
+
 def norm_rotated(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
     """NanoChat: norms after RoPE."""
     q, k, v = rotate(module, q, k, v, positions)
@@ -79,3 +99,12 @@ OLMOE = Style(project_olmoe, output, QKV, norms_together=True)
 LFM2 = Style(project_lfm2, output_out_proj, QKV, own_norms=("q_layernorm", "k_layernorm"), dropout=lambda module: 0.0)
 EXAONE4 = Style(project_transposed, output, QKV, rotates=rotates_exaone4)
 FLINT = Style(project, output, QKV, rotates=has_window, no_length_scale=SINKS)
+# One module norms queries and keys together, so that no bound is computed from it.
+ZAYA = Style(
+    project_zaya,
+    output,
+    ("qkv_proj.q_proj", "qkv_proj.k_proj", "qkv_proj.v_proj_current", "qkv_proj.v_proj_delayed"),
+    arguments=("state", "conv_mask"),
+    forward=forward_zaya,
+    no_length_scale=NO_POSITIONS,
+)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.families.separate import output, project
-from hf_qknorm.families.style import NO_POSITIONS, OWN_SCALE, QKV, Rotated, Style, rotate
+from hf_qknorm.families.style import NO_POSITIONS, OWN_SCALE, QKV, Projected, Rotated, Style, rotate, split_heads
 
 
 def rotate_llama4(
@@ -57,6 +57,23 @@ def rotate_recurrent_gemma(module: Any, q: Tensor, k: Tensor, v: Tensor, positio
     return rotate(module, q, k, v, module.rotary_emb(v, arguments.get("position_ids")))
 
 
+def project_moshi(module: Any, hidden_states: Tensor, codebook_idx: Tensor | None = None) -> Projected:
+    """Moshi: its depth decoder has a projection for each codebook."""
+    q, k, v = (split_heads(module, getattr(module, name)(hidden_states, codebook_idx)) for name in QKV)
+    return q, k, v, codebook_idx
+
+
+def output_moshi(module: Any, attended: Tensor, codebook_idx: Tensor | None) -> Tensor:
+    return module.o_proj(attended, codebook_idx)
+
+
+def rotate_moshi(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
+    """Moshi: its depth decoder has no RoPE."""
+    if module.rotary_emb is None:
+        return q, k, v
+    return rotate(module, q, k, v, module.rotary_emb(v, arguments.get("position_ids")))
+
+
 def unsupported_zamba2(config: Any) -> str | None:
     """Return the reason why a model with this config can't be patched, or None."""
     reason = "use_shared_attention_adapter=True: each layer adds projections of its own to a shared attention"
@@ -77,6 +94,13 @@ MINISTRAL3 = Style(
     project, output, QKV, rotate=rotate_ministral3, query_scale=query_scale_ministral3, no_length_scale=OWN_SCALE
 )
 RECURRENT_GEMMA = Style(project, output, QKV, rotate=rotate_recurrent_gemma)
+MOSHI = Style(
+    project_moshi,
+    output_moshi,
+    tuple(f"{name}.linear" for name in QKV),
+    arguments=("codebook_idx",),
+    rotate=rotate_moshi,
+)
 # Several layers of Zamba share an attention module, and each has its own index in the cache.
 ZAMBA = Style(
     project,

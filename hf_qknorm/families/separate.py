@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,6 +62,7 @@ def has_window(module: Any) -> bool:
 
 
 LLAMA = Style(project, output, QKV)
+MLLAMA = replace(LLAMA, dropout=lambda module: module.dropout)
 STARCODER2 = Style(project, output_dropped, QKV)
 BITNET = Style(project, lambda module, attended: module.o_proj(module.attn_sub_norm(attended)), QKV)
 MODERNBERT = Style(project, lambda module, attended: module.out_drop(module.Wo(attended)), QKV)

@@ -48,6 +48,7 @@ class Style:
     Projections:
     `project` maps hidden states `[B, T, C]` to q `[B, T, H, D]` and k, v `[B, T, Hk, D]`, and applies the model's own
     norms before RoPE. Its further results are passed to `output`.
+    `arguments` are the names of the forward's arguments that `project` takes too, and that nothing else does.
     `project_across` is None, or maps hidden states and those of an encoder to q, k and v for cross-attention. Without
     the latter, k and v are None.
     `output` maps the attended heads `[B, T, H·D]` back to `[B, T, C]`.
@@ -86,14 +87,15 @@ class Style:
     `dropout` is the dropout rate of the attention weights.
     `eager` is the model's own attention function for `attn_implementation="eager"`.
     `bias` is None, or computes the position bias that the model adds to the logits, `[B or 1, H or 1, T or 1, S]`. It
-    takes q, k and the other arguments of the forward. A cap is applied before it.
+    takes q and k, and by name v, `mask` and the other arguments of the forward. A cap is applied before it.
     `reads_masks` tells whether the model computes with its masks before its layers see them, so that they can't be
     ranges.
     """
 
-    project: Callable[[Any, Tensor], Projected]
+    project: Callable[..., Projected]
     output: Callable[..., Tensor]
     weights: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
     project_across: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]] | None = None
     forward: Callable[..., Any] | None = None
     inline: bool = False

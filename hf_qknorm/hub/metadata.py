@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
-from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX
+from hf_qknorm.families.class_names import PREFIX, classes_of
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.untrusted import read_text
@@ -142,7 +142,7 @@ def card_data(path: Path, config: Any, report: Calibration | None, name: str) ->
 def auto_class(config: Any) -> str:
     """Return the Auto class that loads the model with its head; `AutoModel` if no other does."""
     architecture = str((config.architectures or [""])[0]).removeprefix(PREFIX)
-    found = [auto for auto, names in AUTO_CLASSES.items() if names.get(config.base_model_type) == architecture]
+    found = [auto for auto, name in classes_of(config.base_model_type).items() if name == architecture]
     return next((auto for auto in found if auto in TASKS), next(iter(found), "AutoModel"))
 
 

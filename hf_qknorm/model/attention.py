@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -23,22 +23,25 @@ from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.head_bias import HEAD_BIASES, HeadBias
 from hf_qknorm.model.kernel_attention import QKNormAttention as QKNormAttention
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.model.plain_attention import PlainAttention, active_copy
-from hf_qknorm.scheme import SCHEMES, Scheme
+from hf_qknorm.model.plain_attention import NONE, PlainAttention, active_copy
+from hf_qknorm.scheme import Scheme
 
 
 @cache
 def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
     """The subclass of a model's attention class that runs the shared forward."""
-    modelling = importlib.import_module(base.__module__)
-    namespace: dict[str, Any] = {"base_class": base, "family": family, "modelling": modelling, "__module__": __name__}
-    if (adapter := family.style.forward) is not None:
+    modelling, adapter = importlib.import_module(base.__module__), family.style.forward
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return adapter(partial(PlainAttention.forward, self), self, *args, **kwargs)
+    @wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_unchanged:
+            return base.forward(self, *args, **kwargs)
+        if adapter is None:
+            return PlainAttention.forward(self, *args, **kwargs)
+        return adapter(partial(PlainAttention.forward, self), self, *args, **kwargs)
 
-        namespace["forward"] = forward
-    return type(_class_name(family, modelling.__name__), (QKNormAttention, base), namespace)
+    namespace = {"base_class": base, "family": family, "modelling": modelling, "forward": forward}
+    return type(_class_name(family, modelling.__name__), (QKNormAttention, base), namespace | {"__module__": __name__})
 
 
 def _class_name(family: Family, modelling: str) -> str:
@@ -103,7 +106,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
             module.attn_logit_softcapping = own["attn_logit_softcapping"]  # a loaded config holds the scheme's
         if not hasattr(module, "config"):  # the attention function is chosen by it
             module.config, module.config_lent = model.config, True
-        module.scheme = scheme
+        module.scheme = NONE if scheme == NONE else scheme  # `is_unchanged` asks for this object
         add_parameters(module, scheme)
         if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):
             start_blend(module)
@@ -198,7 +201,7 @@ def as_unpatched(model: nn.Module) -> Iterator[None]:
     for name, layer in patched_layers(model).items():
         changes += [(parameter, "data", base) for parameter, base in layer.base_weights]
         changes += [(norm, "bypass", True) for norm in chain(*norm_copies(layer).values())]
-        changes.append((layer, "scheme", SCHEMES["none"]))
+        changes.append((layer, "scheme", NONE))
         if layer.removed_norm:
             changes.append((_parent(model, name), layer.family.pre_norm, _removed_norm(layer)))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]

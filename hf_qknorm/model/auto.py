@@ -19,7 +19,7 @@ from transformers.models.auto.tokenization_auto import (
 )
 
 from hf_qknorm.families import known_families
-from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX
+from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX, classes_of
 
 
 class _LateModule(ModuleType):
@@ -44,7 +44,6 @@ def register() -> None:
             TOKENIZER_MAPPING_NAMES[derived_type] = tokenizer
         if model_type in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
             MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.add(derived_type)
-        for names in AUTO_CLASSES.values():
-            if model_type in names:
-                own = names[model_type]  # of several classes, transformers selects by `architectures`
-                names[derived_type] = f"{PREFIX}{own}" if isinstance(own, str) else tuple(f"{PREFIX}{x}" for x in own)
+        for auto, own in classes_of(model_type).items():  # of several classes, transformers selects by `architectures`
+            derived_names = f"{PREFIX}{own}" if isinstance(own, str) else tuple(f"{PREFIX}{x}" for x in own)
+            AUTO_CLASSES[auto][derived_type] = derived_names

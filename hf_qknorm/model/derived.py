@@ -92,6 +92,16 @@ class QKNormModel(_Model):
             functions.check_bias_backend(requested_attention)
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
+    def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
+        """Set a backend as transformers does, also in stacks with a copy of the config, as T5's.
+
+        Older versions of transformers pass over these.
+        """
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel) and type(module.config) is type(self.config):
+                module.config._attn_implementation_internal = self.config._attn_implementation
+
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         inline = FAMILIES[cls.config_class.base_model_type].style.inline

@@ -103,6 +103,5 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         norm = active_copy(module)
         if norm is None:
             return Norm()
-        if type(norm) is HeadNorm and not norm.wide and is_unhooked(norm) and is_unhooked(module):
-            return norm.as_norm()
-        return None
+        unhooked = is_unhooked(norm) and (norm is module or is_unhooked(module))
+        return norm.as_norm() if unhooked and type(norm) is HeadNorm and not norm.wide else None

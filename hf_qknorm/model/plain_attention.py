@@ -13,7 +13,9 @@ from hf_qknorm.families import Family
 from hf_qknorm.model.cross_attention import attend_across
 from hf_qknorm.model.head_bias import HeadBias, scaled_heads
 from hf_qknorm.model.length_scale import scaled_queries
-from hf_qknorm.scheme import Scheme
+from hf_qknorm.scheme import SCHEMES, Scheme
+
+NONE = SCHEMES["none"]
 
 
 def active_copy(module: Any) -> nn.Module | None:
@@ -71,7 +73,8 @@ class PlainAttention(nn.Module):
         if states is not None:
             out, weights = attend_across(self, hidden_states, states, attention_mask, cache, kwargs)
             return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
-        q, k, v, *rest = style.project(self, hidden_states)
+        taken = {name: kwargs.pop(name, None) for name in style.arguments}
+        q, k, v, *rest = style.project(self, hidden_states, **taken)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if style.parts is None:
             v = self.normed("v_norm", v)
@@ -120,7 +123,7 @@ class PlainAttention(nn.Module):
         """Show the heads to the observers, and call the config's attention function."""
         style = self.family.style
         if style.bias is not None:
-            options = options | {"position_bias": style.bias(self, q, k, **options)}
+            options = options | {"position_bias": style.bias(self, q, k, v=v, mask=mask, **options)}
         for observer in self.observers:
             observer(self, q, k, v, mask, options)
         another_scale = style.inline and self.logit_scale != self.own_scale  # than the model's own function applies
@@ -153,6 +156,16 @@ class PlainAttention(nn.Module):
         """The blend of the layer's norms; None outside of a blend."""
         norms: list[Any] = [self._modules.get(name) for name in ("q_norm", "k_norm") if self.blending]
         return next((norm.blend for norm in norms if norm is not None), None)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the model's own forward computes the layer: with the scheme "none", by transformers' functions.
+
+        Attention functions of hf_qknorm get the layer's window from the shared forward, and observers its heads.
+        """
+        if self.scheme is not NONE or self.observers:
+            return False
+        return self.config._attn_implementation not in functions.REGISTERED
 
     @property
     def has_own_norms(self) -> bool:

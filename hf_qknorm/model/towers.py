@@ -67,9 +67,9 @@ def check_saved_tower(model: PreTrainedModel, path: str, key: str, config: Pretr
             restored = {name for name in patched_layers(type(model)(rebuilt)) if name.startswith(f"{path}.")}
     if restored != expected:
         raise ValueError(
-            f"{type(model).__name__} builds its {path} from a fixed class instead of {key}'s: a checkpoint of the "
-            f"whole model would lose the scheme. Patch and save that tower by itself: patch_model(model."
-            f"{path}, ...).save_pretrained(...)"
+            f"{type(model).__name__} builds its {path}, or the config of it, from a fixed class instead of {key}'s "
+            "model_type: a checkpoint of the whole model would lose the scheme. Patch and save that tower by itself: "
+            f"patch_model(model.{path}, ...).save_pretrained(...)"
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -121,13 +122,22 @@ def _(values: Values, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Resu
     return norm_rope.backward(values["dq"], None if k is None else values["dk"], q, k, q_norm, k_norm, rotary)
 
 
+def _check_written(values: Values) -> None:
+    fused_checks.check_positions(values["positions"], values["keys"].shape[2])
+
+
+def _check_room(values: Values) -> None:
+    fused_checks.check_positions(values["filled"], values["keys"].shape[2] - values["q"].shape[2] + 1)
+
+
+NORM_ROPE_INTO.check_numbers, FUSED_STEP.check_numbers = _check_written, _check_room
+
+
 @NORM_ROPE_INTO.implement
 def _(values: Values, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Tensor:
     from hf_qknorm.ops.triton import norm_rope
 
-    keys, positions = values["keys"], values["positions"].contiguous()
-    fused_checks.check_positions(positions, keys.shape[2])
-    cache = norm_rope.Cache(keys, values["values"], values["v"], positions)
+    cache = norm_rope.Cache(values["keys"], values["values"], values["v"], values["positions"].contiguous())
     return norm_rope.forward(values["q"], values["k"], q_norm, k_norm, rotary, cache=cache).q
 
 
@@ -135,19 +145,23 @@ def _(values: Values, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Tens
 def _(values: Values, heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
     from hf_qknorm.ops.triton import decode_step
 
-    fused_checks.check_positions(cache.filled, cache.keys.shape[2] - heads.q.shape[2] + 1)
     return decode_step.forward(heads, cache, visible.for_kernels(heads.q.shape[0]), options)
 
 
-def _repeated_step(values: Values) -> Tensor:
-    """A step as an earlier one of the same shapes, which takes the host a third of the time."""
-    from hf_qknorm.ops.triton import plans
+@cache
+def _repeating(operator: Operator) -> Callable[[Values], Any]:
+    from hf_qknorm.ops.triton import attention, plans
 
-    fused_checks.check_positions(values["filled"], values["keys"].shape[2] - values["q"].shape[2] + 1)
-    return plans.repeated(FUSED_STEP.run)(values)
+    return plans.Repeated(operator, attention.by_keys if operator is FUSED_ATTENTION else None)
 
 
-FUSED_STEP.direct = _repeated_step
+def _direct(operator: Operator, values: Values) -> Any:
+    """A call as an earlier one of the same shapes, which takes the host a third of the time."""
+    return _repeating(operator)(values)
+
+
+for repeats in (FUSED_ATTENTION, FUSED_ATTENTION_BACKWARD, NORM_ROPE_HEADS, NORM_ROPE_BACKWARD, FUSED_STEP):
+    repeats.direct = partial(_direct, repeats)
 
 
 def _parameters(values: Values) -> Results:

@@ -33,9 +33,15 @@ Values = dict[str, Any]  # the arguments of an operator, by field
 
 def flatten_norms(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Values:
     """The values of the fields `NORM_ROPE`."""
-    q_parts, k_parts = ((*norm[:4], *norm.eps_parts, norm.p) for norm in (q_norm, k_norm))
     rotary_parts = (None, None, False) if rotary is None else rotary
-    return dict(zip(NORM_ROPE, (*q_parts, *k_parts, *rotary_parts), strict=True))
+    return dict(zip(NORM_ROPE, (*_norm_parts(q_norm), *_norm_parts(k_norm), *rotary_parts), strict=True))
+
+
+def _norm_parts(norm: Norm) -> tuple[Any, ...]:
+    kind, gain, bias, blend, eps, p = norm
+    return (
+        (kind, gain, bias, blend, eps, 0.0, p) if isinstance(eps, Tensor) else (kind, gain, bias, blend, None, eps, p)
+    )
 
 
 def flatten(heads: Heads, visible: Visible, options: Options) -> Values:
@@ -98,9 +104,15 @@ class Operator:
     """The operator `name` of these fields, in the namespace of `_ops`.
 
     Implementation and fake take the values by field, and the arguments that `checked` makes of them; it raises
-    ValueError for values that do not fit. Each None that they return becomes an empty tensor `[0]`: a schema has no
-    optional results.
+    ValueError for values that do not fit. Each None that they return becomes an empty tensor `[0]` in torch's
+    dispatcher: a schema has no optional results.
+
+    `run` calls the implementation. `direct` does the same for plain tensors, in less of the host's time where a module
+    replaces it. `check_numbers` runs before either, and may read tensors.
     """
+
+    run: Callable[[Values], Any]
+    direct: Callable[[Values], Any]
 
     def __init__(
         self, name: str, fields: dict[str, str], returns: str, checked: Callable[[Values], tuple[Any, ...]]
@@ -109,6 +121,7 @@ class Operator:
         self.tensors = [field for field, kind in fields.items() if kind.startswith("Tensor")]
         self.sequence: type = list if returns == "Tensor[]" else tuple
         self.derive: Derivative | None = None
+        self.check_numbers: Callable[[Values], None] = lambda values: None
         schema = ", ".join(f"{kind} {field}" for field, kind in fields.items())
         torch.library.define(self.name, f"({schema}) -> {returns}")
         self.overload = getattr(ops, name).default
@@ -119,14 +132,16 @@ class Operator:
             _refuse_functional_gradients(arguments)
             return self.overload(*arguments)
         if not needs_gradient(arguments):
+            self.check_numbers(values)
             return self.direct(values)
         if self.derive is None:
             return self.overload(*arguments)
-        return _Differentiable.apply(self, values, *(values[field] for field in self.tensors))  # type: ignore[no-untyped-call]
+        tensors = map(values.__getitem__, self.tensors)
+        return _Differentiable.apply(self, values, *tensors)  # type: ignore[no-untyped-call]
 
     def arguments(self, values: Values) -> tuple[Any, ...]:
         """The values in the schema's order, without those of other fields."""
-        return tuple([values[field] for field in self.fields])
+        return tuple(map(values.__getitem__, self.fields))
 
     def named(self, arguments: Iterable[Any]) -> Values:
         """The arguments by field."""
@@ -134,22 +149,33 @@ class Operator:
 
     def implement(self, function: Callable[..., Any]) -> None:
         """Register the implementation, for every device."""
+
+        def dispatched(*arguments: Any) -> Any:
+            values = self.named(arguments)
+            self.check_numbers(values)
+            return self._filled(values, (self.run if needs_dispatcher(arguments) else self.direct)(values))
+
         self.run = self.direct = self._checked(function)
-        torch.library.impl(self.name, "default")(_disable_dynamo(lambda *arguments: self.run(self.named(arguments))))
+        torch.library.impl(self.name, "default")(_disable_dynamo(dispatched))
 
     def fake(self, function: Callable[..., Any]) -> None:
         """Register the function that makes results of the right shapes, without their numbers."""
         run = self._checked(function)
-        torch.library.register_fake(self.name)(lambda *arguments: run(self.named(arguments)))
+
+        def faked(*arguments: Any) -> Any:
+            values = self.named(arguments)
+            return self._filled(values, run(values))
+
+        torch.library.register_fake(self.name)(faked)
 
     def _checked(self, function: Callable[..., Any]) -> Callable[[Values], Any]:
-        def run(values: Values) -> Any:
-            results = function(values, *self.checked(values))
-            if isinstance(results, Tensor):
-                return results
-            return self.sequence([values["q"].new_empty(0) if x is None else x for x in results])
+        return lambda values: function(values, *self.checked(values))
 
-        return run
+    def _filled(self, values: Values, results: Any) -> Any:
+        """The results with an empty tensor for each None."""
+        if isinstance(results, Tensor):
+            return results
+        return self.sequence([values["q"].new_empty(0) if x is None else x for x in results])
 
     def derivative(self, upstream: tuple[str, ...], kept: tuple[str, ...], gradients: tuple[str, ...]) -> Operator:
         """Define the operator `name_backward` and register it as the derivative, without a second derivative.
@@ -189,7 +215,7 @@ class Derivative(NamedTuple):
         ctx.numbers = {field: x for field, x in values.items() if field not in self.operator.tensors}
         ctx.save_for_backward(*(values[field] for field in self.operator.tensors), *output[: len(self.kept)])
         if self.kept:
-            ctx.mark_non_differentiable(*output[1:])
+            ctx.mark_non_differentiable(*(x for x in output[1:] if x is not None))
             ctx.set_materialize_grads(False)  # else zeros are made for results without a gradient
 
     def __call__(self, ctx: Any, grads: tuple[Any, ...]) -> Values:
@@ -199,7 +225,7 @@ class Derivative(NamedTuple):
         values = ctx.numbers | dict(zip((*self.operator.tensors, *self.kept), ctx.saved_tensors, strict=True))
         values.update(zip(self.upstream, grads, strict=False))
         pairs = zip(self.gradients, self.backward(values), strict=True)
-        return {field: x for field, x in pairs if x.shape == getattr(values[field], "shape", None)}
+        return {field: x for field, x in pairs if x is not None and x.shape == getattr(values[field], "shape", None)}
 
 
 class _Differentiable(torch.autograd.Function):
@@ -208,7 +234,8 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, values: Values, *tensors: Tensor | None) -> Any:
         assert operator.derive is not None
-        results = operator.direct(values)
+        operator.check_numbers(values)
+        results = tuple(operator.direct(values))
         operator.derive.keep(ctx, values, results)
         ctx.operator = operator
         return results

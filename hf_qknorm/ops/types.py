@@ -95,4 +95,4 @@ class Options(NamedTuple):
 def laid_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Empty heads like x `[B, H, T, D]`, laid out as `[B, T, H, D]`."""
     b, h, t, d = x.shape
-    return x.new_empty((b, t, h, d), dtype=dtype).transpose(1, 2)
+    return x.new_empty_strided((b, h, t, d), (t * h * d, d, h * d, 1), dtype=dtype)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_qknorm.families import FAMILIES
-from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX
+from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX, classes_of
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.files.paths import user_path
@@ -71,10 +71,8 @@ def auto_map(model_type: str) -> dict[str, str]:
     If the Auto class has several, as for DeiT's two classifiers, it is the first, which can be trained.
     """
     classes = {"AutoConfig": CONFIG_MAPPING_NAMES[model_type]}
-    for auto, names in AUTO_CLASSES.items():
-        if model_type in names:
-            name = names[model_type]
-            classes[auto] = name if isinstance(name, str) else name[0]
+    for auto, name in classes_of(model_type).items():
+        classes[auto] = name if isinstance(name, str) else name[0]
     return {auto: f"{Path(CODE_FILE).stem}.{PREFIX}{name}" for auto, name in classes.items()}
 
 

@@ -6,9 +6,9 @@ from typing import Any, Final
 
 from torch import nn
 
-OUT: Final = ("o_proj", "out_proj", "c_proj", "dense", "Wo")  # in the attention layer
+OUT: Final = ("o_proj", "out_proj", "c_proj", "dense", "Wo", "out_lin")  # in the attention layer
 MLP: Final = ("mlp", "feed_forward", "mlp_block", "ffn", "block_sparse_moe", "shared_mlp", "fc2")  # beside it
-DOWN: Final = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2", "Wo")  # in the MLP
+DOWN: Final = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2", "Wo", "lin2")  # in the MLP
 
 
 def block_outputs(model: nn.Module, name: str) -> dict[str, nn.Module]:
@@ -19,11 +19,8 @@ def block_outputs(model: nn.Module, name: str) -> dict[str, nn.Module]:
     """
     path = name.rpartition(".")[0]
     layer, parent, grandparent = (model.get_submodule(x) for x in (name, path, path.rpartition(".")[0]))
-    if isinstance(parent, nn.ModuleList) and "mlps" in grandparent._modules:  # LongCat: two attention layers
-        mlps: Any = grandparent.get_submodule("mlps")
-        mlp = mlps[int(name.rpartition(".")[2])]
-    else:
-        mlp = _first(parent, MLP)
+    mlps: Any = _first(grandparent, ("mlps", "ffns")) if isinstance(parent, nn.ModuleList) else None
+    mlp = _first(parent, MLP) if mlps is None else mlps[int(name.rpartition(".")[2])]  # LongCat, XLM
     if mlp is None and not isinstance(grandparent, nn.ModuleList):  # DBRX, GPT-Neo
         mlp = _first(grandparent, ("ffn", "mlp"))
     out = _first(layer, OUT)

@@ -228,9 +228,13 @@ def _size(projection: Any) -> int:
 
 def _projection(name: str, layer: Any, part: str) -> Any:
     """The layer's projection `part`. Raises ValueError for one without a plain weight."""
-    projection = getattr(layer, part, None)
-    if projection is None:
-        raise ValueError(f"{name} has no {part}: it attends to the keys of another layer, which is not supported here")
+    try:
+        projection = layer.get_submodule(part)
+    except AttributeError:
+        raise ValueError(
+            f"{name} has no {part}: it attends to the keys of another layer, or computes its queries together with a "
+            "gate, which is not supported here"
+        ) from None
     if not isinstance(projection, nn.Linear | Conv1D):
         raise ValueError(
             f"{name}.{part} is a {type(projection).__module__}.{type(projection).__name__}: expected torch's Linear "

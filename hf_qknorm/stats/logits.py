@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends.calls import Structure, structure
 from hf_qknorm.ops import library, tiled
+from hf_qknorm.ops.cpu import statistics as cpu_statistics
+from hf_qknorm.ops.cpu import use as cpu_use
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.types import Heads, Options, Visible
 
@@ -55,7 +57,9 @@ def measure(
     found = measure_by_kernels(q, seen, scale, softcap, cap) if q.is_cuda else None
     if found is None:
         options = Options(scale, softcap, seen.causal, seen.window)
-        found = tiled.head_statistics(Heads(q, seen.key, seen.key), Visible(seen.ranges, mask=seen.mask), options, cap)
+        call = Heads(q, seen.key, seen.key), Visible(seen.ranges, mask=seen.mask), options
+        in_cpp = q.device.type == "cpu" and cpu_use.why_not(*call, "cpu_statistics") is None
+        found = (cpu_statistics if in_cpp else tiled).head_statistics(*call, cap)
     finite = [x.isfinite().all(-1).all(2).all(0) for x in (q, seen.key)]  # by head
     broken = ~(finite[0] & finite[1].repeat_interleave(len(finite[0]) // len(finite[1])))
     return found._replace(max_logit=found.max_logit.masked_fill(broken, torch.nan)), even

@@ -1,6 +1,6 @@
 """What norms cost a trained model with latent attention, and what they do at a high learning rate.
 
-    python recipes/benchmarks/latent_norms.py --text ../shared/data/tinyshakespeare.txt
+    python recipes/benchmarks/latent_norms.py --text tinyshakespeare.txt
 
 A Youtu (DeepSeek V3's attention, dense MLPs) of 4 layers trains from random weights: 400 steps of 8×128 tokens (bytes)
 from the first nine tenths of the text, AdamW at a rate of 0.003 with weight decay 0.1 on matrices, gradients clipped at
@@ -18,21 +18,22 @@ from __future__ import annotations
 
 import copy
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import study
 import torch
 from markdown_table import table
 from paired import Difference
 from run_log import Row, Runs, provenance
-from torch import Tensor, nn
-from transformers import HfArgumentParser, YoutuConfig, YoutuForCausalLM
+from torch import Tensor
+from transformers import YoutuConfig, YoutuForCausalLM
 
 from hf_qknorm import QKClip, calibrate, patch_model
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
-from hf_qknorm.demo.training import byte_tokenizer, decay_groups, mean_loss
-from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.convert.text import sample_batches
+from hf_qknorm.demo.training import mean_loss, train
 from hf_qknorm.stats.bounds import worst_bound
 from hf_qknorm.stats.logit_statistics import logit_statistics
 from hf_qknorm.stats.measure import predictions
@@ -71,13 +72,10 @@ QUICK = Size(layers=1, width=32, steps=4, warmup=2, more=3, batch=2, length=32, 
 SIZES = {"quick": QUICK, "full": Size()}
 
 
-@dataclass
-class Options:
+@dataclass(kw_only=True)
+class Options(study.Options):
     """The options of the comparison."""
 
-    text: str
-    size: str = field(default="full", metadata={"choices": list(SIZES)})
-    seeds: int = 3
     out: Path = Path("recipes/results/latent_norms")
 
 
@@ -93,22 +91,6 @@ def small_youtu(size: Size) -> YoutuForCausalLM:
     return YoutuForCausalLM(YoutuConfig(vocab_size=257, max_position_embeddings=2 * size.length, **settings))
 
 
-def train(model: Any, batches: list[Tensor], rate: float, warmup: int, clip: QKClip | None = None) -> None:
-    """Train a model for a step on each batch."""
-    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=rate, betas=(0.9, 0.95))
-    model.train()
-    for step, batch in enumerate(batches, start=1):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(step / warmup, 1.0)
-        model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if clip is not None:
-            clip.step()
-    model.eval()
-
-
 def run_seed(text: dict[str, Tensor], size: Size, seed: int) -> Row:
     """Train a model, convert it in each way, and train it on in each arm."""
     torch.manual_seed(seed)
@@ -117,7 +99,8 @@ def run_seed(text: dict[str, Tensor], size: Size, seed: int) -> Row:
     def batches(part: str, count: int, start: int) -> list[Tensor]:
         return sample_batches(text[part], count, size.batch, size.length, seed=start + seed)
 
-    train(model, batches("seen", size.steps, 100), size.rate, size.warmup)
+    train(model, batches("seen", size.steps, 100), rate=size.rate, warmup=size.warmup, desc=None)
+    model.eval()
     known, judged = batches("seen", size.calibrated, 200), batches("held_out", size.judged, 300)
     found: Row = {"base": round(mean_loss(model, judged), 4), "ways": {}, "arms": {}}
     for way, (method, knee) in WAYS.items():
@@ -135,7 +118,13 @@ def run_seed(text: dict[str, Tensor], size: Size, seed: int) -> Row:
         if arm == "QK-Clip at 30":
             copied = patch_model(copy.deepcopy(model), "none")
             clip = QKClip(copied, threshold=30.0)
-        train(copied, more, size.high, max(size.more // 10, 1), clip)
+
+        def each_step(step: int, clip: QKClip | None = clip) -> None:
+            if clip is not None:
+                clip.step()
+
+        train(copied, more, rate=size.high, warmup=max(size.more // 10, 1), desc=None, each_step=each_step)
+        copied.eval()
         with torch.no_grad(), logit_statistics(copied) as seen:
             loss = mean_loss(copied, judged)
         largest = max(float(layer.max_logit.max()) for layer in seen.values())
@@ -145,15 +134,13 @@ def run_seed(text: dict[str, Tensor], size: Size, seed: int) -> Row:
 
 def page(size: Size, results: list[Row], runs: Runs) -> str:
     """The comparison as Markdown."""
-    description = (__doc__ or "").partition(".txt\n\n")[2].strip()
     losses = ", ".join(f"{row['base']:.3f}" for row in results)
-    lines = [
-        "# Norms of latent attention\n",
-        "```\npython recipes/benchmarks/latent_norms.py --text tinyshakespeare.txt\n```\n",
-        f"{description}\n",
-        f"`{size}`, {len(results)} seeds; {provenance(runs.used)}\n",
+    made = f"`{size}`, {len(results)} seeds; {provenance(runs.used)}"
+    lines = study.opening("Norms of latent attention", __doc__, made)
+    lines += [
         f"The held-out losses of the unpatched models are {losses}. Costs of the conversions in nats, means over the "
-        "seeds (and each seed's):\n",
+        "seeds (and each seed's):",
+        "",
     ]
     rows = []
     for way in WAYS:
@@ -189,21 +176,13 @@ def verdict(results: list[Row]) -> str:
 
 
 def main(command: list[str] | None = None) -> str:
-    (options,) = HfArgumentParser(Options).parse_args_into_dataclasses(command)
-    torch.set_num_threads(1)
-    size, characters = SIZES[options.size], load_text(options.text)
-    cut = int(len(characters) * 0.9)
-    parts = {"seen": characters[:cut], "held_out": characters[cut:]}
-    text = {name: tokenize(byte_tokenizer(), part) for name, part in parts.items()}
-    runs, results = Runs(options.out.with_suffix(".jsonl")), []
+    options, runs = study.parse(Options, command)
+    size, (text, characters), results = SIZES[options.size], study.bytes_of(options.text), []
     for seed in range(options.seeds):
-        settings = {**asdict(size), "seed": seed, "characters": len(characters)}
-        results.append(runs.get(settings, lambda s=seed: run_seed(text, size, s)))  # type: ignore[misc]
+        settings = {**asdict(size), "seed": seed, "characters": characters}
+        results.append(runs.get(settings, partial(run_seed, text, size, seed)))
         print(f"seed {seed}: {results[-1]}", flush=True)
-    found = page(size, results, runs)
-    replace_text(options.out.with_suffix(".md"), found)
-    print(found)
-    return found
+    return study.publish(page(size, results, runs), options.out)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,12 @@ An interrupted comparison continues where it stopped. Writes a page and its runs
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import study
 import torch
 from continued_run import corpus
 from markdown_table import table
@@ -37,12 +38,11 @@ from run_log import Row, Runs, provenance
 from sweep import Batch, held_out_loss, train
 from torch import Tensor
 from torch.optim import AdamW
-from transformers import HfArgumentParser, RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
+from transformers import RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
 
 from hf_qknorm import KneeSchedule, calibrate, patch_model, set_knee
 from hf_qknorm.convert.text import IGNORED, sample_batches
 from hf_qknorm.demo.training import decay_groups
-from hf_qknorm.files.atomic_io import replace_file, replace_text
 
 ARMS = ("unpatched", "fresh gains", "calibrated", "knee lowered")
 KEPT = 0.01  # nats that a conversion may cost
@@ -72,15 +72,12 @@ class Size:
 SIZES = {"quick": Size(1, 32, 2, 4, 24, masked=4, base=3, steps=4, warmup=2, judged=2, calibrated=11), "full": Size()}
 
 
-@dataclass
-class Options:
-    """The options of the comparison."""
+@dataclass(kw_only=True)
+class Options(study.Options):
+    """The options of the comparison; `work` holds the weights of the first training, on the text `known`."""
 
     known: str
-    text: str
-    size: str = field(default="full", metadata={"choices": list(SIZES)})
     rates: list[float] = field(default_factory=lambda: [1e-3, 1e-2, 3e-2])
-    seeds: int = 3
     work: Path = Path("masked_lm.pt")
     out: Path = Path("recipes/results/masked_lm")
 
@@ -123,11 +120,10 @@ class Trained:
         self.mask = self.known.vocabulary  # the token after those of bytes
         torch.manual_seed(0)
         self.model: Any = small_roberta(size, self.mask + 1)
-        if options.work.exists():
-            self.model.load_state_dict(torch.load(options.work, weights_only=True))
-        else:
-            fit(self.model, self.batches(self.known.seen, size.base, 0), size.base_rate, size)
-            replace_file(options.work, lambda path: torch.save(self.model.state_dict(), path))
+        known = self.known.seen
+        study.trained_once(
+            self.model, options.work, lambda: fit(self.model, self.batches(known, size.base, 0), size.base_rate, size)
+        )
         self.judging = self.batches(self.text.held_out, size.judged, seed=0)
         self.starts = {arm: self.start(arm) for arm in ARMS}
 
@@ -178,11 +174,10 @@ def conversion(trained: Trained) -> list[str]:
     return [*lines, f"The search found a knee of {knee:g}. By the rule, the conversion {verdict}.", ""]
 
 
-def page(trained: Trained, options: Options, results: dict[tuple[float, str], list[Row]], runs: Runs) -> str:
+def page(trained: Trained, options: Options, results: study.Results, runs: Runs) -> str:
     """The comparison as Markdown."""
-    command, _, about = (__doc__ or "").partition("\n\n")[2].partition("\n\n")
-    lines = ["# A masked language model, converted and trained on", "", f"```\n{command.strip()}\n```", ""]
-    lines += [about.strip(), "", f"`{trained.size}`, {options.seeds} seeds; {provenance(runs.used)}", ""]
+    made = f"`{trained.size}`, {options.seeds} seeds; {provenance(runs.used)}"
+    lines = study.opening("A masked language model, converted and trained on", __doc__, made)
     lines += conversion(trained)
     lines += ["Held-out loss of the other text after training, and its distance from the unpatched model's:", ""]
     rows = []
@@ -199,21 +194,11 @@ def page(trained: Trained, options: Options, results: dict[tuple[float, str], li
 
 
 def main(command: list[str] | None = None) -> str:
-    (options,) = HfArgumentParser(Options).parse_args_into_dataclasses(command)
-    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    trained, runs = Trained(options), Runs(options.out.with_suffix(".jsonl"))
-    results: dict[tuple[float, str], list[Row]] = {(rate, arm): [] for rate in options.rates for arm in ARMS}
-    texts = {"known": trained.known.name, "text": trained.text.name}
-    for seed in range(options.seeds):
-        for (rate, arm), rows in results.items():
-            settings = {**asdict(trained.size), **texts, "arm": arm, "rate": rate, "seed": seed}
-            rows.append(runs.get(settings, lambda a=arm, r=rate, s=seed: run_one(trained, a, r, s)))  # type: ignore[misc]
-            print(f"rate {rate:g}, {arm}, seed {seed}: {rows[-1]['end']}", flush=True)
-    found = page(trained, options, results, runs)
-    replace_text(options.out.with_suffix(".md"), found)
-    print(found)
-    return found
+    options, runs = study.parse(Options, command)
+    trained = Trained(options)
+    settings = {**asdict(trained.size), "known": trained.known.name, "text": trained.text.name}
+    results = study.by_rate_and_arm(options, runs, ARMS, settings, partial(run_one, trained))
+    return study.publish(page(trained, options, results, runs), options.out)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ interrupted comparison continues where it stopped. Writes a page and its runs; p
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -36,18 +35,17 @@ from pathlib import Path
 from typing import Any
 
 import own_norms
+import study
 import torch
 from markdown_table import table
 from own_norms import small_qwen3
 from paired import Difference
 from run_log import Row, Runs, provenance
 from torch import Tensor, nn
-from transformers import HfArgumentParser
 
 from hf_qknorm import KneeSchedule, logit_statistics, remove_norms, set_knee, start_removal
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
-from hf_qknorm.demo.training import byte_tokenizer, mean_loss, train
-from hf_qknorm.files.atomic_io import replace_file, replace_text
+from hf_qknorm.convert.text import sample_batches
+from hf_qknorm.demo.training import mean_loss, train
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.training import removal
 
@@ -76,14 +74,11 @@ class Size:
 SIZES = {"quick": Size(1, 32, 2, 16, base=3, steps=4, warmup=2, look=2, looked=1, judged=1), "full": Size()}
 
 
-@dataclass
-class Options:
-    """The options of the comparison."""
+@dataclass(kw_only=True)
+class Options(study.Options):
+    """The options of the comparison; `work` holds the weights of the first training."""
 
-    text: str
-    size: str = field(default="full", metadata={"choices": list(SIZES)})
     rates: list[float] = field(default_factory=lambda: [3e-4, 3e-3])
-    seeds: int = 3
     work: Path = Path("norm_removal.pt")
     out: Path = Path("recipes/results/norm_removal")
 
@@ -93,19 +88,16 @@ class Trained:
 
     def __init__(self, options: Options) -> None:
         self.size = size = SIZES[options.size]
-        characters = load_text(options.text)
-        cut = int(len(characters) * 0.9)
-        self.seen, held_out = (tokenize(byte_tokenizer(), part) for part in (characters[:cut], characters[cut:]))
-        self.judging = sample_batches(held_out, size.judged, size.batch, size.length, seed=0)
+        text, _ = study.bytes_of(options.text)
+        self.seen = text["seen"]
+        self.judging = sample_batches(text["held_out"], size.judged, size.batch, size.length, seed=0)
         torch.manual_seed(0)
         self.model: Any = small_qwen3(own_norms.Size(size.layers, size.width, length=size.length))
-        if options.work.exists():
-            self.model.load_state_dict(torch.load(options.work, weights_only=True))
-            return
-        train(
-            self.model, self.batches(size.base, 0), rate=size.base_rate, warmup=size.warmup, decay=True, desc="Qwen 3"
-        )
-        replace_file(options.work, lambda path: torch.save(self.model.state_dict(), path))
+        study.trained_once(self.model, options.work, self._train)
+
+    def _train(self) -> None:
+        batches, size = self.batches(self.size.base, 0), self.size
+        train(self.model, batches, rate=size.base_rate, warmup=size.warmup, decay=True, desc="Qwen 3")
 
     def batches(self, steps: int, seed: int) -> list[Tensor]:
         return sample_batches(self.seen, steps, self.size.batch, self.size.length, seed)
@@ -204,11 +196,10 @@ def _inputs(trained: Trained) -> list[dict[str, Tensor]]:
     return [{"input_ids": batch} for batch in trained.batches(16, seed=1)]
 
 
-def page(trained: Trained, options: Options, results: dict[tuple[float, str], list[Row]], runs: Runs) -> str:
+def page(trained: Trained, options: Options, results: study.Results, runs: Runs) -> str:
     """The comparison as Markdown."""
-    command, _, about = (__doc__ or "").partition("\n\n")[2].partition("\n\n")
-    lines = ["# Removing the norms of a trained Qwen 3", "", f"```\n{command.strip()}\n```", "", about.strip(), ""]
-    lines += [f"`{trained.size}`, {options.seeds} seeds; {provenance(runs.used)}", "", "## Without training", ""]
+    made = f"`{trained.size}`, {options.seeds} seeds; {provenance(runs.used)}"
+    lines = [*study.opening("Removing the norms of a trained Qwen 3", __doc__, made), "## Without training", ""]
     lines += [
         "The trained model, and a removal in part (a knee) or whole (∞), with gains that keep the mean length:",
         "",
@@ -233,7 +224,7 @@ def page(trained: Trained, options: Options, results: dict[tuple[float, str], li
     return "\n".join([*lines, *verdicts(results)]) + "\n"
 
 
-def verdicts(results: dict[tuple[float, str], list[Row]]) -> list[str]:
+def verdicts(results: study.Results) -> list[str]:
     """The rule's outcome for each pair of ways, as lines of a Markdown list."""
     lines, good = [], True
     for rate in dict.fromkeys(rate for rate, _ in results):
@@ -246,20 +237,11 @@ def verdicts(results: dict[tuple[float, str], list[Row]]) -> list[str]:
 
 
 def main(command: list[str] | None = None) -> str:
-    (options,) = HfArgumentParser(Options).parse_args_into_dataclasses(command)
-    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    trained, runs = Trained(options), Runs(options.out.with_suffix(".jsonl"))
-    results: dict[tuple[float, str], list[Row]] = {(rate, arm): [] for rate in options.rates for arm in ARMS}
-    for seed in range(options.seeds):
-        for (rate, arm), rows in results.items():
-            settings = {**asdict(trained.size), "arm": arm, "rate": rate, "seed": seed, "text": Path(options.text).name}
-            rows.append(runs.get(settings, lambda a=arm, r=rate, s=seed: run_one(trained, a, r, s)))  # type: ignore[misc]
-            print(f"rate {rate:g}, {arm}, seed {seed}: {rows[-1]['end']}", flush=True)
-    found = page(trained, options, results, runs)
-    replace_text(options.out.with_suffix(".md"), found)
-    print(found)
-    return found
+    options, runs = study.parse(Options, command)
+    trained = Trained(options)
+    settings = {**asdict(trained.size), "text": Path(options.text).name}
+    results = study.by_rate_and_arm(options, runs, ARMS, settings, partial(run_one, trained))
+    return study.publish(page(trained, options, results, runs), options.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What helps a model that has norms of its own at a high learning rate: a cap, clipped gains, or decayed gains?
 
-    python recipes/benchmarks/own_norms.py --text ../shared/data/tinyshakespeare.txt
+    python recipes/benchmarks/own_norms.py --text tinyshakespeare.txt
 
 A Qwen3 of 4 layers and 4 query heads of 32 trains from random weights: 200 steps of 8×128 tokens (bytes) from the first
 nine tenths of the text, AdamW with weight decay 0.1 on matrices, gradients clipped at 1, 20 steps of warm-up, then a
@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import study
 import torch
 from markdown_table import table
 from paired import Difference
 from run_log import Row, Runs, provenance
 from torch import nn
-from transformers import HfArgumentParser, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_qknorm import LogitMonitor, patch_model
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
-from hf_qknorm.demo.training import byte_tokenizer, decay_groups, mean_loss
-from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.convert.text import sample_batches
+from hf_qknorm.demo.training import decay_groups, mean_loss
 
 ARMS = ("plain", "cap", "clip", "decay")
 LARGEST_GAIN, DECAY = 2.0, 0.1
@@ -51,14 +52,11 @@ class Size:
 SIZES = {"quick": Size(layers=1, width=32, steps=6, warmup=2, settled=2, batch=2, length=16), "full": Size()}
 
 
-@dataclass
-class Options:
+@dataclass(kw_only=True)
+class Options(study.Options):
     """The options of the comparison."""
 
-    text: str
-    size: str = field(default="full", metadata={"choices": list(SIZES)})
     rates: list[float] = field(default_factory=lambda: [0.03, 0.1])
-    seeds: int = 3
     out: Path = Path("recipes/results/own_norms")
 
 
@@ -104,17 +102,12 @@ def run_one(text: dict[str, torch.Tensor], size: Size, arm: str, rate: float, se
     return {"loss": round(mean_loss(model, held_out), 4), "spike": round(spike, 2), **found}
 
 
-def page(size: Size, results: dict[tuple[float, str], list[Row]], runs: Runs) -> str:
+def page(size: Size, results: study.Results, runs: Runs) -> str:
     """The comparison as Markdown."""
     seeds = len(next(iter(results.values())))
-    description = (__doc__ or "").partition(".txt\n\n")[2].strip()
-    lines = [
-        "# Models with norms of their own at high rates\n",
-        "```\npython recipes/benchmarks/own_norms.py --text tinyshakespeare.txt\n```\n",
-        f"{description}\n",
-        f"`{size}`, {seeds} seeds; {provenance(runs.used)}\n",
-        "Means over the seeds, and the largest gradient norm of all:\n",
-    ]
+    made = f"`{size}`, {seeds} seeds; {provenance(runs.used)}"
+    lines = study.opening("Models with norms of their own at high rates", __doc__, made)
+    lines += ["Means over the seeds, and the largest gradient norm of all:", ""]
     head = ["rate", "arm", "held-out loss (of each seed)", "largest gradient norm, times the median"]
     cells = []
     for (rate, arm), rows in results.items():
@@ -127,7 +120,7 @@ def page(size: Size, results: dict[tuple[float, str], list[Row]], runs: Runs) ->
     return "\n".join([*lines, *remedies(results)]) + "\n"
 
 
-def remedies(results: dict[tuple[float, str], list[Row]]) -> list[str]:
+def remedies(results: study.Results) -> list[str]:
     """The held-out losses less those of the plain model with the same seed, and the worst loss of all, as Markdown."""
     lines = [
         "Held-out loss less that of the plain model with the same seed: mean ± its standard error, and how many seeds "
@@ -147,23 +140,11 @@ def remedies(results: dict[tuple[float, str], list[Row]]) -> list[str]:
 
 
 def main(command: list[str] | None = None) -> str:
-    (options,) = HfArgumentParser(Options).parse_args_into_dataclasses(command)
-    torch.set_num_threads(1)
-    size, characters = SIZES[options.size], load_text(options.text)
-    cut = int(len(characters) * 0.9)
-    parts = {"seen": characters[:cut], "held_out": characters[cut:]}
-    text = {name: tokenize(byte_tokenizer(), part) for name, part in parts.items()}
-    runs = Runs(options.out.with_suffix(".jsonl"))
-    results: dict[tuple[float, str], list[Row]] = {(rate, arm): [] for rate in options.rates for arm in ARMS}
-    for seed in range(options.seeds):
-        for (rate, arm), rows in results.items():
-            settings = {**asdict(size), "arm": arm, "rate": rate, "seed": seed, "characters": len(characters)}
-            rows.append(runs.get(settings, lambda a=arm, r=rate, s=seed: run_one(text, size, a, r, s)))  # type: ignore[misc]
-            print(f"rate {rate:g}, {arm}, seed {seed}: {rows[-1]}", flush=True)
-    found = page(size, results, runs)
-    replace_text(options.out.with_suffix(".md"), found)
-    print(found)
-    return found
+    options, runs = study.parse(Options, command)
+    size, (text, characters) = SIZES[options.size], study.bytes_of(options.text)
+    settings = {**asdict(size), "characters": characters}
+    results = study.by_rate_and_arm(options, runs, ARMS, settings, partial(run_one, text, size))
+    return study.publish(page(size, results, runs), options.out)
 
 
 if __name__ == "__main__":

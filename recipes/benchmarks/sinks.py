@@ -1,7 +1,6 @@
 """Where learned sinks start, and what they do to a trained model: loss, largest logits, entropy.
 
-    python recipes/benchmarks/sinks.py --checkpoint ../shared/checkpoints/llama-shakespeare \
-        --text ../shared/data/tinyshakespeare.txt
+    python recipes/benchmarks/sinks.py --checkpoint llama-shakespeare --text tinyshakespeare.txt
 
 A trained Llama of 3 million parameters, on rows of 128 tokens. **Start**: with every sink at one logit, the change of
 the held-out loss (the last tenth of the text), and the sinks' gradient on a batch of the training text: its median and
@@ -21,21 +20,21 @@ Writes a page and its runs; prints Markdown.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import study
 import torch
 from markdown_table import table
 from paired import Difference
 from run_log import Row, Runs, provenance
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import Scheme, logit_statistics, patch_model
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss
-from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.head_bias import SINK_START
 from hf_qknorm.ops import reference
@@ -65,14 +64,11 @@ class Size:
 SIZES = {"quick": Size(steps=2, warmup=1, batch=2, length=16, judged=1), "full": Size()}
 
 
-@dataclass
-class Options:
+@dataclass(kw_only=True)
+class Options(study.Options):
     """The options of the study."""
 
     checkpoint: str
-    text: str
-    size: str = field(default="full", metadata={"choices": list(SIZES)})
-    seeds: int = 3
     out: Path = Path("recipes/results/sinks")
 
 
@@ -146,13 +142,8 @@ def attention_of(model: Any, batches: list[Tensor]) -> Row:
 
 def page(size: Size, starts: dict[float, Row], results: dict[str, list[Row]], runs: Runs) -> str:
     """The study as Markdown."""
-    lines = [
-        "# Learned sinks\n",
-        "```\npython recipes/benchmarks/sinks.py --checkpoint llama-shakespeare --text tinyshakespeare.txt\n```\n",
-        f"{(__doc__ or '').partition('.txt')[2].strip()}\n",
-        f"`{size}`, {len(results['none'])} seeds; {provenance(runs.used)}\n",
-        "## Start\n",
-    ]
+    made = f"`{size}`, {len(results['none'])} seeds; {provenance(runs.used)}"
+    lines = [*study.opening("Learned sinks", __doc__, made), "## Start", ""]
     cells = [
         [f"{start:g}", f"{row['change']:+.6f}", f"{row['gradient']:.1e}", f"{row['alive']:.0%}"]
         for start, row in starts.items()
@@ -177,8 +168,8 @@ def page(size: Size, starts: dict[float, Row], results: dict[str, list[Row]], ru
 
 def main(arguments: list[str] | None = None) -> str:
     """Run what is missing from the log, write the page, and return it."""
-    (options,) = HfArgumentParser(Options).parse_args_into_dataclasses(arguments)
-    size, runs = SIZES[options.size], Runs(options.out.with_suffix(".jsonl"))
+    options, runs = study.parse(Options, arguments)
+    size = SIZES[options.size]
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
     ids = tokenize(tokenizer, load_text(options.text))
     cut = len(ids) * 9 // 10
@@ -198,11 +189,8 @@ def main(arguments: list[str] | None = None) -> str:
             settings = {"size": options.size, "arm": arm, "seed": seed, "from": SINK_START}
             run = lambda arm=arm, seed=seed: trained(options.checkpoint, size, arm, batches(seed))  # noqa: E731
             results[arm].append(runs.get(settings, run))
-    text = page(size, starts, results, runs)
-    replace_text(options.out.with_suffix(".md"), text)
-    return text
+    return study.publish(page(size, starts, results, runs), options.out)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(main())
+    main()

@@ -33,6 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import study
 import torch
 import torch.nn.functional as F
 from arms import ARMS
@@ -48,7 +49,6 @@ from torch.optim import Adam
 from transformers import HfArgumentParser, PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from hf_qknorm import Scheme, logit_statistics, patch_model
-from hf_qknorm.files.atomic_io import replace_text
 
 CHOSEN = ("baseline", "soft_cap", "qk_norm", "qk_norm_cap")
 RATES = tuple(5e-4 * 2**i for i in range(7))
@@ -201,9 +201,7 @@ def summary(found: Sweep) -> list[str]:
 
 def page(found: Sweep, size: Size, rows: list[Row], plot: Path) -> str:
     """Format the results as Markdown."""
-    command, _, about = (__doc__ or "").partition("\n\n")[2].partition("\n\n")
-    lines = ["# The largest stable learning rate of a small ViT", "", f"```\n{command.strip()}\n```", ""]
-    lines += [about.strip(), "", f"`{size}`; {provenance(rows)}", ""]
+    lines = study.opening("The largest stable learning rate of a small ViT", __doc__, f"`{size}`; {provenance(rows)}")
     lines += [f"An even guess has a loss of {found.bigram:.3f}, the linear classifier of {found.trigram:.3f}.", ""]
     lines += [f"![Held-out loss over the learning rate]({plot.name})", "", *summary(found), *verdicts(found)]
     lines += stable_rates(found)
@@ -233,9 +231,7 @@ def main(command: list[str] | None = None) -> Sweep:
     plot = options.out.with_suffix(".png")
     lines = dict(zip(SIMPLE, simple, strict=True))
     plot_losses({arm: grid.runs for arm, grid in found.grids.items()}, lines, plot, each="image")
-    text = page(found, SIZES[options.size], rows, plot)
-    replace_text(options.out.with_suffix(".md"), text)
-    print(text)
+    study.publish(page(found, SIZES[options.size], rows, plot), options.out)
     return found
 
 

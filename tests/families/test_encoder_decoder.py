@@ -169,6 +169,14 @@ def test_trocr_is_patched_in_a_model_with_an_image_encoder(tmp_path):
     again = transformers.VisionEncoderDecoderModel.from_pretrained(tmp_path)
     assert_near(again(**batch, labels=target).logits, model(**batch, labels=target).logits, 1e-6)
 
+    both = patch_model(patch_model(made(), Scheme(softcap=0.05), tower="encoder"), Scheme(softcap=0.05))
+    logits = both(**batch, labels=target).logits
+    assert error(logits, original(**batch, labels=target).logits) > TOLERANCE
+    both.save_pretrained(tmp_path / "both")
+    again = transformers.VisionEncoderDecoderModel.from_pretrained(tmp_path / "both")
+    assert len(patched_layers(again)) == len(patched_layers(both)) == 6
+    assert_near(again(**batch, labels=target).logits, logits, 1e-6)
+
 
 @torch.no_grad()
 def test_the_cache_holds_the_encoder_s_normed_keys(model_type):

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme
 from hf_qknorm.families import known_families
+from hf_qknorm.families.class_names import PARTS
 from hf_qknorm.families.style import Style
 from hf_qknorm.model.head_bias import HeadBias
 from hf_qknorm.model.norms import HeadNorm
@@ -41,20 +42,27 @@ PAIRS = [(model_type, name) for model_type in MODEL_TYPES for name in SCHEMES if
 KNEES = [(model_type, "knee") for model_type in MODEL_TYPES if applies(model_type, KNEE)]
 
 
-# Before transformers masked RoFormer's decoder, and rotated a part of GPT-NeoX Japanese's heads alone
+# Before transformers masked the decoders of RoFormer and BigBird, and rotated a part of GPT-NeoX Japanese's heads alone
 OLD_TRANSFORMERS = not hasattr(modeling_roformer, "create_causal_mask")
+# Types whose own code was another then: some were not causal, some cached other tensors
+CHANGED = {"axk2", "big_bird", "deepseek_v32", "doge", "glm_moe_dsa", "hy_v4", "moshi", "qwen4_exp_text", "roformer"}
+
+
+# Their input is more than tokens: tests/families/test_own_inputs.py runs over them
+OWN_INPUTS = ("git", "musicgen_decoder", "musicgen_melody_decoder")
 
 
 def causal_families() -> list[str]:
-    """The model types that have a causal language model; tests/families/test_vision.py runs over the others."""
-    known = [model_type for model_type in known_families() if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-    return [model_type for model_type in known if not (OLD_TRANSFORMERS and model_type == "roformer")]
+    """The model types that have a causal language model of tokens; tests/families/test_vision.py has others."""
+    loaded = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PARTS}
+    known = [model_type for model_type in known_families() if model_type in loaded and model_type not in OWN_INPUTS]
+    return [model_type for model_type in known if not (OLD_TRANSFORMERS and model_type in CHANGED)]
 
 
 def swept(config: pytest.Config) -> list[str]:
     """The model types that a sweep runs over: one of each style, or with `--all-families` all.
 
-    Of inline styles and those with cross-attention, it is one of each kind.
+    Of inline styles, those with cross-attention, and those that take more than others, it is one of each kind.
     """
     known = causal_families()
     if config.getoption("--all-families"):
@@ -64,7 +72,8 @@ def swept(config: pytest.Config) -> list[str]:
 
 def _kind(style: Style) -> Any:
     across = style.project_across is not None
-    return (style.inline, style.bias is None, style.reads_masks, across) if style.inline or across else style
+    kind = (style.inline, style.bias is None, style.reads_masks, across, bool(style.arguments))
+    return kind if style.inline or across or style.reads_masks or style.arguments else style
 
 
 def sharp_model(model_type: str, **settings: Any) -> PreTrainedModel:

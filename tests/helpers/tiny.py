@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+import transformers
 from tiny_mixed import MIXED
 from tiny_types import ALIKE
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_qknorm.families.class_names import PARTS
 
 # Under the names that the families' configs use; each config takes those that it knows.
 TINY: Final[dict[str, Any]] = {
@@ -33,14 +37,19 @@ def tiny_config(model_type: str, **settings: Any) -> PretrainedConfig:
     return config(**{name: x for name, x in chosen.items() if not isinstance(getattr(config, name, None), property)})
 
 
+def lm_class(model_type: str) -> type[PreTrainedModel]:
+    """The class of a type's causal language model."""
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PARTS.get(model_type, model_type)])
+
+
 def tiny_model(model_type: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """A causal LM of `model_type` with random weights and two small layers, in eval mode; `settings` override."""
     config = tiny_config(model_type, **settings)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = lm_class(model_type)._from_config(config)
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # biases start at zero: a test must see them
+            if name.endswith(("bias", ".A", ".temp")):  # they start at zero: a test must see them
                 torch.nn.init.normal_(parameter, std=0.1)
     return model.eval()

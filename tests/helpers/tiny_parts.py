@@ -76,3 +76,4 @@ IMAGE: Final[dict[str, Any]] = {"image_size": 16, "patch_size": 4, "projection_d
 PARTIAL: Final[dict[str, Any]] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 }
+INDEXED: Final[dict[str, Any]] = {**EXPERTS, **LATENT, "index_topk": 6, "index_n_heads": 16, "index_head_dim": 16}

@@ -38,7 +38,7 @@ def test_the_kernels_give_what_eager_gives(
     model = patched(model_type, scheme)
     expected = outputs(model, "hf_qknorm_eager", kind)
     calls = []
-    monkeypatch.setattr(FUSED_ATTENTION, "overload", counted(FUSED_ATTENTION.overload, calls))
+    monkeypatch.setattr(FUSED_ATTENTION, "direct", counted(FUSED_ATTENTION.direct, calls))
     assert_same(outputs(model, "hf_qknorm_triton", kind), expected)
     assert len(calls) == len(patched_layers(model))
 

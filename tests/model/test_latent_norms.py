@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import assert_near, make_batch, randomise, sharp_model
+from tables import CHANGED, OLD_TRANSFORMERS, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -81,7 +81,7 @@ def test_a_layer_computes_the_formula(model_type):
         model(**make_batch("plain", labels=False), use_cache=False)
     gains = {name: norm.weight for name, norm in head_norms(layer).items()}
     style, width = layer.family.style, layer.qk_nope_head_dim
-    q, latent, turned, *_ = (x.transpose(1, 2) for x in style.project(layer, seen.hidden)[:3])
+    q, latent, turned, *_ = (x.transpose(1, 2) for x in projected(layer, seen.hidden)[:3])
     plain = rms_normed(torch.einsum("hdr,btr->bhtd", up_projections(layer)[0], latent[:, 0]), gains["k_norm"])
     queries = [
         rms_normed(q[..., :width], gains["q_norm"]),
@@ -93,6 +93,15 @@ def test_a_layer_computes_the_formula(model_type):
     k = torch.cat([plain, turned.expand(-1, plain.shape[1], -1, -1)], -1)
     assert_near(seen.q, q, 1e-6, "queries")
     assert_near(seen.k, k, 1e-6, "keys")
+
+
+def projected(layer: QKNormAttention, hidden: Tensor) -> tuple[Any, ...]:
+    """The style's projections; beside an indexer they take the latent of the queries, before and after its norm."""
+    style, taken = layer.family.style, {}
+    if "latents" in style.arguments:
+        compressed = layer.q_a_proj(hidden)
+        taken["latents"] = layer.q_a_layernorm(compressed) * getattr(layer, "q_lora_scale", 1.0), compressed
+    return style.project(layer, hidden, **dict.fromkeys(style.arguments) | taken)
 
 
 def widths(layer: QKNormAttention) -> dict[str, int]:
@@ -154,6 +163,8 @@ def per_head(parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def test_the_cache_holds_what_it_held_before(model_type):
     """The latents of the first layer to the bit, and keys of the same shape, which all heads share."""
+    if OLD_TRANSFORMERS and model_type in CHANGED:
+        pytest.skip("it cached the keys of all heads then")
     model = sharp_model(model_type).eval()
     plain = copy.deepcopy(model)
     randomise(patch_model(model, RMS))

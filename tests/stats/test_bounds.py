@@ -154,7 +154,8 @@ ROTATED = [
     for family in known_families()
     if config_with(family, YARN)
     and family
-    not in ("mimo_v2_flash", "recurrent_gemma")  # an odd head dimension, no maximum length: YaRN is impossible
+    # an odd head dimension, angles within the layer, no maximum length
+    not in ("mimo_v2_flash", "moshi", "recurrent_gemma")
 ]
 
 
@@ -162,7 +163,7 @@ ROTATED = [
 def test_rotary_scale_is_the_factor_in_cos_and_sin(family):
     """YaRN's factor, as in the cos and sin of each layer."""
     settings = config_with(family, YARN)
-    if family == "phi3":
+    if family in ("phi3", "phi4_multimodal"):
         settings = config_with(family, longrope(16)) | {"original_max_position_embeddings": 16}
     if family == "phimoe":
         settings["rope_parameters"] |= {"short_mscale": 1.1, "long_mscale": 1.3}

@@ -21,7 +21,9 @@ from hf_qknorm.training.logit_log import LogitSample
 TOKENS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
 BORN = [model_type for model_type in known_families() if FAMILIES[model_type].own_norms]
 CENTRED = ("cohere", "persimmon", "phi", "stablelm")  # their norms are LayerNorms
-PLUS_ONE = ("gemma3_text", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # a stored 0 is a gain of 1
+# A stored 0 is a gain of 1
+PLUS_ONE = ("gemma3_text", "minimax_m3_vl_text", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text")
+BOUNDED = [model_type for model_type in BORN if model_type != "zaya"]  # one module norms its queries and keys together
 
 
 def born(model_type: str) -> nn.Module:
@@ -67,7 +69,7 @@ def force_outputs(layer: QKNormAttention, raw: torch.Tensor) -> None:
             layer.get_submodule(name).register_forward_hook(replace)
 
 
-@pytest.mark.parametrize("model_type", BORN)
+@pytest.mark.parametrize("model_type", BOUNDED)
 def test_the_worst_input_reaches_the_bound(model_type):
     """The first channel has the largest gain: queries and keys along it, of one token, have the largest logit."""
     centred = model_type in CENTRED
@@ -105,7 +107,8 @@ def test_an_unpatched_model_is_watched_and_keeps_below_its_bound(model_type):
     with torch.no_grad(), logit_statistics(model) as seen:
         logits = model(input_ids=TOKENS).logits
     assert fingerprint(model) == before
-    assert torch.equal(logits, model(input_ids=TOKENS).logits)
+    with torch.no_grad():
+        assert torch.equal(logits, model(input_ids=TOKENS).logits)
     assert set(seen) == set(found.layers)
     for name, layer in found.layers.items():
         assert layer.max_logit == pytest.approx(seen[name].max_logit.tolist(), rel=1e-4)
@@ -117,7 +120,7 @@ def test_an_unpatched_model_is_watched_and_keeps_below_its_bound(model_type):
     assert ("gains" in found.table()) == bool(found.gains)
 
 
-@pytest.mark.parametrize("model_type", BORN)
+@pytest.mark.parametrize("model_type", BOUNDED)
 def test_the_largest_gain_is_that_of_the_stored_weights(model_type):
     model = patch_model(born(model_type), "none")
     set_gains(model, -3.0, 0.5)

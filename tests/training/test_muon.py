@@ -16,7 +16,7 @@ from hf_qknorm import FAMILIES, MuonClip, QKClip, patch_model
 from hf_qknorm.model.attention import patched_layers
 
 RATE, DECAY = 0.02, 0.1
-UNORDERED = ("codegen",)  # the outputs of its fused projection are in an order of its own, and it is refused
+UNORDERED = ("axk2", "codegen")  # the outputs of a fused projection are in an order of their own: they are refused
 SHARED = ("zamba", "zamba2")  # layers share the weights of their attention, which would be clipped twice
 # By model type, the names of the parameters for Muon, and how those of several matrices are split.
 MATRICES = {

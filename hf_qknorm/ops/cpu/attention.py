@@ -35,7 +35,7 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     tensors = *heads[:3], *visible
     refuse_forward_mode(tensors)
     if is_plain(tensors):  # a step of generation: the operator's own fields would take as long as the kernel
-        _check(heads, visible, options)
+        check(heads, visible, options)
         return kernels.attend(heads, visible, options)
     return CPU_ATTENTION(flatten(heads, visible, options))[0]
 
@@ -61,11 +61,12 @@ def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
 
 def _checked(values: Values) -> tuple[Heads, Visible, Options]:
     call = call_of(values)
-    _check(*call)
+    check(*call)
     return call
 
 
-def _check(heads: Heads, visible: Visible, options: Options) -> None:
+def check(heads: Heads, visible: Visible, options: Options) -> None:
+    """Raise ValueError unless the kernels take a call, with the reason."""
     check_call(heads, visible, options)
     reason = None if heads.q.is_meta else why_not(heads, visible, options)
     if reason is not None:

@@ -47,6 +47,16 @@ def backward(
     return total.to(q.dtype), dk, dv, _sink_gradient(visible.sinks, normaliser, delta)
 
 
+def measure(heads: Heads, visible: Visible, options: Options, threshold: float) -> Tensor:
+    """Five numbers of the logits of each query, `[B, H, T, 5]` in fp32; zeros for a query without keys.
+
+    They are the largest |scale·q·k|, the entropy of the weights in nats, the keys that it sees, and of these the ones
+    with |scale·q·k| over half the threshold and over the threshold.
+    """
+    result: Tensor = build.operators().measure(*heads[:3], *visible[:3], *options, threshold)
+    return result
+
+
 def _sink_gradient(sinks: Tensor | None, normaliser: Tensor, delta: Tensor) -> Tensor | None:
     if sinks is None:
         return None

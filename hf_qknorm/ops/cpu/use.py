@@ -13,28 +13,45 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_qknorm.ops.cpu import attention, build, norm_rope
 from hf_qknorm.ops.trust import first_use
+from hf_qknorm.ops.trust.code_path import Operator
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 SWITCH: Final = "HF_QKNORM_CPU"
 NO_NORM, NOTHING, NO_OPTIONS = Norm(), Visible(), Options(1.0)
-_served: set[tuple[Any, ...]] = set()  # calls of norm and RoPE: to look up a verdict takes as long as the call
+_served: set[tuple[Any, ...]] = set()  # kinds of calls: to look up a verdict takes as long as a step of generation
 
 
-def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
-    """The reason why the kernels do not serve a call, or None.
+def why_not(heads: Heads, visible: Visible, options: Options, operator: Operator = "cpu") -> str | None:
+    """The reason why the kernels do not serve a call, or None; the operators are "cpu" and "cpu_statistics".
 
     The first call of a machine compiles them, and the first call of each kind checks them; a trace does neither.
 
     Raises RuntimeError if HF_QKNORM_CPU=1 demands kernels that can't be compiled or fail their check, and ValueError
     for a switch that is neither 1 nor 0.
     """
-    q = heads.q
-    traced = torch.compiler.is_compiling() or isinstance(q, FakeTensor)
+    traced = torch.compiler.is_compiling() or isinstance(heads.q, FakeTensor)
+    kind = None if traced else _kind(heads, visible, options, operator)
+    if kind is not None and kind in _served:
+        return None
     reason = attention.why_not(heads, visible, options) or why_not_here(traced, torch.compiler.is_exporting())
     if reason is not None:
         return reason
-    reason = first_use.why_distrusted(heads, visible, options, "cpu")
-    return reason if reason is None else _refused(reason)
+    reason = first_use.why_distrusted(heads, visible, options, operator)
+    if reason is not None:
+        return _refused(reason)
+    if kind is not None:
+        _served.add(kind)
+    return None
+
+
+def _kind(heads: Heads, visible: Visible, options: Options, operator: Operator) -> tuple[Any, ...]:
+    """All that decides whether the kernels serve a call, once it is one of this machine."""
+    (q, k, v, *_), (ranges, sinks, _, mask) = heads, visible
+    gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    shape = q.shape[1], k.shape[1], q.shape[3], k.shape[2] > attention.MOST_KEYS
+    given = heads.raw, gradient, ranges is None, sinks is None, mask is None
+    switches = os.environ.get(SWITCH), os.environ.get(first_use.SWITCH)
+    return operator, *switches, q.device, q.dtype, *shape, *given, options
 
 
 def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
@@ -56,7 +73,8 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
     if reason is not None:
         _refused(reason)
         return False
-    _served.add(key)
+    if first_use.has_verdict(heads, NOTHING, NO_OPTIONS, "cpu_norm_rope"):
+        _served.add(key)
     return True
 
 

@@ -148,7 +148,8 @@ def partial_sums(norm: Norm, shape: tuple[int, ...], device: torch.device) -> tu
 
 
 def sum_to(partials: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """The gradient of a gain or bias, in its shape, from partial sums `[programs, H, D]`: one order, no atomics."""
+    """The gradient of a gain or bias, in its shape, from partial sums `[…, H, D]`: one order, no atomics."""
     if partials is None or like is None:
         return None
-    return partials.sum(0).sum_to_size(like.shape).to(like.dtype)
+    axes = partials.ndim if like.numel() == 1 else partials.ndim - like.ndim
+    return partials.sum([*range(axes)]).view(like.shape).to(like.dtype)

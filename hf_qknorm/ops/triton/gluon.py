@@ -31,7 +31,7 @@ def serves(q: Tensor, visible: Visible, options: Options, statistics: bool) -> b
 
     Raises RuntimeError where it is switched on and can't run, and ValueError for a switch that is neither 1 nor 0.
     """
-    if not _switched_on():
+    if not switched_on():
         return False
     reason = why_not(q.device)
     if reason is not None:
@@ -41,7 +41,8 @@ def serves(q: Tensor, visible: Visible, options: Options, statistics: bool) -> b
     return supported and halves and not statistics and padded(q.shape[-1]) in TILES
 
 
-def _switched_on() -> bool:
+def switched_on() -> bool:
+    """Whether the environment asks for the Gluon kernel."""
     value = os.environ.get(SWITCH, "0")
     if value not in ("0", "1"):
         raise ValueError(f"{SWITCH} must be 1 (the Gluon kernel where it can serve) or 0 (never), got {value!r}")

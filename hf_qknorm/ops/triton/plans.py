@@ -1,154 +1,274 @@
 """Repeat the launches of an earlier call, for calls that take longer on the host than on the device.
 
-Checks, settings, tiles and arguments depend on the shapes of a call's tensors and not on their numbers. So the first
-call of a signature is recorded: the memory that it allocates, and its launches. A call of the same signature allocates
-and launches the same, and does nothing else. A call that does more, such as copying a tensor, is not repeated.
+Checks, settings, tiles and arguments depend on the shapes of a call's tensors and not on their numbers. So the second
+call of a signature is recorded: its launches, and torch's operators between them. Later calls of the same signature
+repeat these and do nothing else. A call that reads a number on the host is not repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from functools import partial
+from operator import itemgetter
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hf_qknorm.ops.triton.launch import Launch, on, precision, recorded
+from hf_qknorm.ops.registration import Operator, Values
+from hf_qknorm.ops.triton import gluon
+from hf_qknorm.ops.triton.launch import Launch, on, pointers, precision, reach, recorded
 
-MOST_PLANS = 256  # signatures of an operator, after which it starts anew
-ALLOCATIONS = (torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_strided)
-Values = dict[str, Any]
+MOST_PLANS: Final = 256  # signatures of an operator, after which it starts anew
+ALLOCATIONS: Final = (
+    torch.ops.aten.empty,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty_strided,
+)
+SAME: Final = (torch.ops.aten.detach, torch.ops.aten.alias)  # the argument itself, without gradients
+_SEEN: Final = "seen once"
+_NEVER: Final = "not to be repeated"
 
-
-class Slot(NamedTuple):
-    """The place of a tensor: its number among the call's tensors, then its buffers."""
-
-    number: int
-
-
-class Group(NamedTuple):
-    """A named tuple of `kind`, with slots in the place of tensors."""
-
-    kind: type[tuple[Any, ...]]
-    parts: list[Any]
-
-
-class Buffer(NamedTuple):
-    """Memory that a call allocates."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    def allocate(self, device: torch.device) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+Tensors = list[Any]  # of a call: its arguments, then what its steps make, None before
+Step = Callable[[Tensors], None]
+Fill = Callable[[Tensors], Any]  # makes an argument
 
 
 class Plan(NamedTuple):
-    """Launches, whose arguments have slots in the place of tensors; the last buffer is the result."""
+    """Steps, each of which may fill places of the call's tensors; `made` is the number of these."""
 
-    buffers: list[Buffer]
-    launches: list[Launch]
+    steps: list[Step]
+    made: int
+    results: Fill
 
-    def run(self, tensors: list[Tensor]) -> Tensor:
-        """Allocate and launch."""
-        device = tensors[0].device
-        with on(device):
-            tensors = tensors + [buffer.allocate(device) for buffer in self.buffers]
-            for started, grid, arguments in self.launches:
-                started[grid](*[_filled(x, tensors) for x in arguments])
-        return tensors[-1]
-
-
-def _filled(argument: Any, tensors: list[Tensor]) -> Any:
-    if type(argument) is Slot:
-        return tensors[argument.number]
-    if type(argument) is Group:
-        kind, parts = argument
-        return tuple.__new__(kind, [tensors[x.number] if type(x) is Slot else x for x in parts])
-    return argument
+    def run(self, tensors: list[Tensor]) -> Any:
+        """Take the steps, for a call with these arguments."""
+        places: Tensors = [*tensors, *[None] * self.made]
+        with on(tensors[0].device):
+            for step in self.steps:
+                step(places)
+        return self.results(places)
 
 
-@cache
-def repeated(run: Callable[[Values], Tensor]) -> Callable[[Values], Tensor]:
-    """`run`, an operator of one result, that repeats its launches for values of a signature that it knows."""
-    plans: dict[tuple[Any, ...], Plan | None] = {}
+class Repeated:
+    """The work of an operator, which repeats its launches for values of a signature that it knows.
 
-    def call(values: Values) -> Tensor:
-        tensors = [x for x in values.values() if isinstance(x, Tensor)]
-        key = _signature(values)
-        plan = plans.get(key)
-        if plan is not None:
+    For calls of which one plan serves many numbers of keys, `by_keys` gives the settings that depend on this number;
+    for others None.
+    """
+
+    def __init__(self, operator: Operator, by_keys: Callable[[Values], tuple[Any, ...] | None] | None = None) -> None:
+        self.run, self.by_keys = operator.run, by_keys
+        self.tensors = operator.tensors
+        self.others = itemgetter(*[field for field in operator.fields if field not in operator.tensors])
+        self.plans: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, values: Values) -> Any:
+        settings = None if self.by_keys is None else self.by_keys(values)
+        key, tensors = self.signature(values, settings)
+        plan = self.plans.get(key)
+        if type(plan) is Plan:
             return plan.run(tensors)
-        if key in plans:
-            return run(values)
-        if len(plans) >= MOST_PLANS:
-            plans.clear()
-        with _Recorder() as recorder, recorded() as launches:
-            result = run(values)
-        plans[key] = recorder.plan(tensors, launches, result)
+        if plan is None:
+            if len(self.plans) >= MOST_PLANS:
+                self.plans.clear()
+            self.plans[key] = _SEEN
+        if plan is not _SEEN:
+            return self.run(values)
+        recorder = _Recorder(values, tensors, any_length=settings is not None)
+        with recorded(recorder.steps), recorder:
+            result = self.run(values)
+        self.plans[key] = recorder.plan(result)
         return result
 
-    return call
+    def signature(
+        self, values: Values, settings: tuple[Any, ...] | None = None
+    ) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """All that the launches depend on, apart from addresses, which only matter to 16 bytes; and the tensors."""
+        parts: list[Any] = [precision(values["q"].dtype), gluon.switched_on(), settings, self.others(values)]
+        tensors = []
+        for name in self.tensors:
+            x = values[name]
+            if x is None:
+                parts.append(None)
+                continue
+            shape = (x.shape, x.stride()) if settings is None or name not in ("k", "v") else _without_length(x)
+            parts.append((shape, x.dtype, x.device, x.data_ptr() % 16))
+            tensors.append(x)
+        return tuple(parts), tensors
 
 
-def _signature(values: Values) -> tuple[Any, ...]:
-    """All that the launches depend on, apart from addresses; these only matter to 16 bytes."""
-    parts = [
-        (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) if isinstance(x, Tensor) else x
-        for x in values.values()
-    ]
-    return (precision(values["q"].dtype), *parts)
+def _without_length(x: Tensor) -> tuple[Any, ...]:
+    """The shape of keys `[B, Hk, S, D]` without S, and what kernels are compiled for of strides that depend on it."""
+    (batch, heads, length, columns), strides = x.shape, x.stride()
+    return batch, heads, length > 1, columns, *[(s % 16, s > 0, s == 1, s < 2**31) for s in strides]
+
+
+class _UnrepeatableError(Exception):
+    """A call depends on more than its signature."""
+
+
+class _Call(NamedTuple):
+    """A call of an operator of torch, and its result."""
+
+    operator: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    result: Any
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the memory that is allocated inside, by its address; `changed` if a tensor was written in place."""
+    """Records torch's operators inside, and numbers the tensors of the call; others add launches to `steps`.
 
-    def __init__(self) -> None:
+    The steps keep all tensors alive, so that no two have one identity.
+    """
+
+    def __init__(self, values: Values, tensors: list[Tensor], *, any_length: bool) -> None:
         super().__init__()
-        self.buffers: dict[int, Buffer] = {}
-        self.kept: list[Tensor] = []  # so that no address is used twice
-        self.changed = False
+        self.values, self.any_length = values, any_length
+        self.numbers = {id(x): number for number, x in enumerate(tensors)}
+        self.given = self.count = len(tensors)
+        self.steps: list[Any] = []
+        self.repeatable = len(self.numbers) == len(tensors)  # else: which of two tensors is meant?
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.changed |= func._schema.is_mutable
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                self.kept.append(x)
-                if func.overloadpacket in ALLOCATIONS:
-                    self.buffers[x.data_ptr()] = Buffer((*x.shape,), x.stride(), x.dtype)
+        self.steps.append(_Call(func, args, kwargs or {}, result))
+        made = _tensors(result)
+        if func.overloadpacket in SAME and id(args[0]) in self.numbers:
+            self.numbers[id(result)] = self.numbers[id(args[0])]
+        for x in made:
+            if id(x) not in self.numbers:
+                self.numbers[id(x)] = self.count
+                self.count += 1
+        self.repeatable &= bool(made)  # else a number came to the host
         return result
 
-    def plan(self, tensors: list[Tensor], launches: list[Launch], result: Tensor) -> Plan | None:
-        """The plan of what was recorded, or None where it does not suffice to repeat the call."""
-        places = {x.data_ptr(): (number, x.dtype) for number, x in enumerate(tensors)}
-        made = self.buffers.pop(result.data_ptr(), None)
-        if self.changed or made is None or len(places) < len(tensors):  # which of two tensors was meant?
-            return None
-        buffers = {**self.buffers, result.data_ptr(): Buffer((*result.shape,), result.stride(), result.dtype)}
-        for number, (address, buffer) in enumerate(buffers.items(), len(tensors)):
-            places[address] = number, buffer.dtype
+    def plan(self, result: Any) -> Any:
+        """The plan of what was recorded, or `_NEVER` where it does not suffice to repeat the call."""
+        if not self.repeatable:
+            return _NEVER
         try:
-            filled = [launch._replace(arguments=[_slots(x, places) for x in launch.arguments]) for launch in launches]
-        except KeyError:
+            steps = [self._start(x) if isinstance(x, Launch) else self._do(x) for x in self._needed(result)]
+            return Plan(steps, self.count - self.given, self._maker(result))
+        except _UnrepeatableError:
+            return _NEVER
+
+    def _needed(self, result: Any) -> list[Any]:
+        """The steps without operators whose results nothing uses, or whose results are their arguments."""
+        used, needed = self._places(result), []
+        for step in reversed(self.steps):
+            if isinstance(step, Launch):
+                used |= self._places([*step.arguments.values()])
+            elif step.operator.overloadpacket in SAME:
+                continue
+            elif step.operator._schema.is_mutable or used & self._places(step.result):
+                used |= self._places([step.arguments, *step.options.values()])
+            else:
+                continue
+            needed.append(step)
+        return needed[::-1]
+
+    def _places(self, x: Any) -> set[int | None]:
+        return {self.numbers.get(id(tensor)) for tensor in _tensors(x)}
+
+    def _start(self, launch: Launch) -> Step:
+        """The step that launches a kernel."""
+        start = launch.started[launch.grid]
+        template, fills = _open([*launch.arguments.values()], [self._argument(*x) for x in launch.arguments.items()])
+
+        def step(tensors: Tensors) -> None:
+            arguments = template.copy()
+            for place, fill in fills:
+                arguments[place] = fill(tensors)
+            start(*arguments)
+
+        return step
+
+    def _argument(self, name: str, argument: Any) -> Fill | None:
+        """Makes an argument of a kernel; None for a constant. In a plan for any number of keys, some depend on it."""
+        if not self.any_length:
+            return self._fill(argument)
+        keys, queries, window = self.numbers[id(self.values["k"])], self.values["q"].shape[2], self.values["window"]
+        if name in ("K", "V"):
+            number = self.numbers[id(argument.data)]
+            return lambda tensors: pointers(tensors[number])
+        if name == "keys":
+            return lambda tensors: tensors[keys].shape[2]
+        if name == "window":
+            return lambda tensors: reach(window, queries, tensors[keys].shape[2])
+        return self._fill(argument)
+
+    def _do(self, call: _Call) -> Step:
+        """The step that allocates memory, or calls an operator of torch."""
+        operator, _, options, result = call
+        made, names = [self.numbers[id(x)] for x in _tensors(result)], [*options]
+        if operator.overloadpacket in ALLOCATIONS:
+            return partial(_allocate, made[0], result.shape, result.stride(), result.dtype, result.device)
+        fill = self._maker((call.arguments, [*options.values()]))
+
+        def step(tensors: Tensors) -> None:
+            arguments, values = fill(tensors)
+            found = operator(*arguments, **dict(zip(names, values, strict=True)))
+            for number, x in zip(made, _tensors(found), strict=True):
+                tensors[number] = x
+
+        return step
+
+    def _maker(self, x: Any) -> Fill:
+        """Makes x from the tensors of a call."""
+        return self._fill(x) or (lambda tensors: x)
+
+    def _fill(self, x: Any) -> Fill | None:
+        """Makes x from the tensors of a call; None for x without tensors."""
+        if isinstance(x, Tensor):
+            if id(x) not in self.numbers:
+                raise _UnrepeatableError
+            return itemgetter(self.numbers[id(x)])
+        if _is_descriptor(x):
+            return partial(_descriptor, type(x), vars(x) | {"base": None}, self.numbers[id(x.base)])
+        if not isinstance(x, (tuple, list)):
             return None
-        return Plan([*buffers.values()], filled)
+        template, fills = _open([*x], [self._fill(part) for part in x])
+        return partial(_sequence, type(x), template, fills) if fills else None
 
 
-def _slots(argument: Any, places: dict[int, tuple[int, torch.dtype]]) -> Any:
-    """The argument with slots for tensors. Raises KeyError for a computed tensor, and for a tensor descriptor."""
-    if isinstance(argument, TensorDescriptor):
-        raise KeyError(argument.base)
-    if isinstance(argument, Tensor):
-        number, dtype = places[argument.data_ptr()]
-        if dtype != argument.dtype:
-            raise KeyError(argument.dtype)
-        return Slot(number)
-    if isinstance(argument, tuple) and any(isinstance(x, Tensor) for x in argument):
-        return Group(type(argument), [_slots(x, places) for x in argument])
-    return argument
+def _open(parts: list[Any], fills: list[Fill | None]) -> tuple[list[Any], list[tuple[int, Fill]]]:
+    """The constant parts, None in the place of others, which a plan must not keep alive; and what makes these."""
+    template = [part if fill is None else None for part, fill in zip(parts, fills, strict=True)]
+    return template, [(place, fill) for place, fill in enumerate(fills) if fill is not None]
+
+
+def _allocate(number: int, shape: Any, strides: Any, dtype: Any, device: Any, tensors: Tensors) -> None:
+    tensors[number] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _sequence(kind: type, template: list[Any], fills: list[tuple[int, Fill]], tensors: Tensors) -> Any:
+    """A list, tuple or named tuple like the template, with other tensors."""
+    parts = template.copy()
+    for place, fill in fills:
+        parts[place] = fill(tensors)
+    return parts if kind is list else tuple.__new__(kind, parts)
+
+
+def _descriptor(kind: type, fields: dict[str, Any], number: int, tensors: Tensors) -> Any:
+    """A tensor descriptor with another tensor of the same signature, without the checks of its class."""
+    made: Any = object.__new__(kind)
+    vars(made).update(fields, base=tensors[number])
+    return made
+
+
+def _is_descriptor(x: Any) -> bool:
+    """Whether x is a tensor descriptor, of Triton or of Gluon."""
+    return not isinstance(x, Tensor) and isinstance(getattr(x, "base", None), Tensor)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """The tensors in an argument or a result."""
+    if isinstance(x, Tensor):
+        return [x]
+    if _is_descriptor(x):
+        return [x.base]
+    return [tensor for part in x for tensor in _tensors(part)] if isinstance(x, (tuple, list)) else []

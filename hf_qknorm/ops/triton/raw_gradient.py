@@ -37,10 +37,10 @@ class RawGradient(NamedTuple):
 
     def gain_and_bias(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of the norm's gain and bias, None for absent ones, after the kernel."""
-        gain, bias = (self._by_head(self.arguments[name]) for name in ("dgain", "dbias"))
+        gain, bias = (self._summed(self.arguments[name]) for name in ("dgain", "dbias"))
         return sum_to(gain, self.norm.gain), sum_to(bias, self.norm.bias)
 
-    def _by_head(self, sums: Tensor | None) -> Tensor | None:
-        """The sums `[sections, blocks, section, P]` of a kernel's programs, added up by head `[B, H, D]`."""
+    def _summed(self, sums: Tensor | None) -> Tensor | None:
+        """The sums `[sections, blocks, section, D]` of a kernel's programs, added up by head `[B, H, D]`."""
         b, heads, d = self.shape
-        return None if sums is None else sums.sum(1).view(b, heads, -1)[..., :d]
+        return None if sums is None else sums.sum(1).view(b, heads, d)

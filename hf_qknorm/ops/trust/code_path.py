@@ -11,7 +11,16 @@ from torch import Tensor
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 
 Operator = Literal[
-    "attention", "statistics", "norm_rope", "norm_rope_one", "norm_rope_into", "step", "flex", "cpu", "cpu_norm_rope"
+    "attention",
+    "statistics",
+    "norm_rope",
+    "norm_rope_one",
+    "norm_rope_into",
+    "step",
+    "flex",
+    "cpu",
+    "cpu_statistics",
+    "cpu_norm_rope",
 ]
 
 SMALL_CAP: Final = 64.0  # up to it the kernels' softmax needs no maximum: `launch.CAP_WITHOUT_MAXIMUM`
@@ -19,7 +28,7 @@ SMALL_CAP: Final = 64.0  # up to it the kernels' softmax needs no maximum: `laun
 FEW_ROWS: Final = 1024  # `attention_decode.MOST_QUERIES`
 MANY_KEYS: Final = 256  # `attention_decode.LEAST_KEYS`
 NORM_OPERATORS: Final = ("norm_rope", "norm_rope_one", "norm_rope_into", "cpu_norm_rope")
-CPU_OPERATORS: Final = ("cpu", "cpu_norm_rope")
+CPU_OPERATORS: Final = ("cpu", "cpu_statistics", "cpu_norm_rope")
 NO_ENDS: Final = (None, None, None)  # neither norms nor a rotation
 
 
@@ -100,7 +109,7 @@ def fields(heads: Heads, visible: Visible, options: Options, operator: Operator)
         if operator in NORM_OPERATORS:
             return *path, 0, True, *ends
     queries, many_keys = 0, True
-    over_cache = operator != "cpu" and (operator == "step" or not raw)
+    over_cache = operator not in CPU_OPERATORS and (operator == "step" or not raw)
     if over_cache and not torch.compiler.is_compiling() and length < keys and group * length < FEW_ROWS:
         queries, many_keys = _most_queries(group, length), keys >= MANY_KEYS
     ranges, sinks, _, _ = visible

@@ -45,6 +45,11 @@ def why_distrusted(heads: Heads, visible: Visible, options: Options, operator: O
     return _first_use(q, found) if reason is _UNKNOWN else reason
 
 
+def has_verdict(heads: Heads, visible: Visible, options: Options, operator: Operator = "attention") -> bool:
+    """Whether this process knows the verdict on a call's path: without one, it is trusted until a check can run."""
+    return _key(heads.q.device, fields(heads, visible, options, operator)) in _reasons
+
+
 def _key(device: torch.device, found: tuple[Any, ...]) -> tuple[Any, ...]:
     """The key of a path's reason; for fp32 on a GPU, the precision of products selects code too."""
     precision = torch.backends.cuda.matmul.fp32_precision if device.type == "cuda" and torch.float32 in found else ""
@@ -102,7 +107,9 @@ def _warned(reason: str | None, operator: Operator) -> str | None:
 @cache
 def _warn(reason: str, operator: Operator) -> None:
     instead, off = "PyTorch norms and rotates instead", "set HF_QKNORM_CPU=0 in the environment"
-    if operator != "cpu_norm_rope":
+    if operator == "cpu_statistics":
+        instead = "PyTorch measures the logits instead"
+    elif operator != "cpu_norm_rope":
         name = NAMES.get(operator, "hf_qknorm_triton")
         instead = f'Another implementation takes these calls, and attn_implementation="{name}" refuses them'
         off = 'use attn_implementation="hf_qknorm_tiled"'

@@ -52,8 +52,8 @@ def problems(path: CodePath, device: torch.device) -> list[Problem]:
     """
     found = [draw(path, device)]
     first = found[0]
-    if path.operator == "cpu":  # one code for all lengths
-        found.append(draw(path._replace(queries=FEW_QUERIES), device))
+    if path.operator in ("cpu", "cpu_statistics"):  # one path for all lengths
+        found += [draw(path._replace(queries=queries), device) for queries in (FEW_QUERIES, 1)]
     if path.operator in ("attention", "statistics") and first.heads.raw:
         factor = 10.0 if path.cap == "none" else 0.02  # beyond the bound of no maximum; within that of a polynomial
         found.append(first._replace(options=first.options._replace(scale=factor * first.options.scale)))

@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_qknorm.ops import flex, library, reference
 from hf_qknorm.ops.cpu import attention as cpu_attention
 from hf_qknorm.ops.cpu import norm_rope as cpu_norm_rope
+from hf_qknorm.ops.cpu import statistics as cpu_statistics
 from hf_qknorm.ops.error_budget import Verdict, verdict
 from hf_qknorm.ops.trust.code_path import CodePath
 from hf_qknorm.ops.trust.problems import Problem, problems
@@ -168,6 +169,11 @@ def _statistics(problem: Problem) -> Results:
     return {"largest logit": largest.where(rows, 0.0).amax((0, 2)), "entropy": entropy}
 
 
+def _cpu_statistics(problem: Problem) -> Results:
+    found = cpu_statistics.head_statistics(*problem[1:4])
+    return {"largest logit": found.max_logit, "entropy": found.entropy}
+
+
 def _statistics_oracle(problem: Problem) -> Results:
     found = _attended(problem)
     return {"largest logit": found.max_logit, "entropy": found.entropy}
@@ -231,6 +237,7 @@ OPERATORS = {
     "flex": (_flex, _attention_oracle),
     "cpu": (_cpu, _attention_oracle),
     "statistics": (_statistics, _statistics_oracle),
+    "cpu_statistics": (_cpu_statistics, _statistics_oracle),
     "cpu_norm_rope": (_cpu_norm_rope, _norm_rope_one_oracle),
     "norm_rope": (_norm_rope, _norm_rope_oracle),
     "norm_rope_one": (_norm_rope_one, _norm_rope_one_oracle),

@@ -34,6 +34,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test is a new process, without the variable."""
     monkeypatch.delenv(use.SWITCH, raising=False)
     monkeypatch.setattr(first_use, "_reasons", {})
+    monkeypatch.setattr(use, "_served", set())
     monkeypatch.setattr(first_use, "_absent", set())
     first_use._warn.cache_clear()
     forget()

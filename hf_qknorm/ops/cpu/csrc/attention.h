@@ -15,6 +15,15 @@ bool few_rows(const Problem& problem);
 // The output alone. Its logits are not rounded as in `backward`, whose weights would not add up to 1.
 void forward_few_rows(const Problem& problem, const Heads& out);
 
+// The numbers of a row that sees a key.
+struct RowStatistics {
+  float largest, entropy;       // |scale·q·k| before the cap; of the weights, in nats
+  float seen, over_half, over;  // keys; those with |scale·q·k| over half the threshold, and over it
+};
+
+// Write the numbers of each row [B, H, T] that sees a key; others are left as they are.
+void measure(const Problem& problem, double threshold, RowStatistics* results);
+
 struct Gradients {
   Heads grad, out;   // of the results: the upstream gradient, and the output
   const float* normaliser;

@@ -1,6 +1,7 @@
 // The operators, for the CPU alone. Python makes the tensors of gradients and checks all arguments.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "attention.h"
@@ -82,6 +83,16 @@ void run_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe
                           dq.data_ptr<float>(), dq.size(0), heads_of(dk), heads_of(dv), delta.data_ptr<float>()});
 }
 
+Tensor run_measure(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& ranges, const MaybeTensor& sinks,
+                   const MaybeTensor& seed, double scale, std::optional<double> cap, bool causal,
+                   std::optional<int64_t> window, double dropout, double threshold) {
+  const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
+  Tensor results = at::zeros({q.size(0), q.size(1), q.size(2), 5}, q.options().dtype(at::kFloat));
+  static_assert(sizeof(RowStatistics) == 5 * sizeof(float));
+  measure(call.problem, threshold, reinterpret_cast<RowStatistics*>(results.data_ptr<float>()));
+  return results;
+}
+
 Tensor run_norm_rope(const Tensor& x, bool normed, bool centred, bool summed, const MaybeTensor& gain,
                      const MaybeTensor& bias, double eps, const MaybeTensor& cos, const MaybeTensor& sin,
                      bool interleaved) {
@@ -98,6 +109,7 @@ TORCH_LIBRARY(HF_QKNORM_LIBRARY, library) {
   library.def("backward(" HF_QKNORM_CALL
               ", Tensor grad, Tensor out, Tensor normaliser, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
               "Tensor(d!) delta) -> ()");
+  library.def("measure(" HF_QKNORM_CALL ", float threshold) -> Tensor");
   library.def(
       "norm_rope(Tensor x, bool normed, bool centred, bool summed, Tensor? gain, Tensor? bias, float eps, Tensor? cos, "
       "Tensor? sin, bool interleaved) -> Tensor");
@@ -107,6 +119,7 @@ TORCH_LIBRARY_IMPL(HF_QKNORM_LIBRARY, CPU, library) {
   library.impl("attend", run_attend);
   library.impl("forward", run_forward);
   library.impl("backward", run_backward);
+  library.impl("measure", run_measure);
   library.impl("norm_rope", run_norm_rope);
 }
 

@@ -1,0 +1,13 @@
+"""Here the scheme "none" runs the shared forward too, which elsewhere leaves it to the model's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_qknorm.model.plain_attention import PlainAttention
+
+
+@pytest.fixture(autouse=True)
+def shared_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a family's projections, rotation and output would be compared with themselves."""
+    monkeypatch.setattr(PlainAttention, "is_unchanged", False)

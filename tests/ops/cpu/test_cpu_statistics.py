@@ -1,0 +1,97 @@
+"""The statistics of the C++ kernels: the oracle's within the error budget, and tiled's counts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attention_tables import LENGTH_CASES, OPTION_CASES, RANGE_CASES, SHAPE_CASES
+from error_budget import assert_within_budget
+from random_qkv import make_qkv
+from tiled_cases import Case, draw_inputs
+
+from hf_qknorm.backends.calls import Structure
+from hf_qknorm.ops import reference, tiled
+from hf_qknorm.ops.cpu import statistics, use
+from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.stats import logits
+
+CASES = [x for x in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES) if x.mask is None and not x.dropout]
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_statistics_are_the_oracles(case: Case) -> None:
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[CASES.index(case) % 3]
+    inputs = draw_inputs(case, dtype)
+    exact, eager = (
+        reference.attention(
+            *(x.detach().to(wide) for x in inputs.heads[:3]),
+            softcap=case.softcap,
+            causal=case.causal,
+            window=case.window,
+            ranges=inputs.ranges,
+            sinks=None if inputs.sinks is None else inputs.sinks.detach().to(wide),
+        )
+        for wide in (torch.float64, torch.float32)
+    )
+    cap = 4.0 * case.spread**2
+    got = statistics.head_statistics(inputs.heads, inputs.visible, case.options, cap)
+    if exact.max_logit.any():
+        assert_within_budget(got.max_logit, exact.max_logit, eager.max_logit)
+        assert_within_budget(got.entropy, exact.entropy, eager.entropy, "entropy")
+    else:
+        assert not got.max_logit.any()
+    with torch.no_grad():
+        expected = tiled.head_statistics(inputs.heads, inputs.visible, case.options, cap)
+    assert got.seen.tolist() == expected.seen.tolist()
+    for mine, other in zip(got[3:], expected[3:], strict=True):
+        assert int((mine - other).abs().max()) <= 1  # a logit may be rounded across the limit
+
+
+def test_logits_are_counted_over_the_cap_and_over_half_of_it() -> None:
+    """Logits 0, 6 and 12 of one query, then of another that sees the first key alone."""
+    q, k = torch.ones(1, 2, 2, 1), torch.tensor([0.0, 6.0, 12.0]).view(1, 1, 3, 1)
+    q[:, 1] = -2.0
+    ranges = torch.tensor([[[0, 3], [0, 1]]], dtype=torch.int32)
+    got = statistics.head_statistics(Heads(q, k, k), Visible(ranges), Options(1.0), cap=10.0)
+    assert [x.tolist() for x in got[2:]] == [[4, 4], [2, 2], [1, 2]]
+    assert got.max_logit.tolist() == [12.0, 24.0]
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0, 70.0])
+def test_numbers_that_are_not_finite_are_reported(softcap: float | None) -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 3, 3, 9, 9, 16))
+    q[:, 0, 4, 0], q[:, 1] = torch.nan, 1e20
+    k[:, 1] = -1e20  # logits of -inf
+    found = statistics.head_statistics(Heads(q, k, v), Visible(), Options(1.0, softcap, causal=True))
+    assert math.isnan(found.max_logit[0])
+    assert found.max_logit[1] == math.inf
+    assert found.entropy[2].isfinite()
+    assert found.seen.tolist() == [45] * 3
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)], ids=["batch", "queries"])
+def test_statistics_of_nothing_are_zeros(shape: tuple[int, int]) -> None:
+    batch, queries = shape
+    q, k = torch.zeros(batch, 4, queries, 16), torch.zeros(batch, 2, 7, 16)
+    assert not any(x.any() for x in statistics.head_statistics(Heads(q, k, k), Visible(), Options(1.0)))
+
+
+def test_models_are_measured_by_it_but_for_arbitrary_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    inner = statistics.head_statistics
+    monkeypatch.setattr(statistics, "head_statistics", lambda *given: calls.append(given) or inner(*given))
+    q, k = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16)
+    seen = Structure(k, k, None, None, True, None)
+    logits.measure(q, seen, 0.25, None, cap=50.0)  # the first call checks it
+    calls.clear()
+    found, _ = logits.measure(q, seen, 0.25, None, cap=50.0)
+    assert len(calls) == 1
+    masked = seen._replace(mask=reference.visible(6, 6, causal=True)[None, None], causal=False)
+    other, _ = logits.measure(q, masked, 0.25, None, cap=50.0)
+    torch.testing.assert_close(found, other)
+    monkeypatch.setenv(use.SWITCH, "0")
+    logits.measure(q, seen, 0.25, None, cap=50.0)
+    assert len(calls) == 1
