@@ -25,13 +25,15 @@ KERNELS = (
 class Limits:
     """By kernel, the largest head_dim without spills and the matrix instruction; slots by head_dim, TANH and ONLINE.
 
-    `dropout` are slots of the forward pass with dropout and a running maximum, by head_dim.
+    `dropout` are slots of the forward pass with dropout and a running maximum, `keys` those of dk and dv without a cap,
+    by head_dim.
     """
 
     spill_free: dict[str, int]
     matrix: dict[str, str]
     slots: dict[tuple[int, str, bool], float]
     dropout: dict[int, float]
+    keys: dict[int, float]
 
 
 def slots_of(head_dim: int, capped: float, uncapped: float, online: float) -> dict[tuple[int, str, bool], float]:
@@ -60,24 +62,28 @@ LIMITS = {
         WARPS,
         AMPERE_SLOTS,
         {64: 16.5, 128: 25.0},
+        {64: 15.5, 128: 29.5},
     ),
     90: Limits(
         dict.fromkeys((*KERNELS, "gluon_forward_kernel"), 256),
         GROUPS | {"gluon_forward_kernel": "HGMMA"},
         slots_of(128, 6.5, 4.5, 7.8) | capped({96: 7.8, 192: 11.2}),
         {64: 14.0, 128: 14.0},
+        {64: 11.2, 128: 12.4},
     ),
     100: Limits(
         NARROW,
         dict.fromkeys(KERNELS[:3], "UTCHMMA"),
         slots_of(64, 7.0, 5.0, 7.2) | slots_of(128, 7.0, 5.0, 7.8),
         {64: 14.0, 128: 14.0},
+        {64: 11.2, 128: 12.5},
     ),
     120: Limits(
         NARROW | {"forward_kernel": 192, "key_gradient_kernel": 256},
         WARPS,
         slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 13.0, 11.5, 16.5) | capped({96: 12.5, 192: 27.0}),
         {64: 17.0, 128: 21.0},
+        {64: 17.2, 128: 30.2},
     ),
 }
 for same, table in ((89, 80), (86, 89), (103, 100), (121, 120)):  # nearly the same tiles
@@ -142,7 +148,10 @@ def of_any_order(norm: NormKind | None) -> bool:
 
 
 def slots_limit(report: Report, arch: int = HOPPER) -> float | None:
-    """The limit of issue slots for a score, or None: only the forward pass with no option but dropout has one."""
+    """The limit of issue slots for a score, or None.
+
+    The forward pass with no option but dropout has one, and dk and dv with no option.
+    """
     constants = report.constants
     loop = (constants.get("PADDED"), constants.get("TANH"), constants.get("ONLINE"))
     if report.dtype == "fp32" or any(constants.get(x) for x in ("SCALED", "WINDOW", "RANGES", "STATISTICS")):
@@ -152,6 +161,8 @@ def slots_limit(report: Report, arch: int = HOPPER) -> float | None:
         return LIMITS[arch].dropout.get(constants["PADDED"]) if met else None
     if report.kernel == "gluon_forward_kernel":
         return GLUON.get(loop)
+    if report.kernel == "key_gradient_kernel" and constants["TANH"] == "none":
+        return LIMITS[arch].keys.get(constants["PADDED"])
     if report.kernel != "forward_kernel":
         return None
     limit = LIMITS[arch].slots.get(loop)
@@ -178,5 +189,6 @@ def limited(arch: int = HOPPER, few: bool = False) -> set[tuple[str, int, str, b
     return (
         {("forward_kernel", *loop, False) for loop in LIMITS[arch].slots}
         | {("forward_kernel", columns, "none", True, True) for columns in LIMITS[arch].dropout}
+        | {("key_gradient_kernel", columns, "none", False, False) for columns in LIMITS[arch].keys}
         | {("gluon_forward_kernel", *loop, False) for loop in gluon_loops}
     )

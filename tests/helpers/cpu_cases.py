@@ -1,4 +1,4 @@
-"""Problems for the C++ kernels: their results, and the dropout that they draw."""
+"""Problems for the C++ kernels: their results, the dropout that they draw, and plain results in linear memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from tiled_cases import Case, Inputs, named
 from torch import Tensor
 
+from hf_qknorm.ops import reference
 from hf_qknorm.ops.cpu import kernels
 
 WORD = (1 << 32) - 1
@@ -17,6 +18,33 @@ def cpu_results(case: Case, inputs: Inputs) -> dict[str, Tensor]:
         call = (inputs.heads, inputs.visible, case.options)
         out, normaliser = kernels.forward(*call)
         return named(out, *kernels.backward(inputs.grad, *call, out, normaliser))
+
+
+def linear_memory_terms(case: Case, inputs: Inputs, dropout_mask: Tensor | None) -> dict[str, Tensor]:
+    """`oracle_terms` with the softmax's derivative by the formula of linear memory, p·(dp - grad·out), in plain fp32.
+
+    Autograd has p·(dp - Σ p·dp), which needs all dp of a query at once. There the rounding of a dp cancels where its
+    weight p is near 1. In the formula that FlashAttention introduced (Dao et al. 2022, appendix B.2), and every
+    attention in linear memory has, it meets that of grad·out, of the output as it is kept in the dtype of the heads.
+    """
+    wide, group = inputs.to(torch.float32), case.heads // case.heads_kv
+    grad, v = wide.grad, wide.v.detach().repeat_interleave(group, 1)
+    kept = torch.ones(()) if dropout_mask is None else dropout_mask.float()
+    given = {"softcap": case.softcap, "causal": case.causal, "window": case.window, "ranges": inputs.ranges}
+    with torch.no_grad():
+        sinks = None if wide.sinks is None else wide.sinks.double()
+        exact = reference.attention(*(x.double() for x in wide.heads[:3]), **given, sinks=sinks).weights
+        found = reference.attention(*wide.heads[:3], **given, sinks=wide.sinks, dropout_mask=kept)
+        delta = (grad * found.out.to(inputs.q.dtype)).sum(-1, keepdim=True)
+        dlogits = found.weights * ((grad @ v.mT) * kept - delta)
+        dv = ((found.weights * kept).mT @ grad).unflatten(1, (-1, group)).sum(2)
+    logits = case.options.scale * (wide.q @ wide.k.repeat_interleave(group, 1).mT)
+    if case.softcap is not None:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
+    dq, dk = torch.autograd.grad(logits, (wide.q, wide.k), dlogits)
+    seen = exact.sum(-1)
+    dsinks = None if sinks is None else (-(1 - seen) * (seen > 0) * delta[..., 0]).transpose(1, 2)
+    return named(*(x.to(inputs.q.dtype) for x in (found.out, dq, dk, dv)), dsinks)
 
 
 def mix64(x: int) -> int:

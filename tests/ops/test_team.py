@@ -1,13 +1,17 @@
 """The tiled attention in shares side by side: the oracle's numbers, one dropout mask, the caller's modes and errors."""
 
+import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results, tiled_results
 
 from hf_qknorm.ops import library, team, tiled_blocks
+from hf_qknorm.ops.cpu import attention as cpu
+from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 SIZES = ((1, 6, 3), (3, 6, 3), (3, 2, 1))
@@ -119,3 +123,21 @@ def test_operators_of_a_function_stay_in_its_thread() -> None:
 def test_many_threads_take_the_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: team.MOST_THREADS + 1)
     assert team.threads() == 1
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("attend", [library.attention, cpu.attention], ids=["tiled", "cpp"])
+def test_a_forked_child_computes_in_one_thread(attend: Callable[..., torch.Tensor]) -> None:
+    """The threads of torch's runtime do not survive a fork: without `set_num_threads`, torch's own operators hang."""
+    if attend is cpu.attention and build.why_not_built() is not None:
+        pytest.skip(str(build.why_not_built()))
+    call = Heads(*(torch.randn(1, 4, 80, 16) for _ in range(3))), Visible(), Options(1.0, 5.0)
+    expected = attend(*call)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends a child that hangs
+        torch.set_num_threads(1)
+        close = torch.allclose(attend(*call), expected, atol=1e-5)
+        os._exit(0 if close else 1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -114,6 +114,7 @@ def _command() -> list[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     return [
         *(*_compiler(), "-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-w"),
+        "-ffp-contract=off",  # products and sums are fused where the code says so, and alike in all passes
         *(*VECTORS[capability], f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-isystem", str(root / "include"), f"-L{root / 'lib'}"),

@@ -73,7 +73,8 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
     if reason is not None:
         _refused(reason)
         return False
-    _served.add(key)
+    if first_use.has_verdict(heads, NOTHING, NO_OPTIONS, "cpu_norm_rope"):
+        _served.add(key)
     return True
 
 

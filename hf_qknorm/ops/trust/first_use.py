@@ -45,6 +45,11 @@ def why_distrusted(heads: Heads, visible: Visible, options: Options, operator: O
     return _first_use(q, found) if reason is _UNKNOWN else reason
 
 
+def has_verdict(heads: Heads, visible: Visible, options: Options, operator: Operator = "attention") -> bool:
+    """Whether this process knows the verdict on a call's path: without one, it is trusted until a check can run."""
+    return _key(heads.q.device, fields(heads, visible, options, operator)) in _reasons
+
+
 def _key(device: torch.device, found: tuple[Any, ...]) -> tuple[Any, ...]:
     """The key of a path's reason; for fp32 on a GPU, the precision of products selects code too."""
     precision = torch.backends.cuda.matmul.fp32_precision if device.type == "cuda" and torch.float32 in found else ""

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attention_tables import LENGTH_CASES, OPTION_CASES, RANGE_CASES, SHAPE_CASES
-from cpu_cases import cpu_dropout, cpu_results
-from error_budget import assert_within_budget
+from cpu_cases import cpu_dropout, cpu_results, linear_memory_terms
+from error_budget import assert_within_budget, verdict
 from tiled_cases import Case, draw_inputs, oracle_terms
 
 from hf_qknorm.ops.cpu import kernels
@@ -42,39 +42,47 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def largest(x: torch.Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
 def assert_is_the_oracle(case: Case, dtype: torch.dtype) -> None:
+    """Each result has the budget of the larger error of two plain ones: autograd's, and that of linear memory."""
     inputs = draw_inputs(case, dtype)
     dropped = cpu_dropout(case, inputs)
     exact = oracle_terms(case, inputs.to(torch.float64), None if dropped is None else dropped.double())
-    eager = oracle_terms(case, inputs, dropped)
+    plain = oracle_terms(case, inputs, dropped), linear_memory_terms(case, inputs, dropped)
     with torch.no_grad():
         alone = kernels.attend(inputs.heads, inputs.visible, case.options)
     for name, result in (*cpu_results(case, inputs).items(), ("out", alone)):
         assert result.dtype == dtype
+        assert result.isfinite().all(), name
         if exact[name].any():
-            assert_within_budget(result, exact[name], eager[name], name)
+            found = [verdict(result, exact[name], terms[name]) for terms in plain]
+            assert any(x.passed for x in found), (name, found)
         else:
-            assert float(result.abs().max() if result.numel() else 0) <= 64 * torch.finfo(F32).eps, name
+            most = 2 * largest(plain[1][name]) + 64 * torch.finfo(F32).eps
+            assert largest(result) <= most, name
 
 
 def drawn_case(number: int) -> tuple[Case, torch.dtype]:
-    """A random problem, with logits near each other: where one weight is near 1, gradients cancel, as in `tiled`."""
+    """A random problem: logits near each other or far apart, caps far above and far below them, and any scale."""
     draw = random.Random(number).choice
     heads_kv = draw((1, 1, 2, 3))
     case = Case(
         batch=draw((1, 2, 3)),
         heads=heads_kv * draw((1, 2, 4, 5, 7)),
         heads_kv=heads_kv,
-        queries=draw(range(2, 150)),
-        keys=draw((None, None, *range(20, 300, 7))),
+        queries=draw(range(1, 150)),
+        keys=draw((None, None, *range(1, 300, 7))),
         head_dim=draw((8, 16, 24, 33, 40, 64, 72, 80, 96, 128, 256)),
         causal=draw((False, True, True)),
         window=draw((None, None, 7, 40)),
-        softcap=draw((None, 5.0, 30.0, 50.0, 64.0, 80.0)),
+        softcap=draw((None, 0.1, 5.0, 30.0, 50.0, 64.0, 80.0, 10000.0)),
         ranges=draw((None, None, "left_padding", "right_padding", "window", "shared")),
         sinks=draw((False, False, True)),
         dropout=draw((0.0, 0.0, 0.2, 0.6)),
-        spread=draw((0.3, 0.5, 1.0)),
+        spread=draw((0.1, 0.3, 0.5, 1.0, 2.0, 5.0)),
     )
     return case, draw((F32, F32, BF16, F16))
 

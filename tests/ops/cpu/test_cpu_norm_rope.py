@@ -132,6 +132,16 @@ def test_a_wrong_kernel_is_found_at_its_first_call(unchecked, monkeypatch, caplo
         served(Norm("rms"))
 
 
+def test_a_call_before_any_check_is_checked_later(unchecked, monkeypatch):
+    """In a graph capture or a backward pass no check can run, and the kernel is trusted for the moment."""
+    inner = norm_rope.norm_rope_one
+    monkeypatch.setattr(norm_rope, "norm_rope_one", lambda *given: 1.001 * inner(*given))
+    with monkeypatch.context() as patched:
+        patched.setattr(first_use, "_can_check", lambda _: False)
+        assert served(Norm("rms"))
+    assert not served(Norm("rms"))
+
+
 def test_without_a_compiled_library_models_norm_in_torch(calls, monkeypatch):
     made = model("qk_norm")
     calls.clear()

@@ -41,10 +41,8 @@ void differentiate(const Rows& rows, const Tile& tile, Vec cap, const RowNumbers
     const Vec delta = Vec::loadu(numbers.delta + lane);
     for (int64_t j = 0; j < tile.keys; ++j) {
       float *score = tile.scores + j * BLOCK_ROWS + lane, *dweight = tile.dweights + j * BLOCK_ROWS + lane;
-      Vec x = Vec::loadu(score);
-      if constexpr (CAP == Cap::small) x = tanh_small(x);
-      if constexpr (CAP == Cap::any) x = x.tanh();
-      Vec weight = exp((CAP == Cap::none ? x : cap * x) - shift) * inverse;
+      const Vec x = squashed<CAP>(Vec::loadu(score));
+      Vec weight = exp(exponents<CAP>(x, cap, shift)) * inverse;
       Vec dlogit = Vec::loadu(dweight), kept = weight;
       if (tile.dropout) {
         const Vec factors = tile.dropout->factors(rows, lane, tile.first + j);
@@ -52,7 +50,7 @@ void differentiate(const Rows& rows, const Tile& tile, Vec cap, const RowNumbers
         kept = kept * factors;
       }
       dlogit = weight * (dlogit - delta);
-      if constexpr (CAP != Cap::none) dlogit = dlogit * (one - x * x);
+      if constexpr (CAP != Cap::none) dlogit = dlogit * at::vec::fmadd(x.neg(), x, one);
       if (!rows.shared(tile.first + j)) {
         const Vec seen = rows.sees(lane, tile.first + j);
         kept = Vec::blendv(zero, kept, seen);
@@ -170,22 +168,20 @@ void differentiate_keys(const Problem& problem, const Gradients& gradients, cons
   }
 }
 
-// delta = grad·out of every row
+// delta = grad·out of every row, rounded once: where a weight is near 1, it nearly cancels the gradient of the weight.
 template <class T>
 void find_deltas(const Problem& problem, const Gradients& gradients, const Rows& rows, const Memory& memory) {
-  load_columns<T>(problem, gradients.grad, rows, 1.0, memory.row, memory.grad_columns);
-  load_columns<T>(problem, gradients.out, rows, 1.0, memory.row, memory.query_columns);
-  for (int64_t lane = 0; lane < rows.width; lane += LANES) {
-    Vec sums[4] = {Vec(0.0f), Vec(0.0f), Vec(0.0f), Vec(0.0f)};  // shorter sums round less
-    for (int64_t d = 0; d < problem.head_dim; ++d) {
-      const int64_t place = d * BLOCK_ROWS + lane;
-      const Vec out = Vec::loadu(memory.query_columns + place), grad = Vec::loadu(memory.grad_columns + place);
-      sums[d % 4] = at::vec::fmadd(out, grad, sums[d % 4]);
-    }
-    alignas(64) float deltas[LANES];
-    ((sums[0] + sums[1]) + (sums[2] + sums[3])).store(deltas);
-    for (int64_t r = lane; r < std::min(lane + LANES, rows.count); ++r)
-      gradients.delta[(rows.b * problem.heads + rows.head(r)) * problem.queries + rows.query(r)] = deltas[r - lane];
+  constexpr int64_t SUMS = 8;
+  load_rows<T>(problem, gradients.grad, rows, memory.width, memory.grad_rows);
+  load_rows<T>(problem, gradients.out, rows, memory.width, memory.query_rows);
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const float *grad = memory.grad_rows + r * memory.width, *out = memory.query_rows + r * memory.width;
+    double sums[SUMS] = {};
+    for (int64_t d = 0; d < memory.width; d += SUMS)
+      for (int64_t i = 0; i < SUMS; ++i) sums[i] += static_cast<double>(grad[d + i]) * out[d + i];
+    double delta = 0;
+    for (double sum : sums) delta += sum;
+    gradients.delta[(rows.b * problem.heads + rows.head(r)) * problem.queries + rows.query(r)] = static_cast<float>(delta);
   }
 }
 

@@ -45,7 +45,7 @@ struct Tile {
   const Dropout* dropout;
 };
 
-// Replace scores by logits, hidden ones by -inf, and raise the shift of each row to its largest one.
+// Replace scores by squashed ones, hidden ones by -inf, and raise the shift of each row to its largest logit.
 template <Cap CAP>
 void raise_shift(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) {
   const Vec hidden(-INFINITY);
@@ -55,10 +55,10 @@ void raise_shift(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) 
     for (int64_t j = 0; j < tile.steps; ++j) {
       float* score = tile.scores + j * tile.stride + lane;
       const int64_t key = tile.first + j * rows.step;
-      Vec logit = capped<CAP>(Vec::loadu(score), cap);
-      if (!rows.shared(key)) logit = Vec::blendv(hidden, logit, rows.sees(lane, key));
-      largest = at::vec::clamp_min(largest, logit);
-      logit.store(score);
+      Vec x = squashed<CAP>(Vec::loadu(score));
+      if (!rows.shared(key)) x = Vec::blendv(hidden, x, rows.sees(lane, key));
+      largest = at::vec::clamp_min(largest, logits<CAP>(x, cap));
+      x.store(score);
     }
     largest.store(softmax.shift + lane);
     if (rows.step > 1) {
@@ -69,7 +69,8 @@ void raise_shift(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) 
   }
 }
 
-// Replace scores by weights e^(logit - shift), with dropout, and add the weights without dropout to the totals.
+// Replace scores, which are squashed if not BOUNDED, by weights e^(logit - shift), with dropout, and add the weights
+// without dropout to the totals.
 template <Cap CAP, bool BOUNDED>
 void weigh(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) {
   for (int64_t lane = 0; lane < rows.width; lane += LANES) {
@@ -77,7 +78,8 @@ void weigh(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) {
     const auto weigh_key = [&](int64_t j) {
       float* score = tile.scores + j * tile.stride + lane;
       const int64_t key = tile.first + j * rows.step;
-      Vec weight = BOUNDED ? exp(capped<CAP>(Vec::loadu(score), cap)) : exp(Vec::loadu(score) - shift);
+      const Vec x = Vec::loadu(score);
+      Vec weight = exp(BOUNDED ? logits<CAP>(squashed<CAP>(x), cap) : exponents<CAP>(x, cap, shift));
       if (!rows.shared(key)) weight = Vec::blendv(Vec(0.0f), weight, rows.sees(lane, key));
       (tile.dropout ? weight * tile.dropout->factors(rows, lane, key) : weight).store(score);
       return weight;

@@ -33,9 +33,13 @@ void compare(const Rows& rows, const Tile& tile, Vec unit, Vec threshold, Measur
   }
 }
 
-// Add the keys of a tile, whose scores are logits by now, to the totals and to the surprise.
-void add_surprise(const Rows& rows, const Tile& tile, const float* before, Softmax& softmax, Measured& measured) {
+// Add the keys of a tile to the totals and to the surprise.
+template <Cap CAP>
+void add_surprise(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax, Measured& measured) {
   const Vec zero(0.0f);
+  alignas(64) float before[BLOCK_ROWS];
+  std::copy(softmax.shift, softmax.shift + rows.width, before);
+  raise_shift<CAP>(rows, tile, cap, softmax);
   for (int64_t lane = 0; lane < rows.width; lane += LANES) {
     const Vec shift = Vec::loadu(softmax.shift + lane), rescale = Vec::loadu(softmax.rescale + lane);
     Vec total = Vec::loadu(softmax.total + lane), surprise = Vec::loadu(measured.surprise + lane);
@@ -43,7 +47,8 @@ void add_surprise(const Rows& rows, const Tile& tile, const float* before, Softm
     surprise = Vec::blendv(zero, moved, total > zero);  // the first shift may be infinitely far away
     Vec new_total = zero, new_surprise = zero;
     for (int64_t j = 0; j < tile.steps; ++j) {
-      const Vec difference = Vec::loadu(tile.scores + j * tile.stride + lane) - shift, weight = exp(difference);
+      const Vec difference = logits<CAP>(Vec::loadu(tile.scores + j * tile.stride + lane), cap) - shift;
+      const Vec weight = exp(difference);
       new_total = new_total + weight;
       new_surprise = new_surprise + Vec::blendv(weight * difference, zero, difference < Vec(-87.0f));  // 0·log 0 is 0
     }
@@ -52,12 +57,12 @@ void add_surprise(const Rows& rows, const Tile& tile, const float* before, Softm
   }
 }
 
-void raise_shift(const Problem& problem, const Rows& rows, const Tile& tile, Softmax& softmax) {
+void add_surprise(const Problem& problem, const Rows& rows, const Tile& tile, Softmax& softmax, Measured& measured) {
   const Vec cap(static_cast<float>(problem.cap.value_or(1.0)));
   switch (cap_of(problem, tile.scores, tile.stride, tile.steps, rows.width)) {
-    case Cap::none: return raise_shift<Cap::none>(rows, tile, cap, softmax);
-    case Cap::small: return raise_shift<Cap::small>(rows, tile, cap, softmax);
-    case Cap::any: return raise_shift<Cap::any>(rows, tile, cap, softmax);
+    case Cap::none: return add_surprise<Cap::none>(rows, tile, cap, softmax, measured);
+    case Cap::small: return add_surprise<Cap::small>(rows, tile, cap, softmax, measured);
+    case Cap::any: return add_surprise<Cap::any>(rows, tile, cap, softmax, measured);
   }
 }
 
@@ -78,10 +83,7 @@ void measure(const Problem& problem, const Rows& rows, double threshold, float* 
     multiply<false>(count, rows.width, head_dim, keys, queries, BLOCK_ROWS, scores, BLOCK_ROWS);
     const Tile tile{scores, BLOCK_ROWS, first, count, nullptr};
     compare(rows, tile, unit, limit, measured);
-    alignas(64) float before[BLOCK_ROWS];
-    std::copy(softmax.shift, softmax.shift + rows.width, before);
-    raise_shift(problem, rows, tile, softmax);
-    add_surprise(rows, tile, before, softmax, measured);
+    add_surprise(problem, rows, tile, softmax, measured);
   }
   for (int64_t r = 0; r < rows.count; ++r) {
     if (rows.empty(r)) continue;

@@ -47,12 +47,24 @@ ByRow load_tile(const Heads& heads, int64_t b, int64_t head, int64_t first, int6
 
 enum class Cap { none, small, any };  // small: all arguments of tanh are within SMALL
 
-// Logits of products with `query_factor`
+// The logits over the cap, of products with `query_factor`; without a cap the logits
 template <Cap CAP>
-inline Vec capped(Vec x, Vec cap) {
+inline Vec squashed(Vec x) {
   if constexpr (CAP == Cap::none) return x;
-  if constexpr (CAP == Cap::small) return cap * tanh_small(x);
-  return cap * x.tanh();
+  if constexpr (CAP == Cap::small) return tanh_small(x);
+  return x.tanh();
+}
+
+// Logits of squashed scores
+template <Cap CAP>
+inline Vec logits(Vec squashed, Vec cap) {
+  return CAP == Cap::none ? squashed : cap * squashed;
+}
+
+// logit - shift, rounded once. All passes round alike, so that the weights of backward add up to 1.
+template <Cap CAP>
+inline Vec exponents(Vec squashed, Vec cap, Vec shift) {
+  return CAP == Cap::none ? squashed - shift : at::vec::fmsub(cap, squashed, shift);
 }
 
 // How tanh is computed for scores [count, width] in rows of `stride`. NaN is passed over here; either formula makes it NaN.
