@@ -36,6 +36,7 @@ import transformers
 import triton
 from bench_tiled import busy_seconds, commit, cpu_name
 from compiled import Target
+from markdown_table import publish
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from triton.compiler import CompiledKernel
@@ -43,7 +44,6 @@ from triton.runtime.driver import driver
 
 from hf_qknorm import patch_model
 from hf_qknorm.backends import choice
-from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.ops import fused_checks
 from hf_qknorm.ops.cpu.use import SWITCH
 
@@ -261,8 +261,7 @@ def main() -> None:
         "|---|---|---:|---:|---:|---:|---|",
         *rows,
     ]
-    text = "\n".join(page) + "\n"
-    replace_text(args.output, text) if args.output else print(text)
+    publish("\n".join(page), args.output)
 
 
 if __name__ == "__main__":

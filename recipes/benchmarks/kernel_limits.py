@@ -61,7 +61,7 @@ LIMITS = {
         NARROW | {"forward_kernel": 192} | dict.fromkeys(KERNELS[1:3], 256),
         WARPS,
         AMPERE_SLOTS,
-        {64: 16.5, 128: 25.0},
+        {64: 16.5, 128: 22.0},
         {64: 15.5, 128: 29.5},
     ),
     90: Limits(
@@ -91,8 +91,10 @@ for same, table in ((89, 80), (86, 89), (103, 100), (121, 120)):  # nearly the s
 GLUON = slots_of(64, 6.5, 4.5, 7.8) | slots_of(128, 6.5, 4.5, 7.8)
 GLUON |= {(256, "approx", False): 9.0, (256, "none", False): 7.2}  # in tiles of 64 keys
 SPILL = 64  # bytes outside of the loops of tiles, which a program stores and loads once
+USUAL_SPILL = {"forward_kernel": 0, "query_gradient_kernel": 16}  # of these at head_dim 64 and 128
 GLUON_SPILL = 32  # at head_dim 256 with the polynomial tanh: four loads in a loop
-BLACKWELL_DROPOUT_SPILL = 224  # forward, in the loop with a mask; tiles of 64 keys have none, but 2 to 4 slots more
+# Forward with dropout, in the loop with a mask: smaller tiles spill nothing, but take 2 to 4 slots more for a score.
+DROPOUT_SPILL = {80: 64, 86: 64, 89: 64, 100: 224, 103: 224}
 EXTRA = 0.5  # slots of the plain kernel that Triton 3.9 adds to 3.6's, for descriptors of matrix instructions
 
 
@@ -113,7 +115,7 @@ def broken(report: Report, arch: int = HOPPER) -> list[str]:
     if report.dtype == "fp32":
         return found
     if report.kernel in limits.spill_free and not spills_allowed(report, arch):
-        expected = f"at most {SPILL}, and none in the loops of tiles"
+        expected = f"at most {few_spills(report)}, and none in the loops of tiles"
         found.append(f"{report.spilled:,} bytes spilled, {report.reloads} instructions in loops, expected {expected}")
     matrix = limits.matrix.get(report.kernel)
     if matrix is not None and matrix not in report.matrix:
@@ -128,9 +130,15 @@ def broken(report: Report, arch: int = HOPPER) -> list[str]:
 def spills_allowed(report: Report, arch: int = HOPPER) -> bool:
     """Whether its spills are accepted: few, and outside of loops; those of wide heads, and of an Lp norm's powers."""
     constants = report.constants
-    few = report.spilled <= SPILL and report.reloads == 0
+    few = report.spilled <= few_spills(report) and report.reloads == 0
     wide = constants["PADDED"] > LIMITS[arch].spill_free[report.kernel]
     return few or wide or of_any_order(constants.get("NORM")) or report.spilled <= spill_in_loops(report, arch)
+
+
+def few_spills(report: Report) -> int:
+    """The bytes that a kernel may spill outside of its loops of tiles."""
+    usual = report.constants["PADDED"] in (64, 128) and not of_any_order(report.constants.get("NORM"))
+    return USUAL_SPILL.get(report.kernel, SPILL) if usual else SPILL
 
 
 def spill_in_loops(report: Report, arch: int) -> int:
@@ -138,8 +146,7 @@ def spill_in_loops(report: Report, arch: int) -> int:
     constants = report.constants
     if report.kernel == "gluon_forward_kernel" and (constants["PADDED"], constants["TANH"]) == (256, "polynomial"):
         return GLUON_SPILL
-    blackwell = arch in (100, 103)
-    return BLACKWELL_DROPOUT_SPILL if blackwell and report.kernel == KERNELS[0] and constants.get("DROPOUT") else 0
+    return DROPOUT_SPILL.get(arch, 0) if report.kernel == KERNELS[0] and constants.get("DROPOUT") else 0
 
 
 def of_any_order(norm: NormKind | None) -> bool:

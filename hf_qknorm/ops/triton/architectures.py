@@ -112,7 +112,7 @@ AMPERE = Architecture(
             "key_gradient": Tile(32, 128, 8, 2, apart=True, split=True),
         },
     },
-    {},
+    {(2, 128): {"forward": Tile(128, 64, 8, 2)}},
 )
 # RTX 30 and 40, L40S: Ampere's tiles, but where they would spill for sm_89, or not fit the shared memory. Of 32 queries
 # and 32 keys, 8 warps would compute each score twice.
@@ -134,7 +134,7 @@ ADA = Architecture(
             "key_gradient": Tile(32, 64, 4, 2, apart=True, split=True),
         },
     },
-    {},
+    AMPERE.dropout,
 )
 # Blackwell without tensor memory: RTX 50 and DGX Spark.
 CONSUMER_BLACKWELL = Architecture(
@@ -159,7 +159,7 @@ CONSUMER_BLACKWELL = Architecture(
         },
         (2, 256): {"forward": Tile(128, 16, 8, 2, split=True)},
     },
-    {},
+    {(2, columns): {"key_gradient": Tile(32, 128, 8, 2, one_loop=True)} for columns in (16, 32, 64)},
 )
 
 ARCHITECTURES: dict[tuple[int, int], Architecture] = {  # by compute capability

@@ -198,7 +198,15 @@ def test_a_kernel_within_the_limits_passes():
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"spilled": 72}, "72 bytes spilled, 0 instructions in loops, expected at most 64"),
+        ({"spilled": 8}, "8 bytes spilled, 0 instructions in loops, expected at most 0, and none"),
+        (
+            {"spilled": 24, "kernel": "query_gradient_kernel"},
+            "24 bytes spilled, 0 instructions in loops, expected at most 16",
+        ),
+        (
+            {"spilled": 72, "kernel": "key_gradient_kernel"},
+            "72 bytes spilled, 0 instructions in loops, expected at most 64",
+        ),
         ({"spilled": 8, "reloads": 2}, "8 bytes spilled, 2 instructions in loops"),
         ({"shared": 232_449}, "232,449 bytes of shared memory, expected at most 232,448"),
         ({"matrix": {"HMMA": 64}}, "no HGMMA, got {'HMMA': 64}"),
@@ -226,7 +234,7 @@ def test_each_limit_is_checked(changes, complaint):
 def test_where_spills_are_allowed(kernel, constants, allowed):
     report = replace(SOUND, kernel=kernel, constants=SOUND.constants | constants, spilled=72, reloads=2)
     assert (limits.broken(report) == []) == allowed
-    assert limits.broken(replace(report, spilled=64, reloads=0)) == []  # few, outside of loops
+    assert limits.broken(replace(report, spilled=limits.few_spills(report), reloads=0)) == []  # outside of loops
 
 
 @pytest.mark.parametrize(
@@ -262,7 +270,7 @@ def test_each_loop_has_its_own_limit_of_slots(tanh, online, slots):
     assert limits.broken(replace(report, slots=slots - 0.7)) == []
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "limit"), [(80, 64, 16.5), (80, 128, 25.0), (90, 64, 14.0)])
+@pytest.mark.parametrize(("arch", "head_dim", "limit"), [(80, 64, 16.5), (80, 128, 22.0), (90, 64, 14.0)])
 def test_dropout_has_limits_of_its_own(arch, head_dim, limit):
     report = replace(with_dropout(head_dim), matrix=EVERY, shared=0)
     assert limits.broken(replace(report, slots=limit), arch) == []
