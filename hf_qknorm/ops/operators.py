@@ -150,9 +150,9 @@ def _(values: Values, heads: Heads, cache: StaticCache, visible: Visible, option
 
 @cache
 def _repeating(operator: Operator) -> Callable[[Values], Any]:
-    from hf_qknorm.ops.triton import attention, plans
+    from hf_qknorm.ops.triton import decode_step, plans
 
-    return plans.Repeated(operator, attention.by_keys if operator is FUSED_ATTENTION else None)
+    return plans.Repeated(operator, decode_step.by_keys if operator is FUSED_ATTENTION else None)
 
 
 def _direct(operator: Operator, values: Values) -> Any:

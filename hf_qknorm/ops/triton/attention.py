@@ -77,20 +77,6 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     return Result(out, normaliser, largest, entropy)
 
 
-def by_keys(values: dict[str, Any]) -> tuple[int] | None:
-    """All by which the launches for a few queries over other keys depend on the number of keys; else None.
-
-    `values` are those of `operators.FUSED_ATTENTION`, before any check.
-    """
-    q, k, v, plain = values["q"], values["k"], values["v"], values["q_kind"] == values["k_kind"] == "none"
-    if not plain or values["cos"] is not None or values["statistics"] or values["dropout"]:
-        return None
-    if k.shape != v.shape or not (q.dim() == k.dim() == 4 and q.numel() and k.numel()):
-        return None
-    few = attention_decode.rows_of(q, k) <= attention_decode.MOST_ROWS
-    return (attention_decode.splits(q, k),) if few else None
-
-
 class _Call(NamedTuple):
     """The inputs of every kernel of a call."""
 

@@ -6,6 +6,8 @@ numbers on the host, or keeps a tensor: a CUDA graph captures the step as it is,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,3 +28,17 @@ def forward(heads: Heads, cache: StaticCache, visible: Visible, options: Options
         return attention_decode.forward(made.q, keys, values, visible, options, zeros, filled)[0]
     filled.add_(count)
     return attention.forward(Heads(made.q, keys, values), visible, options).out
+
+
+def by_keys(values: dict[str, Any]) -> tuple[int] | None:
+    """All by which the launches for a few queries over other keys depend on the number of keys; else None.
+
+    `values` are those of `operators.FUSED_ATTENTION`, before any check.
+    """
+    q, k, v, plain = values["q"], values["k"], values["v"], values["q_kind"] == values["k_kind"] == "none"
+    if not plain or values["cos"] is not None or values["statistics"] or values["dropout"]:
+        return None
+    if k.shape != v.shape or not (q.dim() == k.dim() == 4 and q.numel() and k.numel()):
+        return None
+    few = attention_decode.rows_of(q, k) <= attention_decode.MOST_ROWS
+    return (attention_decode.splits(q, k),) if few else None
