@@ -105,10 +105,7 @@ def patch_model(
 
 
 def _backend(model: PreTrainedModel, scheme: Scheme, asked: str | None) -> str | None:
-    """The attention backend to set: the one that is asked for, or that a cap or sinks need; None for the model's own.
-
-    Raises ValueError for a backend that is not known or can't have the scheme.
-    """
+    """The attention backend to set: the one asked for, or that a cap or sinks need; None for the model's own."""
     needed = scheme.softcap is not None or scheme.sinks is not None
     backend = asked or (functions.cap_backend(model.config) if needed else None)
     if backend is None:

@@ -4,7 +4,8 @@
 
 In each row the implementations take turns in one process. A ratio is the median of the ratios within the turns, with
 its quartiles, so that a slow moment of the machine is in both. The limits were set before the first run. Memory is the
-rise of the resident size of a fresh process over forward and backward, as in `bench_tiled.py`.
+rise of the resident size of a fresh process over forward and backward, as in `bench_tiled.py`. On a CPU with AVX-512 a
+process with ATEN_CPU_CAPABILITY=avx2 in its environment measures AVX2.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import itertools
+import json
 import os
 import platform
 import statistics
@@ -28,14 +31,13 @@ import torch
 import torch.nn.functional as F
 from bench_tiled import busy_seconds, commit, cpu_name, forward_backward, neighbour, status_mib
 from error_budget import assert_within_budget
-from markdown_table import table
+from markdown_table import publish, table
 from random_qkv import make_qkv
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import hf_qknorm as qk
-from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.types import Heads, Options, Visible
@@ -63,7 +65,7 @@ class Row(NamedTuple):
         return f"{self.length:,} tokens, head_dim {self.head_dim}, {dtype}" + (", a busy core" if self.busy else "")
 
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 LIMITS = (
     Row(512, 64, F32, 0.85),
     Row(1024, 64, F32, 0.75, (CPP, SDPA, EAGER, TILED)),
@@ -75,8 +77,26 @@ LIMITS = (
     Row(512, 64, F32, 0.85, busy=True),
     Row(1024, 64, F32, 0.75, (CPP, SDPA, TILED), busy=True),
 )
+AVX2_ROWS = (Row(512, 64, F32, 0.85), Row(1024, 64, F32, 0.75), Row(1024, 64, BF16, 1.00))
 ROTATED_LENGTHS = (512, 1024, 4096)
-EAGER_LIMIT, MEMORY_LIMIT, STEP_LIMIT, ROTATED_LIMIT = 6.5, 1.10, 1.00, 1.00
+EAGER_LIMIT, MEMORY_LIMIT, STEP_LIMIT, ROTATED_LIMIT, ONE_QUERY_LIMIT = 6.5, 1.10, 1.00, 1.00, 1.00
+
+
+class OneQuery(NamedTuple):
+    """A step of generation: a query of each head, over the keys of a cache."""
+
+    heads_kv: int
+    keys: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{HEADS} heads on {self.heads_kv} key heads, {self.keys:,} keys, {dtype}"
+
+
+ONE_QUERY = tuple(OneQuery(*sizes, F32) for sizes in itertools.product((8, 2, 1), (256, 1024, 8192)))
+ONE_QUERY += tuple(OneQuery(8, keys, BF16) for keys in (256, 8192))
+CALLS = 1 << 14  # of a turn, for one key
 
 
 def implementations(length: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -158,6 +178,35 @@ def check(row: Row, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         assert_within_budget(*result, name)
 
 
+@torch.no_grad()
+def one_query_times(row: OneQuery, turns: int) -> Times:
+    """The milliseconds of a call, from several calls a turn; all of it, with what Python does around the kernel."""
+    q, k, v = make_qkv(1, HEADS, row.heads_kv, 1, row.keys, 64, dtype=row.dtype)
+    call = Heads(q.detach(), k.detach(), v.detach()), Visible(), Options(64**-0.5, CAP)
+    attends = {
+        CPP: lambda: cpu.attention(*call),
+        SDPA: lambda: F.scaled_dot_product_attention(*call[0][:3], enable_gqa=row.heads_kv < HEADS),
+    }
+    exact, eager = (reference.attention(*(x.to(y) for x in call[0][:3]), softcap=CAP).out for y in (F64, row.dtype))
+    assert_within_budget(attends[CPP](), exact, eager)
+    count = max(CALLS // row.keys, 4)
+    runs = {name: lambda attend=attend: [attend() for _ in range(count)] for name, attend in attends.items()}
+    return {name: [x / count for x in times] for name, times in by_turns(runs, turns).items()}
+
+
+def print_avx2_times(turns: int) -> None:
+    """Print the times of `AVX2_ROWS` as JSON; needs ATEN_CPU_CAPABILITY=avx2 in the environment."""
+    print(json.dumps([attention_times(row, turns) for row in AVX2_ROWS]))
+
+
+def avx2_times(turns: int) -> dict[Row, Times]:
+    """The times of `AVX2_ROWS` with AVX2, from a fresh process."""
+    command = [sys.executable, __file__, "--avx2", "--turns", str(turns), "--threads", str(torch.get_num_threads())]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return dict(zip(AVX2_ROWS, json.loads(run.stdout), strict=True))
+
+
 def step_times(turns: int) -> Times:
     """A training step of a Llama of 4 layers with 8 heads of 64, on 2 texts of 512 tokens."""
     sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -213,6 +262,10 @@ def milliseconds(times: list[float]) -> str:
     return f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
 
 
+def microseconds(times: list[float]) -> str:
+    return milliseconds([1e3 * x for x in times])
+
+
 def ratio_cell(times: list[float], others: list[float]) -> str:
     low, median, high = quartiles(times, others)
     return f"{median:.2f} ({low:.2f} to {high:.2f})"
@@ -229,9 +282,23 @@ def compared_cells(times: Times, first: str, second: str, limit: float) -> tuple
     return milliseconds(times[first]), milliseconds(times[second]), ratio_cell(times[first], times[second]), found
 
 
+def ratio_table(title: str, measured: dict[Row, Times]) -> list[str]:
+    head = (title, f"{CPP}, ms", f"{SDPA}, ms", "C++ ÷ SDPA", "limit")
+    return table(head, [(str(x), *compared_cells(times, CPP, SDPA, x.limit)) for x, times in measured.items()])
+
+
+def one_query_table(measured: dict[OneQuery, Times]) -> list[str]:
+    head = ("one query, forward", f"{CPP}, µs", f"{SDPA}, µs", "C++ ÷ SDPA", "limit")
+    rows = []
+    for row, times in measured.items():
+        ours, theirs = times[CPP], times[SDPA]
+        found = verdict(quartiles(ours, theirs)[1], ONE_QUERY_LIMIT)
+        rows.append((str(row), microseconds(ours), microseconds(theirs), ratio_cell(ours, theirs), found))
+    return table(head, rows)
+
+
 def attention_tables(measured: dict[Row, Times]) -> list[str]:
-    head = ("forward + backward", f"{CPP}, ms", f"{SDPA}, ms", "C++ ÷ SDPA", "limit")
-    lines = table(head, [(str(x), *compared_cells(times, CPP, SDPA, x.limit)) for x, times in measured.items()])
+    lines = ratio_table("forward + backward", measured)
     head = ("forward + backward", "ms", "÷ C++", "limit")
     rows = []
     for row, times in measured.items():
@@ -247,11 +314,13 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
     (machine, own), start = busy_seconds(), time.perf_counter()
     quiet = {row: attention_times(row, args.turns if row.length <= 1024 else 5) for row in LIMITS if not row.busy}
     rotated = {length: rotated_times(length, args.turns if length <= 1024 else 5) for length in ROTATED_LENGTHS}
+    one_query = {row: one_query_times(row, args.turns) for row in ONE_QUERY}
     step = step_times(args.turns)
     machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))
     others = max(machine - own, 0) / (time.perf_counter() - start)
     busy = {row: attention_times(row, args.turns) for row in LIMITS if row.busy}
     mib = {name: memory(name) for name in (CPP, SDPA)}
+    avx2 = avx2_times(args.turns) if torch.backends.cpu.get_cpu_capability() == "AVX512" else {}
     lines = [
         "# Attention on the CPU in C++",
         "",
@@ -267,6 +336,9 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
         "",
         *attention_tables(quiet | busy),
     ]
+    lines += one_query_table(one_query)
+    if avx2:
+        lines += ratio_table("forward + backward, AVX2 (SDPA's matrix products, in MKL and oneDNN, keep AVX-512)", avx2)
     head = ("with RoPE, forward + backward", f"{NORMED}, ms", f"{ROTATED}, ms", "ratio", "limit")
     title = "{:,} tokens, head_dim 64, float32".format
     lines += table(head, [(title(n), *compared_cells(x, NORMED, ROTATED, ROTATED_LIMIT)) for n, x in rotated.items()])
@@ -285,15 +357,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the Markdown there as well")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    parser.add_argument("--avx2", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.memory_of:
         return measure_memory(args.memory_of)
+    if args.avx2:
+        return print_avx2_times(args.turns)
     page = report(args, sys.argv[1:])
-    print(page)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(args.output, page)
+    publish(page, args.output)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ import torch
 import transformers
 from bench_tiled import busy_seconds, commit, cpu_name
 from cost import ratio
+from markdown_table import publish
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import patch_model
-from hf_qknorm.files.atomic_io import replace_text
 
 UNPATCHED: Final = "unpatched"
 VARIANTS: Final = {  # scheme, and the ratio to aim for
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, list[float]]
             *(row for name, spent in times.items() for row in rows(name, spent)),
         ]
     )
-    replace_text(args.output, text + "\n") if args.output else print(text)
+    publish(text, args.output)
     return times
 
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import transformers
 from bench_tiled import busy_seconds, commit, cpu_name
+from markdown_table import publish
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import LogitMonitor, patch_model
-from hf_qknorm.files.atomic_io import replace_text
 
 CASES = (  # scheme, attention, batch, length, sequences that are watched
     ("none", "sdpa", 8, 256, 2),
@@ -128,9 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     page = report(args)
-    print(page)
-    if args.output:
-        replace_text(args.output, page)
+    publish(page, args.output)
 
 
 if __name__ == "__main__":

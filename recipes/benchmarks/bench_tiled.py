@@ -28,10 +28,10 @@ import test_helpers_path  # noqa: F401
 import torch
 import torch.nn.functional as F
 from error_budget import assert_within_budget
+from markdown_table import publish
 from random_qkv import make_qkv
 from torch import Tensor
 
-from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.types import Heads, Options, Visible
 
@@ -235,10 +235,7 @@ def main() -> None:
         return
     check(make_qkv(1, args.heads, args.heads, args.length, args.length, args.head_dim), args.softcap)
     page = report(args, sys.argv[1:])
-    print(page)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(args.output, page)
+    publish(page, args.output)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Tables of the pages in Markdown."""
+"""Tables of the pages in Markdown, and the pages' way out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hf_qknorm.files.atomic_io import replace_text
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> list[str]:
@@ -19,3 +22,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -
             raise ValueError(f"the table's row {row} has {len(row)} cells, expected {len(head)}, for {head}")
     top, *body = ("| " + " | ".join(cells) + " |" for cells in (head, *rows))
     return [top, f"|{'|'.join(delimiters)}|", *body, ""]
+
+
+def publish(page: str, output: Path | None) -> None:
+    """Print a page, and write it to the file `output`, if one is given, in one step."""
+    page = page.rstrip() + "\n"
+    print(page, end="")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(output, page)

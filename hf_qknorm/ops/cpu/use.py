@@ -39,7 +39,7 @@ def why_not(heads: Heads, visible: Visible, options: Options, operator: Operator
     reason = first_use.why_distrusted(heads, visible, options, operator)
     if reason is not None:
         return _refused(reason)
-    if kind is not None:
+    if kind is not None and first_use.has_verdict(heads, visible, options, operator):
         _served.add(kind)
     return None
 

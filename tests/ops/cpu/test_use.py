@@ -127,6 +127,25 @@ def test_a_failed_check_warns_with_figures_and_takes_tiled(monkeypatch, caplog, 
         choice.choose(*call(Q, Q, Q))
 
 
+def test_a_call_before_any_check_is_checked_later(monkeypatch):
+    monkeypatch.setattr(first_use.verdict_files, "read", lambda *_: None)
+    monkeypatch.setattr(first_use.verdict_files, "write", lambda *_: None)
+    monkeypatch.setattr(self_check, "check", lambda *_: self_check.Finding("output", Verdict(0.05, 0.002)))
+    with monkeypatch.context() as patched:
+        patched.setattr(first_use, "_can_check", lambda _: False)  # as in a backward pass
+        assert choice.choose(*call(Q, Q, Q)).operator is attention.attention
+    assert choice.choose(*call(Q, Q, Q)).operator is library.attention
+
+
+@pytest.mark.parametrize("order", [("cpu", "cpu_statistics"), ("cpu_statistics", "cpu")])
+def test_attention_and_its_statistics_have_verdicts_of_their_own(order, monkeypatch):
+    monkeypatch.setattr(first_use, "why_distrusted", lambda *given: None if given[3] == order[0] else "wrong")
+    monkeypatch.setattr(first_use, "has_verdict", lambda *_: True)
+    for _ in range(2):
+        assert use.why_not(*call(Q, Q, Q), order[0]) is None
+        assert use.why_not(*call(Q, Q, Q), order[1]) == "wrong"
+
+
 def test_the_check_finds_a_wrong_kernel(monkeypatch):
     """As of a compiler that breaks the code: each path is compared with the specification."""
     right = attention.attention
