@@ -94,7 +94,7 @@ SPILL = 64  # bytes outside of the loops of tiles, which a program stores and lo
 USUAL_SPILL = {"forward_kernel": 0, "query_gradient_kernel": 16}  # of these at head_dim 64 and 128
 GLUON_SPILL = 32  # at head_dim 256 with the polynomial tanh: four loads in a loop
 # Forward with dropout, in the loop with a mask: smaller tiles spill nothing, but take 2 to 4 slots more for a score.
-DROPOUT_SPILL = {80: 64, 86: 64, 89: 64, 100: 224, 103: 224}
+DROPOUT_SPILL = {80: 64, 86: 64, 89: 64, 100: 240, 103: 240}
 EXTRA = 0.5  # slots of the plain kernel that Triton 3.9 adds to 3.6's, for descriptors of matrix instructions
 
 

@@ -153,3 +153,11 @@ def sum_to(partials: Tensor | None, like: Tensor | None) -> Tensor | None:
         return None
     axes = partials.ndim if like.numel() == 1 else partials.ndim - like.ndim
     return partials.sum([*range(axes)]).view(like.shape).to(like.dtype)
+
+
+def ranges_of_queries(ranges: Tensor, keys: int) -> Tensor:
+    """The range of queries that see each key, `[B, S, 2]`, for non-decreasing ranges of keys `[B, T, 2]`."""
+    places = torch.arange(keys, device=ranges.device, dtype=ranges.dtype).expand(ranges.shape[0], -1).contiguous()
+    start, stop = (x.contiguous() for x in ranges.unbind(-1))
+    first, last = (torch.searchsorted(x, places, right=True, out_int32=True) for x in (stop, start))
+    return torch.stack([first, last], -1)

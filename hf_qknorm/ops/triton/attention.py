@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_qknorm.ops.triton import attention_decode, gluon, norm_rope, parts, schedule
 from hf_qknorm.ops.triton.architectures import Tile
-from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments
+from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments, ranges_of_queries
 from hf_qknorm.ops.triton.attention_backward import (
     ALIGNED,
     key_gradient_kernel,
@@ -201,7 +201,7 @@ def backward(
     )
     # prepared queries hold a part of the scale: see ops/README.md
     k_factor = options.scale if not heads.raw else options.softcap or 1 / LOG2E
-    ranges = None if visible.ranges is None else _queries_seeing(visible.ranges, heads.k.shape[2])
+    ranges = None if visible.ranges is None else ranges_of_queries(visible.ranges, heads.k.shape[2])
     division = schedule.of_keys(heads.q, heads.k, key_gradient, options)
     store = partial(gradient, key_gradient_kernel, key_gradient, division, k_factor, ranges)
     k_gain, k_bias = parts.raw_gradients(
@@ -284,11 +284,3 @@ def _gradient(
             factor=factor,
             ranges=ranges,
         )
-
-
-def _queries_seeing(ranges: Tensor, keys: int) -> Tensor:
-    """The range of queries that see each key, `[B, S, 2]`, for non-decreasing ranges of keys `[B, T, 2]`."""
-    places = torch.arange(keys, device=ranges.device, dtype=ranges.dtype).expand(ranges.shape[0], -1).contiguous()
-    start, stop = (x.contiguous() for x in ranges.unbind(-1))
-    first, last = (torch.searchsorted(x, places, right=True, out_int32=True) for x in (stop, start))
-    return torch.stack([first, last], -1)
