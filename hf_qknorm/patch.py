@@ -16,6 +16,7 @@ from hf_qknorm.model.accelerate_hooks import check_offload
 from hf_qknorm.model.attention import head_biases, install, own_layers, patched_layers, uninstall
 from hf_qknorm.model.causality import causality, check_causality
 from hf_qknorm.model.config_checks import no_attention_error
+from hf_qknorm.model.config_owners import check_one_config, config_owners, set_config, share_config
 from hf_qknorm.model.configs import check_names, derived_architectures
 from hf_qknorm.model.derived import QKNormModel, derived_config, set_model_class, use_derived_classes
 from hf_qknorm.model.fold import check_foldable, fold_pre_norms
@@ -68,6 +69,8 @@ def patch_model(
     scheme = scheme.resolve(family.norm)
     check_scheme(model.config.model_type, model.config, scheme)
     require_own_forward(model, family)
+    if not scheme.changes_nothing:
+        check_one_config(model, own_layers(model, family))
     if scheme.norms or scheme.learned:
         check_offload(model, own_layers(model, family))
     if not scheme.pre_norm:
@@ -75,13 +78,13 @@ def patch_model(
     backend = _backend(model, scheme, attn_implementation)
     causal = causality(model) if family.is_causal(model.config) else None
     base_backend = model.config._attn_implementation
-    configs = [(owner, patched_config(owner.config, scheme)) for owner in _config_owners(model)]
+    configs = [(owner, patched_config(owner.config, scheme)) for owner in config_owners(model)]
     for _, config in configs if scheme.changes_nothing else ():
         config.saves_as_base = True
     try:
-        _share_config(model)
+        share_config(model)
         for owner, config in configs:
-            _set_config(owner, config)
+            set_config(owner, config)
         use_derived_classes(model)
         install(model, family, scheme)
         plan_norms(model)
@@ -102,10 +105,7 @@ def patch_model(
 
 
 def _backend(model: PreTrainedModel, scheme: Scheme, asked: str | None) -> str | None:
-    """The attention backend to set: the one that is asked for, or that a cap or sinks need; None for the model's own.
-
-    Raises ValueError for a backend that is not known or can't have the scheme.
-    """
+    """The attention backend to set: the one asked for, or that a cap or sinks need; None for the model's own."""
     needed = scheme.softcap is not None or scheme.sinks is not None
     backend = asked or (functions.cap_backend(model.config) if needed else None)
     if backend is None:
@@ -124,7 +124,7 @@ def _patch_tower(
     if not scheme.changes_nothing:
         check_saved_tower(model, path, key, patched_config(tower.config, scheme), family)
     patch_model(tower, scheme, attn_implementation=attn_implementation)
-    _set_config(model, with_config(model.config, key, tower.config))
+    set_config(model, with_config(model.config, key, tower.config))
     if not scheme.changes_nothing:
         mark_in_memory(model)
     return model
@@ -148,7 +148,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     }
     for path, key in patched.items():
         tower: Any = unpatch_model(model.get_submodule(path))
-        _set_config(model, with_config(model.config, key, tower.config))
+        set_config(model, with_config(model.config, key, tower.config))
         _name_unpatched(model, marked=isinstance(tower.config.name_or_path, InMemoryName))
     if patched:
         return model
@@ -180,8 +180,8 @@ def _remove_scheme(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, QKNormModel):
             set_model_class(module, module.base_class)
-    for owner in _config_owners(model):
-        _set_config(owner, owner.config.base())
+    for owner in config_owners(model):
+        set_config(owner, owner.config.base())
     backend = base_backend or model.get_correct_attn_implementation(None)
     if model._can_set_attn_implementation():
         model.set_attn_implementation(backend)
@@ -201,35 +201,6 @@ def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig
     patched.set_scheme(scheme)
     patched.architectures = derived_architectures(patched)
     return patched
-
-
-def _config_owners(model: PreTrainedModel) -> list[Any]:
-    """The model, and each model inside it that holds a copy of its config, as T5's encoder and decoder do."""
-    owners = {id(model.config): model}
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and type(module.config) is type(model.config):
-            owners.setdefault(id(module.config), module)
-    return list(owners.values())
-
-
-def _share_config(model: PreTrainedModel) -> None:
-    """Give layers with a copy of the model's config the config itself: they read their backend from it.
-
-    A VisionEncoderDecoderModel that is made of two models copies their configs, and leaves the layers theirs.
-    """
-    owned = {id(module.config) for module in model.modules() if isinstance(module, PreTrainedModel)}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if type(config) is type(model.config) and id(config) not in owned:
-            module.config = model.config
-
-
-def _set_config(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    old = model.config
-    config._name_or_path = old.name_or_path  # a copy of the config has a plain string
-    for module in model.modules():
-        if getattr(module, "config", None) is old:
-            module.config = config
 
 
 def _require_bare(model: Any) -> None:

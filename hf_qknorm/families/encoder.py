@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -50,22 +50,19 @@ def forward_git(
 
 def unsupported_bigbird(config: Any) -> str | None:
     """Return the reason why a model with this config can't be patched, or None."""
-    from transformers.models.big_bird import modeling_big_bird
-
     if config.attention_type != "original_full":
         return f'attention_type="{config.attention_type}": blocks of keys are selected for each query'
-    return _unmasked_decoder(config, modeling_big_bird)
+    return _unmasked_decoder(config, "big_bird")
 
 
 def unsupported_roformer(config: Any) -> str | None:
     """Return the reason why a model with this config can't be patched, or None."""
-    from transformers.models.roformer import modeling_roformer
-
-    return _unmasked_decoder(config, modeling_roformer)
+    return _unmasked_decoder(config, "roformer")
 
 
-def _unmasked_decoder(config: Any, modelling: ModuleType) -> str | None:
+def _unmasked_decoder(config: Any, model_type: str) -> str | None:
     """The reason against a decoder whose tokens attend to later ones in older versions of transformers, or None."""
+    modelling = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     if not config.is_decoder or hasattr(modelling, "create_causal_mask"):
         return None
     return f"is_decoder=True: transformers {transformers.__version__} does not mask its decoder. Update transformers"

@@ -141,7 +141,9 @@ def forward_qwen4(
     """Qwen 4: the indexer takes the position embeddings of all keys."""
     chosen = module.indexer(hidden_states, position_embeddings, attention_mask, past_key_values)
     positions = tuple(x[:, -hidden_states.shape[1] :] for x in position_embeddings)
-    return shared(hidden_states, hide(attention_mask, ~chosen), positions, past_key_values, **kwargs)
+    added = chosen.is_floating_point()  # with an additive mask, in transformers before 5.18
+    mask = attention_mask + chosen if added else hide(attention_mask, ~chosen)
+    return shared(hidden_states, mask, positions, past_key_values, **kwargs)
 
 
 COMMON: dict[str, Any] = latent.COMMON | {

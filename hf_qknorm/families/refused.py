@@ -7,7 +7,7 @@ from typing import Final
 # Each reason, and the model types that it applies to.
 _TYPES: Final[dict[str, str]] = {
     "its decoder attends to several streams of future tokens at once": "prophetnet",
-    "its attention adds a learned position bias, in a form for which there is no style here": "cpmant",
+    "its tokens attend to later ones, also in generation, whose cached keys are then those of a shorter text": "cpmant",
     "its sinks are computed from the input, and it clips the lengths of queries and keys": "inkling2_text",
     "it is multimodal, and its config builds that of its text tower from a fixed class, which loses a scheme without "
     "an error: patch the text model by itself": "gemma3 gemma3n gemma4 gemma4_unified",

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial, wraps
 from itertools import chain
 from types import ModuleType
@@ -201,7 +202,7 @@ def as_unpatched(model: nn.Module) -> Iterator[None]:
     for name, layer in patched_layers(model).items():
         changes += [(parameter, "data", base) for parameter, base in layer.base_weights]
         changes += [(norm, "bypass", True) for norm in chain(*norm_copies(layer).values())]
-        changes.append((layer, "scheme", NONE))
+        changes.append((layer, "scheme", replace(NONE)))  # not NONE itself: hooks on the norms see their inputs
         if layer.removed_norm:
             changes.append((_parent(model, name), layer.family.pre_norm, _removed_norm(layer)))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]

@@ -165,7 +165,7 @@ class PlainAttention(nn.Module):
         """
         if self.scheme is not NONE or self.observers:
             return False
-        return self.config._attn_implementation not in functions.REGISTERED
+        return not str(self.config._attn_implementation).startswith("hf_qknorm")
 
     @property
     def has_own_norms(self) -> bool:

@@ -6,6 +6,10 @@ A layer is a `LlamaAttention` of few columns, so that the time is that of Python
 layers take their turns in one process; the figure is the CPU time of the thread, on which other programs have the least
 effect.
 
+The first row of each kind of work is the least that every layer does: the four projections, three views, and the
+copy in front of the last projection. A layer's time beyond this row is that of attention: norms, RoPE, cache, checks
+and launches.
+
 Counted: the layer's modules, checks, the dispatch and allocations of torch's operators, the kernels' arguments, and
 Triton's own specialisation of arguments and cache of kernels. Not counted, as there is no GPU: for each launch, of our
 kernels and of torch's, the driver's call; the encoding of tensor descriptors by Triton's launcher; the choice of the
@@ -52,6 +56,7 @@ LAYERS = {  # scheme and attention function
     "hf_qknorm, norms": ("qk_norm", "hf_qknorm_triton"),
     "hf_qknorm, norms and cap": ("qk_norm_cap", "hf_qknorm_triton"),
 }
+LEAST = "projections alone"
 WORK = ("decode, static cache", "decode, dynamic cache", "training, forward", "training, forward and backward")
 
 
@@ -152,6 +157,25 @@ def calls_of(scheme: str | None, attention: str) -> dict[str, Callable[[], Any]]
     return dict(zip(WORK, (decode_static, decode_dynamic, forward, train), strict=True))
 
 
+def projections() -> dict[str, Callable[[], Any]]:
+    """A call of the projections alone for each kind of work."""
+    module, _ = layer(None, "sdpa")
+
+    def project(length: int) -> list[Tensor]:
+        hidden = torch.randn(1, length, HEADS * HEAD_DIM, dtype=torch.bfloat16)
+        shape = (1, length, -1, HEAD_DIM)
+        q, k, v = (module.get_submodule(f"{x}_proj")(hidden).view(shape).transpose(1, 2) for x in "qkv")
+        out: Tensor = module.get_submodule("o_proj")(q.transpose(1, 2).reshape(1, length, -1).contiguous())
+        return [out, k, v]
+
+    def train() -> None:
+        results = project(8)
+        torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+
+    step, text = torch.no_grad()(partial(project, 1)), partial(project, 8)
+    return dict(zip(WORK, (step, step, text, train), strict=True))
+
+
 class Time(NamedTuple):
     """Microseconds of a call: the median over turns, and the quartiles."""
 
@@ -188,17 +212,17 @@ def launches_of(call: Callable[[], Any], launches: Launches) -> dict[str, int]:
 
 
 def table(turns: int, kinds: Sequence[str]) -> list[str]:
-    """Rows of Markdown: the time of each layer for each kind of work, its ratio to SDPA's, and its launches."""
+    """Rows of Markdown: the time of each layer for each kind of work, beside other layers', and its launches."""
     launches, rows = Launches(), []
     with launches.stubbed():
-        made = {name: calls_of(*how) for name, how in LAYERS.items()}
+        made = {LEAST: projections()} | {name: calls_of(*how) for name, how in LAYERS.items()}
         for work in kinds:
             calls = {name: of[work] for name, of in made.items()}
             times = measure(calls, turns)
             for name, spent in times.items():
                 started = ", ".join(f"{n} {kernel}" for kernel, n in launches_of(calls[name], launches).items())
-                ratio = spent.median / times["SDPA"].median
-                figures = f"{spent.median:.0f} | {spent.low:.0f} to {spent.high:.0f} | {ratio:.2f}"
+                ratio, beyond = spent.median / times["SDPA"].median, spent.median - times[LEAST].median
+                figures = f"{spent.median:.0f} | {spent.low:.0f} to {spent.high:.0f} | {ratio:.2f} | {beyond:.0f}"
                 rows.append(f"| {work} | {name} | {figures} | {started or 'none'} |")
     return rows
 
@@ -229,11 +253,12 @@ def main() -> None:
         "",
         f"A Llama's attention layer in bf16, batch 1, {HEADS} heads of {HEAD_DIM} on {HEADS_KV} key head: a token over "
         f"{ROOM // 2} keys, or a text of 8 tokens. CPU time of the thread, {args.turns} turns of {CALLS} calls. The "
-        "projections, three views and the output's copy are part of every layer. There is no GPU: the script's "
-        "docstring says what is not counted.",
+        "first row of each kind of work has the projections, three views and the output's copy alone, which are part "
+        "of every layer: a layer's time beyond it is that of its attention. There is no GPU: the script's docstring "
+        "says what is not counted.",
         "",
-        "| work | layer | µs: median | quartiles | of SDPA's | kernels of hf_qknorm |",
-        "|---|---|---:|---:|---:|---|",
+        "| work | layer | µs: median | quartiles | of SDPA's | µs beyond the projections | kernels of hf_qknorm |",
+        "|---|---|---:|---:|---:|---:|---|",
         *rows,
     ]
     publish("\n".join(page), args.output)

@@ -133,7 +133,7 @@ def describe(compiled: Any, loops: list[dict[str, Any]]) -> list[Report]:
             stages=constants.get("STAGES", compiled.metadata.num_stages),
             registers=usage.registers,
             spilled=usage.stack,
-            reloads=sum(i.opcode.startswith(("LDL", "STL")) for loop in found for i in loop),
+            reloads=reloads(found),
             shared=compiled.metadata.shared,
             matrix=dict(Counter(i.matrix for i in code if i.matrix)),
             **main_loop(part, constants, compiled.metadata),
@@ -141,6 +141,11 @@ def describe(compiled: Any, loops: list[dict[str, Any]]) -> list[Report]:
         )
         for part, constants in zip(equal_parts(found, len(loops)), loops, strict=True)
     ]
+
+
+def reloads(loops: list[list[sass.Instruction]]) -> int:
+    """The number of instructions that store or load spills."""
+    return sum(i.opcode.startswith(("LDL", "STL")) for loop in loops for i in loop)
 
 
 def equal_parts(found: list[list[sass.Instruction]], count: int) -> list[list[list[sass.Instruction]]]:

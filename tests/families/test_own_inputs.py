@@ -19,8 +19,9 @@ from tables import (
     sharp_model,
     step,
 )
+from tiny import tiny_config
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import MoshiForConditionalGeneration, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
 from hf_qknorm.model.attention import patched_layers
@@ -137,3 +138,19 @@ def test_backends_agree(model_type):
     assert error(capped, expected) > 10 * TOLERANCE
     model.set_attn_implementation("eager")
     assert_near(logits(), capped, TOLERANCE, "capped")
+
+
+def test_a_model_with_layers_of_two_configs_is_refused():
+    """Moshi's depth decoder has the attention class of its decoder; the latter is patched by itself."""
+    depth = {"num_codebooks": 2, "hidden_size": 32, "input_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    parts = {
+        "audio_encoder_config": {"model_type": "mimi"},
+        "depth_decoder_config": {**depth, "ffn_dim": 64, "audio_vocab_size": 16},
+    }
+    with torch.device("meta"):
+        model = MoshiForConditionalGeneration(tiny_config("moshi", audio_vocab_size=16, **parts))
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"has a MoshiDepthConfig.*patch_model\(model.decoder"):
+        patch_model(model, "qk_norm_cap")
+    assert fingerprint(model) == before
+    assert len(patched_layers(patch_model(model.decoder, "qk_norm_cap"))) == 2

@@ -146,7 +146,6 @@ MIXED: Final[dict[str, dict[str, Any]]] = {
     "qwen4_exp_text": {
         **EXPERTS,
         **DELTA,
-        "layer_types": ["linear_attention", "indexed_attention"],
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
@@ -174,7 +173,7 @@ MIXED: Final[dict[str, dict[str, Any]]] = {
         "router_hidden_size": 16,
         "layer_types": ["hybrid_sliding", "hybrid"],
     },
-    "mllama_text_model": {"head_dim": None, "cross_attention_layers": [1], "num_hidden_layers": 3, "dropout": 0.1},
+    "mllama_text_model": {"cross_attention_layers": [1], "num_hidden_layers": 3, "dropout": 0.1},
     "musicgen_decoder": {"num_codebooks": 2, "ffn_dim": 96, "layerdrop": 0.0},
     "musicgen_melody_decoder": {"num_codebooks": 2, "ffn_dim": 96, "layerdrop": 0.0},
 }

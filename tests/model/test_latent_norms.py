@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import assert_near, make_batch, randomise, sharp_model
+from tables import CHANGED, OLD_TRANSFORMERS, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -163,6 +163,8 @@ def per_head(parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def test_the_cache_holds_what_it_held_before(model_type):
     """The latents of the first layer to the bit, and keys of the same shape, which all heads share."""
+    if OLD_TRANSFORMERS and model_type in CHANGED:
+        pytest.skip("it cached the keys of all heads then")
     model = sharp_model(model_type).eval()
     plain = copy.deepcopy(model)
     randomise(patch_model(model, RMS))

@@ -15,9 +15,10 @@ from tables import MODEL_TYPES, applies, as_loaded, make_batch, randomise, sharp
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, add_standalone, convert_checkpoint, patch_model, unpatch_model
+from hf_qknorm.families.class_names import AUTO_CLASSES
 from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.model.derived import derived_config
-from hf_qknorm.standalone.generate import AUTO_CLASSES, standalone_code
+from hf_qknorm.standalone.generate import standalone_code
 from hf_qknorm.training.blend import set_blend
 
 BUSY = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, scale=0.3)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 class Tile(NamedTuple):
     """Queries and keys of a tile, and the numbers of warps and pipeline stages of its kernel.
 
-    `apart` computes dk and dv in a launch each: both do not fit the registers. `split` divides the columns of a head in
-    two parts, see `launch.split`.
+    `apart` computes dk and dv in a launch each: both do not fit the registers. `one_loop` masks all tiles of dk and dv:
+    a loop of its own for tiles without a mask does not fit. `split` divides the columns of a head in two parts, see
+    `launch.split`.
     """
 
     queries: int
@@ -18,6 +19,7 @@ class Tile(NamedTuple):
     stages: int
     apart: bool = False
     split: bool = False
+    one_loop: bool = False
 
     @property
     def launch_options(self) -> dict[str, Any]:
@@ -110,7 +112,7 @@ AMPERE = Architecture(
             "key_gradient": Tile(32, 128, 8, 2, apart=True, split=True),
         },
     },
-    {},
+    {(2, 128): {"forward": Tile(128, 64, 8, 2)}},
 )
 # RTX 30 and 40, L40S: Ampere's tiles, but where they would spill for sm_89, or not fit the shared memory. Of 32 queries
 # and 32 keys, 8 warps would compute each score twice.
@@ -132,7 +134,7 @@ ADA = Architecture(
             "key_gradient": Tile(32, 64, 4, 2, apart=True, split=True),
         },
     },
-    {},
+    AMPERE.dropout,
 )
 # Blackwell without tensor memory: RTX 50 and DGX Spark.
 CONSUMER_BLACKWELL = Architecture(
@@ -142,8 +144,12 @@ CONSUMER_BLACKWELL = Architecture(
         (2, 16): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
         (2, 32): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(16, 128, 4, 3)),
         (2, 64): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
-        (2, 128): Tiles(Tile(128, 64, 8, 2), Tile(128, 16, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 3)),
-        (2, 256): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2, apart=True), Tile(16, 16, 4, 3)),
+        (2, 128): Tiles(
+            Tile(128, 64, 8, 2), Tile(128, 16, 8, 2), Tile(64, 64, 8, 2, one_loop=True), Tile(16, 32, 4, 3)
+        ),
+        (2, 256): Tiles(
+            Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2, apart=True, one_loop=True), Tile(16, 16, 4, 3)
+        ),
     }
     | FP32,
     {  # in two parts the other kernels spill hundreds of bytes
@@ -153,7 +159,7 @@ CONSUMER_BLACKWELL = Architecture(
         },
         (2, 256): {"forward": Tile(128, 16, 8, 2, split=True)},
     },
-    {},
+    {(2, columns): {"key_gradient": Tile(32, 128, 8, 2, one_loop=True)} for columns in (16, 32, 64)},
 )
 
 ARCHITECTURES: dict[tuple[int, int], Architecture] = {  # by compute capability

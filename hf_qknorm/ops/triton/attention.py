@@ -289,7 +289,7 @@ def _gradient(
             call,
             shape,
             loops,
-            {"EXACT": dtype == torch.float32, "OMIT": omitted},
+            {"EXACT": dtype == torch.float32, "OMIT": omitted, "ONE_LOOP": shape.one_loop or dtype == torch.float32},
             **head_arguments(shape, shape.queries, GRAD=grad),
             **head_arguments(shape, rows, **stored),
             **division._asdict(),

@@ -181,15 +181,14 @@ def query_gradient_kernel(
 @triton.jit
 def _add_to_keys(
     dk, dv, k, v, Q, GRAD, row_terms, batch, head, number, low, high, stride, own, first, last, start, count, score,
-    seed, sizes, C: tl.constexpr,
+    seed, sizes, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv `[N, P]` the gradient through the tiles from `low` to `high`: a group's heads from `head` on
     have `count` tiles each, blocks of queries from `start` on.
 
-    One loop for all heads and tiles `[N, M]`: nested loops, or one with a mask and one without, exceed the registers.
+    One loop for all heads and tiles `[N, M]`: nested loops exceed the registers.
     """
-    FROM: tl.constexpr = C.CAUSAL or C.WINDOW or C.RANGES  # queries in front of a key's first one are hidden
-    UNTIL: tl.constexpr = C.WINDOW or C.RANGES  # and those behind its last one
+    UNTIL: tl.constexpr = C.WINDOW or C.RANGES  # not only queries in front of a key's first one are hidden
     rows = tl.arange(0, C.BLOCK_M)
     span = tl.maximum(last - first, 0).to(tl.uint32, bitcast=True)
     member = low // tl.maximum(count, 1)
@@ -205,11 +204,11 @@ def _add_to_keys(
             inverse_total = tl.load(row_terms + at + 2 * stride + rows)
         x = products(k, q, C)
         seen = True
-        if UNTIL:  # both ends in one comparison: in front of `first` the unsigned distance is huge
+        if MASKED and UNTIL:  # both ends in one comparison: in front of `first` the unsigned distance is huge
             seen = (rows[None, :] + (m - first)[:, None]).to(tl.uint32, bitcast=True) < span[:, None]
-        elif FROM:
+        elif MASKED:
             seen = rows[None, :] >= (first - m)[:, None]
-        p, sloped = weights(x, lse[None, :], inverse_total[None, :], seen, score, FROM or UNTIL, C)
+        p, sloped = weights(x, lse[None, :], inverse_total[None, :], seen, score, MASKED, C)
         keep = True
         if C.DROPOUT:
             keep = kept(seed, number + member, m, own, score, C, TRANSPOSED=True)
@@ -269,10 +268,25 @@ def key_gradient_kernel(
     stride = tl.cdiv(queries, ALIGNED) * ALIGNED
     first_head = batch * heads + head_kv * group
     row_terms += 3 * first_head.to(tl.int64) * stride
-    dk, dv = _add_to_keys(
-        dk, dv, k, v, Q, GRAD, row_terms, batch, head_kv * group, first_head, part * tiles // parts,
-        (part + 1) * tiles // parts, stride, own, first, last, start, count, score, seed, sizes, C,
-    )  # fmt: skip
+    low = part * tiles // parts
+    high = (part + 1) * tiles // parts
+    FROM: tl.constexpr = C.CAUSAL and not (C.WINDOW or C.RANGES or C.ONE_LOOP)  # masks of a head's first tiles alone
+    masked = count if C.CAUSAL or C.WINDOW or C.RANGES else 0
+    if FROM:
+        full, _ = queries_seeing(own + C.BLOCK_N - 1, batch, ranges, sizes, C)
+        masked = tl.minimum(tl.cdiv(full - start, C.BLOCK_M), count)
+    rest = group * masked
+    if C.CAUSAL or C.WINDOW or C.RANGES:
+        dk, dv = _add_to_keys(
+            dk, dv, k, v, Q, GRAD, row_terms, batch, head_kv * group, first_head, tl.minimum(low, rest),
+            tl.minimum(high, rest), stride, own, first, last, start, masked, score, seed, sizes, MASKED=True, C=C,
+        )  # fmt: skip
+    if FROM or not (C.CAUSAL or C.WINDOW or C.RANGES):
+        dk, dv = _add_to_keys(
+            dk, dv, k, v, Q, GRAD, row_terms, batch, head_kv * group, first_head, tl.maximum(low - rest, 0),
+            tl.maximum(high - rest, 0), stride, own, first, last, start + masked * C.BLOCK_M, count - masked, score,
+            seed, sizes, MASKED=False, C=C,
+        )  # fmt: skip
     if C.OMIT != "values":
         if C.DROPOUT:
             dv = scaled(dv, score.rescale, C)

@@ -60,9 +60,9 @@ def padded(head_dim: int) -> int:
 
 
 def split(head_dim: int) -> tuple[int, int] | None:
-    """Columns of two tiles side by side, both powers of two, where these are fewer than those of one.
+    """Columns of two tiles side by side, both powers of two, where one tile would have more columns; else None.
 
-    None for narrow heads too, where matrix products are not what takes time.
+    None for heads of up to 64 columns too: their matrix products take little of the time.
     """
     main = padded(head_dim) // 2
     rest = padded(head_dim - main)

@@ -27,8 +27,8 @@ STEPS = 4  # tiles of a program of the backward, one after the other: its partia
 class NormedHeads(NamedTuple):
     """q̂ `[B, H, T, D]`, k̂ `[B, Hk, T, D]`, and the largest ‖q̂‖ of each group and ‖k̂‖, `[B, Hk, 2]` in fp32.
 
-    There is no bound without k, nor with a cache, whose earlier keys are not read. With a cache there are `zeros`
-    (int32), at least `B·Hk`, for a kernel that follows.
+    There is no bound unless it is asked for, nor without k, nor with a cache, whose earlier keys are not read. With a
+    cache there are `zeros` (int32), at least `B·Hk`, for a kernel that follows.
     """
 
     q: Tensor
@@ -68,10 +68,13 @@ def forward(
     rotary: Rotary | None,
     factor: float = 1.0,
     cache: Cache | None = None,
+    *,
+    bounded: bool = False,
 ) -> NormedHeads:
     """Norm and rotate q `[B, H, T, D]` and k `[B, Hk, T, D]`, or q alone, and multiply q by `factor`; round once.
 
-    With a cache, the same launch writes k̂ and the new values there, and the result's k are the cache's keys.
+    With a cache, the same launch writes k̂ and the new values there, and the result's k are the cache's keys. A bound
+    takes a launch that fills it with zeros.
     """
     (batch, heads, length, _), device = q.shape, q.device
     heads_kv = 0 if k is None else k.shape[1]
@@ -80,8 +83,9 @@ def forward(
     k_out, values, v, positions = (None, None, None, None) if cache is None else cache
     bound = None
     if cache is None and k is not None:
-        bound = torch.zeros(batch, heads_kv, 2, dtype=torch.float32, device=device)
         k_out = torch.empty(k.shape, dtype=k.dtype, device=device)
+        if bounded:
+            bound = torch.zeros(batch, heads_kv, 2, dtype=torch.float32, device=device)
     arguments = _arguments(q, q_norm, k_norm, rotary, factor)
     programs = total * batch * -(-length // arguments["BLOCK"])
     zeros = None if cache is None else torch.empty(programs, dtype=torch.int32, device=device)

@@ -32,6 +32,7 @@ class PreparedHeads(NamedTuple):
         if not heads.raw:
             return cls(dense(heads.q), dense(heads.k), v, None, unit, cap, scaled)
         before, after = (unit, cap) if scaled else (cap, 1.0)
-        normed = norm_rope.forward(heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary, before)
+        q, k, _, q_norm, k_norm, rotary = heads
+        normed = norm_rope.forward(q, k, q_norm, k_norm, rotary, before, bounded=True)
         assert normed.k is not None
         return cls(normed.q, normed.k, v, normed.bound, 1.0, after, False)

@@ -23,7 +23,7 @@ def test_results_and_gradients(case: Case) -> None:
     dq, dk = gradients_like(call)
     exact_q, exact_k, exact = expected(call, dq, dk, torch.float64)
     eager_q, eager_k, eager = expected(call, dq, dk, case.dtype)
-    made = norm_rope.forward(*call)
+    made = norm_rope.forward(*call, bounded=True)
     assert made.k is not None
     assert made.q.is_contiguous()
     assert made.k.is_contiguous()
@@ -43,7 +43,7 @@ def test_results_and_gradients(case: Case) -> None:
 def test_the_bound_is_the_longest_row(case: Case) -> None:
     """Also with a knee, where rows differ in length and gains are larger."""
     call = draw(case)
-    made = norm_rope.forward(*call)
+    made = norm_rope.forward(*call, bounded=True)
     groups = (case.batch, case.heads[1], -1)
     sizes = [x.double().norm(dim=-1).view(groups).amax(-1) for x in (made.q, made.k)]
     torch.testing.assert_close(made.bound.double(), torch.stack(sizes, -1), rtol=1e-6, atol=0)
@@ -54,7 +54,7 @@ def test_the_bound_is_the_longest_row(case: Case) -> None:
 def test_rows_of_zeros_stay_and_get_no_gradient(kind: str, knee: float | None) -> None:
     call = draw(Case(norms=(kind, kind), length=9, knee=knee))
     call.q.zero_()
-    made = norm_rope.forward(*call)
+    made = norm_rope.forward(*call, bounded=True)
     got = norm_rope.backward(*gradients_like(call), *call)
     assert not made.q.any()
     assert not got.q.any()
@@ -65,7 +65,7 @@ def test_rows_of_zeros_stay_and_get_no_gradient(kind: str, knee: float | None) -
 @pytest.mark.parametrize("kind", ["rms", "lp"])
 def test_one_tensor_alone(kind: str, knee: float | None) -> None:
     call = draw(Case(norms=(kind, "none"), gains=("per_head", "none"), rotary=(0, "none"), knee=knee))
-    both = norm_rope.forward(*call)
+    both = norm_rope.forward(*call, bounded=True)
     made = norm_rope.forward(call.q, None, call.q_norm, Norm(), None, call.factor)
     assert made.k is None
     assert made.bound is None
@@ -85,7 +85,7 @@ def test_keys_and_values_go_into_the_cache(length: int, knee: float | None) -> N
     before = torch.randn(2, 2, 12, 64, device=DEVICE).to(BRAIN)
     cache = norm_rope.Cache(lay_out(before, "tokens").clone(), lay_out(before, "gaps"), v, slots)
     made = norm_rope.forward(*call, cache)
-    plainly = norm_rope.forward(*call)
+    plainly = norm_rope.forward(*call, bounded=True)
     assert made.k is cache.keys
     assert made.bound is None
     torch.testing.assert_close(made.q, plainly.q, rtol=0, atol=0)
@@ -95,7 +95,9 @@ def test_keys_and_values_go_into_the_cache(length: int, knee: float | None) -> N
 
 def test_a_rerun_gives_the_same_bits() -> None:
     call = draw(Case(head_dim=128, length=90, dtype=BRAIN, biases=("shared", "shared")))
-    runs = [(norm_rope.forward(*call), norm_rope.backward(*gradients_like(call), *call)) for _ in range(2)]
+    runs = [
+        (norm_rope.forward(*call, bounded=True), norm_rope.backward(*gradients_like(call), *call)) for _ in range(2)
+    ]
     torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
 
 

@@ -35,6 +35,14 @@ SOUND = recipe.Report(
     slots=6.4,
     size=1900,
 )
+
+
+def of_keys(head_dim: int) -> limits.Report:
+    """The gradients of keys and values without a cap."""
+    options = {"PADDED": head_dim, "TANH": "none", "ONLINE": False}
+    return replace(SOUND, kernel="key_gradient_kernel", constants=SOUND.constants | options)
+
+
 EVERY = {"HGMMA": 32, "HMMA": 32, "UTCHMMA": 32}
 
 
@@ -63,6 +71,44 @@ def test_kernels_keep_their_limits_on_hopper():
     for row in run.stdout.splitlines():  # each loop of a kernel has its own row
         assert (" tanh=approx " in row) == (" 1.00 tanh " in row)
     assert run.stdout.count("| forward_kernel | bf16") == 2
+
+
+TUTORIAL = """
+import torch
+import triton
+import triton.language as tl
+
+DEVICE = triton.runtime.driver.active.get_active_torch_device()
+
+
+@triton.jit
+def _attn_bwd(Q, N: tl.constexpr, BLOCK_M1: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_M2: tl.constexpr,
+              BLOCK_N2: tl.constexpr):
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    for count in tl.static_range(2):
+        x = tl.zeros([16, 16], tl.float32)
+        for i in range(0, tl.load(Q).to(tl.int32)):
+            x = tl.dot(tl.exp2(x).to(tl.float16), tl.load(Q + at + i * 256))
+        tl.store(Q + at, x)
+
+
+class _attention:
+    @staticmethod
+    def backward(ctx, do):
+        _attn_bwd[1,](do, N=2, BLOCK_M1=16, BLOCK_N1=16, BLOCK_M2=16, BLOCK_N2=16, num_warps=1)
+"""
+
+
+def test_a_tutorial_is_compiled_beside_the_kernels(tmp_path):
+    (tmp_path / "tutorial.py").write_text(TUTORIAL)
+    command = RECIPES / "compile_tutorial.py", tmp_path / "tutorial.py", "--arch", 80, "--head-dim", 16
+    rows = [row.split(" | ")[2:5] for row in compile_script(*command).stdout.splitlines()[4:]]
+    assert rows == [
+        ["dk, dv", "tutorial", "16×16"],
+        ["dq", "tutorial", "16×16"],
+        ["dk, dv", "here", "64×128"],
+        ["dq", "here", "128×64"],
+    ]
 
 
 def test_small_heads_compile_for_amd():
@@ -152,7 +198,15 @@ def test_a_kernel_within_the_limits_passes():
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"spilled": 72}, "72 bytes spilled, 0 instructions in loops, expected at most 64"),
+        ({"spilled": 8}, "8 bytes spilled, 0 instructions in loops, expected at most 0, and none"),
+        (
+            {"spilled": 24, "kernel": "query_gradient_kernel"},
+            "24 bytes spilled, 0 instructions in loops, expected at most 16",
+        ),
+        (
+            {"spilled": 72, "kernel": "key_gradient_kernel"},
+            "72 bytes spilled, 0 instructions in loops, expected at most 64",
+        ),
         ({"spilled": 8, "reloads": 2}, "8 bytes spilled, 2 instructions in loops"),
         ({"shared": 232_449}, "232,449 bytes of shared memory, expected at most 232,448"),
         ({"matrix": {"HMMA": 64}}, "no HGMMA, got {'HMMA': 64}"),
@@ -180,7 +234,7 @@ def test_each_limit_is_checked(changes, complaint):
 def test_where_spills_are_allowed(kernel, constants, allowed):
     report = replace(SOUND, kernel=kernel, constants=SOUND.constants | constants, spilled=72, reloads=2)
     assert (limits.broken(report) == []) == allowed
-    assert limits.broken(replace(report, spilled=64, reloads=0)) == []  # few, outside of loops
+    assert limits.broken(replace(report, spilled=limits.few_spills(report), reloads=0)) == []  # outside of loops
 
 
 @pytest.mark.parametrize(
@@ -216,7 +270,7 @@ def test_each_loop_has_its_own_limit_of_slots(tanh, online, slots):
     assert limits.broken(replace(report, slots=slots - 0.7)) == []
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "limit"), [(80, 64, 16.5), (80, 128, 25.0), (90, 64, 14.0)])
+@pytest.mark.parametrize(("arch", "head_dim", "limit"), [(80, 64, 16.5), (80, 128, 22.0), (90, 64, 14.0)])
 def test_dropout_has_limits_of_its_own(arch, head_dim, limit):
     report = replace(with_dropout(head_dim), matrix=EVERY, shared=0)
     assert limits.broken(replace(report, slots=limit), arch) == []
@@ -270,6 +324,17 @@ def test_each_gpu_has_limits_of_its_own(arch, shared, slots, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(("arch", "head_dim", "limit"), [(80, 64, 15.5), (90, 128, 12.4), (120, 128, 30.2)])
+def test_gradients_of_keys_have_limits_of_their_own(arch, head_dim, limit):
+    report = replace(of_keys(head_dim), matrix=EVERY, shared=0)
+    assert not limits.broken(replace(report, slots=limit), arch)
+    assert limits.broken(replace(report, slots=limit + 0.1), arch) == [
+        f"{limit + 0.1:.2f} issue slots a score, expected at most {limit}"
+    ]
+    capped = replace(report, constants=report.constants | {"TANH": "approx"}, slots=100.0)
+    assert not limits.broken(capped, arch)
+
+
 def test_the_few_cases_are_checked_by_every_limit_of_other_gpus(monkeypatch):
     for arch in limits.LIMITS.keys() - {90}:
         forward = [
@@ -277,6 +342,7 @@ def test_the_few_cases_are_checked_by_every_limit_of_other_gpus(monkeypatch):
             for loop in limits.LIMITS[arch].slots
         ]
         forward += [with_dropout(head_dim) for head_dim in limits.LIMITS[arch].dropout]
+        forward += [of_keys(head_dim) for head_dim in limits.LIMITS[arch].keys]
         others = [replace(SOUND, kernel=kernel) for kernel in limits.LIMITS[arch].spill_free]
         assert limits.unmet(forward + others, arch, few=True) == []
         assert len(limits.unmet([], arch, few=True)) == len(forward) + len(others)
