@@ -91,7 +91,7 @@ class OneQuery(NamedTuple):
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{HEADS} heads on {self.heads_kv} key heads, {self.keys:,} keys, {dtype}"
+        return f"{HEADS} heads on {self.heads_kv} key head{'s' * (self.heads_kv > 1)}, {self.keys:,} keys, {dtype}"
 
 
 ONE_QUERY = tuple(OneQuery(*sizes, F32) for sizes in itertools.product((8, 2, 1), (256, 1024, 8192)))

@@ -25,14 +25,14 @@ inline Vec sums_of(const Vec* x) {
   }
 }
 
-// Products of keys [count, width] with queries [ROWS, width]: scores [count, ROWS]. The last vector may have keys beyond
-// the last one, with any finite numbers.
-template <int ROWS, class T>
-void score(const T* keys, int64_t stride, int64_t count, const float* queries, int64_t width, float* scores) {
+// Products of keys [count, width] with queries [ROWS, width]: scores [count, ROWS]. The last vector may have scores beyond
+// the last key, which are those of the last one.
+template <int ROWS>
+void score(const ByRow& keys, int64_t count, const float* queries, int64_t width, float* scores) {
   constexpr int STEP = LANES / ROWS;
   for (int64_t j = 0; j < count; j += STEP) {
-    const T* key[STEP];
-    for (int i = 0; i < STEP; ++i) key[i] = keys + std::min(j + i, count - 1) * stride;
+    const float* key[STEP];
+    for (int i = 0; i < STEP; ++i) key[i] = keys.data + std::min(j + i, count - 1) * keys.stride;
     Vec sums[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; ++i) sums[i] = Vec(0.0f);
@@ -42,7 +42,7 @@ void score(const T* keys, int64_t stride, int64_t count, const float* queries, i
       for (int r = 0; r < ROWS; ++r) query[r] = Vec::loadu(queries + r * width + d);
 #pragma GCC unroll 16
       for (int i = 0; i < STEP; ++i) {
-        const Vec columns = load_wide(key[i] + d);
+        const Vec columns = Vec::loadu(key[i] + d);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) sums[i * ROWS + r] = at::vec::fmadd(columns, query[r], sums[i * ROWS + r]);
       }
@@ -59,8 +59,8 @@ constexpr int SUMS = 8;
 #endif
 
 // Add weights [count, ROWS] times columns [count, VECTORS·LANES] of values to sums [ROWS, VECTORS·LANES].
-template <int ROWS, int VECTORS, class T>
-void add_columns(const T* values, int64_t stride, int64_t count, const float* weights, float* sums, int64_t width) {
+template <int ROWS, int VECTORS>
+void add_columns(const float* values, int64_t stride, int64_t count, const float* weights, float* sums, int64_t width) {
   constexpr int CHAINS = std::max(SUMS / (ROWS * VECTORS), 1);  // an addition takes several cycles
   Vec chains[CHAINS][ROWS][VECTORS];
   for (int c = 0; c < CHAINS; ++c)
@@ -69,7 +69,7 @@ void add_columns(const T* values, int64_t stride, int64_t count, const float* we
   const auto add = [&](int64_t j, int c) __attribute__((always_inline)) {
     Vec columns[VECTORS];
 #pragma GCC unroll 4
-    for (int n = 0; n < VECTORS; ++n) columns[n] = load_wide(values + j * stride + n * LANES);
+    for (int n = 0; n < VECTORS; ++n) columns[n] = Vec::loadu(values + j * stride + n * LANES);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       const Vec weight(weights[j * ROWS + r]);
@@ -91,23 +91,17 @@ void add_columns(const T* values, int64_t stride, int64_t count, const float* we
     }
 }
 
-template <int ROWS, int VECTORS, class T>
-int64_t add_all_columns(const T* values, int64_t stride, int64_t count, const float* weights, float* sums,
-                        int64_t width, int64_t d) {
-  for (; d + VECTORS * LANES <= width; d += VECTORS * LANES)
-    add_columns<ROWS, VECTORS>(values + d, stride, count, weights, sums + d, width);
-  return d;
-}
-
 // Add weights [count, ROWS] times values [count, width] to sums [ROWS, width]. Shorter sums round less.
-template <int ROWS, class T>
-void add_values(const T* values, int64_t stride, int64_t count, const float* weights, float* sums, int64_t width) {
+template <int ROWS>
+void add_values(ByRow values, int64_t count, const float* weights, float* sums, int64_t width) {
   constexpr int VECTORS = std::min(SUMS / ROWS, 4);
   constexpr int64_t PART = 128;
-  for (int64_t first = 0; first < count; first += PART, values += PART * stride, weights += PART * ROWS) {
+  for (int64_t first = 0; first < count; first += PART, values = values.from_row(PART), weights += PART * ROWS) {
     const int64_t part = std::min(PART, count - first);
-    int64_t d = add_all_columns<ROWS, VECTORS>(values, stride, part, weights, sums, width, 0);
-    add_all_columns<ROWS, 1>(values, stride, part, weights, sums, width, d);
+    int64_t d = 0;
+    for (; d + VECTORS * LANES <= width; d += VECTORS * LANES)
+      add_columns<ROWS, VECTORS>(values.data + d, values.stride, part, weights, sums + d, width);
+    for (; d < width; d += LANES) add_columns<ROWS, 1>(values.data + d, values.stride, part, weights, sums + d, width);
   }
 }
 
@@ -137,28 +131,15 @@ struct Memory {
 template <int ROWS, class T>
 void take_tile(const Problem& problem, const Rows& rows, int64_t first, int64_t seen, int64_t count, const Memory& memory,
                Softmax& softmax, const Part& part) {
-  const int64_t head_dim = problem.head_dim, width = part.width;
-  const bool whole = width == head_dim;  // else rows are copied, padded with zeros
-  if (whole) {
-    score<ROWS>(problem.k.at<const T>(rows.b, rows.key_head, first), problem.k.row, count, memory.queries, width,
-                memory.scores);
-  } else {
-    const ByRow keys = load_tile<T>(problem.k, rows.b, rows.key_head, first, count, head_dim, memory.keys);
-    score<ROWS>(keys.data, keys.stride, count, memory.queries, width, memory.scores);
-  }
+  const int64_t head_dim = problem.head_dim, width = part.width, hidden = seen - first;
+  const ByRow keys = load_tile<T>(problem.k, rows.b, rows.key_head, first, count, head_dim, memory.keys);
+  score<ROWS>(keys, count, memory.queries, width, memory.scores);
   weigh(problem, rows, {memory.scores, LANES, first, (count + rows.step - 1) / rows.step, nullptr}, softmax);
   if (!problem.bounded())
     for (int64_t r = 0; r < ROWS; ++r)
       for (int64_t d = 0; d < width; ++d) part.sums[r * width + d] *= softmax.rescale[r];
-  const int64_t hidden = seen - first;
-  const float* weights = memory.scores + hidden * ROWS;
-  if (whole) {
-    add_values<ROWS>(problem.v.at<const T>(rows.b, rows.key_head, seen), problem.v.row, count - hidden, weights,
-                     part.sums, width);
-  } else {
-    const ByRow values = load_tile<T>(problem.v, rows.b, rows.key_head, seen, count - hidden, head_dim, memory.values);
-    add_values<ROWS>(values.data, values.stride, count - hidden, weights, part.sums, width);
-  }
+  const ByRow values = load_tile<T>(problem.v, rows.b, rows.key_head, seen, count - hidden, head_dim, memory.values);
+  add_values<ROWS>(values, count - hidden, memory.scores + hidden * ROWS, part.sums, width);
 }
 
 // The rows' attention to the keys from `begin` to `end`, each a multiple of TILE_KEYS or the end of all keys.
