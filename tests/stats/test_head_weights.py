@@ -26,7 +26,10 @@ def heads_made(model_type: str, layer: nn.Module, x: Tensor) -> dict[str, Tensor
         if getattr(layer, name, None) is not None:
             setattr(layer, name, nn.Identity())
     style, latent = FAMILIES[model_type].style, FAMILIES[model_type].latent
-    q, k, v, *_ = style.project(layer, x)
+    given: dict[str, object] = dict.fromkeys({"gate"} & {*style.arguments})
+    if "latents" in style.arguments:
+        given["latents"] = layer.q_a_layernorm(layer.q_a_proj(x)), None
+    q, k, v, *_ = style.project(layer, x, **given)
     if not latent:
         return {"q": q, "k": k}
     width = layer.qk_nope_head_dim
@@ -45,6 +48,10 @@ def test_parts_are_the_rows_of_the_heads(model_type, settings):
     model = tiny_model(model_type, **settings).train(False)
     if any(getattr(layer, "is_kv_shared_layer", False) for layer in model.modules()):
         with pytest.raises(ValueError, match="has no k_proj: it attends to the keys of another layer"):
+            attention_head_weights(model)
+        return
+    if any(hasattr(layer, "q_gate_proj") for layer in model.modules()):
+        with pytest.raises(ValueError, match="has no q_b_proj: .* computes its queries together with a gate"):
             attention_head_weights(model)
         return
     for name, parts in attention_head_weights(model).items():
