@@ -82,3 +82,21 @@ def test_values_that_are_not_finite_are_over_every_budget(bad: float) -> None:
     exact, eager, _ = draw(0)
     with pytest.raises(AssertionError, match="out: not finite"):
         assert_within_budget(torch.full(ROWS, bad), exact, eager, "out")
+
+
+@pytest.mark.parametrize(("dominant", "factor"), [(1, 5.0), (4, 3.0), (16, 2.0), (64, 2.0)])
+def test_the_factor_counts_the_numbers_that_dominate_a_result(dominant: int, factor: float) -> None:
+    """The errors of few numbers scatter as much among many small ones as alone."""
+    exact = torch.full((1000,), 1e-6, dtype=torch.float64)
+    exact[:dominant] = 1.0
+    eager = exact * (1 + 8 * EPS)
+    found = verdict(exact.float(), exact, eager)
+    assert found.budget == pytest.approx(factor * 8 * EPS + EPS, rel=1e-4)
+
+
+@pytest.mark.parametrize("fault", [0.0, 0.5])
+def test_numbers_below_the_normal_ones_are_rounded_to_fixed_steps(fault: float) -> None:
+    exact = torch.linspace(1e-6, 2e-6, 50, dtype=torch.float64)
+    found = verdict((exact * (1 + fault)).half(), exact, exact)
+    assert found.error > torch.finfo(torch.float16).eps
+    assert found.passed == (fault == 0)
