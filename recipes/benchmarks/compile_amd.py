@@ -3,8 +3,9 @@
     python recipes/benchmarks/compile_amd.py
 
 hf_qknorm refuses AMD GPUs; this shows what is missing. Triton's wheel holds its compiler for AMD. The kernels take
-Ampere's tiles, with pointers. Prints Markdown: vector registers and those spilled, of a thread, and bytes of shared
-memory, of which a program has 65,536. Exits with 1 if no kernel compiles. Run it without TRITON_INTERPRET.
+Ampere's tiles, with pointers, and one loop of dk and dv. Prints Markdown: vector registers and those spilled, of a
+thread, and bytes of shared memory, of which a program has 65,536. Exits with 1 if no kernel compiles. Run it without
+TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from hf_qknorm.ops.triton import launch
 from hf_qknorm.ops.triton.architectures import AMPERE
 
 SHARED = 65_536
+TILES = {key: x._replace(key_gradient=x.key_gradient._replace(one_loop=True)) for key, x in AMPERE.tiles.items()}
+MI300 = AMPERE._replace(tiles=TILES)
 COLUMNS = ("kernel", "configuration", "registers", "spilled", "shared", "obstacle")
 
 
@@ -62,7 +65,7 @@ def compile_all(names: list[str]) -> dict[str, str | None]:
         cells = kernel.__name__, configuration, registers, spilled, f"{shared:,}", obstacle or ""
         rows[line(*cells)] = obstacle
 
-    with patch.object(JITFunction, "run", compile_only), patch.object(launch, "architecture", lambda device: AMPERE):
+    with patch.object(JITFunction, "run", compile_only), patch.object(launch, "architecture", lambda device: MI300):
         active = driver._active
         driver.set_active(Amd(0))
         try:

@@ -254,6 +254,7 @@ def test_a_folder_that_can_not_be_written_is_a_reason(error, machine, monkeypatc
 def test_a_library_that_does_not_load_is_a_reason(machine, monkeypatch):
     monkeypatch.undo()
     monkeypatch.delenv(use.SWITCH, raising=False)
+    monkeypatch.setattr(use, "_served", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(machine.fault.parent))
     forget()
     file = build._library()
