@@ -61,15 +61,17 @@ def structured_mask(
         layout = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
         shown = {"mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap}
         return masking_utils.eager_mask(batch_size, **layout, **shown, device=device, **kwargs)
-    own = torch.arange(q_length, device=device) + q_offset - kv_offset  # the key at each query's own position
-    traced = is_tracing(own)
-    if _layers_pass(local_size, config) and (WINDOWS_KNOWN if traced else known(mask_function, torch.arange(1))):
-        local_size = None
+    if _layers_pass(local_size, config):
+        key = torch.arange(1)
+        if WINDOWS_KNOWN if is_tracing(key) else known(mask_function, key):
+            local_size = None
     build = partial(masking_utils.sdpa_mask, batch_size, kv_length=kv_length, kv_offset=kv_offset, device=device)
     whole = {"q_length": q_length, "q_offset": q_offset, "attention_mask": attention_mask, "local_size": local_size}
     # Whether a mask is needed does not depend on the function: with this one, the answer costs no T×S tensor.
     if build(**whole, **kwargs, mask_function=lambda batch, head, query, key: key >= 0) is None:
         return None
+    own = torch.arange(q_length, device=device) + q_offset - kv_offset  # the key at each query's own position
+    traced = is_tracing(own)
 
     def rows(first: int, count: int) -> Tensor:
         """The mask of `count` queries `[B, 1, count, S]`, before padding."""
