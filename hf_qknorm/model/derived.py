@@ -25,6 +25,7 @@ from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.model.attention import install, modelling_file, patched_layers
 from hf_qknorm.model.config_checks import config_errors, config_file
+from hf_qknorm.model.config_owners import config_owners
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.head_bias import HeadBias
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
@@ -98,9 +99,8 @@ class QKNormModel(_Model):
         Older versions of transformers pass over these.
         """
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
-        for module in self.modules():
-            if isinstance(module, PreTrainedModel) and type(module.config) is type(self.config):
-                module.config._attn_implementation_internal = self.config._attn_implementation
+        for owner in config_owners(self):
+            owner.config._attn_implementation_internal = self.config._attn_implementation
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
