@@ -8,8 +8,8 @@ repeat these and do nothing else. A call that reads a number on the host is not 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from operator import itemgetter
+from types import FunctionType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -31,25 +31,7 @@ SAME: Final = (torch.ops.aten.detach, torch.ops.aten.alias)  # the argument itse
 _SEEN: Final = "seen once"
 _NEVER: Final = "not to be repeated"
 
-Tensors = list[Any]  # of a call: its arguments, then what its steps make, None before
-Step = Callable[[Tensors], None]
-Fill = Callable[[Tensors], Any]  # makes an argument
-
-
-class Plan(NamedTuple):
-    """Steps, each of which may fill places of the call's tensors; `made` is the number of these."""
-
-    steps: list[Step]
-    made: int
-    results: Fill
-
-    def run(self, tensors: list[Tensor]) -> Any:
-        """Take the steps, for a call with these arguments."""
-        places: Tensors = [*tensors, *[None] * self.made]
-        with on(tensors[0].device):
-            for step in self.steps:
-                step(places)
-        return self.results(places)
+Plan = Callable[[list[Tensor]], Any]  # takes a call's arguments, and returns its results
 
 
 class Repeated:
@@ -69,8 +51,9 @@ class Repeated:
         settings = None if self.by_keys is None else self.by_keys(values)
         key, tensors = self.signature(values, settings)
         plan = self.plans.get(key)
-        if type(plan) is Plan:
-            return plan.run(tensors)
+        if type(plan) is FunctionType:
+            with on(tensors[0].device):
+                return plan(tensors)
         if plan is None:
             if len(self.plans) >= MOST_PLANS:
                 self.plans.clear()
@@ -151,12 +134,11 @@ class _Recorder(TorchDispatchMode):
         if not self.repeatable:
             return _NEVER
         try:
-            steps = [self._start(x) if isinstance(x, Launch) else self._do(x) for x in self._needed(result)]
-            return Plan(steps, self.count - self.given, self._maker(result))
+            return _Writer(self).plan(result)
         except _UnrepeatableError:
             return _NEVER
 
-    def _needed(self, result: Any) -> list[Any]:
+    def needed(self, result: Any) -> list[Any]:
         """The steps without operators whose results nothing uses, or whose results are their arguments."""
         used, needed = self._places(result), []
         for step in reversed(self.steps):
@@ -174,89 +156,82 @@ class _Recorder(TorchDispatchMode):
     def _places(self, x: Any) -> set[int | None]:
         return {self.numbers.get(id(tensor)) for tensor in _tensors(x)}
 
-    def _start(self, launch: Launch) -> Step:
-        """The step that launches a kernel."""
-        start = launch.started[launch.grid]
-        template, fills = _open([*launch.arguments.values()], [self._argument(*x) for x in launch.arguments.items()])
 
-        def step(tensors: Tensors) -> None:
-            arguments = template.copy()
-            for place, fill in fills:
-                arguments[place] = fill(tensors)
-            start(*arguments)
+class _Writer:
+    """Writes the function of a plan as source code, in which all that does not change between calls is a constant.
 
-        return step
+    A list of steps to interpret takes the host longer than the launches.
+    """
 
-    def _argument(self, name: str, argument: Any) -> Fill | None:
-        """Makes an argument of a kernel; None for a constant. In a plan for any number of keys, some depend on it."""
-        if not self.any_length:
-            return self._fill(argument)
-        keys, queries, window = self.numbers[id(self.values["k"])], self.values["q"].shape[2], self.values["window"]
-        if name in ("K", "V"):
-            number = self.numbers[id(argument.data)]
-            return lambda tensors: pointers(tensors[number])
-        if name == "keys":
-            return lambda tensors: tensors[keys].shape[2]
-        if name == "window":
-            return lambda tensors: reach(window, queries, tensors[keys].shape[2])
-        return self._fill(argument)
+    def __init__(self, recorder: _Recorder) -> None:
+        self.recorder = recorder
+        self.names: Values = {"empty": torch.empty_strided, "make": tuple.__new__, "tensors": _tensors}
+        self.names |= {"pointers": pointers, "reach": reach, "descriptor": _descriptor}
 
-    def _do(self, call: _Call) -> Step:
-        """The step that allocates memory, or calls an operator of torch."""
-        operator, _, options, result = call
-        made, names = [self.numbers[id(x)] for x in _tensors(result)], [*options]
+    def plan(self, result: Any) -> Plan:
+        """The function that takes the steps, and returns what `result` is for its tensors."""
+        given = ", ".join(map("t{}".format, range(self.recorder.given)))
+        steps = [self._launch(x) if isinstance(x, Launch) else self._call(x) for x in self.recorder.needed(result)]
+        lines = [f"[{given}] = arguments", *steps, f"return {self._write(result)}"]
+        exec("\n    ".join(["def plan(arguments):", *lines]), self.names)
+        plan: Plan = self.names["plan"]
+        return plan
+
+    def _launch(self, launch: Launch) -> str:
+        arguments = ", ".join(self._argument(*x) for x in launch.arguments.items())
+        return f"{self._constant(launch.started[launch.grid])}({arguments})"
+
+    def _argument(self, name: str, argument: Any) -> str:
+        """An argument of a kernel. In a plan for any number of keys, some depend on it."""
+        values = self.recorder.values
+        if self.recorder.any_length:
+            keys = f"{self._write(values['k'])}.shape[2]"
+            if name in ("K", "V"):
+                return f"pointers({self._write(argument.data)})"
+            if name == "keys":
+                return keys
+            if name == "window":
+                return f"reach({values['window']}, {values['q'].shape[2]}, {keys})"
+        return self._write(argument)
+
+    def _call(self, call: _Call) -> str:
+        """Allocate memory, or call an operator of torch."""
+        operator, arguments, options, result = call
         if operator.overloadpacket in ALLOCATIONS:
-            return partial(_allocate, made[0], result.shape, result.stride(), result.dtype, result.device)
-        fill = self._maker((call.arguments, [*options.values()]))
+            size = f"{self._constant(result.shape)}, {self._constant(result.stride())}"
+            kind = f"dtype={self._constant(result.dtype)}, device={self._constant(result.device)}"
+            return f"{self._write(result)} = empty({size}, {kind})"
+        named = (f"{name}={self._write(x)}" for name, x in options.items())
+        made = "".join(f"{self._write(x)}, " for x in _tensors(result))
+        written = ", ".join((*map(self._write, arguments), *named))
+        return f"[{made}] = tensors({self._constant(operator)}({written}))"
 
-        def step(tensors: Tensors) -> None:
-            arguments, values = fill(tensors)
-            found = operator(*arguments, **dict(zip(names, values, strict=True)))
-            for number, x in zip(made, _tensors(found), strict=True):
-                tensors[number] = x
-
-        return step
-
-    def _maker(self, x: Any) -> Fill:
-        """Makes x from the tensors of a call."""
-        return self._fill(x) or (lambda tensors: x)
-
-    def _fill(self, x: Any) -> Fill | None:
-        """Makes x from the tensors of a call; None for x without tensors."""
+    def _write(self, x: Any) -> str:
+        """An expression for x."""
         if isinstance(x, Tensor):
-            if id(x) not in self.numbers:
+            if id(x) not in self.recorder.numbers:
                 raise _UnrepeatableError
-            return itemgetter(self.numbers[id(x)])
+            return f"t{self.recorder.numbers[id(x)]}"
+        if not _tensors(x):
+            return self._constant(x)
         if _is_descriptor(x):
-            return partial(_descriptor, type(x), vars(x) | {"base": None}, self.numbers[id(x.base)])
-        if not isinstance(x, (tuple, list)):
-            return None
-        template, fills = _open([*x], [self._fill(part) for part in x])
-        return partial(_sequence, type(x), template, fills) if fills else None
+            fields = self._constant(vars(x) | {"base": None})
+            return f"descriptor({self._constant(type(x))}, {fields}, {self._write(x.base)})"
+        parts = "".join(f"{self._write(part)}, " for part in x)
+        if isinstance(x, list):
+            return f"[{parts}]"
+        return f"({parts})" if type(x) is tuple else f"make({self._constant(type(x))}, ({parts}))"
+
+    def _constant(self, x: Any) -> str:
+        name = f"c{len(self.names)}"
+        self.names[name] = x
+        return name
 
 
-def _open(parts: list[Any], fills: list[Fill | None]) -> tuple[list[Any], list[tuple[int, Fill]]]:
-    """The constant parts, None in the place of others, which a plan must not keep alive; and what makes these."""
-    template = [part if fill is None else None for part, fill in zip(parts, fills, strict=True)]
-    return template, [(place, fill) for place, fill in enumerate(fills) if fill is not None]
-
-
-def _allocate(number: int, shape: Any, strides: Any, dtype: Any, device: Any, tensors: Tensors) -> None:
-    tensors[number] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-def _sequence(kind: type, template: list[Any], fills: list[tuple[int, Fill]], tensors: Tensors) -> Any:
-    """A list, tuple or named tuple like the template, with other tensors."""
-    parts = template.copy()
-    for place, fill in fills:
-        parts[place] = fill(tensors)
-    return parts if kind is list else tuple.__new__(kind, parts)
-
-
-def _descriptor(kind: type, fields: dict[str, Any], number: int, tensors: Tensors) -> Any:
-    """A tensor descriptor with another tensor of the same signature, without the checks of its class."""
+def _descriptor(kind: type, fields: dict[str, Any], base: Tensor) -> Any:
+    """A tensor descriptor of another tensor of the same signature, without the checks of its class."""
     made: Any = object.__new__(kind)
-    vars(made).update(fields, base=tensors[number])
+    vars(made).update(fields, base=base)
     return made
 
 
