@@ -91,7 +91,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v3": Family("DeepseekV3Attention", latent.DEEPSEEK_V3, latent=True, rope=None),
     "deepseek_v32": Family("DeepseekV32Attention", indexed.DEEPSEEK_V32, latent=True, rope=None),
     "deit": Family("DeiTAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
-    "doge": Family("DogeAttention", biased.DOGE, own_norms=True, slides=everywhere),
+    "doge": Family("DogeAttention", biased.DOGE, rope=None, own_norms=True, slides=everywhere),
     "dots1": Family("Dots1Attention", normed.QWEN3, own_norms=True, slides=by_layer),
     "dots3_note_text": Family("Dots3NoteTextAttention", indexed.DOTS3, latent=True, rope=None, slides=by_layer),
     "electra": Family("ElectraSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),

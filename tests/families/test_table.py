@@ -24,6 +24,13 @@ def test_the_named_file_holds_the_style(model_type):
     assert any(value is style for value in vars(import_module(f"hf_qknorm.families.{name}")).values())
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_kernels_get_no_heads_of_a_model_with_a_position_bias(model_type):
+    """The kernels that norm and rotate take no bias."""
+    family = FAMILIES[model_type]
+    assert family.style.bias is None or family.rope is None
+
+
 def test_rows_of_some_families():
     rows = {name: rest for name, *rest in table.rows()}
     assert rows["llama"] == ["separate", "rms", "-", "all"]
