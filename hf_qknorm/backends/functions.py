@@ -109,15 +109,17 @@ def weights_wanted(options: dict[str, Any]) -> bool:
     return bool(options.get("output_attentions")) or "attentions" in (gathered or ())
 
 
-def takes_raw_heads(module: nn.Module, heads: Heads, mask: Tensor | None, options: dict[str, Any]) -> bool:
+def takes_raw_heads(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> bool:
     """Whether the module's backend norms, rotates and attends in one kernel, and takes this call.
 
     "hf_qknorm" does so on CUDA, "hf_qknorm_triton" in Triton's interpreter too.
     """
     name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
-    if name not in ("hf_qknorm", choice.EXPLICIT) or (name == "hf_qknorm" and not choice.on_gpu(heads.q)):
+    if name not in ("hf_qknorm", choice.EXPLICIT) or (name == "hf_qknorm" and not choice.on_gpu(query)):
         return False
-    return not weights_wanted(options) and why_not_kernels(heads.q, heads.k, heads.v, mask) is None
+    return not weights_wanted(options) and why_not_kernels(query, key, value, mask) is None
 
 
 def attend_raw(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:

@@ -26,11 +26,13 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         without_kernels = self.family.rope is None or (q.is_cpu and not choice.KERNELS_ON_CPU)
-        if without_kernels or not functions.takes_raw_heads(self, Heads(q, k, v), mask, options):
+        if without_kernels or not functions.takes_raw_heads(self, q, k, v, mask, options):
             return super()._norm_rotate_attend(q, k, v, mask, positions, cache, options)
         (q, q_norm), (k, k_norm) = self._queries_for_kernels(q), self._for_kernels("k_norm", k)
         rotary = kernel_rotary(positions, self.family.rope)
-        heads = Heads(q.to(v.dtype), k.to(v.dtype), v, q_norm, k_norm, rotary)  # a model's own norm may promote them
+        if not q.dtype == k.dtype == v.dtype:  # a model's own norm may promote them
+            q, k = q.to(v.dtype), k.to(v.dtype)
+        heads = Heads(q, k, v, q_norm, k_norm, rotary)
         slot: Any = None if cache is None else self.family.style.slot(self, **options)
         if self.scheme.length_scale is None and self._fits_one_kernel(heads, mask, cache, slot):
             if cache is not None:
@@ -44,7 +46,8 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         q = self._length_scaled(q, options)
         if cache is not None:
             k, v = cache.update(k, v, slot)
-        return self._call_backend(q, k, v, mask, options)
+        self._show(q, k, v, mask, options)
+        return functions.attend_raw(self, Heads(q, k, v), mask, **options)
 
     def _norm_rotate(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]

@@ -161,12 +161,20 @@ class HeadNorm(nn.Module):
         """Return the norm of `vectors` in the form that the operators take."""
         if self.bypass:
             return Norm()
-        weight, bias = _local(self.weight), _local(self.bias)
-        if self.blend is None:
+        weight, bias = _local(self._held("weight")), _local(self._held("bias"))
+        blend = self._buffers["blend"]
+        if blend is None:
             return Norm(self.norm, weight, bias, None, self.eps, self.p)
-        gain = self.blend.new_ones(1) if weight is None else weight
+        gain = blend.new_ones(1) if weight is None else weight
         bias = None if bias is None else bias * self.rescale
-        return Norm(self.norm, gain * self.rescale, bias, self.blend, self.eps, self.p)
+        return Norm(self.norm, gain * self.rescale, bias, blend, self.eps, self.p)
+
+    def _held(self, name: str) -> Any:
+        """The parameter of that name, without the search of `nn.Module`, which takes as long as a small operator.
+
+        Parametrizations and FSDP's flat parameters keep it elsewhere.
+        """
+        return self._parameters[name] if name in self._parameters else getattr(self, name)
 
     def extra_repr(self) -> str:
         order = f", p={self.p:g}" if NORMS[self.norm].any_order else ""

@@ -124,12 +124,16 @@ class PlainAttention(nn.Module):
         style = self.family.style
         if style.bias is not None:
             options = options | {"position_bias": style.bias(self, q, k, v=v, mask=mask, **options)}
-        for observer in self.observers:
-            observer(self, q, k, v, mask, options)
+        self._show(q, k, v, mask, options)
         another_scale = style.inline and self.logit_scale != self.own_scale  # than the model's own function applies
         eager = functions.eager_attention if another_scale else style.eager(self)
         attend = functions.attention_function(self, self.scheme, eager)
         return attend(self, q, k, v, mask, **options)
+
+    def _show(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
+        """Show the heads `[B, H or Hk, T or S, D]` that attention gets to the observers."""
+        for observer in self.observers:
+            observer(self, q, k, v, mask, options)
 
     def normed(self, name: str, x: Tensor) -> Tensor:
         """Apply the scheme's norm of that name to x `[B, H, T, D]`; without such a norm return x itself."""

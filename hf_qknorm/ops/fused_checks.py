@@ -32,7 +32,7 @@ def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return (
             f"head_dim is {head_dim}: rows of {q.dtype} must be multiples of 16 bytes, that is of {16 // size} numbers"
         )
-    if 0 in (*q.shape, *k.shape):
+    if not (q.numel() and k.numel()):
         return f"there is nothing to attend: q {list(q.shape)}, k {list(k.shape)}"
     return _why_not_here(str(q.device))
 
@@ -47,11 +47,16 @@ def _why_not_here(device: str) -> str | None:
         return None
     if kind != "cuda" or torch.version.hip is not None:
         return f"the kernels are for NVIDIA GPUs, and the tensors are on {device}"
-    capability = torch.cuda.get_device_capability(device)
+    capability = _capability(device)
     if capability not in ARCHITECTURES:
         supported = ", ".join(map(_version, ARCHITECTURES))
         return f"the kernels have tiles for compute capability {supported}, and {device} has {_version(capability)}"
     return None
+
+
+@functools.cache
+def _capability(device: str) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _version(capability: tuple[int, int]) -> str:

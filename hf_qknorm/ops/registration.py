@@ -27,14 +27,15 @@ NORM_ROPE = {
 VISIBLE = dict.fromkeys(Visible._fields, "Tensor?")
 OPTIONS = {"scale": "float", "softcap": "float?", "causal": "bool", "window": "int?", "dropout": "float"}
 CALL = (*HEADS, *VISIBLE, *OPTIONS)
+NO_ROTARY = None, None, False
+_FLAT = (*NORM_ROPE, *CALL)
 
 Values = dict[str, Any]  # the arguments of an operator, by field
 
 
 def flatten_norms(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Values:
     """The values of the fields `NORM_ROPE`."""
-    rotary_parts = (None, None, False) if rotary is None else rotary
-    return dict(zip(NORM_ROPE, (*_norm_parts(q_norm), *_norm_parts(k_norm), *rotary_parts), strict=True))
+    return dict(zip(NORM_ROPE, (*_norm_parts(q_norm), *_norm_parts(k_norm), *(rotary or NO_ROTARY)), strict=True))
 
 
 def _norm_parts(norm: Norm) -> tuple[Any, ...]:
@@ -46,7 +47,9 @@ def _norm_parts(norm: Norm) -> tuple[Any, ...]:
 
 def flatten(heads: Heads, visible: Visible, options: Options) -> Values:
     """The values of the fields of an attention operator."""
-    return flatten_norms(*heads[3:]) | dict(zip(CALL, (*heads[:3], *visible, *options), strict=True))
+    q, k, v, q_norm, k_norm, rotary = heads
+    norms = (*_norm_parts(q_norm), *_norm_parts(k_norm), *(rotary or NO_ROTARY))
+    return dict(zip(_FLAT, (*norms, q, k, v, *visible, *options), strict=True))
 
 
 _norm_rope_parts, _call_parts = itemgetter(*NORM_ROPE), itemgetter(*CALL)

@@ -34,7 +34,7 @@ def heads(length: int = T, keys: int | None = None) -> list[Tensor]:
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (11, 0), (12, 0), (13, 0)])
 def test_gpus_without_tiles_are_refused(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(fused_checks, "_capability", lambda device: capability)
     reason = fused_checks._why_not_here("cuda:1")
     if capability in ARCHITECTURES:
         assert reason is None
