@@ -32,7 +32,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="add this to every seed that torch gets: other numbers")
     parser.addoption("--threads", type=int, default=1, help="threads that torch computes with")
     parser.addoption("--all-families", action="store_true", help="sweep over every family, not one of each style")
-    parser.addoption("--all-trained", action="store_true", help="convert the trained checkpoints in every way")
 
 
 def pytest_configure(config: pytest.Config) -> None:

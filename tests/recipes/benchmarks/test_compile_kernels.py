@@ -61,6 +61,7 @@ def compile_script(*command: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_kernels_keep_their_limits_on_hopper():
     """Some of them: .ci/run compiles them all, and prints the table."""
     cases = [x for case in ("capped 64", "step 64", "gluon, uncapped 64") for x in ("--case", case)]
@@ -99,6 +100,7 @@ class _attention:
 """
 
 
+@pytest.mark.slow
 def test_a_tutorial_is_compiled_beside_the_kernels(tmp_path):
     (tmp_path / "tutorial.py").write_text(TUTORIAL)
     command = RECIPES / "compile_tutorial.py", tmp_path / "tutorial.py", "--arch", 80, "--head-dim", 16
@@ -111,12 +113,14 @@ def test_a_tutorial_is_compiled_beside_the_kernels(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_small_heads_compile_for_amd():
     run = compile_script(RECIPES / "compile_amd.py", "--case", "plain 16")
     assert run.returncode == 0, run.stderr
     assert run.stdout.endswith("4 of 4 kernels compile, fit the shared memory and spill nothing.\n")
 
 
+@pytest.mark.slow
 def test_a_kernel_that_spills_and_one_that_does_not_compile_are_named():
     run = compile_script(Path(__file__).parents[2] / "helpers" / "spilling.py")
     *_, shared, spills, refused = run.stderr.splitlines()  # after what libraries say when they are imported
