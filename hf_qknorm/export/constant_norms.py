@@ -25,9 +25,9 @@ KEPT: Final = ("softcap", "length_scale", *LEARNED)  # fields of a scheme that i
 
 @dataclass(frozen=True)
 class ConstantNorm:
-    """A norm that multiplies by a constant: its layer's name and its own, the outputs that it takes, and a scale.
+    """A norm that multiplies by a constant: the names of its layer and of itself, and the outputs that it norms.
 
-    The scheme's scale of the logits, over the model's own, is the `scale` of one norm in each layer.
+    One norm of each layer has as its `scale` the scheme's scale of the logits over the model's own; others have 1.
     """
 
     layer: str
