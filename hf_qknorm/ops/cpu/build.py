@@ -26,6 +26,7 @@ from filelock import FileLock
 
 from hf_qknorm.files.atomic_io import replace_file, replace_text
 from hf_qknorm.files.cache_folder import folder
+from hf_qknorm.ops.traces import constant_in_traces
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +64,13 @@ def why_not_ready() -> str | None:
     return reason or why_not_built()
 
 
+@constant_in_traces
 def why_not_built() -> str | None:
     """The reason why the kernels are not there after an attempt to compile them, or None.
 
     The first call on a machine compiles them, in less than a minute; the first call in a process loads them.
     """
     return _load()
-
-
-# What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
-why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_loaded() -> bool:
