@@ -156,6 +156,7 @@ def test_weights_of_a_compiled_model_stand_where_their_keys_do():
         assert_near(*rows, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT",
