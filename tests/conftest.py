@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, which this file does not do
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# What inductor compiled for other instructions is wrong for these, and its cache does not tell them apart.
+# Code that inductor compiled for other instructions is wrong for these, and its cache has no key for them.
 instructions = os.environ.get("ATEN_CPU_CAPABILITY", "native")
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{getpass.getuser()}-{instructions}"

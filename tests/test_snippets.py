@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def printed(snippet: Snippet) -> str:
-    """What the snippet prints when it runs in the working directory."""
+    """The output of the snippet, run in the working directory."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(snippet.code, str(snippet), "exec"), names(snippet.code) | {"__name__": "example"})

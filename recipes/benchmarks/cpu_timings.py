@@ -31,7 +31,7 @@ Times = dict[str, list[float]]
 
 
 class Row(NamedTuple):
-    """What is measured, and the largest C++ ÷ SDPA that is allowed."""
+    """A measured shape, and the largest C++ ÷ SDPA that is allowed for it."""
 
     length: int
     head_dim: int
