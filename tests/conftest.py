@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # One thread by default: tiny models are no faster with more, and waiting threads slow a busy machine.
     torch.set_num_threads(config.getoption("--threads"))
+    os.environ["OMP_NUM_THREADS"] = str(config.getoption("--threads"))  # of children
 
 
 @pytest.fixture(autouse=True)
