@@ -214,9 +214,6 @@ def test_a_rank_that_reads_no_weights_is_not_refused(checkpoint, monkeypatch, pr
     assert len(knees(AutoModelForCausalLM.from_pretrained(checkpoint))) == 6
 
 
-TOWER = "model.language_model.layers.1.self_attn.k_norm.eps"
-
-
 @pytest.fixture
 def llava(tmp_path: Path) -> Path:
     """A multimodal model whose text tower has knees, and whose vision tower has norms without."""
