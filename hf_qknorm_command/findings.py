@@ -87,7 +87,7 @@ def _installed(name: str) -> str | None:
 
 
 def _stale(code: str) -> str:
-    """What is wrong with the metadata of the package's installation, whose requirements are checked."""
+    """The end of a line on the package if its installed metadata, which lists the requirements, is absent or old."""
     installed = _installed(PROJECT)
     if installed is None:
         return ", which is not installed: its requirements are not checked"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, which this file does not do
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# What inductor compiled for other instructions is wrong for these, and its cache does not tell them apart.
+# Code that inductor compiled for other instructions is wrong for these, and its cache has no key for them.
 instructions = os.environ.get("ATEN_CPU_CAPABILITY", "native")
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{getpass.getuser()}-{instructions}"
@@ -32,7 +32,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="add this to every seed that torch gets: other numbers")
     parser.addoption("--threads", type=int, default=1, help="threads that torch computes with")
     parser.addoption("--all-families", action="store_true", help="sweep over every family, not one of each style")
-    parser.addoption("--all-trained", action="store_true", help="convert the trained checkpoints in every way")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # One thread by default: tiny models are no faster with more, and waiting threads slow a busy machine.
     torch.set_num_threads(config.getoption("--threads"))
+    os.environ["OMP_NUM_THREADS"] = str(config.getoption("--threads"))  # of children
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,6 @@ def places(tmp_path_factory) -> Path:
 
 
 NOWHERE = "no such file or folder: ./nowhere.txt"
-NO_FOLDER = "is no folder: expected one with a checkpoint"
 WHOLE = "expected a whole number from 1 to 1000000000000, got"
 JSON = '{"q": "rms", "k": "rms"}; this JSON breaks at character '
 LONG = "x" * 300

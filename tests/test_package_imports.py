@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from children import child
+from slow import slow_but
 
 import hf_qknorm
 from hf_qknorm import registration
@@ -19,6 +20,15 @@ HEAVY = (
     "accelerate", "bitsandbytes", "datasets", "matplotlib", "peft", "torch._dynamo", "transformers.modeling_utils",
     "transformers.trainer", "triton",
 )  # fmt: skip
+
+ORDERS = (
+    "hf_qknorm",
+    "hf_qknorm, transformers.modeling_utils",
+    "transformers.modeling_utils, hf_qknorm",
+    "transformers.masking_utils, hf_qknorm",
+    "hf_qknorm.patch",
+)
+PEFT_ORDERS = ("hf_qknorm, peft", "peft, hf_qknorm", "peft.utils.constants, hf_qknorm")
 
 
 def test_the_import_prints_nothing_and_loads_no_heavy_module(tmp_path):
@@ -32,16 +42,7 @@ def test_the_import_prints_nothing_and_loads_no_heavy_module(tmp_path):
     assert child(script, home=tmp_path, quiet=True) == "[]\n"
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "hf_qknorm",
-        "hf_qknorm, transformers.modeling_utils",
-        "transformers.modeling_utils, hf_qknorm",
-        "transformers.masking_utils, hf_qknorm",
-        "hf_qknorm.patch",
-    ],
-)
+@pytest.mark.parametrize("first", slow_but(["hf_qknorm", "transformers.modeling_utils, hf_qknorm"], ORDERS))
 def test_attention_functions_and_masks_are_registered_in_any_order(tmp_path, first):
     script = (
         f"import {first}\n"
@@ -52,7 +53,7 @@ def test_attention_functions_and_masks_are_registered_in_any_order(tmp_path, fir
     assert child(script, home=tmp_path) == "True\n"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", slow_but([True], [False, True]))
 def test_an_unpatched_model_uses_a_backend_that_loads_when_it_is_called(compiled, tmp_path):
     script = (
         "import sys, torch, hf_qknorm\n"
@@ -102,7 +103,7 @@ def test_an_unknown_name_raises_as_in_any_module():
         _ = hf_qknorm.QKClipper
 
 
-@pytest.mark.parametrize("first", ["hf_qknorm, peft", "peft, hf_qknorm", "peft.utils.constants, hf_qknorm"])
+@pytest.mark.parametrize("first", slow_but(PEFT_ORDERS[:1], PEFT_ORDERS))
 def test_peft_knows_the_targets_of_patched_models_in_either_order(tmp_path, first):
     script = (
         f"import sys, {first}\n"

@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def printed(snippet: Snippet) -> str:
-    """What the snippet prints when it runs in the working directory."""
+    """The output of the snippet, run in the working directory."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(snippet.code, str(snippet), "exec"), names(snippet.code) | {"__name__": "example"})
@@ -106,10 +106,9 @@ def test_python_of_the_cards_compiles(snippet):
     compile(snippet.code, str(snippet), "exec")
 
 
-def test_the_readme_shows_what_its_code_prints(request, shared, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_the_readme_shows_what_its_code_prints(shared, tmp_path, monkeypatch):
     """Rounding may differ from machine to machine in the last digit."""
-    if not request.config.getoption("--all-trained"):
-        pytest.skip("takes most of a minute: --all-trained runs it")
     monkeypatch.chdir(tmp_path)
     make_folder(tmp_path)
     shutil.rmtree("gpt2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import masking_utils
 from transformers.utils import is_tracing
 
 from hf_qknorm.backends.mask_functions import MaskFunction, known
-from hf_qknorm.backends.spans import CHUNK, read
+from hf_qknorm.backends.spans import CHUNK, Spans, read
 from hf_qknorm.families import FAMILIES
 
 # The code of transformers' mask functions without gaps between a query's keys, and of their conjunction: a trace goes
@@ -61,38 +62,33 @@ def structured_mask(
         layout = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
         shown = {"mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap}
         return masking_utils.eager_mask(batch_size, **layout, **shown, device=device, **kwargs)
-    if _layers_pass(local_size, config):
-        key = torch.arange(1)
-        if WINDOWS_KNOWN if is_tracing(key) else known(mask_function, key):
-            local_size = None
+    if _layers_pass(local_size, mask_function, config):
+        local_size = None
     build = partial(masking_utils.sdpa_mask, batch_size, kv_length=kv_length, kv_offset=kv_offset, device=device)
     whole = {"q_length": q_length, "q_offset": q_offset, "attention_mask": attention_mask, "local_size": local_size}
     # Whether a mask is needed does not depend on the function: with this one, the answer costs no T×S tensor.
     if build(**whole, **kwargs, mask_function=lambda batch, head, query, key: key >= 0) is None:
         return None
-    own = torch.arange(q_length, device=device) + q_offset - kv_offset  # the key at each query's own position
-    traced = is_tracing(own)
 
     def rows(first: int, count: int) -> Tensor:
         """The mask of `count` queries `[B, 1, count, S]`, before padding."""
         part = {"q_length": count, "q_offset": q_offset + first, "allow_is_causal_skip": False}
         return build(**part, mask_function=mask_function, use_vmap=use_vmap)
 
+    own = torch.arange(q_length, device=device) + q_offset - kv_offset  # the key at each query's own position
+    traced = is_tracing(own)
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
-    if traced:
-        contiguous = not use_vmap and any(mask_function.__code__ is code for code in WITHOUT_GAPS)
-        spans = read([rows(0, q_length)]) if contiguous else None  # a compiler fuses the rows with what reads them
-        if spans is not None:
-            torch._assert_async(torch.stack(spans.conditions).all(), GAPS)
-    else:
-        spans = None if use_vmap else known(mask_function, own)
-        if spans is None:
-            step = max(CHUNK // (batch_size * kv_length), 1)
-            spans = read(rows(first, min(step, q_length - first)) for first in range(0, q_length, step))
-        spans = spans if padding is None else spans & read([padding[:, None, None]])
-        if spans.conditions and not torch.stack(spans.conditions).all():  # waits for the device, once
+    step = max(CHUNK // (batch_size * kv_length), 1)
+    spans = _spans(None if use_vmap else mask_function, own, q_length, rows, step)
+    if spans is not None and padding is not None and not traced:
+        spans = spans & read([padding[:, None, None]])
+    if spans is not None and spans.conditions:
+        without_gaps = torch.stack(spans.conditions).all()
+        if traced:
+            torch._assert_async(without_gaps, GAPS)
+        elif not without_gaps:  # waits for the device, once
             spans = None
     if spans is None:
         return build(**whole, **kwargs, mask_function=mask_function, use_vmap=use_vmap)
@@ -102,10 +98,30 @@ def structured_mask(
     return ranges[:, None].to(torch.int32)
 
 
-def _layers_pass(window: int | None, config: Any) -> bool:
-    """Whether the layers of this config's model pass this window to their attention function, as patched ones do."""
+def _spans(
+    function: MaskFunction | None, own: Tensor, queries: int, rows: Callable[[int, int], Tensor], step: int
+) -> Spans | None:
+    """The keys that queries see by transformers' mask function; None where a trace can't exclude gaps between them.
+
+    `function` is None for one of the user's own. `own` is the key at each query's own position. `rows` gives the mask
+    of some queries; it is read `step` queries at a time. `queries` may be symbolic in a trace, where len(own) is not.
+    """
+    if is_tracing(own):  # a compiler fuses all rows with what reads them
+        contiguous = function is not None and any(function.__code__ is code for code in WITHOUT_GAPS)
+        return read([rows(0, queries)]) if contiguous else None
+    spans = None if function is None else known(function, own)
+    if spans is None:
+        spans = read(rows(first, min(step, queries - first)) for first in range(0, queries, step))
+    return spans
+
+
+def _layers_pass(window: int | None, function: MaskFunction, config: Any) -> bool:
+    """Whether the layers of this config's model pass the function's window to their attention function too."""
     family = FAMILIES.get(getattr(config, "base_model_type", ""))
     if window is None or family is None or not family.has_window:
         return False
     chunked = getattr(config, "attention_chunk_size", None) is not None  # then the size may be that of the chunks
-    return not chunked and window == getattr(config, "sliding_window", None)
+    if chunked or window != getattr(config, "sliding_window", None):
+        return False
+    key = torch.arange(1)
+    return WINDOWS_KNOWN if is_tracing(key) else known(function, key) is not None

@@ -62,11 +62,7 @@ def inspect_model(
     batches = text.batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
     text.check_batches(batches, model.config)
     scheme = model.config.scheme if isinstance(model, QKNormModel) else None
-    logger = logging.getLogger("hf_qknorm")
-    training, level = model.training, logger.level
-    model.eval()
-    logger.setLevel(logging.ERROR)  # trials patch the model and undo it: no one can act on the warnings
-    try:
+    with _evaluating(model):
         with _patched(model, SCHEMES["none"]) if scheme is None else nullcontext():
             measured = _measure(model, batches, cap)
             base, patched = predictions(model, batches)
@@ -75,9 +71,6 @@ def inspect_model(
         if scheme is None and base is not None:
             measured = replace(measured, trials=_scheme_trials(model, batches, measured))
             measured = replace(measured, knees=_knee_trials(model, batches, measured))
-    finally:
-        model.train(training)
-        logger.setLevel(level)
     return Inspection(
         model=model.name_or_path or type(model).__name__,
         model_type=model.config.model_type,
@@ -179,6 +172,20 @@ def _knee_trials(model: PreTrainedModel, batches: Batches, measured: Measurement
         swept = sweep_knees(model, fitted, held_out, partial(worst_bound, model))
     trials = (KneeTrial(knee, at.loss - base.loss, at.kl, bound) for knee, (at, bound) in swept.items())
     return KneeTrials(scheme, fresh.loss - base.loss, tolerance(base, fresh), tuple(trials))
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Eval mode for the duration, without warnings: trials patch the model and undo it, so no one can act on them."""
+    logger = logging.getLogger("hf_qknorm")
+    training, level = model.training, logger.level
+    model.eval()
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        model.train(training)
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What an inspection measures, and the layers at risk of diverging logits that follow from it."""
+"""The measurements of an inspection, and the layers at risk of diverging logits that follow from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo measured: as text for a terminal, and as JSON."""
+"""The results of the demo: as text for a terminal, and as JSON."""
 
 from __future__ import annotations
 

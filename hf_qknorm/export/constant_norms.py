@@ -25,9 +25,9 @@ KEPT: Final = ("softcap", "length_scale", *LEARNED)  # fields of a scheme that i
 
 @dataclass(frozen=True)
 class ConstantNorm:
-    """A norm that multiplies by a constant: its layer's name and its own, the outputs that it takes, and a scale.
+    """A norm that multiplies by a constant: the names of its layer and of itself, and the outputs that it norms.
 
-    The scheme's scale of the logits, over the model's own, is the `scale` of one norm in each layer.
+    One norm of each layer has as its `scale` the scheme's scale of the logits over the model's own; others have 1.
     """
 
     layer: str
@@ -83,7 +83,10 @@ def constant_norms(model: nn.Module) -> list[ConstantNorm]:
         for side, norm in norms.items():
             part, scale = parts[name][side], layer.logit_scale / layer.own_scale if side == next(iter(norms)) else 1.0
             if norm.bias is not None and bool(norm.bias.any()) and part.projection.bias is None:
-                raise ValueError(f"{name}.{SIDES[side]} has a bias, and its projection has none to fold it into")
+                raise ValueError(
+                    f"{name}.{SIDES[side]} has a bias, and its projection has none to fold it into: train with a "
+                    "scheme of bias=False"
+                )
             found.append(ConstantNorm(name, SIDES[side], norm, part, scale))
     return found
 
@@ -94,7 +97,9 @@ def check_norms(layers: dict[str, QKNormAttention]) -> None:
     if first.scheme.v is not None or not first.scheme.norms:
         raise ValueError(f"got the scheme {first.scheme}: expected norms of queries and keys alone")
     if first.family.latent:
-        raise ValueError("a norm of latent attention has no projection of its own to be folded into")
+        raise ValueError(
+            "a norm of latent attention has no projection of its own to be folded into: keep the norms of this model"
+        )
     if bound := getattr(first, "clip_qkv", None) or getattr(first.config, "clip_qkv", None):
         raise ValueError(
             f"the model clips its queries and keys to ±{bound:g} in front of the norms, which can't be folded past "

@@ -107,7 +107,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
             module.attn_logit_softcapping = own["attn_logit_softcapping"]  # a loaded config holds the scheme's
         if not hasattr(module, "config"):  # the attention function is chosen by it
             module.config, module.config_lent = model.config, True
-        module.scheme = NONE if scheme == NONE else scheme  # `is_unchanged` asks for this object
+        module.scheme = NONE if scheme == NONE else scheme  # `is_unchanged` compares with this object
         add_parameters(module, scheme)
         if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):
             start_blend(module)

@@ -68,7 +68,10 @@ def check_foldable(model: nn.Module, family: Family) -> None:
             )
         shift = getattr(norm, "bias", None)
         if shift is not None and bool(shift.any()) and any(part.bias is None for part in projections):
-            raise ValueError(f"{name}: its norm has a bias, and its projections have no bias to fold it into")
+            raise ValueError(
+                f"{name}: its norm has a bias, and its projections have no bias to fold it into. Use a scheme with "
+                "pre_norm=True"
+            )
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_qknorm.ops.checks import check_call, check_heads
 from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.traces import constant_in_traces
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
 
@@ -37,6 +38,7 @@ def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return _why_not_here(str(q.device))
 
 
+@constant_in_traces
 def _why_not_here(device: str) -> str | None:
     """The reason why kernels can't run on a device. On the CPU they run in Triton's interpreter alone."""
     kind = torch.device(device).type
@@ -61,10 +63,6 @@ def _capability(device: str) -> tuple[int, int]:
 
 def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
-
-
-# What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
-_why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_attention(heads: Heads, visible: Visible, options: Options) -> None:

@@ -121,7 +121,7 @@ class Bundle:
     def _target(self, module: Module, reference: ast.Name | ast.Attribute) -> tuple[ast.expr, Name] | None:
         """Return the expression that refers to a definition of the package, and that definition.
 
-        The expression is all of `functions.attend`, and `Scheme` of `Scheme.of`. Imports of other packages are noted.
+        The expression is all of `library.attention`, and `Scheme` of `Scheme.of`. Imports of other packages are noted.
         """
         name = reference.value if isinstance(reference, ast.Attribute) else reference
         if not isinstance(name, ast.Name):

@@ -53,10 +53,11 @@ class HeadWeights:
 
 
 class Sizes(NamedTuple):
-    """Root mean squares by part, in fp32 at least: of the projections' inputs (scalars) and of each head's outputs.
+    """Root mean squares by part, in fp32 at least, over isotropic inputs of a projection.
 
-    The mean is over isotropic inputs: g·x̂ + β with the gain and bias of the norm in front, or x̂ without a norm. x̂ has
-    a mean square of 1. The outputs' numbers, `[heads]`, are √(‖W·diag(g)‖² + ‖W·β + b‖²), of their length.
+    An input is g·x̂ + β with the gain and bias of the norm in front, or x̂ without a norm; x̂ has a mean square of 1.
+    `inputs` (scalars) are those of an input's entries, and `outputs` `[heads]` those of the length of a head's outputs:
+    √(‖W·diag(g)‖² + ‖W·β + b‖²).
     """
 
     inputs: dict[str, Tensor]

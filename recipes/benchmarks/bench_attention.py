@@ -167,7 +167,7 @@ class Bench:
         yield from self.rows(item, str(item.model), "both", runs)
 
     def rows(self, item: Item, title: str, kind: str, runs: dict[str, Run]) -> Iterator[Row]:
-        """What came of a race."""
+        """Yield the rows of a race; keep the failures of our own."""
         first = (item.implementations or item.steps)[0].name
         base = runs.get(first)
         for name, run in runs.items():

@@ -65,7 +65,7 @@ class Case:
         return self.batch * (self.heads * self.length + 2 * keys) * self.head_dim * itemsize
 
     def work(self, kind: str, itemsize: int) -> tuple[float, str]:
-        """What a pass must do at least, over milliseconds it is a rate: operations in 10⁹, or bytes in 10⁶."""
+        """The least work of a pass: operations in 10⁹, or bytes in 10⁶. Divided by milliseconds it is a rate."""
         if self.keys is not None:
             return self.size(itemsize) / 1e6, "GB/s"
         if self.prologue:  # reads and writes all; backward reads gradients too

@@ -43,7 +43,7 @@ class Row:
 
 
 def environment(device: torch.device, dtype: torch.dtype, given_commit: str | None) -> dict[str, str]:
-    """What a number depends on beside its shape; the same for all rows."""
+    """The conditions of a number beside its shape, the same for all rows."""
     import triton
 
     cuda = device.type == "cuda"

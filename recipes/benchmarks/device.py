@@ -73,7 +73,7 @@ def gluon_lines(rows: list[dict[str, str]]) -> list[list[str]]:
 
 
 def gluon_verdict(lines: list[list[str]], found: list[Outcome]) -> str:
-    """What the rule of ops/README.md says of the Gluon forward kernel."""
+    """The verdict on the Gluon forward kernel by the rule of ops/README.md."""
     outcomes = {x.stage: x.outcome for x in found}
     checked = outcomes.get(CHECKED, "skipped")
     if checked != "passed":

@@ -111,7 +111,7 @@ class Trained:
 
 @torch.no_grad()
 def mean_squares(model: Any, batches: list[Tensor]) -> dict[tuple[str, str], float]:
-    """What arrives at each norm of the unpatched model: the mean of x², with LayerNorm after the mean is taken off."""
+    """The mean of x² in front of each norm of the unpatched model, with LayerNorm after the mean is taken off."""
     sums: dict[tuple[str, str], list[Tensor]] = {}
     hooks = []
     for name, layer in patched_layers(model).items():

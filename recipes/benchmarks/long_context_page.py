@@ -62,7 +62,7 @@ def copies(run: Row) -> bool:
 
 
 def kinds_table(run: Row) -> list[str]:
-    """What the unpatched model predicts of each kind's second copy."""
+    """The unpatched model's predictions of each kind's second copy, as a table."""
     distances = list(run["copying"]["random"])
     rows = []
     for kind, found in run["copying"].items():

@@ -163,7 +163,7 @@ def run_one(trained: Trained, arm: str, rate: float, seed: int) -> Row:
 
 
 def conversion(trained: Trained) -> list[str]:
-    """What the conversion costs before any training, as Markdown."""
+    """The cost of the conversion before any training, as Markdown."""
     judging = trained.batches(trained.known.held_out, trained.size.judged, seed=0)
     losses = {arm: held_out_loss(trained.starts[arm], judging) for arm in ARMS[:3]}
     base, knee = losses["unpatched"], trained.starts["calibrated"].config.scheme.knee

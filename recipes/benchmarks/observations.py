@@ -1,4 +1,4 @@
-"""What a run of the sweeps notes about its model over time: logits, entropies, and the outputs of linear layers."""
+"""Records of a model during a run of the sweeps: logits, entropies, and the outputs of linear layers."""
 
 from __future__ import annotations
 

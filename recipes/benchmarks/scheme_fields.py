@@ -1,4 +1,4 @@
-"""What two fields of a scheme do to a trained model: norms over all heads, and a learned temperature of each head.
+"""The effect of two fields of a scheme on a trained model: norms over all heads, a learned temperature of each head.
 
     python recipes/benchmarks/scheme_fields.py --checkpoints llama-shakespeare gpt2-shakespeare \\
         --known tinyshakespeare.txt --text wikitext2-valid.txt

@@ -1,4 +1,4 @@
-"""What the sweep of learning rates shows, in sentences computed from its runs."""
+"""The findings of the sweep of learning rates, as sentences computed from its runs."""
 
 from __future__ import annotations
 

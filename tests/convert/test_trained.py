@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from seeds import fixed
+from slow import slow_but
 from tiny import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -119,15 +120,9 @@ GATES = {
     ("gpt2", "per head", "fit"): (0.82, 100),
     ("gpt2", "shared", "fit_qk"): (0.90, 60),
 }
-FEW = (("llama", "shared", None), ("gpt2", "shared", None), ("llama", "shared", "moments"))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "gains" in metafunc.fixturenames:
-        gates = GATES if metafunc.config.getoption("--all-trained") else FEW
-        metafunc.parametrize(("family", "gains", "method"), gates)
-
-
+@pytest.mark.parametrize(("family", "gains", "method"), slow_but([("llama", "shared", None)], GATES))
 def test_how_much_of_the_jump_is_removed(shared, caplog, family, gains, method):
     trained = Trained(shared, family)
     base, fresh = BASES[family]
@@ -145,9 +140,8 @@ def test_how_much_of_the_jump_is_removed(shared, caplog, family, gains, method):
     assert removed == pytest.approx(report.kept, abs=0.05)
 
 
-def test_a_blend_ends_where_the_control_does(shared, pytestconfig):
-    if not pytestconfig.getoption("--all-trained"):
-        pytest.skip("minutes of training: --all-trained")
+@pytest.mark.slow
+def test_a_blend_ends_where_the_control_does(shared):
     trained = Trained(shared, "llama")
     control = continued(copy.deepcopy(trained.model), trained.continued, trained.held_out, rate=3e-4, blend=False)
     patch_model(trained.model, "qk_norm")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from error_budget import error
-from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, sharp_model, step
+from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, sharp_model, step, use_backend
 from tiny import tiny_config
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -64,11 +64,7 @@ def generated(model: PreTrainedModel, batch: dict[str, Any], **options: Any) -> 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_none_changes_nothing(model_type, backend):
     original, patched = made(model_type), made(model_type)
-    if backend == "sdpa" and original.config._attn_implementation != "sdpa":
-        pytest.skip("it does not support sdpa")
-    for model in (original, patched):
-        if model.config._attn_implementation != backend:
-            model.set_attn_implementation(backend)
+    use_backend(backend, original, patched)
     before = fingerprint(patched)
     patch_model(patched, "none")
     assert len(patched_layers(patched)) == 6, "two of the encoder, and twice two of the decoder"

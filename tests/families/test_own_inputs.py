@@ -18,6 +18,7 @@ from tables import (
     randomise,
     sharp_model,
     step,
+    use_backend,
 )
 from tiny import tiny_config
 from torch import Tensor
@@ -79,11 +80,7 @@ def in_steps(model: PreTrainedModel, batch: dict[str, Any], first: int = 8) -> T
 @pytest.mark.parametrize("model_type", OWN_INPUTS)
 def test_none_changes_nothing(model_type, backend):
     original, patched = made(model_type), made(model_type)
-    if backend == "sdpa" and original.config._attn_implementation != "sdpa":
-        pytest.skip("it does not support sdpa")
-    for model in (original, patched):
-        if model.config._attn_implementation != backend:
-            model.set_attn_implementation(backend)
+    use_backend(backend, original, patched)
     before = fingerprint(patched)
     patch_model(patched, "none")
     assert patched_layers(patched)

@@ -38,7 +38,7 @@ KINDS = ("plain", "left", "right")
 NEW = 8
 TOLERANCE = 1e-4  # near-identical logits, through two layers and whatever stands beside attention
 
-# What a config can switch that the tiny settings of its type do not.
+# Switches of a config beyond the tiny settings of its type.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-normed": ("cohere", {"use_qk_norm": True}),
     "doge-selecting": ("doge", {"keep_window_size": 6}),
@@ -72,7 +72,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Doge selects keys by a number for each value; those of equal tokens are equal, and one of them is selected by chance.
 CHANCE = ("doge-selecting",)
-# MiniMax M3 scores padding in front of a text too, and a row of padding is a backend's own affair.
+# MiniMax M3 scores padding in front of a text too, and backends may give rows of padding any result.
 SCORES_PADDING = ("minimax_m3_vl_text",)
 UNMADE_VARIANTS = ("gpt_neox_japanese-partial",) if OLD_TRANSFORMERS else ()
 

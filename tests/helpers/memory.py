@@ -1,4 +1,4 @@
-"""What a computation allocates, as torch's dispatcher sees it."""
+"""The storages that a computation allocates, as torch's dispatcher sees them."""
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

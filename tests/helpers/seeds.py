@@ -23,7 +23,7 @@ def _shift(offset: int) -> None:
 
 
 def fixed(seed: int) -> int:
-    """What gives the numbers of this seed whatever `--seed` is: for samples of which a result is published."""
+    """The seed that gives the numbers of `seed` whatever `--seed` is: for samples of which a result is published."""
     return seed - _OFFSET
 
 

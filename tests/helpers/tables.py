@@ -1,4 +1,4 @@
-"""What the tests iterate over: families × schemes, models and batches.
+"""The tables that tests iterate over: families × schemes, models and batches.
 
 Random gains, because gains of 1 hide mistakes; large weights, because flat attention hides a lost mask, norm or cap.
 """
@@ -99,9 +99,18 @@ def make_batch(kind: str, *, labels: bool = True) -> dict[str, Any]:
         rows = ([7, 13], [11, 4, 5])
         batch["use_cache"] = False  # with a cache, transformers reads no packing from the positions
         batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-    if labels:  # no prediction is asked of padding: what an empty row gives is a backend's own affair
+    if labels:  # none at padding: backends may give empty rows any result
         batch["labels"] = tokens.where(real(batch) & real(batch).roll(1, dims=1), -100)
     return batch
+
+
+def use_backend(backend: str, *models: PreTrainedModel) -> None:
+    """Set the attention function of equal models; skip the test if they do not support SDPA."""
+    if backend == "sdpa" and models[0].config._attn_implementation != "sdpa":
+        pytest.skip("it does not support SDPA")
+    for model in models:
+        if model.config._attn_implementation != backend:
+            model.set_attn_implementation(backend)
 
 
 def real(batch: dict[str, Any]) -> Tensor:
@@ -147,7 +156,7 @@ def as_loaded(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What a model is, apart from the numbers in it."""
+    """Class, structure, config and attributes of a model, without its numbers."""
     flags = {name: sorted(vars(module)) for name, module in model.named_modules()}
     return type(model), str(model), model.config.to_dict(), type(model.config), list(model.state_dict()), flags
 

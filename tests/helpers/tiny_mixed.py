@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from tiny_parts import BOTH, DELTA, EXPERTS, HYBRID, INDEXED, LATENT, MAMBA, WINDOW
+from tiny_parts import BOTH, DELTA, EXPERTS, HYBRID, INDEXED, KV_SHARED, LATENT, MAMBA, WINDOW
 
 MIXED: Final[dict[str, dict[str, Any]]] = {
     "bailing_hybrid": {
@@ -19,24 +19,14 @@ MIXED: Final[dict[str, dict[str, Any]]] = {
     },
     "beam": {**EXPERTS, **BOTH, "mlp_layer_types": ["dense", "sparse"]},
     "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        "num_kv_shared_layers": 2,
-        "sliding_window": 8,
-        "vocab_size_per_layer_input": 64,
-        "hidden_size_per_layer_input": 8,
+        **KV_SHARED,
         "intermediate_size": 96,
         "activation_sparsity_pattern": [0.0] * 4,
         "laurel_rank": 8,
         "pad_token_id": None,  # a row of zeros, of which the model takes a deviation, gives it NaN
     },
     "gemma4_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        "num_kv_shared_layers": 2,
-        "sliding_window": 8,
-        "vocab_size_per_layer_input": 64,
-        "hidden_size_per_layer_input": 8,
+        **KV_SHARED,
         "per_layer_config": {"01": {"head_dim": 32}, "03": {"head_dim": 32}},
     },
     "gemma4_unified_text": {**BOTH, "per_layer_config": {"01": {"head_dim": 32}}},

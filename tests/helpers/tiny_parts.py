@@ -7,6 +7,15 @@ from typing import Any, Final
 WINDOW: Final[dict[str, Any]] = {"sliding_window": 8}
 BOTH: Final[dict[str, Any]] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 HYBRID: Final[dict[str, Any]] = {"layer_types": ["linear_attention", "full_attention"]}
+# As in Gemma 3n and 4: the last two layers take the keys and values of the first two
+KV_SHARED: Final[dict[str, Any]] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "sliding_window": 8,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+}
 EXPERTS: Final[dict[str, Any]] = {
     "num_experts": 4,
     "num_local_experts": 4,

@@ -22,7 +22,7 @@ LP = Scheme(q="lp", k="lp", p=3.0, gain="scalar", scale=0.7, softcap=5.0, eps=1e
 PLAIN = Scheme(q="rms", k="rms", softcap=5.0)  # of the checkpoint that is edited
 BLEND = {"norms": True, "softcap": None}
 
-# What is edited in the config.json of a Llama with norms and a cap, and what the refusal says.
+# Edits of the config.json of a Llama with norms and a cap, and the message of the refusal.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "base_model_type": ({"base_model_type": "mistral"}, "'base_model_type' is no setting"),
     "scheme": ({"scheme": {"softcap": 3.0}}, "'scheme' is no setting"),

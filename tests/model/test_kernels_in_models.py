@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="needs Triton, which comes with torch on CU
 from error_budget import error
 from kernel_models import DEVICE, OTHERS, assert_same, batch, counted, outputs, patched
 from random_qkv import make_qkv
+from slow import slow_but
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.backends.functions import REGISTERED
@@ -29,9 +30,11 @@ CASES = [
     ("mimo_v2_flash", "qk_norm_cap", "left"),  # narrow values
     ("deepseek_v3", "soft_cap", "plain"),
 ]
+FEW = [case for case in CASES if case[1] != "knee" or case[0] == "llama"]
+COMPILED = [("llama", "plain", False), ("llama", "plain", True), ("mistral", "left", False), ("qwen3", "plain", False)]
 
 
-@pytest.mark.parametrize(("model_type", "scheme", "kind"), CASES)
+@pytest.mark.parametrize(("model_type", "scheme", "kind"), slow_but(FEW, CASES))
 def test_the_kernels_give_what_eager_gives(
     model_type: str, scheme: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,10 +95,7 @@ def test_a_norm_with_a_hook_runs_as_a_module() -> None:
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize(
-    ("model_type", "kind", "use_cache"),
-    [("llama", "plain", False), ("llama", "plain", True), ("mistral", "left", False), ("qwen3", "plain", False)],
-)
+@pytest.mark.parametrize(("model_type", "kind", "use_cache"), slow_but(COMPILED[1:3], COMPILED))
 def test_the_compiled_model_is_the_plain_one(model_type: str, kind: str, use_cache: bool) -> None:
     model = patched(model_type, "soft_cap" if FAMILIES[model_type].own_norms else "qk_norm_cap")
     torch._dynamo.reset()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow_but
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
@@ -73,7 +74,7 @@ def caches(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", list(caches(tiny_config("mistral"))))
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("model_type", slow_but(["mistral"], ["llama", "mistral"]))
 @torch.no_grad()
 def test_a_full_pass_in_pieces(model_type: str, kind: str) -> None:
     """The first piece fills the cache, beside the fused kernels; the others read it."""

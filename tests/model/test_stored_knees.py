@@ -121,7 +121,7 @@ def test_the_mean_is_read_from_eps(checkpoint):
             assert head_norms(layer)[name].mean_power() == norm.mean_power() > 0.09
 
 
-# What is changed among the weights, and what every way of loading says of it.
+# Changes of the weights, and the message of every way of loading.
 HARMED: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (lambda w: w.pop(NAME), "1 norm parameters are missing from the weights, first '{name}'"),
     "a list": (lambda w: w.update({NAME: torch.ones(1)}), r"\('{name}' is \[1\], expected \[\]\)"),
@@ -212,9 +212,6 @@ def test_a_rank_that_reads_no_weights_is_not_refused(checkpoint, monkeypatch, pr
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
     assert len(knees(AutoModelForCausalLM.from_pretrained(checkpoint))) == 6
-
-
-TOWER = "model.language_model.layers.1.self_attn.k_norm.eps"
 
 
 @pytest.fixture

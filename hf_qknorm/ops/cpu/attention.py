@@ -25,9 +25,10 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     """`library.attention` in C++: softmax(cap(scale·q·kᵀ))·v, `[B, H, T, D]`, laid out as `[B, T, H, D]`.
 
     For the same seed it drops other weights than `library.attention`: each is a function of seed, head, query and key
-    alone. The gradients are the same bits on each run with as many threads. Raises ValueError for a call that it does
-    not take, with the reason (`why_not`), and RuntimeError where the kernels can't be compiled
-    (`build.why_not_built`).
+    alone. With the same number of threads, the gradients have the same bits on each run.
+
+    Raises ValueError for a call that it does not take, with the reason (`why_not`), and RuntimeError where the kernels
+    can't be compiled (`build.why_not_built`).
     """
     if heads.raw:
         raise ValueError("the C++ kernels do not take this call: they take heads after norm and rotation")

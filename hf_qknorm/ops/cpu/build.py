@@ -1,9 +1,12 @@
-"""The C++ kernels: compiled at their first use, once a machine, and loaded.
+"""The C++ kernels: compiled once on a machine, at their first use, and loaded.
 
-The library lies in `files.cache_folder`, named after a digest of all inputs of the compilation: sources, command,
-compiler, torch, and the vectors that the CPU has. Processes wait for each other at a lock, and a
-library appears by renaming. A compiler that fails leaves its report there and is not asked again, unless it ran out of
-room or was killed; another version of anything above is a new attempt.
+The library is stored in `files.cache_folder`. Its name has a digest of all that it is made from: the sources, the
+command, the versions of compiler and torch, and the CPU's vector instructions. One process compiles while others wait
+at a lock. The finished library is renamed into its place, so that no process loads a part of it.
+
+The report of a compiler that fails is stored under the same name. Later processes read the reason there, and compile
+again only when the digest has changed. A compiler that was killed, or had too little memory or disk space, leaves no
+report: the next process tries again.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from filelock import FileLock
 
 from hf_qknorm.files.atomic_io import replace_file, replace_text
 from hf_qknorm.files.cache_folder import folder
+from hf_qknorm.ops.traces import constant_in_traces
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +38,8 @@ VECTORS: Final = {
 }
 COMPILERS: Final = ("c++", "g++", "clang++")
 _CAPTURED: Final[dict[str, Any]] = {"capture_output": True, "text": True, "errors": "replace"}
-# Of compilers that run out of something: the next process asks again
-_PASSING: Final = ("No space left", "Cannot allocate memory", "out of memory", "Killed", "terminated")
+# In messages of a compiler that was killed, or had too little memory or disk space
+_TEMPORARY: Final = ("No space left", "Cannot allocate memory", "out of memory", "Killed", "terminated")
 
 
 def why_unavailable() -> str | None:
@@ -53,23 +57,20 @@ def why_unavailable() -> str | None:
 
 
 def why_not_ready() -> str | None:
-    """The reason why the kernels are not there, or None, without an attempt to compile them."""
+    """The reason why the kernels can't be called at once, or None; compiles nothing."""
     reason = why_unavailable()
     if reason is None and not _library().is_file():
         return "the C++ kernels are not compiled yet, which happens in the first call outside of traces and workers"
     return reason or why_not_built()
 
 
+@constant_in_traces
 def why_not_built() -> str | None:
     """The reason why the kernels are not there after an attempt to compile them, or None.
 
-    The first call of a machine compiles, in less than a minute; the first call of a process loads.
+    The first call on a machine compiles them, in less than a minute; the first call in a process loads them.
     """
     return _load()
-
-
-# What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
-why_not_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_loaded() -> bool:
@@ -109,7 +110,7 @@ def _compiler() -> list[str]:
 
 @cache
 def _command() -> list[str]:
-    """The command but for its output."""
+    """The command, without the name of its output."""
     root = Path(torch.__file__).parent
     capability = torch.backends.cpu.get_cpu_capability()
     return [
@@ -186,7 +187,7 @@ def _build(library: Path) -> str | None:
         except subprocess.CalledProcessError as error:
             lines = [line for line in error.stderr.splitlines() if "error" in line] or [error.stderr.strip()[-200:]]
             reason = f"{command[0]} failed with status {error.returncode}: {lines[0]}"
-            if error.returncode > 0 and not any(text in error.stderr for text in _PASSING):
+            if error.returncode > 0 and not any(text in error.stderr for text in _TEMPORARY):
                 reason = f"{reason}. The whole report is in {_report()}: delete it to compile again"
                 replace_text(_report(), f"{reason}\n{error.stderr}")
             return reason

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_qknorm.ops.cpu import attention, build, norm_rope
+from hf_qknorm.ops.traces import constant_in_traces
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.trust.code_path import Operator
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
@@ -91,6 +92,7 @@ def _was_compiled() -> bool:
     return build.why_not_ready() is None
 
 
+@constant_in_traces
 def why_not_here(traced: bool = False, exported: bool = False) -> str | None:
     """The reason why the kernels do not run in this process, or None. They are compiled if they were not before.
 
@@ -106,10 +108,6 @@ def why_not_here(traced: bool = False, exported: bool = False) -> str | None:
     many = multiprocessing.current_process().daemon
     reason = build.why_not_ready() if traced or many else build.why_not_built()
     return reason if reason is None else _refused(reason)
-
-
-# What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
-why_not_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refused(reason: str) -> str:

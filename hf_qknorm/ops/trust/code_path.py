@@ -1,4 +1,4 @@
-"""What selects the compiled code of a call, apart from the device: the key of a self-check's verdict."""
+"""The properties of a call that select its compiled code on a device: the key of a self-check's verdict."""
 
 from __future__ import annotations
 

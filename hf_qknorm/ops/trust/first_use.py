@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hf_qknorm.ops.traces import constant_in_traces
 from hf_qknorm.ops.trust import self_check, verdict_files
 from hf_qknorm.ops.trust.code_path import CPU_OPERATORS, CodePath, Operator, fields
 from hf_qknorm.ops.types import Heads, Options, Visible
@@ -56,6 +57,7 @@ def _key(device: torch.device, found: tuple[Any, ...]) -> tuple[Any, ...]:
     return device, precision, *found
 
 
+@constant_in_traces
 def _known(device: str, *found: Any) -> str | None:
     """The reason that this process or the disk knows; None for a path without a verdict."""
     place = torch.device(device)
@@ -67,10 +69,6 @@ def _known(device: str, *found: Any) -> str | None:
         else:
             _reasons[key] = _warned(stored.reason, found[0])
     return _reasons.get(key)
-
-
-# What torch.compiler.assume_constant_result does, without importing torch._dynamo, which loads Triton.
-_known._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _first_use(q: Tensor, found: tuple[Any, ...]) -> str | None:

@@ -13,12 +13,12 @@ from hf_qknorm.ops.trust.code_path import CodePath, NormPath
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 LENGTH = 300  # more than two tiles of every kernel, and no multiple of one
-SHORT = 40  # of many sequences
-LONGER = 7  # times LENGTH: so many tiles that several programs share a block
-FEW_HEADS = 4  # of one sequence, which leave processors idle
-KEYS, FEW_KEYS = 600, 100  # over a cache
-SPLIT_ROWS = 64  # `attention_decode.MOST_ROWS`, up to which keys are split in any case
-FEW_QUERIES = 80  # more than these
+SHORT = 40  # the length where there are many sequences
+LONGER = 7  # times LENGTH is a length of so many tiles that several programs share a block
+FEW_HEADS = 4  # query heads for a key head, at most, that leave processors idle
+KEYS, FEW_KEYS = 600, 100  # in a cache
+SPLIT_ROWS = 64  # `attention_decode.MOST_ROWS`: for so many rows or fewer, keys are split in any case
+FEW_QUERIES = 80  # more than SPLIT_ROWS
 CAPS = {"none": None, "small": 5.0, "large": 80.0}
 WINDOW, RATE, SEED = 70, 0.25, 7
 

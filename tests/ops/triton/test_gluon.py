@@ -156,6 +156,7 @@ def test_the_plain_kernel_serves_other_calls(monkeypatch: pytest.MonkeyPatch) ->
     assert [name for name, _ in seen] == ["forward_kernel"]
 
 
+@pytest.mark.slow
 def test_the_machine_code() -> None:
     """It has 4D loads by the copy engine, products of warpgroups, and registers moved from the loading warp."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow import slow_but
 
 ROOT = Path(__file__).parents[3]
 STEP = {"norm_rope_kernel": 1, "split_kernel": 1, "combine_kernel": 1}
@@ -21,7 +22,7 @@ KERNELS = dict.fromkeys(  # none of them specialised
 TRAINING = GRADIENTS | {"norm_rope_kernel": 1, "forward_kernel": 1}
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", slow_but([90], [80, 90]))
 def test_a_kernel_serves_every_length(arch: int) -> None:
     """Gradients are stored in bf16, or of few blocks as sums in fp32."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -16,9 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check, verdict_files
-from hf_qknorm.ops.trust.code_path import FEW_ROWS, MANY_KEYS, SMALL_CAP, CodePath, NormPath, fields
-from hf_qknorm.ops.trust.problems import FEW_KEYS, FEW_QUERIES, SPLIT_ROWS
-from hf_qknorm.ops.types import Norm, Rotary
+from hf_qknorm.ops.trust.code_path import CodePath
+from hf_qknorm.ops.types import Norm
 
 CPU = torch.device("cpu")
 SOUND, WRONG = Verdict(0.001, 0.002), Verdict(0.05, 0.002)
@@ -247,67 +246,3 @@ def test_threads_share_a_check(checks):
     for thread in threads:
         thread.join()
     assert len(checks.paths) == 1
-
-
-RMS = Norm("rms", torch.ones(16), eps=torch.tensor(2.0))
-SCALAR = Norm("lp", torch.ones(1), torch.ones(1), blend=torch.tensor(0.5), p=3.0)
-ROTARY = Rotary(torch.ones(1, 9, 4), torch.ones(1, 9, 4), True)
-Q, K = HEADS[0], torch.zeros(2, 2, 300, 16)
-FULL = torch.float32
-CALLS = [
-    ((Q, *HEADS[1:]), {"softcap": 50.0, "causal": True}, {"cap": "small", "causal": True}),
-    (
-        (Q, *HEADS[1:]),
-        {"softcap": 65.0, "window": 3, "dropout": 0.1},
-        {"cap": "large", "window": True, "dropout": True},
-    ),
-    ((Q, K, K), {"sinks": torch.zeros(4)}, {"sinks": True, "queries": 16}),
-    ((Q, K[:, :, :20], K[:, :, :20]), {}, {"queries": 16, "many_keys": False}),
-    ((torch.zeros(2, 256, 9, 16), K, K), {}, {"group": 128}),
-    ((Q.clone().requires_grad_(), *HEADS[1:]), {}, {"gradient": True}),
-    (
-        (Q, *HEADS[1:]),
-        {"q_norm": RMS, "k_norm": SCALAR, "rotary": ROTARY, "ranges": torch.zeros(2, 9, 2, dtype=torch.int32)},
-        {
-            "q_norm": NormPath("rms", 2.0, 1, None, FULL, False, True),
-            "k_norm": NormPath("lp", 3.0, 0, 0, FULL, True, False),
-            "rotary": (8, True, FULL),
-            "gradient": True,
-            "ranges": True,
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize(("heads", "options", "expected"), CALLS)
-def test_the_path_of_a_call(heads, options, expected):
-    path = CodePath.of(fields(*call(*heads, **options), "attention"))
-    assert path == CodePath("attention", FULL, 16, 2, False)._replace(**expected)
-    with torch.no_grad():
-        assert not CodePath.of(fields(*call(*heads, **options), "attention")).gradient
-    assert eval(repr(tuple(path)), {"torch": torch, "NormPath": NormPath}) == tuple(path)
-
-
-def test_norms_and_rotation_have_paths_without_the_options_of_attention():
-    heads, visible, options = call(*HEADS, q_norm=RMS, softcap=5.0, causal=True)
-    path = CodePath.of(fields(heads, visible, options, "norm_rope"))
-    assert path == CodePath("norm_rope", FULL, 16, 2, True, q_norm=NormPath("rms", 2.0, 1, None, FULL, False, True))
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 12])
-def test_a_check_has_as_many_rows_as_its_calls_up_to_a_power_of_two(group):
-    """Kernels are chosen, and tiles sized, by 16, 64 and 1024 rows, and by powers of two between."""
-    for length in range(1, 1023 // group + 1):
-        heads = [torch.empty(1, n, rows, 1, device="meta") for n, rows in ((group, length), (1, 2000), (1, 2000))]
-        queries = CodePath.of(fields(*call(*heads), "attention")).queries
-        assert length <= queries < FEW_ROWS / group
-        assert (group * queries - 1).bit_length() == (group * length - 1).bit_length()
-
-
-def test_limits_are_the_kernels_own():
-    pytest.importorskip("triton")
-    from hf_qknorm.ops.triton import attention_decode, launch
-
-    assert SMALL_CAP == launch.CAP_WITHOUT_MAXIMUM
-    assert (FEW_ROWS, MANY_KEYS) == (attention_decode.MOST_QUERIES, attention_decode.LEAST_KEYS)
-    assert FEW_KEYS > FEW_QUERIES > SPLIT_ROWS == attention_decode.MOST_ROWS

@@ -66,6 +66,7 @@ def wrong(monkeypatch):
     monkeypatch.setattr(library, "fused_attention", lambda *tensors, **options: 1.1 * right(*tensors, **options))
 
 
+@pytest.mark.slow
 @interpreted
 def test_the_small_mode_runs_completely(tmp_path):
     run = subprocess.run(

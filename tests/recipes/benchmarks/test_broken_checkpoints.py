@@ -12,6 +12,7 @@ import pytest
 from broken.cases import KINDS, make_case
 from broken.verdicts import CRASH, FAULTS, HANG, REFUSED, UNNAMED, Verdict, close, failed
 from broken.workers import Worker
+from slow import slow_but
 
 PARTS, CASES = 3, 35
 
@@ -24,7 +25,7 @@ def bench() -> Iterator[recipe.Bench]:
         bench.close()
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", slow_but([0], range(PARTS)))
 def test_broken_checkpoints_load_right_or_are_refused_by_name(bench, part):
     found = bench.run(seed=0, numbers=list(range(part * CASES, (part + 1) * CASES)))
     assert {one.case.kind for one in found} == {*KINDS}

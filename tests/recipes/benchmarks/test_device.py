@@ -213,6 +213,7 @@ def test_an_unknown_stage_is_refused(tmp_path, capsys):
     assert "no stage is named bench; there are first checks, " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_dry_run_reads_every_command_line(tmp_path):
     assert recipe.main(["--dry-run", "--out", str(tmp_path), "--commit", "abc"]) == 0
     rows = list(csv.DictReader((tmp_path / "device.csv").open()))
@@ -239,6 +240,7 @@ def test_launch(n):
 """
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_once_and_later_runs_find_them(tmp_path):
     """The later run compiles as `compile_kernels.py` does, without the plugin's replacements."""
     (tmp_path / "test_launches.py").write_text(LAUNCHES)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 MOMENT = kill_writers.Moment(after_first=True, seconds=0.3)
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_nothing_the_old_or_the_new():
     """In a process of its own, which forks before any thread exists."""
     command = [sys.executable, kill_writers.__file__, "--count", "7", "--seed", "1"]

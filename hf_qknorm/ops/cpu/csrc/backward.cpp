@@ -109,7 +109,8 @@ void load_rows(const Problem& problem, const Heads& heads, const Rows& rows, int
   }
 }
 
-// Add the gradients of one block of rows and the keys of a tile, from `first` on: dq to its tensor, others to memory.
+// Add the gradients of a block of rows and the keys of a tile: of queries to `dq`, of keys and values to memory, from its
+// row `offset` on.
 template <class T>
 void add_block(const Problem& problem, const Gradients& gradients, const Rows& rows, const Memory& memory,
                const ByRow& keys, const ByRow& values, Tile tile, int64_t offset, float* dq) {

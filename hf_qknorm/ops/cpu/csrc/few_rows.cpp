@@ -1,7 +1,7 @@
 // Attention of few rows, as in a step of generation: one query for each of a few heads that share a key head.
 //
-// It takes as long as to read keys and values, each once and as vectors of columns. A vector of scores holds several
-// keys with all rows (`Rows::pack`). Parts of the keys go to several threads where there are few key heads.
+// Reading keys and values takes most of the time: each is read once, as vectors of columns. A vector of scores holds all
+// rows of several keys (`Rows::pack`). Where key heads are few, their keys are cut into parts for several threads.
 #include "attention.h"
 #include "softmax.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t MOST_ROWS = LANES / 2;
 constexpr int64_t TILE_KEYS = 256, PART_KEYS = 512;
-constexpr int64_t NUMBERS_OF_A_THREAD = 1 << 17;  // of keys and values; fewer take less time than to wake another thread
+constexpr int64_t NUMBERS_OF_A_THREAD = 1 << 17;  // of keys and values; to wake a thread for fewer takes longer
 
 // The sum of the numbers of each of the vectors, one in each lane.
 template <int64_t COUNT>
@@ -25,8 +25,8 @@ inline Vec sums_of(const Vec* x) {
   }
 }
 
-// Products of keys [count, width] with queries [ROWS, width]: scores [count, ROWS]. The last vector may have scores beyond
-// the last key, which are those of the last one.
+// Products of keys [count, width] with queries [ROWS, width]: scores [count, ROWS]. Scores beyond the last key, to the end
+// of a vector, are those of the last key.
 template <int ROWS>
 void score(const ByRow& keys, int64_t count, const float* queries, int64_t width, float* scores) {
   constexpr int STEP = LANES / ROWS;
@@ -51,7 +51,7 @@ void score(const ByRow& keys, int64_t count, const float* queries, int64_t width
   }
 }
 
-// Sums of registers, beside the vectors of a row of values.
+// Vectors of sums that stay in registers, beside those of a row of values.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int SUMS = 16;
 #else
@@ -127,7 +127,7 @@ struct Memory {
   }
 };
 
-// The rows' scores of `count` keys from `first` on, and their weighted values from `seen` on.
+// Compute the scores of `count` keys from `first` on, and add the weighted values from `seen` on to the sums.
 template <int ROWS, class T>
 void take_tile(const Problem& problem, const Rows& rows, int64_t first, int64_t seen, int64_t count, const Memory& memory,
                Softmax& softmax, const Part& part) {
@@ -165,7 +165,7 @@ void attend(const Problem& problem, Rows rows, int64_t begin, int64_t end, const
   std::copy(softmax.total, softmax.total + ROWS, part.total);
 }
 
-// Add the parts up, the first one first, and write the output. `sum` [width] is scratch.
+// Add up the parts in their order, and write the output. `sum` [width] is scratch.
 template <class T>
 void write(const Problem& problem, const Rows& rows, const Part* parts, int64_t count, float* sum, const Heads& out) {
   for (int64_t r = 0; r < rows.count; ++r) {

@@ -74,8 +74,8 @@ struct Rows {
   int64_t b, key_head, first_head, first_query, queries, count;
   int64_t width;                             // count rounded up to whole vectors
   int64_t step = 1;                          // keys of `width` lanes
-  int64_t first_key, last_key;               // some row sees keys from the first one on, before the last one
-  int64_t first_shared, last_shared;         // all rows see these
+  int64_t first_key, last_key;               // no row sees keys before the first one, or from the last one on
+  int64_t first_shared, last_shared;         // all rows see keys from the first one on, before the last one
   alignas(64) float start[BLOCK_ROWS];       // each lane sees keys from here on,
   alignas(64) float stop[BLOCK_ROWS];        // before here; packed lanes count from the first key of the step
   alignas(64) int32_t seed_low[BLOCK_ROWS];  // of dropout

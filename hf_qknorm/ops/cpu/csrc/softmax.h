@@ -9,9 +9,9 @@ namespace hf_qknorm {
 struct Softmax {
   alignas(64) float shift[BLOCK_ROWS];   // subtracted from logits
   alignas(64) float total[BLOCK_ROWS];   // sum of e^(logit - shift)
-  alignas(64) float rescale[BLOCK_ROWS]; // of earlier sums, after a tile with larger logits
+  alignas(64) float rescale[BLOCK_ROWS]; // factor of earlier sums, after a tile with larger logits
 
-  // `with_sinks`: not for the later ones of parts of the keys.
+  // Where the keys are cut into parts, the first part alone has the sinks.
   Softmax(const Problem& problem, const Rows& rows, bool with_sinks = true) {
     for (int64_t lane = 0; lane < rows.width; ++lane) {
       const int64_t r = rows.row(lane);
@@ -25,14 +25,14 @@ struct Softmax {
     }
   }
 
-  // Make the largest shift that of all lanes of a row.
+  // Give all lanes of a row the largest of their shifts.
   void share_shifts(const Rows& rows) {
     for (int64_t lane = rows.width / rows.step; lane < rows.width; ++lane)
       if (float& first = shift[rows.row(lane)]; shift[lane] > first) first = shift[lane];
     for (int64_t lane = rows.width / rows.step; lane < rows.width; ++lane) shift[lane] = shift[rows.row(lane)];
   }
 
-  // Add the totals of a row's lanes up in its first one.
+  // Add up the totals of a row's lanes in its first lane.
   void add_totals(const Rows& rows) {
     for (int64_t lane = rows.width / rows.step; lane < rows.width; ++lane) total[rows.row(lane)] += total[lane];
   }
@@ -40,8 +40,8 @@ struct Softmax {
 
 struct Tile {
   float* scores;         // [steps, rows.width]
-  int64_t stride;        // of a step
-  int64_t first, steps;  // the first key, and the steps of `rows.step` keys
+  int64_t stride;        // from step to step
+  int64_t first, steps;  // the first key, and the number of steps, each of `rows.step` keys
   const Dropout* dropout;
 };
 

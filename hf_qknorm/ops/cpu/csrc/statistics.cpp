@@ -6,11 +6,11 @@ namespace {
 
 constexpr int64_t TILE_KEYS = 256;
 
-// The numbers of each row of a block.
+// What is measured of each row of a block.
 struct Measured {
   alignas(64) float largest[BLOCK_ROWS] = {};    // |scale·q·k|; NaN if one is NaN
   alignas(64) float over_half[BLOCK_ROWS] = {};  // keys with |scale·q·k| over half the threshold
-  alignas(64) float over[BLOCK_ROWS] = {};       // and over the threshold
+  alignas(64) float over[BLOCK_ROWS] = {};       // keys with |scale·q·k| over the threshold
   alignas(64) float surprise[BLOCK_ROWS] = {};   // sum of e^(logit - shift)·(logit - shift)
 };
 

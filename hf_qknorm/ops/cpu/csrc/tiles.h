@@ -67,7 +67,7 @@ inline Vec exponents(Vec squashed, Vec cap, Vec shift) {
   return CAP == Cap::none ? squashed - shift : at::vec::fmsub(cap, squashed, shift);
 }
 
-// How tanh is computed for scores [count, width] in rows of `stride`. NaN is passed over here; either formula makes it NaN.
+// How tanh is computed for scores [count, width] in rows of `stride`. NaN does not count: both formulas return NaN.
 inline Cap cap_of(const Problem& problem, const float* scores, int64_t stride, int64_t count, int64_t width) {
   if (!problem.cap) return Cap::none;
   Vec largest(0.0f);
@@ -77,7 +77,7 @@ inline Cap cap_of(const Problem& problem, const float* scores, int64_t stride, i
   return largest_of(largest) <= SMALL ? Cap::small : Cap::any;
 }
 
-// Run work(item, memory) for all items, each thread the next one that is free, so that a slow thread takes fewer.
+// Run work(item, memory) for all items. A thread takes the next item when it is free, so that a slow one takes fewer.
 template <class Work>
 void share_out(int64_t items, int64_t threads, int64_t memory, Work work) {
   std::atomic<int64_t> next{0};

@@ -1,0 +1,17 @@
+"""Functions that torch.compile calls while it traces, and does not trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_in_traces(function: Function) -> Function:
+    """Mark a function whose result a trace takes as a constant.
+
+    As torch.compiler.assume_constant_result does, which imports torch._dynamo, and with it Triton.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

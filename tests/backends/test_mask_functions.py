@@ -1,0 +1,100 @@
+"""Closed forms of transformers' mask functions, and functions that are changed under the same names."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from mask_cases import PADDING, config, create, transformers_own
+from tables import dense
+from transformers import masking_utils
+
+from hf_qknorm import Scheme
+from hf_qknorm.backends import mask_functions
+from hf_qknorm.backends.calls import is_ranges
+from hf_qknorm.patch import patched_config
+
+
+def first_half(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key <= query // 2
+
+
+def wider_window(sliding_window: int) -> Any:
+    """transformers' `sliding_window_overlay`, with one key more."""
+
+    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> Any:
+        return kv_idx >= q_idx - sliding_window
+
+    return inner_mask
+
+
+def either(*mask_functions: Any) -> Any:
+    """transformers' `and_masks`, changed to a union."""
+
+    def and_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+        result = q_idx.new_zeros((), dtype=torch.bool)
+        for mask in mask_functions:
+            result = result | mask(batch_idx, head_idx, q_idx, kv_idx)
+        return result
+
+    return and_mask
+
+
+def renamed_window(size: int) -> Any:
+    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> Any:
+        return kv_idx > q_idx - size
+
+    return inner_mask
+
+
+def as_transformers(function: Any, name: str) -> Any:
+    """The function, or the functions that it makes, under the name of one of transformers'."""
+
+    def named(result: Any) -> Any:
+        result.__module__ = masking_utils.__name__
+        result.__qualname__ = result.__qualname__.replace(function.__name__, name).removeprefix("<lambda>.")
+        return result
+
+    if function is first_half:
+        return named(FunctionType(function.__code__, vars(masking_utils), name))
+    return lambda *captured: named(function(*captured))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "kind", "padding"),
+    [
+        ("causal_mask_function", first_half, "causal", "left"),
+        ("sliding_window_overlay", wider_window, "window", "none"),
+        ("sliding_window_overlay", wider_window, "window", "left"),
+        ("sliding_window_overlay", renamed_window, "window", "left"),
+        ("and_masks", either, "window", "none"),
+    ],
+)
+def test_a_changed_function_of_a_known_name_is_read_key_by_key(name, changed, kind, padding, monkeypatch, caplog):
+    function = as_transformers(changed, name)
+    monkeypatch.setattr(masking_utils, name, function)
+    given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
+    settings = patched_config(
+        config(kind), Scheme(softcap=2.0)
+    )  # a window that layers pass is checked by its function, too
+    expected = transformers_own(kind, settings, 9, given)
+    mask_functions._is_as_expected.cache_clear()
+    for _ in range(2):
+        mask = create(kind, settings, 9, given)
+        assert torch.equal(dense(mask[:, 0], 9) if is_ranges(mask) else mask, expected)
+    assert sum(name in record.getMessage() for record in caplog.records) == 1
+
+
+def test_transformers_functions_match_their_closed_forms(caplog):
+    mask_functions._is_as_expected.cache_clear()
+    for name in mask_functions._EXPECTED:
+        if name == "remap_positions_for_packed_sequence" and not hasattr(masking_utils, name):
+            continue  # transformers 5.17 lacks it
+        factory = getattr(masking_utils, name)
+        captured, _ = mask_functions._EXPECTED[name]
+        values = captured.get("mask_functions", tuple(captured.values()))
+        code = (factory(*values) if captured else factory).__code__
+        assert mask_functions._is_as_expected(code, name), name
+    assert not caplog.records

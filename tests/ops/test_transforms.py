@@ -1,0 +1,71 @@
+"""Second derivatives, forward mode, torch.func and vmap of `library.attention`: right, or refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from operator_calls import call
+from random_qkv import make_qkv
+from torch import Tensor
+
+from hf_qknorm.ops import library
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = make_qkv(1, 2, 1, 5, 5, 8)
+    (grad,) = torch.autograd.grad(library.attention(*call(q, k, v)).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative.*hf_qknorm_eager"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "sinks"])
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: torch.compile(f, backend="eager")], ids=["plain", "compiled"])
+def test_forward_mode_is_refused(wrap: Any, wanted: str) -> None:
+    """The operator would return a tangent of zero."""
+    torch.compiler.reset()
+    tensors = dict(zip("qkv", (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8)), strict=True)) | {
+        "sinks": torch.zeros(4)
+    }
+
+    def tangent(x: Tensor) -> Tensor:
+        attend = lambda y: library.attention(*call(**tensors | {wanted: y}))  # noqa: E731
+        return torch.func.jvp(attend, (x,), (torch.ones_like(x),))[1]
+
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative.*hf_qknorm_eager"):
+        wrap(tangent)(tensors[wanted])
+
+
+FUNCTIONAL = {
+    "grad": torch.func.grad,
+    "vmap of grad": lambda f: lambda x: torch.vmap(torch.func.grad(f))(x[None]),
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](torch.ones(())),
+    "jacrev": torch.func.jacrev,
+}
+
+
+@pytest.mark.parametrize("transform", FUNCTIONAL.values(), ids=FUNCTIONAL)
+def test_functional_gradients_are_refused(transform: Any) -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
+    with pytest.raises(NotImplementedError, match="does not take torch.func.grad.*hf_qknorm_eager"):
+        transform(lambda x: library.attention(*call(x, k, v)).sum())(q)
+
+
+def test_functional_gradients_of_other_tensors_are_allowed() -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
+    expected = library.attention(*call(q, k, v))
+    grad = torch.func.grad(lambda x: (library.attention(*call(q, k, v)) * x).sum())(torch.ones(1))
+    torch.testing.assert_close(grad, expected.sum().view(1))
+
+
+def test_forward_mode_over_other_tensors_is_allowed() -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
+    expected = library.attention(*call(q, k, v))
+    out, tangent = torch.func.jvp(lambda x: library.attention(*call(q, k, v)) * x, (torch.ones(1),), (torch.ones(1),))
+    assert torch.equal(out, expected)
+    assert torch.equal(tangent, expected)
+
+
+def test_vmap_equals_separate_calls() -> None:
+    q, k, v = (torch.stack([x.detach(), 2 * x.detach()]) for x in make_qkv(2, 4, 2, 9, 9, 16))
+    attend = lambda *x: library.attention(*call(*x, softcap=5.0, causal=True))  # noqa: E731
+    torch.testing.assert_close(torch.vmap(attend)(q, k, v), torch.stack([attend(q[i], k[i], v[i]) for i in range(2)]))
