@@ -80,8 +80,7 @@ def structured_mask(
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
-    step = max(CHUNK // (batch_size * kv_length), 1)
-    spans = _spans(None if use_vmap else mask_function, own, q_length, rows, step)
+    spans = _spans(None if use_vmap else mask_function, own, q_length, rows, batch_size * kv_length)
     if spans is not None and padding is not None and not traced:
         spans = spans & read([padding[:, None, None]])
     if spans is not None and spans.conditions:
@@ -99,18 +98,19 @@ def structured_mask(
 
 
 def _spans(
-    function: MaskFunction | None, own: Tensor, queries: int, rows: Callable[[int, int], Tensor], step: int
+    function: MaskFunction | None, own: Tensor, queries: int, rows: Callable[[int, int], Tensor], size: int
 ) -> Spans | None:
     """The keys that queries see by transformers' mask function; None where a trace can't exclude gaps between them.
 
     `function` is None for one of the user's own. `own` is the key at each query's own position. `rows` gives the mask
-    of some queries; it is read `step` queries at a time. `queries` may be symbolic in a trace, where len(own) is not.
+    of some queries, of which each takes `size` numbers. `queries` may be symbolic in a trace, where len(own) is not.
     """
     if is_tracing(own):  # a compiler fuses all rows with what reads them
         contiguous = function is not None and any(function.__code__ is code for code in WITHOUT_GAPS)
         return read([rows(0, queries)]) if contiguous else None
     spans = None if function is None else known(function, own)
     if spans is None:
+        step = max(CHUNK // size, 1)
         spans = read(rows(first, min(step, queries - first)) for first in range(0, queries, step))
     return spans
 

@@ -40,7 +40,8 @@ class Family:
     `norm` is the norm that "auto" stands for. `pre_norm` is the attribute of the decoder layer that holds the norm
     before attention; "" if there is none, or if other modules read its result too. `gain_plus_one`: this norm's gain
     is stored as gain − 1. `rope` tells kernels which channels rotate together, and how the model's cos and sin hold
-    the angles (`model/rotary.py`); None if only the model's own code can apply it.
+    the angles (`model/rotary.py`); None if only the model's own code can apply it, or if
+    the model adds a bias to its logits, which kernels do not.
 
     `own_norms`: the model norms its queries and keys. `own_cap`: it caps its logits, by `attn_logit_softcapping`.
     `latent`: it caches a latent, and projects keys and values from it. `causal`: no token attends to later tokens.
