@@ -41,21 +41,21 @@ def store_raw_gradient(
         x = load_tile(X, batch, head, start, length, BLOCK, C).to(tl.float32)
         real = columns >= 0
         shift, factor = statistics(x, real, norm, C.PADDED, NORM)
-        bypassed = grad * 0.0
+        normed = grad
         if norm.blend is not None:
-            blend = tl.load(norm.blend).to(tl.float32)
-            bypassed = grad * (1.0 - blend)
-            grad = grad * blend
-        dn = grad
+            normed = grad * tl.load(norm.blend).to(tl.float32)
+        dn = normed
         if norm.gain is not None:
             gain = tl.load(norm.gain + head * norm.gain_head + columns * norm.gain_column)
-            dn = grad * gain.to(tl.float32)[None, :]
+            dn = normed * gain.to(tl.float32)[None, :]
         dx, n = backward(dn, x, real, shift, factor, norm.p, C.PADDED, NORM)
         own = tl.program_id(0).to(tl.int64) * C.PADDED + columns
         if norm.gain is not None:
-            tl.store(dgain + own, tl.sum(grad * n, 0))
+            tl.store(dgain + own, tl.sum(normed * n, 0))
         if dbias is not None:
             rows = (tl.arange(0, BLOCK) + start < length)[:, None]  # past the end are weights, but no rows
-            tl.store(dbias + own, tl.sum(tl.where(rows, grad, 0.0), 0))
-        grad = bypassed + dx
+            tl.store(dbias + own, tl.sum(tl.where(rows, normed, 0.0), 0))
+        if norm.blend is not None:
+            dx += grad - normed
+        grad = dx
     store_tile(DX, grad, batch, head, start, length, BLOCK, C)
