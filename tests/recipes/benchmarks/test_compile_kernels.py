@@ -140,6 +140,15 @@ def test_each_limit_is_checked(changes, complaint):
     assert complaint in found
 
 
+@pytest.mark.parametrize("option", ["RANGES", "STATISTICS"])
+def test_forward_may_spill_a_little_with_options_on_ampere(option):
+    report = replace(SOUND, constants=SOUND.constants | {option: True}, matrix={"HMMA": 64}, spilled=24, shared=90_000)
+    assert limits.broken(report, 80) == limits.broken(report, 89) == []
+    assert len(limits.broken(replace(report, spilled=32), 80)) == 1
+    assert len(limits.broken(replace(report, reloads=1), 80)) == 1
+    assert len(limits.broken(report, 120)) == 1
+
+
 @pytest.mark.parametrize(
     ("kernel", "constants", "allowed"),
     [
@@ -154,7 +163,7 @@ def test_each_limit_is_checked(changes, complaint):
 def test_where_spills_are_allowed(kernel, constants, allowed):
     report = replace(SOUND, kernel=kernel, constants=SOUND.constants | constants, spilled=72, reloads=2)
     assert (limits.broken(report) == []) == allowed
-    assert limits.broken(replace(report, spilled=limits.few_spills(report), reloads=0)) == []  # outside of loops
+    assert limits.broken(replace(report, spilled=limits.few_spills(report, 90), reloads=0)) == []  # outside of loops
 
 
 @pytest.mark.parametrize(
