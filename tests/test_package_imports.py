@@ -82,6 +82,7 @@ def test_names_that_load_when_first_used_are_those_that_type_checkers_see():
     assert seen == {f"hf_qknorm.{module}": names for module, names in hf_qknorm._LATE.items()}
 
 
+@pytest.mark.slow
 def test_names_that_load_when_first_used_are_the_modules_own(tmp_path):
     names = [(module, name) for module, names in hf_qknorm._LATE.items() for name in names]
     for module, name in names:

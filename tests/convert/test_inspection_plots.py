@@ -116,6 +116,7 @@ def test_a_failed_drawing_leaves_the_old_one(monkeypatch, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_only_to_draw():
     code = (
         "import sys, hf_qknorm.cli, hf_qknorm.convert.inspect, hf_qknorm.demo.run, hf_qknorm.hub.card, "

@@ -150,7 +150,11 @@ def model_folder(folder: Path, model_type: str) -> tuple[Path, dict[str, Tensor]
 
 @pytest.mark.parametrize(
     ("loader", "triton", "models"),
-    [("file", "0", MODELS), ("file", "1", ["gemma2", "gpt_oss"]), ("kernels", "0", ["gemma2"])],
+    [
+        ("file", "0", MODELS),
+        pytest.param("file", "1", ["gemma2", "gpt_oss"], marks=pytest.mark.slow),
+        ("kernels", "0", ["gemma2"]),
+    ],
     ids=["tiled", "triton", "tiled, by the kernels library"],
 )
 def test_transformers_runs_models_with_the_kernel(kernel, tmp_path, monkeypatch, loader, triton, models):

@@ -177,6 +177,7 @@ def test_cap_schedule(tmp_path):
     assert model.config.qk_norm_blend is None
 
 
+@pytest.mark.slow
 def test_a_blend_compiles_into_few_programs():
     model = patched("llama", "qk_norm_cap")
     programs = CompileCounter()
