@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import multiprocessing
@@ -58,6 +59,7 @@ def fork_pair(script: str, arguments: list[str]) -> list[int | None]:
 
 
 def run_rank(rank: int, work: Callable[..., None], arguments: list[str]) -> None:
+    faulthandler.dump_traceback_later(PATIENCE - 20)  # where it hangs, before it is killed
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     work(*arguments)
 
