@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
 from hf_qknorm.ops.norms import NORMS
@@ -142,3 +143,26 @@ def test_p_does_not_change_the_size_of_fresh_logits(p: float) -> None:
 
     scheme = Scheme(q="lp", k="lp", p=p, gain="scalar", scale=1.0)
     assert deviation("lp", scheme) == pytest.approx(deviation("l2", SCHEMES["henry"]), rel=0.02)
+
+
+@pytest.mark.parametrize("way", ["parametrization", "functional call", "attribute"])
+def test_the_gain_is_the_modules_wherever_it_is_kept(way: str) -> None:
+    """FSDP's flat parameters keep views of them as plain attributes."""
+    module, x = HeadNorm("rms", scheme_of("rms", "shared"), HEADS, DIM), torch.randn(2, 5, HEADS, DIM)
+    expected = 2 * module(x)
+    doubled = 2 * module.weight.detach()
+    if way == "functional call":
+        found = torch.func.functional_call(module, {"weight": doubled}, (x,))
+    elif way == "parametrization":
+        torch.nn.utils.parametrize.register_parametrization(module, "weight", _Doubled())
+        found = module(x)
+    else:
+        del module.weight
+        module.weight = doubled
+        found = module(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)  # a power of two rounds nothing
+
+
+class _Doubled(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
