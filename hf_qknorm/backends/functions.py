@@ -122,10 +122,10 @@ def takes_raw_heads(
     return not weights_wanted(options) and why_not_kernels(query, key, value, mask) is None
 
 
-def attend_raw(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
-    """Norm, RoPE and attention in the kernels, for a call that `takes_raw_heads` accepts.
+def attend(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+    """Attention in the kernels, with the norms and RoPE that the heads still need, if `takes_raw_heads` accepts them.
 
-    Values may be narrower than queries and keys, but not wider: a norm would see the padding.
+    Values of raw heads may be narrower than queries and keys, but not wider: a norm would see the padding.
     """
     explicit = module.config._attn_implementation == choice.EXPLICIT  # type: ignore[union-attr]
     operator = choice.kernel_attention if explicit else choice.best_attention
@@ -144,7 +144,7 @@ def takes_step(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> b
 def attend_step(
     module: nn.Module, heads: Heads, cache: StaticCache, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """`attend_raw` over a static cache, to which the new keys and values are written; see `library.fused_step`."""
+    """`attend` over a static cache, to which the new keys and values are written; see `library.fused_step`."""
 
     def step(seen: Heads, visible: Visible, options: Options) -> Tensor:
         return choice.step(module, heads, StaticCache(seen.k, seen.v, cache.filled), visible, options)

@@ -37,7 +37,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         if self.scheme.length_scale is None and self._fits_one_kernel(heads, mask, cache, slot):
             if cache is not None:
                 cache.update(choice.norm_rope_one(self, heads.k, k_norm, rotary), v, slot)
-            return functions.attend_raw(self, heads, mask, **options)
+            return functions.attend(self, heads, mask, **options)
         static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, heads.k)
         observed = self.scheme.length_scale is not None or self.observers
         if static is not None and not observed and functions.takes_step(heads.q, mask, options):
@@ -47,7 +47,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         if cache is not None:
             k, v = cache.update(k, v, slot)
         self._show(q, k, v, mask, options)
-        return functions.attend_raw(self, Heads(q, k, v), mask, **options)
+        return functions.attend(self, Heads(q, k, v), mask, **options)
 
     def _norm_rotate(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]

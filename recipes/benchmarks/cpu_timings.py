@@ -1,4 +1,4 @@
-"""The timings of `bench_cpu.py`: what is compared, in which sizes, and the limits, set before the first run."""
+"""The timings of `bench_cpu.py`: the contestants, the sizes, and the limits, set before the first run."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_qknorm import SCHEMES, patch_model
 from hf_qknorm.backends import choice
-from hf_qknorm.backends.functions import attend_raw
+from hf_qknorm.backends.functions import attend
 from hf_qknorm.ops import flex, library
 from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.trust import first_use
@@ -172,7 +172,7 @@ def test_raw_heads_of_an_explicit_name_raise_too(distrusted):
     module = torch.nn.Module()
     module.config = SimpleNamespace(_attn_implementation=choice.EXPLICIT)
     with pytest.raises(ValueError, match="can't serve this call: the self-check failed"):
-        attend_raw(module, Heads(Q, Q, Q, Norm("rms")), None)
+        attend(module, Heads(Q, Q, Q, Norm("rms")), None)
 
 
 def test_statistics_are_measured_in_blocks_where_the_kernels_are_wrong(distrusted):

@@ -169,7 +169,7 @@ class _Writer:
         self.names |= {"pointers": pointers, "reach": reach, "descriptor": _descriptor}
 
     def plan(self, result: Any) -> Plan:
-        """The function that takes the steps, and returns what `result` is for its tensors."""
+        """The function that takes the steps for a call's tensors, and returns its result, in the form of `result`."""
         given = ", ".join(map("t{}".format, range(self.recorder.given)))
         steps = [self._launch(x) if isinstance(x, Launch) else self._call(x) for x in self.recorder.needed(result)]
         lines = [f"[{given}] = arguments", *steps, f"return {self._write(result)}"]

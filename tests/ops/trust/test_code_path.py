@@ -1,4 +1,4 @@
-"""The code path of a call: what a check is remembered by, and how many rows it has."""
+"""The code path of a call, which is the key of a check, and its number of rows."""
 
 from __future__ import annotations
 

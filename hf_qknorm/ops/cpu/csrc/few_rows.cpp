@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t MOST_ROWS = LANES / 2;
 constexpr int64_t TILE_KEYS = 256, PART_KEYS = 512;
-constexpr int64_t NUMBERS_OF_A_THREAD = 1 << 17;  // of keys and values; to wake a thread for fewer takes longer
+constexpr int64_t NUMBERS_OF_A_THREAD = 1 << 17;  // of keys and values; fewer are read in less time than a thread takes to wake
 
 // The sum of the numbers of each of the vectors, one in each lane.
 template <int64_t COUNT>

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int64_t TILE_KEYS = 256;
 
-// What is measured of each row of a block.
+// The measurements of each row of a block.
 struct Measured {
   alignas(64) float largest[BLOCK_ROWS] = {};    // |scale·q·k|; NaN if one is NaN
   alignas(64) float over_half[BLOCK_ROWS] = {};  // keys with |scale·q·k| over half the threshold
