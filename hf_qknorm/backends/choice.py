@@ -19,7 +19,7 @@ from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.cpu import use as cpu_use
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.trust.code_path import Operator as OperatorName
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -114,15 +114,17 @@ def norm_rope_into(module: nn.Module, heads: Heads, keys: Tensor, values: Tensor
     return q
 
 
-def step(module: nn.Module, heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
+def step(module: nn.Module, heads: Heads, cache: LayerCache, visible: Visible, options: Options) -> Tensor:
     """`library.fused_step` if it passed its self-check, else its parts, each by the first implementation for it."""
-    if _trusted(module, heads._replace(k=cache.keys, v=cache.values), "step", visible, options):
+    (keys, values, filled), count = cache, heads.q.shape[2]
+    operator: OperatorName = "append" if filled is None else "step"
+    if _trusted(module, heads._replace(k=keys, v=values), operator, visible, options):
         log_once("runs its Triton kernels, norm and RoPE included")
         return library.fused_step(heads, cache, visible, options)
-    keys, values, filled = cache
-    count = heads.q.shape[2]
-    q = norm_rope_into(module, heads, keys, values, filled + torch.arange(count, device=filled.device))
-    filled.add_(count)
+    new = torch.arange(count, device=keys.device)
+    q = norm_rope_into(module, heads, keys, values, new + (keys.shape[2] - count if filled is None else filled))
+    if filled is not None:
+        filled.add_(count)
     return best_attention(Heads(q, keys, values), visible, options)
 
 

@@ -20,7 +20,7 @@ from hf_qknorm.backends import choice
 from hf_qknorm.backends.calls import Operator, call_operator, is_ranges, refuse_unsupported, structure, why_not_kernels
 from hf_qknorm.backends.masks import structured_mask
 from hf_qknorm.ops import library, reference
-from hf_qknorm.ops.types import Heads, Options, StaticCache, Visible
+from hf_qknorm.ops.types import Heads, LayerCache, Options, Visible
 from hf_qknorm.scheme import Scheme
 
 CAP_BACKENDS: Final = (
@@ -133,7 +133,7 @@ def attend(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: Any) 
 
 
 def takes_step(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
-    """Whether `attend_step` takes a call over a static cache: without dropout, and with this mask."""
+    """Whether `attend_step` takes a call over a cache with room: without dropout, and with this mask."""
     if options["dropout"] > 0:
         return False
     if mask is None:  # of many queries it means that the cache is empty but for the new keys
@@ -142,12 +142,12 @@ def takes_step(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> b
 
 
 def attend_step(
-    module: nn.Module, heads: Heads, cache: StaticCache, mask: Tensor | None, **kwargs: Any
+    module: nn.Module, heads: Heads, cache: LayerCache, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """`attend` over a static cache, to which the new keys and values are written; see `library.fused_step`."""
+    """`attend` over a cache with room, to which the new keys and values are written; see `library.fused_step`."""
 
     def step(seen: Heads, visible: Visible, options: Options) -> Tensor:
-        return choice.step(module, heads, StaticCache(seen.k, seen.v, cache.filled), visible, options)
+        return choice.step(module, heads, LayerCache(seen.k, seen.v, cache.filled), visible, options)
 
     return _call_operator(step, module, heads._replace(k=cache.keys, v=cache.values), mask, **kwargs)
 

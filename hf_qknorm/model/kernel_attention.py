@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.backends import choice, functions
-from hf_qknorm.backends.caches import is_empty, static_layer
+from hf_qknorm.backends import caches, choice, functions
 from hf_qknorm.backends.calls import is_padded_ranges
 from hf_qknorm.model.head_bias import scaled_norm
 from hf_qknorm.model.knee_state_dict import KneeStateDict
@@ -38,16 +37,19 @@ class QKNormAttention(KneeStateDict, PlainAttention):
             if cache is not None:
                 cache.update(choice.norm_rope_one(self, heads.k, k_norm, rotary), v, slot)
             return functions.attend(self, heads, mask, **options)
-        static = None if torch.is_grad_enabled() or v.shape != k.shape else static_layer(cache, slot, heads.k)
-        observed = self.scheme.length_scale is not None or self.observers
-        if static is not None and not observed and functions.takes_step(heads.q, mask, options):
-            return functions.attend_step(self, heads, static, mask, **options)
+        if self._fits_a_step(heads, mask, options) and (into := caches.room(cache, slot, heads.k)) is not None:
+            result = functions.attend_step(self, heads, into.cache, mask, **options)
+            into.keep(k.shape[2])
+            return result
         q, k = choice.norm_rope(self, heads)
         q = self._length_scaled(q, options)
         if cache is not None:
-            k, v = cache.update(k, v, slot)
+            k, v = caches.update(cache, slot, k, v)
         self._show(q, k, v, mask, options)
         return functions.attend(self, Heads(q, k, v), mask, **options)
+
+    def _update(self, cache: Any, slot: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return caches.update(cache, slot, k, v)
 
     def _norm_rotate(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
@@ -81,8 +83,15 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         """Whether one kernel can norm, rotate and attend: there are no other keys, and no observer of the heads."""
         reordered = mask is not None and is_padded_ranges(mask)  # keys move, after their rotation
         padded = heads.v.shape[-1] > heads.k.shape[-1]  # a norm would see the padding
-        alone = cache is None or is_empty(cache, slot)
+        alone = cache is None or caches.is_empty(cache, slot)
         return alone and not padded and not reordered and not self.observers
+
+    def _fits_a_step(self, heads: Heads, mask: Tensor | None, options: dict[str, Any]) -> bool:
+        """Whether kernels can norm, rotate, write to a cache and attend, if it has room."""
+        observed = self.scheme.length_scale is not None or self.observers
+        if torch.is_grad_enabled() or observed or heads.v.shape != heads.k.shape:
+            return False
+        return functions.takes_step(heads.q, mask, options)
 
     def _queries_for_kernels(self, q: Tensor) -> tuple[Tensor, Norm]:
         """q and the norm that the kernel applies to it, with the temperature in the norm's gain, or else in q."""

@@ -100,11 +100,16 @@ class PlainAttention(nn.Module):
         if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
             q, k = q.to(v.dtype), k.to(v.dtype)
         if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
-            k, v = cache.update(k, v, style.slot(self, **options))
+            k, v = self._update(cache, style.slot(self, **options), k, v)
         if style.expand is not None:
             k, v = style.expand(self, k, v, **options)
             q, k = q.to(v.dtype), k.to(v.dtype)
         return self._call_backend(q, k, v, mask, options)
+
+    def _update(self, cache: Any, slot: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The cache's keys and values with the new ones."""
+        updated: tuple[Tensor, Tensor] = cache.update(k, v, slot)
+        return updated
 
     def _norm_rotate(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]

@@ -13,7 +13,7 @@ from hf_qknorm.ops.checks import check_call, check_heads
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.traces import constant_in_traces
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
 
 _find_spec = functools.cache(importlib.util.find_spec)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -139,14 +139,16 @@ def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
     _check_tensors(k, floating=False, keys=keys, values=values)
 
 
-def check_step(heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> None:
+def check_step(heads: Heads, cache: LayerCache, visible: Visible, options: Options) -> None:
     """Raise ValueError unless these are the arguments of one `fused_step`."""
     q, k, v, q_norm, k_norm, rotary = heads
     keys, values, filled = cache
     check_norm_rope(q, k, q_norm, k_norm, rotary)
     check_cache(k, v, keys, values)
-    if filled.dtype != torch.int64 or filled.numel() != 1:
+    if filled is not None and (filled.dtype != torch.int64 or filled.numel() != 1):
         raise ValueError(f"filled must be one number in torch.int64, got {list(filled.shape)} in {filled.dtype}")
+    if keys.shape[2] < q.shape[2]:
+        raise ValueError(f"a cache of {list(keys.shape)} has no room for {q.shape[2]} tokens")
     if options.dropout > 0:
         raise ValueError(f"a step of generation has no dropout, got {options.dropout}")
     _check_tensors(k, floating=False, filled=filled)

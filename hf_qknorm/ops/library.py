@@ -16,7 +16,7 @@ from hf_qknorm.ops import operators
 from hf_qknorm.ops.checks import refuse_forward_mode
 from hf_qknorm.ops.fused_checks import why_not_fused as why_not_fused
 from hf_qknorm.ops.registration import Operator, Values, flatten, flatten_norms
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
 
 
 def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
@@ -85,12 +85,13 @@ def norm_rope_into(heads: Heads, keys: Tensor, values: Tensor, positions: Tensor
     )
 
 
-def fused_step(heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
+def fused_step(heads: Heads, cache: LayerCache, visible: Visible, options: Options) -> Tensor:
     """`norm_rope_into` and `fused_attention` over the cache, in two launches where T is small: a step of generation.
 
-    The new keys and values are written behind the `filled` ones, and T is added to `filled`, all in place. No gradient,
-    and no dropout. Raises ValueError for tensors that require gradients, and IndexError for a cache without room, which
-    on a GPU an assertion in the kernel reports, later.
+    The new keys and values are written behind the `filled` ones, and T is added to `filled`, all in place; without
+    `filled` they are written to the last T rows. No gradient, and no dropout. Raises ValueError for tensors that
+    require gradients, and IndexError for a static cache without room, which on a GPU an assertion in the kernel
+    reports, later.
     """
     return _call_without_gradient(operators.FUSED_STEP, flatten(heads, visible, options) | cache._asdict())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_qknorm.ops import fused_checks, tiled
 from hf_qknorm.ops.checks import check_call
 from hf_qknorm.ops.registration import HEADS, NORM_ROPE, OPTIONS, VISIBLE, Operator, Values, call_of, norms_of
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible, laid_out
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible, laid_out
 
 Results = Sequence[Tensor | None]
 Call = tuple[Heads, Visible, Options]
@@ -45,9 +45,9 @@ def _checked_norms(values: Values) -> Norms:
     return norms
 
 
-def _checked_step(values: Values) -> tuple[Heads, StaticCache, Visible, Options]:
+def _checked_step(values: Values) -> tuple[Heads, LayerCache, Visible, Options]:
     heads, visible, options = call_of(values)
-    cache = StaticCache(*(values[x] for x in StaticCache._fields))
+    cache = LayerCache(*(values[x] for x in LayerCache._fields))
     fused_checks.check_step(heads, cache, visible, options)
     return heads, cache, visible, options
 
@@ -62,8 +62,8 @@ CACHE = {"v": "Tensor", "keys": "Tensor(a!)", "values": "Tensor(b!)", "positions
 NORM_ROPE_HEADS = Operator("norm_rope", QUERIES_KEYS | NORM_ROPE, "(Tensor, Tensor)", _checked_norms)
 NORM_ROPE_BACKWARD = NORM_ROPE_HEADS.derivative(("dq", "dk"), (), (*QUERIES_KEYS, *PARAMETERS))
 NORM_ROPE_INTO = Operator("norm_rope_into", {**QUERIES_KEYS, **CACHE, **NORM_ROPE}, "Tensor", _checked_norms)
-STATIC_CACHE = {"keys": "Tensor(a!)", "values": "Tensor(b!)", "filled": "Tensor(c!)"}
-FUSED_STEP = Operator("fused_step", HEADS | STATIC_CACHE | NORM_ROPE | VISIBLE | OPTIONS, "Tensor", _checked_step)
+LAYER_CACHE = {"keys": "Tensor(a!)", "values": "Tensor(b!)", "filled": "Tensor(c!)?"}
+FUSED_STEP = Operator("fused_step", HEADS | LAYER_CACHE | NORM_ROPE | VISIBLE | OPTIONS, "Tensor", _checked_step)
 
 ATTENTION.implement(lambda values, *call: tiled.forward(*call))
 ATTENTION_BACKWARD.implement(
@@ -127,7 +127,8 @@ def _check_written(values: Values) -> None:
 
 
 def _check_room(values: Values) -> None:
-    fused_checks.check_positions(values["filled"], values["keys"].shape[2] - values["q"].shape[2] + 1)
+    if values["filled"] is not None:
+        fused_checks.check_positions(values["filled"], values["keys"].shape[2] - values["q"].shape[2] + 1)
 
 
 NORM_ROPE_INTO.check_numbers, FUSED_STEP.check_numbers = _check_written, _check_room
@@ -142,7 +143,7 @@ def _(values: Values, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Tens
 
 
 @FUSED_STEP.implement
-def _(values: Values, heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
+def _(values: Values, heads: Heads, cache: LayerCache, visible: Visible, options: Options) -> Tensor:
     from hf_qknorm.ops.triton import decode_step
 
     return decode_step.forward(heads, cache, visible.for_kernels(heads.q.shape[0]), options)
@@ -152,7 +153,8 @@ def _(values: Values, heads: Heads, cache: StaticCache, visible: Visible, option
 def _repeating(operator: Operator) -> Callable[[Values], Any]:
     from hf_qknorm.ops.triton import decode_step, plans
 
-    return plans.Repeated(operator, decode_step.by_keys if operator is FUSED_ATTENTION else None)
+    growing = {FUSED_ATTENTION: decode_step.growing_attention, FUSED_STEP: decode_step.growing_step}
+    return plans.Repeated(operator, growing.get(operator))
 
 
 def _direct(operator: Operator, values: Values) -> Any:

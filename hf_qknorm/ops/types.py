@@ -55,12 +55,15 @@ class Heads(NamedTuple):
         return self.rotary is not None or self.q_norm.kind != "none" or self.k_norm.kind != "none"
 
 
-class StaticCache(NamedTuple):
-    """Keys and values `[B, Hk, S, D]` in dense rows, of which the first `filled` (int64, one number) hold tokens."""
+class LayerCache(NamedTuple):
+    """Keys and values `[B, Hk, S, D]` in dense rows, with room for T new tokens.
+
+    Of a static cache the first `filled` (int64, one number) hold tokens; without it, all but the last T do.
+    """
 
     keys: Tensor
     values: Tensor
-    filled: Tensor
+    filled: Tensor | None = None
 
 
 class Visible(NamedTuple):

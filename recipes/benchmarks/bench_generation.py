@@ -45,12 +45,12 @@ class Size(NamedTuple):
 
     layers: int = 4
     width: int = 256
-    cached: int = 256
+    cached: tuple[int, ...] = (256, 4096)
     prompt: int = 1024
     steps: int = 10
 
 
-SIZES: Final = {"small": Size(), "quick": Size(layers=1, width=64, cached=8, prompt=16, steps=2)}
+SIZES: Final = {"small": Size(), "quick": Size(layers=1, width=64, cached=(8, 24), prompt=16, steps=2)}
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -64,7 +64,7 @@ def models(size: Size) -> dict[str, Any]:
         "num_attention_heads": size.width // 64,
         "num_key_value_heads": max(size.width // 128, 1),
         "head_dim": 64,
-        "max_position_embeddings": 2 * size.prompt,
+        "max_position_embeddings": 2 * max(size.prompt, *size.cached),
         "tie_word_embeddings": True,
     }
     torch.manual_seed(0)
@@ -81,25 +81,28 @@ def models(size: Size) -> dict[str, Any]:
 
 def work(made: dict[str, Any], size: Size) -> dict[str, tuple[int, Calls]]:
     """For each kind of work, the number of calls in a turn, and a call of each variant."""
-    prompt, context, token = (torch.randint(257, (1, n)) for n in (size.prompt, size.cached, 1))
+    prompt, token = (torch.randint(257, (1, n)) for n in (size.prompt, 1))
 
     def prefill(model: Any) -> Callable[[], Any]:
         return lambda: model(prompt, use_cache=True, logits_to_keep=1)
 
-    def step(model: Any) -> Callable[[], Any]:
+    def step(model: Any, cached: int) -> Callable[[], Any]:
+        """A call that adds a token to the cache, until it has `cached` tokens more than at the start."""
         cache = DynamicCache(config=model.config)
-        model(context, past_key_values=cache)
+        model(torch.zeros(1, cached, dtype=torch.int64), past_key_values=cache)
 
         def call() -> None:
             model(token, past_key_values=cache)
-            cache.crop(-1)
+            if cache.get_seq_length() == 2 * cached:
+                cache.crop(-cached)
 
         return call
 
-    return {
-        f"a step, {size.cached} keys in the cache": (size.steps, {name: step(model) for name, model in made.items()}),
-        f"a prompt of {size.prompt} tokens": (1, {name: prefill(model) for name, model in made.items()}),
+    steps = {
+        f"a step, over {cached} keys": (size.steps, {name: step(model, cached) for name, model in made.items()})
+        for cached in size.cached
     }
+    return steps | {f"a prompt of {size.prompt} tokens": (1, {name: prefill(model) for name, model in made.items()})}
 
 
 def timed(count: int, calls: Calls, turns: int) -> dict[str, list[float]]:

@@ -28,7 +28,7 @@ from compiled import Failure, Report, compiling
 from kernel_limits import HOPPER, LIMITS, complain, unmet
 
 from hf_qknorm.ops.triton import attention, decode_step, gluon
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
 
 COLUMNS = (
     "kernel",
@@ -102,7 +102,7 @@ class Step:
         b, h, hk, t, s, d = 2, 8, 2, self.queries, 4096, self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
         q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
-        cache = StaticCache(empty(b, hk, s, d), empty(b, hk, s, d), torch.zeros((), dtype=torch.int64))
+        cache = LayerCache(empty(b, hk, s, d), empty(b, hk, s, d), torch.zeros((), dtype=torch.int64))
         norm, cos = Norm("rms", empty(d), **stored_eps(self.knee)), empty(1, t, d // 2)
         heads, options = Heads(q, k, v, norm, norm, Rotary(cos, cos)), Options(d**-0.5, self.softcap, causal=True)
         decode_step.forward(heads, cache, Visible(), options)

@@ -109,7 +109,7 @@ def kernel_model() -> PreTrainedModel:
 
 
 def outcome(model: PreTrainedModel, backend: str) -> dict[str, Tensor]:
-    """A training step; then a prompt and a token, with a dynamic and with a static cache."""
+    """A training step; a prompt and a token with a dynamic and a static cache; a token with gradients over a prompt."""
     model.set_attn_implementation(backend)
     model.zero_grad()
     result = model(**make_batch("left"), use_cache=False)
@@ -120,6 +120,8 @@ def outcome(model: PreTrainedModel, backend: str) -> dict[str, Tensor]:
         for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=16)):
             for i, piece in enumerate(tokens.split([8, 1], dim=1)):
                 found[f"{type(cache).__name__} {i}"] = model(input_ids=piece, past_key_values=cache).logits
+        cache = model(input_ids=tokens[:, :8]).past_key_values
+    found["with gradients"] = model(input_ids=tokens[:, 8:], past_key_values=cache).logits.detach()
     return found
 
 
@@ -127,9 +129,9 @@ FALLBACKS = [
     set(),
     {"attention"},
     {"attention", "flex"},
-    {"step"},
-    {"step", "norm_rope", "norm_rope_one", "norm_rope_into"},
-    {"attention", "step", "norm_rope", "norm_rope_one", "norm_rope_into"},
+    {"step", "append"},
+    {"step", "append", "norm_rope", "norm_rope_one", "norm_rope_into"},
+    {"attention", "step", "append", "norm_rope", "norm_rope_one", "norm_rope_into"},
 ]
 
 
@@ -158,7 +160,7 @@ def noted(function: Any, name: str, ran: list[str]) -> Any:
     return run
 
 
-@pytest.mark.parametrize("wrong", ["attention", "norm_rope", "norm_rope_one", "step"])
+@pytest.mark.parametrize("wrong", ["attention", "norm_rope", "norm_rope_one", "step", "append"])
 def test_an_explicit_name_raises_with_the_figures(wrong, distrusted):
     model = kernel_model()
     distrusted.add(wrong)

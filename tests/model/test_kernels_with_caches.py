@@ -198,7 +198,7 @@ def test_generation_with_a_cache(model_type: str, scheme: str, cache: str, monke
     for backend in ("hf_qknorm_triton", "hf_qknorm_eager"):
         model.set_attn_implementation(backend)
         found.append(model.generate(**prompt, **settings))
-    assert len(calls) == (3 if cache == "static" else 0)  # each step but the first, which makes the cache
+    assert len(calls) == 3  # each step but the first, which makes the cache
     assert torch.equal(found[0].sequences, found[1].sequences)
     for got, expected in zip(found[0].logits, found[1].logits, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

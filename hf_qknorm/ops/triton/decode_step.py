@@ -1,7 +1,8 @@
-"""A step of cached generation on the host: norm, RoPE and the write to a static cache in one launch, then attention.
+"""A step of cached generation on the host: norm, RoPE and the write to a cache in one launch, then attention.
 
 Of few queries (16 at most of a group's heads) attention is one launch too. Nothing here waits for the device, reads its
-numbers on the host, or keeps a tensor: a CUDA graph captures the step as it is, and each replay continues the cache.
+numbers on the host, or keeps a tensor: a CUDA graph captures the step as it is, and each replay continues a static
+cache.
 """
 
 from __future__ import annotations
@@ -12,33 +13,44 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.triton import attention, attention_decode, norm_rope
-from hf_qknorm.ops.types import Heads, Options, StaticCache, Visible
+from hf_qknorm.ops.triton.plans import Growing
+from hf_qknorm.ops.types import Heads, LayerCache, Options, Visible
 
 
-def forward(heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
+def forward(heads: Heads, cache: LayerCache, visible: Visible, options: Options) -> Tensor:
     """Attention `[B, H, T, D]` of raw queries over the cache's keys and the new ones; see `library.fused_step`."""
     q, k, v, q_norm, k_norm, rotary = heads
     keys, values, filled = cache
-    count = q.shape[2]
-    positions = filled if count == 1 else filled + torch.arange(count, device=filled.device)
+    count, positions = q.shape[2], filled
+    if filled is not None and count > 1:
+        positions = filled + torch.arange(count, device=filled.device)
     into = norm_rope.Cache(keys, values, v, positions)
     made = norm_rope.forward(q, k, q_norm, k_norm, rotary, cache=into)
     if attention_decode.suits(q, keys):
         zeros = made.zeros if attention_decode.counters(q, keys) else None
         return attention_decode.forward(made.q, keys, values, visible, options, zeros, filled)[0]
-    filled.add_(count)
+    if filled is not None:
+        filled.add_(count)
     return attention.forward(Heads(made.q, keys, values), visible, options).out
 
 
-def by_keys(values: dict[str, Any]) -> tuple[int] | None:
-    """All by which the launches for a few queries over other keys depend on the number of keys; else None.
-
-    `values` are those of `operators.FUSED_ATTENTION`, before any check.
-    """
+def growing_attention(values: dict[str, Any]) -> Growing | None:
+    """The keys of a call of `operators.FUSED_ATTENTION`, before any check, if one plan serves many numbers of them."""
     q, k, v, plain = values["q"], values["k"], values["v"], values["q_kind"] == values["k_kind"] == "none"
     if not plain or values["cos"] is not None or values["statistics"] or values["dropout"]:
         return None
+    return _growing(q, k, v, "k", "v", in_room=False)
+
+
+def growing_step(values: dict[str, Any]) -> Growing | None:
+    """The keys of a call of `operators.FUSED_STEP`, before any check, if one plan serves many numbers of them."""
+    if values["filled"] is not None:
+        return None
+    return _growing(values["q"], values["keys"], values["values"], "keys", "values", in_room=True)
+
+
+def _growing(q: Tensor, k: Tensor, v: Tensor, keys: str, values: str, *, in_room: bool) -> Growing | None:
     if k.shape != v.shape or not (q.dim() == k.dim() == 4 and q.numel() and k.numel()):
         return None
     few = attention_decode.rows_of(q, k) <= attention_decode.MOST_ROWS
-    return (attention_decode.splits(q, k),) if few else None
+    return Growing(keys, values, in_room, attention_decode.splits(q, k)) if few else None

@@ -38,15 +38,16 @@ class NormedHeads(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A static cache, keys and values `[B, Hk, S, D]` in dense rows; v `[B, Hk, T, D]`, to go to positions `[T]`.
+    """Cached keys and values `[B, Hk, S, D]` in dense rows; v `[B, Hk, T, D]`, to go to positions `[T]`.
 
-    Positions outside of S are not written; on a GPU they fail an assertion of the kernel.
+    Without positions, v goes to the last T rows. Positions outside of S are not written; on a GPU they fail an
+    assertion of the kernel.
     """
 
     keys: Tensor
     values: Tensor
     v: Tensor
-    positions: Tensor
+    positions: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -100,12 +101,13 @@ def forward(
         v=HeadArguments.of(v),
         v_out=HeadArguments.of(values),
         positions=positions,
-        room=0 if cache is None else cache.keys.shape[2],
+        start=0 if cache is None or positions is not None else cache.keys.shape[2] - length,
+        room=0 if positions is None or cache is None else cache.keys.shape[2],
         bound=None if bound is None else bound.view(torch.int32),
         zeros=zeros,
         heads_kv=heads_kv,
         total=total,
-        asserts=cache is not None,
+        asserts=positions is not None,
         **arguments,
     )
     return NormedHeads(q_out, k_out, bound, zeros)

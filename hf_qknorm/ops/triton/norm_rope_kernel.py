@@ -61,11 +61,11 @@ def _rotation(rotary, batch, rows, angle, mask):
 
 @triton.jit
 def _prepare(
-    source, result, norm, rotary, positions, room, bound, group, multiplier, batch, head, block, length,
+    source, result, norm, rotary, positions, start, room, bound, group, multiplier, batch, head, block, length,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and multiply one tile; store it, at its `positions` if given; raise the group's bound to its rows.
+    """Norm, rotate and multiply one tile; store it at its `positions`, or from row `start` on; raise the group's bound.
 
     Rows with positions outside of `room` are not written; on a GPU they fail an assertion.
     """
@@ -93,6 +93,8 @@ def _prepare(
         inside = (rows >= 0) & (rows < room)
         tl.device_assert(inside, "a position is outside of the static cache: it is full, or too short")
         live = live & inside[:, None]
+    else:
+        rows = rows + start
     tl.store(result.data + _entries(result, batch, head, rows, columns), y, mask=live)
 
 
@@ -105,14 +107,14 @@ def _place(count, length, ROWS: tl.constexpr):
 
 
 # Lengths, and the room of a cache, may grow: one kernel for all.
-@triton.jit(do_not_specialize=["room", "heads", "heads_kv", "total", "length"])
+@triton.jit(do_not_specialize=["start", "room", "heads", "heads_kv", "total", "length"])
 def norm_rope_kernel(
-    q, q_out, k, k_out, v, v_out, q_norm, k_norm, rotary, positions, room, bound, zeros, multiplier,
+    q, q_out, k, k_out, v, v_out, q_norm, k_norm, rotary, positions, start, room, bound, zeros, multiplier,
     heads, heads_kv, total, length,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate q, and k if given; with positions, store k̂ and a copy of v there, in a static cache.
+    """Norm and rotate q, and k if given; of a cache, store k̂ and a copy of v at `positions`, or from `start` on.
 
     Each program sets its own number of `zeros` to 0, if given.
     """
@@ -122,20 +124,20 @@ def norm_rope_kernel(
     if head < heads:
         group = (batch * heads_kv + head * heads_kv // heads) * 2
         _prepare(
-            q, q_out, q_norm, rotary, None, 0, bound, group, multiplier, batch, head, block, length,
+            q, q_out, q_norm, rotary, None, 0, 0, bound, group, multiplier, batch, head, block, length,
             BLOCK, PADDED, HEAD_DIM, Q_NORM, ROTARY, INTERLEAVED,
         )  # fmt: skip
     elif head < heads + heads_kv:
         if k is not None:
             group = (batch * heads_kv + head - heads) * 2 + 1
             _prepare(
-                k, k_out, k_norm, rotary, positions, room, bound, group, 1.0, batch, head - heads, block, length,
+                k, k_out, k_norm, rotary, positions, start, room, bound, group, 1.0, batch, head - heads, block, length,
                 BLOCK, PADDED, HEAD_DIM, K_NORM, ROTARY, INTERLEAVED,
             )  # fmt: skip
-    elif positions is not None:
+    elif v is not None:
         _prepare(
-            v, v_out, NormArguments(), None, positions, room, None, 0, 1.0, batch, head - heads - heads_kv, block,
-            length, BLOCK, PADDED, HEAD_DIM, None, 0, False,
+            v, v_out, NormArguments(), None, positions, start, room, None, 0, 1.0, batch, head - heads - heads_kv,
+            block, length, BLOCK, PADDED, HEAD_DIM, None, 0, False,
         )  # fmt: skip
 
 

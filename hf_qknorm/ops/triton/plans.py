@@ -34,22 +34,33 @@ _NEVER: Final = "not to be repeated"
 Plan = Callable[[list[Tensor]], Any]  # takes a call's arguments, and returns its results
 
 
+class Growing(NamedTuple):
+    """The fields of keys and values of any number, and the splits of them, on which a plan depends.
+
+    `in_room` they grow in place, and their strides are part of a plan.
+    """
+
+    keys: str
+    values: str
+    in_room: bool
+    splits: int
+
+
 class Repeated:
     """The work of an operator, which repeats its launches for values of a signature that it knows.
 
-    For calls of which one plan serves many numbers of keys, `by_keys` gives the settings that depend on this number;
-    for others None.
+    `growing` is given the values, and returns the keys of a call of which one plan serves many numbers, or None.
     """
 
-    def __init__(self, operator: Operator, by_keys: Callable[[Values], tuple[Any, ...] | None] | None = None) -> None:
-        self.run, self.by_keys = operator.run, by_keys
+    def __init__(self, operator: Operator, growing: Callable[[Values], Growing | None] | None = None) -> None:
+        self.run, self.growing = operator.run, growing
         self.tensors = operator.tensors
         self.others = itemgetter(*[field for field in operator.fields if field not in operator.tensors])
         self.plans: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, values: Values) -> Any:
-        settings = None if self.by_keys is None else self.by_keys(values)
-        key, tensors = self.signature(values, settings)
+        growing = None if self.growing is None else self.growing(values)
+        key, tensors = self.signature(values, growing)
         plan = self.plans.get(key)
         if type(plan) is FunctionType:
             with on(tensors[0].device):
@@ -60,33 +71,35 @@ class Repeated:
             self.plans[key] = _SEEN
         if plan is not _SEEN:
             return self.run(values)
-        recorder = _Recorder(values, tensors, any_length=settings is not None)
+        recorder = _Recorder(values, tensors, growing)
         with recorded(recorder.steps), recorder:
             result = self.run(values)
         self.plans[key] = recorder.plan(result)
         return result
 
-    def signature(
-        self, values: Values, settings: tuple[Any, ...] | None = None
-    ) -> tuple[tuple[Any, ...], list[Tensor]]:
+    def signature(self, values: Values, growing: Growing | None = None) -> tuple[tuple[Any, ...], list[Tensor]]:
         """All that the launches depend on, apart from addresses, which only matter to 16 bytes; and the tensors."""
-        parts: list[Any] = [precision(values["q"].dtype), gluon.switched_on(), settings, self.others(values)]
+        parts: list[Any] = [precision(values["q"].dtype), gluon.switched_on(), growing, self.others(values)]
         tensors = []
         for name in self.tensors:
             x = values[name]
             if x is None:
                 parts.append(None)
                 continue
-            shape = (x.shape, x.stride()) if settings is None or name not in ("k", "v") else _without_length(x)
+            if growing is None or name not in growing[:2]:
+                shape: tuple[Any, ...] = x.shape, x.stride()
+            else:
+                shape = _without_length(x, growing.in_room)
             parts.append((shape, x.dtype, x.device, x.data_ptr() % 16))
             tensors.append(x)
         return tuple(parts), tensors
 
 
-def _without_length(x: Tensor) -> tuple[Any, ...]:
-    """The shape of keys `[B, Hk, S, D]` without S, and what kernels are compiled for of strides that depend on it."""
+def _without_length(x: Tensor, in_room: bool) -> tuple[Any, ...]:
+    """The shape of keys `[B, Hk, S, D]` without S, and of their strides all, or what kernels are compiled for."""
     (batch, heads, length, columns), strides = x.shape, x.stride()
-    return batch, heads, length > 1, columns, *[(s % 16, s > 0, s == 1, s < 2**31) for s in strides]
+    parts = strides if in_room else [(s % 16, s > 0, s == 1, s < 2**31) for s in strides]
+    return batch, heads, length > 1, columns, *parts
 
 
 class _UnrepeatableError(Exception):
@@ -108,9 +121,9 @@ class _Recorder(TorchDispatchMode):
     The steps keep all tensors alive, so that no two have one identity.
     """
 
-    def __init__(self, values: Values, tensors: list[Tensor], *, any_length: bool) -> None:
+    def __init__(self, values: Values, tensors: list[Tensor], growing: Growing | None) -> None:
         super().__init__()
-        self.values, self.any_length = values, any_length
+        self.values, self.growing = values, growing
         self.numbers = {id(x): number for number, x in enumerate(tensors)}
         self.given = self.count = len(tensors)
         self.steps: list[Any] = []
@@ -183,16 +196,21 @@ class _Writer:
 
     def _argument(self, name: str, argument: Any) -> str:
         """An argument of a kernel. In a plan for any number of keys, some depend on it."""
-        values = self.recorder.values
-        if self.recorder.any_length:
-            keys = f"{self._write(values['k'])}.shape[2]"
-            if name in ("K", "V"):
-                return f"pointers({self._write(argument.data)})"
-            if name == "keys":
-                return keys
-            if name == "window":
-                return f"reach({values['window']}, {values['q'].shape[2]}, {keys})"
-        return self._write(argument)
+        values, growing = self.recorder.values, self.recorder.growing
+        if growing is None:
+            return self._write(argument)
+        keys, queries = f"{self._write(values[growing.keys])}.shape[2]", values["q"].shape[2]
+        if name in ("K", "V") and not (growing.in_room and self._is_given(argument.data)):
+            return f"pointers({self._write(argument.data)})"
+        by_keys = {
+            "keys": keys,
+            "start": f"{keys} - {queries}",
+            "window": f"reach({values['window']}, {queries}, {keys})",
+        }
+        return by_keys.get(name) or self._write(argument)
+
+    def _is_given(self, x: Tensor) -> bool:
+        return self.recorder.numbers[id(x)] < self.recorder.given
 
     def _call(self, call: _Call) -> str:
         """Allocate memory, or call an operator of torch."""

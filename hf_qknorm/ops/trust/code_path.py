@@ -17,6 +17,7 @@ Operator = Literal[
     "norm_rope_one",
     "norm_rope_into",
     "step",
+    "append",
     "flex",
     "cpu",
     "cpu_statistics",
@@ -28,6 +29,7 @@ SMALL_CAP: Final = 64.0  # up to it the kernels' softmax needs no maximum: `laun
 FEW_ROWS: Final = 1024  # `attention_decode.MOST_QUERIES`
 MANY_KEYS: Final = 256  # `attention_decode.LEAST_KEYS`
 NORM_OPERATORS: Final = ("norm_rope", "norm_rope_one", "norm_rope_into", "cpu_norm_rope")
+STEPS: Final = ("step", "append")  # over a static cache, or behind the keys of a dynamic one
 CPU_OPERATORS: Final = ("cpu", "cpu_statistics", "cpu_norm_rope")
 NO_ENDS: Final = (None, None, None)  # neither norms nor a rotation
 
@@ -109,7 +111,7 @@ def fields(heads: Heads, visible: Visible, options: Options, operator: Operator)
         if operator in NORM_OPERATORS:
             return *path, 0, True, *ends
     queries, many_keys = 0, True
-    over_cache = operator not in CPU_OPERATORS and (operator == "step" or not raw)
+    over_cache = operator not in CPU_OPERATORS and (operator in STEPS or not raw)
     if over_cache and not torch.compiler.is_compiling() and length < keys and group * length < FEW_ROWS:
         queries, many_keys = _most_queries(group, length), keys >= MANY_KEYS
     ranges, sinks, _, _ = visible

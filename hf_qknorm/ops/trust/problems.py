@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.cpu import attention as cpu_attention
-from hf_qknorm.ops.trust.code_path import CodePath, NormPath
+from hf_qknorm.ops.trust.code_path import STEPS, CodePath, NormPath
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 LENGTH = 300  # more than two tiles of every kernel, and no multiple of one
@@ -62,7 +62,7 @@ def problems(path: CodePath, device: torch.device) -> list[Problem]:
         found.append(draw(path, device, batch, SHORT))
     if path.operator == "attention" and path.group <= FEW_HEADS and not path.queries:
         found.append(draw(path, device, 1, LONGER * LENGTH, heads_kv=1))
-    if path.operator in ("attention", "step") and path.many_keys and path.queries * path.group > SPLIT_ROWS:
+    if path.operator in ("attention", *STEPS) and path.many_keys and path.queries * path.group > SPLIT_ROWS:
         batch = _processors(device) // (2 * first.heads.q.shape[1]) + 1
         found.append(draw(path._replace(queries=SPLIT_ROWS // path.group + 1), device, batch))
     return [problem._replace(dropout_mask=dropout_mask(problem)) if path.dropout else problem for problem in found]

@@ -20,7 +20,7 @@ from hf_qknorm.ops.cpu import statistics as cpu_statistics
 from hf_qknorm.ops.error_budget import Verdict, verdict
 from hf_qknorm.ops.trust.code_path import CodePath
 from hf_qknorm.ops.trust.problems import Problem, problems
-from hf_qknorm.ops.types import Heads, StaticCache
+from hf_qknorm.ops.types import Heads, LayerCache
 
 Results = dict[str, Tensor]
 SIGMAS = 6.0  # by which the share of dropped weights may miss the rate
@@ -215,7 +215,8 @@ def _step(problem: Problem) -> Results:
     q, k, v = problem.heads[:3]
     old = k.shape[2] - q.shape[2]
     keys, values = (torch.cat([x[:, :, :old], torch.zeros_like(x[:, :, old:])], 2) for x in (k, v))
-    cache = StaticCache(keys, values, torch.tensor(old, device=q.device))
+    filled = torch.tensor(old, device=q.device) if problem.path.operator == "step" else None
+    cache = LayerCache(keys, values, filled)
     new = problem.heads._replace(k=k[:, :, old:], v=v[:, :, old:])
     out = library.fused_step(new, cache, problem.visible, problem.options)
     return {"output": out, "keys": keys[:, :, old:], "values": values[:, :, old:]}
@@ -243,4 +244,5 @@ OPERATORS = {
     "norm_rope_one": (_norm_rope_one, _norm_rope_one_oracle),
     "norm_rope_into": (_norm_rope_into, _norm_rope_into_oracle),
     "step": (_step, _step_oracle),
+    "append": (_step, _step_oracle),
 }

@@ -15,7 +15,7 @@ from hf_qknorm.ops import library, operators
 from hf_qknorm.ops.registration import flatten_norms
 from hf_qknorm.ops.triton import plans
 from hf_qknorm.ops.triton.launch import Launch, recorded
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROOM, FILLED = 600, 520
@@ -25,7 +25,7 @@ class Step(NamedTuple):
     """The arguments of `library.fused_step`."""
 
     heads: Heads
-    cache: StaticCache
+    cache: LayerCache
     visible: Visible
     options: Options
 
@@ -39,19 +39,26 @@ class Step(NamedTuple):
         filled = torch.tensor(FILLED, device=DEVICE)
         heads = Heads(q, k, v, *norms, Rotary(angles.cos().to(q), angles.sin().to(q)))
         visible = Visible(ranges.to(DEVICE, torch.int32))
-        return cls(heads, StaticCache(keys, values, filled), visible, Options(0.25, 50.0))
+        return cls(heads, LayerCache(keys, values, filled), visible, Options(0.25, 50.0))
 
     def run(self) -> dict[str, Tensor]:
         """The output and the cache after it."""
         return {"out": library.fused_step(*self), **self.cache._asdict()}
 
+    def appended(self, keys: int) -> Step:
+        """The same over this many keys of a dynamic cache, with room for the new tokens behind them."""
+        seen = keys + self.heads.q.shape[2]
+        cache = LayerCache(self.cache.keys[:, :, :seen], self.cache.values[:, :, :seen])
+        return self._replace(cache=cache, visible=Visible(), options=self.options._replace(causal=True, window=500))
+
     def in_two(self) -> dict[str, Tensor]:
         """The same by two operators."""
         heads, (keys, values, filled), visible, options = self
-        positions = filled + torch.arange(heads.q.shape[2], device=DEVICE)
-        q = library.norm_rope_into(heads, keys, values, positions)
+        count = heads.q.shape[2]
+        start = keys.shape[2] - count if filled is None else filled
+        q = library.norm_rope_into(heads, keys, values, start + torch.arange(count, device=DEVICE))
         out = library.fused_attention(Heads(q, keys, values), visible, options)
-        return {"out": out, "keys": keys, "values": values, "filled": filled + heads.q.shape[2]}
+        return {"out": out, "keys": keys, "values": values, "filled": None if filled is None else filled + count}
 
 
 @pytest.mark.parametrize("queries", [1, 3, 9])
@@ -59,6 +66,34 @@ def test_steps_equal_two_operators(queries: int) -> None:
     """The third step repeats the launches of the second, with other tensors."""
     for seed in (0, 2, 4):
         torch.testing.assert_close(Step.draw(seed, queries).run(), Step.draw(seed, queries).in_two(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 9])
+def test_steps_over_growing_keys_equal_two_operators(queries: int) -> None:
+    """They repeat the launches of the second, over other numbers of keys; the last has keys for another split."""
+    for seed, keys in ((0, 300), (2, 301), (4, 310), (6, 504), (8, 520), (10, 530)):
+        got, expected = (Step.draw(seed, queries).appended(keys) for _ in range(2))
+        torch.testing.assert_close(got.run(), expected.in_two(), rtol=0, atol=0)
+        torch.testing.assert_close(got.cache.keys._base, expected.cache.keys._base, rtol=0, atol=0)  # nor beyond S
+
+
+def test_a_step_over_other_numbers_of_keys_only_allocates_and_launches() -> None:
+    for keys in (300, 301):
+        Step.draw(0).appended(keys).run()
+    launched: list[Launch] = []
+    with recorded(launched):
+        Step.draw(0).appended(400).run()
+    assert not launched
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_step_is_two_launches(queries: int) -> None:
+    for step in (Step.draw(0, queries), Step.draw(0, queries).appended(FILLED)):
+        values = library.flatten(step.heads, step.visible, step.options) | step.cache._asdict()
+        launched: list[Launch] = []
+        with recorded(launched):
+            operators.FUSED_STEP.run(values)
+        assert len(launched) == 2
 
 
 def test_a_step_of_known_shapes_only_allocates_and_launches() -> None:

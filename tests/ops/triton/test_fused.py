@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 from hf_qknorm.ops import library, operators
 from hf_qknorm.ops.registration import flatten, flatten_norms
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, StaticCache, Visible
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, HK, T, D = 2, 4, 2, 9, 16
@@ -72,8 +72,9 @@ def test_norm_rope_passes_torchs_opcheck(knee: float) -> None:
     checks = ("test_schema", "test_faketensor")
     opcheck(operators.NORM_ROPE_INTO.overload, operators.NORM_ROPE_INTO.arguments(fixed), test_utils=checks)
     fixed |= dict.fromkeys(Visible._fields) | Options(0.25, 50.0, causal=True)._asdict()
-    fixed["filled"] = torch.tensor(2, device=DEVICE)
-    opcheck(operators.FUSED_STEP.overload, operators.FUSED_STEP.arguments(fixed), test_utils=checks)
+    for filled in (torch.tensor(2, device=DEVICE), None):
+        step = operators.FUSED_STEP.arguments(fixed | {"filled": filled})
+        opcheck(operators.FUSED_STEP.overload, step, test_utils=checks)
 
 
 def test_one_compiled_graph_is_the_plain_function_at_every_length() -> None:
@@ -211,7 +212,7 @@ def test_writing_a_cache_with_gradients_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
         library.norm_rope_into(constants, keys, values, places)
     with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
-        library.fused_step(constants, StaticCache(keys, values, places[0]), Visible(), OPTIONS["capped"])
+        library.fused_step(constants, LayerCache(keys, values, places[0]), Visible(), OPTIONS["capped"])
     with torch.no_grad():
         with pytest.raises(ValueError, match=r"positions \[9\], got .*\[3\]"):
             library.norm_rope_into(Heads(q, k, v), keys, values, places[:3])

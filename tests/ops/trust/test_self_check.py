@@ -19,7 +19,7 @@ from hf_qknorm.ops.triton import attention, attention_decode, norm_rope, schedul
 from hf_qknorm.ops.trust import problems
 from hf_qknorm.ops.trust.code_path import CodePath, NormPath
 from hf_qknorm.ops.trust.self_check import check
-from hf_qknorm.ops.types import Heads, Options, StaticCache, Visible
+from hf_qknorm.ops.types import Heads, LayerCache, Options, Visible
 
 interpreter.install()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,6 +39,7 @@ PATHS = {
     "norm_rope_one": CodePath("norm_rope_one", HALF, 16, 1, True, 0, True, LAYER, None, ROTARY),
     "norm_rope_into": CodePath("norm_rope_into", BRAIN, 16, 2, False, 0, True, RMS, RMS, ROTARY),
     "step": CodePath("step", BRAIN, 16, 2, False, 1, True, RMS, LAYER, ROTARY, cap="small", ranges=True),
+    "append": CodePath("append", BRAIN, 16, 2, False, 1, True, RMS, LAYER, ROTARY, cap="small", causal=True),
 }
 
 
@@ -127,17 +128,18 @@ def test_an_error_of_five_per_cent_is_found(
     assert not found.verdict.passed
 
 
-def test_a_wrong_key_in_the_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["step", "append"])
+def test_a_wrong_key_in_the_cache_is_found(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of many, which hardly shows in the output."""
     sound = library.fused_step
 
-    def broken(heads: Heads, cache: StaticCache, visible: Visible, options: Options) -> Tensor:
+    def broken(heads: Heads, cache: LayerCache, visible: Visible, options: Options) -> Tensor:
         out = sound(heads, cache, visible, options)
         cache.keys[:, :, -1] *= 1.05
         return out
 
     monkeypatch.setattr(library, "fused_step", broken)
-    found = check(PATHS["step"], DEVICE)
+    found = check(PATHS[path], DEVICE)
     assert found.name == "keys"
     assert not found.verdict.passed
 

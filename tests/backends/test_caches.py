@@ -1,0 +1,269 @@
+"""Room for new tokens in transformers' caches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_qknorm.backends.caches import ALIGNED, LEAST_ROOM, MOST_ROOM, SHARE, is_empty, room, update
+
+WINDOW = 5
+LAYERS: dict[str, Callable[[], Any]] = {
+    "dynamic": DynamicLayer,
+    "sliding": lambda: DynamicSlidingWindowLayer(WINDOW),
+    "a window of one": lambda: DynamicSlidingWindowLayer(1),
+}
+
+
+def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys and values `[2, 3, count, 4]`."""
+    keys, values = torch.randn(2, 2, 3, count, 4, generator=torch.Generator().manual_seed(seed))
+    return keys, values
+
+
+def cache_of(layer: Any, filled: int = 7) -> DynamicCache:
+    """A cache with this layer alone, and tokens in it."""
+    cache = DynamicCache()
+    cache.layers.append(layer)
+    if filled:
+        cache.update(*tokens(filled), 0)
+    return cache
+
+
+def append(cache: Any, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What `update` returns, with the tokens written to the layer's room."""
+    keys, values = new
+    into = room(cache, 0, keys)
+    assert into is not None
+    count = keys.shape[2]
+    into.cache.keys[:, :, -count:], into.cache.values[:, :, -count:] = keys, values
+    into.keep(count)
+    return into.cache.keys, into.cache.values
+
+
+def states(cache: Any) -> list[Any]:
+    layer = cache.layers[0]
+    return [layer.keys, layer.values, layer.get_seq_length(), getattr(layer, "cumulative_length", None)]
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_tokens_are_appended_as_by_update(kind: str, count: int) -> None:
+    """More than fit the first room, so that the keys are copied again."""
+    ours, theirs = (cache_of(LAYERS[kind]()) for _ in range(2))
+    for seed in range(2 * LEAST_ROOM // count + 2):
+        new = tokens(count, seed)
+        assert_same(append(ours, new), theirs.update(*new, 0))
+        assert_same(states(ours), states(theirs))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@torch.no_grad()
+def test_an_update_is_that_of_transformers(kind: str) -> None:
+    ours, theirs = (cache_of(LAYERS[kind](), 0) for _ in range(2))
+    for seed, count in enumerate((7, 1, 3, 1)):
+        new = tokens(count, seed)
+        assert_same(update(ours, 0, *new), theirs.update(*new, 0))
+        assert_same(states(ours), states(theirs))
+
+
+def test_an_update_with_gradients_keeps_them() -> None:
+    cache, (keys, values) = cache_of(DynamicLayer()), tokens(1)
+    grown, _ = update(cache, 0, keys.requires_grad_(), values)
+    grown.sum().backward()
+    assert_same(keys.grad, torch.ones_like(keys))
+
+
+@torch.no_grad()
+def test_values_of_another_width_are_copied() -> None:
+    """As those of latent attention."""
+    cache, (keys, values) = DynamicCache(), tokens(5)
+    for _ in range(2):
+        grown = update(cache, 0, keys, values[..., :2])
+    assert_same(grown, (torch.cat([keys, keys], 2), torch.cat([values, values], 2)[..., :2]))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_keys_are_copied_once_for_many_tokens(kind: str) -> None:
+    cache = cache_of(LAYERS[kind](), 2 * SHARE * LEAST_ROOM)
+    places = []
+    for seed in range(2 * LEAST_ROOM):
+        append(cache, tokens(1, seed))
+        places.append(cache.layers[0].keys.untyped_storage().data_ptr())
+    copies = 2 if kind == "sliding" else 1  # of the few keys in the window; transformers keeps all for a window of one
+    assert len(set(places)) == copies
+    assert places == sorted(places, key=places.index)
+
+
+def test_room_is_a_share_of_the_keys_up_to_a_limit() -> None:
+    for filled, least in ((1, LEAST_ROOM), (SHARE * 100, 100), (2 * SHARE * MOST_ROOM + 3, MOST_ROOM)):
+        cache = cache_of(DynamicLayer(), filled)
+        append(cache, tokens(1))
+        rows = cache.layers[0].keys.stride(1) // 4
+        assert 0 <= rows - filled - least < ALIGNED
+        assert not rows % ALIGNED
+
+
+def cropped(cache: Any) -> Any:
+    cache.crop(-2)
+    return cache
+
+
+def restored(cache: Any) -> Any:
+    """The keys and values of an earlier step, as a caller keeps them to try other continuations."""
+    before = cache.layers[0].keys, cache.layers[0].values
+    append(cache, tokens(1, 9))
+    cache.layers[0].keys, cache.layers[0].values = before
+    return cache
+
+
+def shared(cache: Any) -> Any:
+    """Another cache of the same tensors."""
+    other = cache_of(DynamicLayer(), 0)
+    other.layers[0] = copy.copy(cache.layers[0])
+    return other
+
+
+BRANCHES = [cropped, restored, shared, copy.deepcopy]
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_no_continuation_changes_another(branch: Callable[[Any], Any]) -> None:
+    """The tensors of a layer, once seen, keep their numbers, whatever is appended here or there."""
+    cache = cache_of(DynamicLayer())
+    append(cache, tokens(3, 1))
+    seen = (cache.layers[0].keys, cache.layers[0].values)
+    before = [x.clone() for x in seen]
+    other = branch(cache)
+    expected = copy.deepcopy(other)
+    for seed in (2, 3):
+        assert_same(append(other, tokens(1, seed)), expected.update(*tokens(1, seed), 0))
+        if other is not cache:
+            append(cache, tokens(1, seed + 10))
+        assert_same(list(seen), before)
+        assert_same(states(other), states(expected))
+
+
+def test_reordered_beams_are_continued() -> None:
+    cache, expected = (cache_of(DynamicLayer()) for _ in range(2))
+    append(cache, tokens(1, 1))
+    expected.update(*tokens(1, 1), 0)
+    for each in (cache, expected):
+        each.reorder_cache(torch.tensor([1, 1]))
+    assert_same(append(cache, tokens(1, 2)), expected.update(*tokens(1, 2), 0))
+
+
+def test_a_layer_stays_as_it_was_until_it_keeps_its_tokens() -> None:
+    """As after an error of the kernel."""
+    for filled in (7, 8):
+        cache = cache_of(DynamicLayer())
+        if filled == 8:
+            append(cache, tokens(1, 1))
+        before = states(cache)
+        keys = before[0].clone()
+        into = room(cache, 0, tokens(1)[0])
+        assert into is not None
+        into.cache.keys[:, :, -1:] = 0
+        assert states(cache)[0] is before[0]
+        assert_same(before[0], keys)
+        assert_same(append(cache, tokens(1, 2))[0], torch.cat([keys, tokens(1, 2)[0]], 2))
+
+
+def test_inference_mode_and_gradients_may_follow() -> None:
+    cache = cache_of(DynamicLayer())
+    with torch.inference_mode():
+        append(cache, tokens(1, 1))
+    with torch.no_grad():
+        keys, _ = append(cache, tokens(1, 2))
+    grown = cache.update(*(x.requires_grad_() for x in tokens(1, 3)), 0)[0]
+    grown.sum().backward()
+    assert_same(grown[:, :, :-1].detach(), keys)
+
+
+class Own(DynamicCache):
+    """A cache whose `update` returns other keys."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, layer_idx, *args)
+        return keys * 2, values
+
+
+class OwnLayer(DynamicLayer):
+    """A layer with an `update` of its own."""
+
+
+def own_cache() -> DynamicCache:
+    cache = Own()
+    cache.update(*tokens(7), 0)
+    return cache
+
+
+def recording() -> DynamicCache:
+    cache = cache_of(DynamicSlidingWindowLayer(WINDOW))
+    cache.layers[0].activate_past_recording()
+    return cache
+
+
+def in_fp64() -> DynamicCache:
+    cache = cache_of(DynamicLayer())
+    cache.layers[0].keys = cache.layers[0].keys.double()
+    return cache
+
+
+def of_one_row() -> DynamicCache:
+    cache = cache_of(DynamicLayer())
+    cache.batch_select_indices(torch.tensor([0]))
+    return cache
+
+
+def emptied() -> DynamicCache:
+    cache = cache_of(DynamicLayer())
+    cache.crop(-7)
+    return cache
+
+
+WITHOUT_ROOM = {
+    "no cache": lambda: None,
+    "an own update": own_cache,
+    "an own layer": lambda: cache_of(OwnLayer()),
+    "not allocated": lambda: cache_of(DynamicLayer(), 0),
+    "of no tokens": emptied,
+    "too few layers": DynamicCache,
+    "a record of the past": recording,
+    "another dtype": in_fp64,
+    "another batch": of_one_row,
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROOM)
+def test_other_layers_have_no_room(name: str) -> None:
+    cache = WITHOUT_ROOM[name]()
+    assert room(cache, 0, tokens(1)[0]) is None
+
+
+def test_a_static_layer_counts_its_tokens_itself() -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=12, num_attention_heads=3, num_key_value_heads=3)
+    cache = StaticCache(config=config, max_cache_len=16)
+    assert room(cache, 0, tokens(1)[0]) is None
+    assert is_empty(cache, 0)
+    cache.update(*tokens(7), 0)
+    into = room(cache, 0, tokens(1)[0])
+    assert into is not None
+    layer = cache.layers[0]
+    assert into.cache.keys is layer.keys
+    assert into.cache.filled is layer.cumulative_length
+    into.keep(1)
+    assert int(layer.cumulative_length) == 7
