@@ -115,7 +115,7 @@ def structure(
     if mask is not None and is_padded_ranges(mask):
         mask, tokens = mask[..., : 2 * queries].reshape(-1, 1, queries, 2), mask[:, 0, 0, 2 * queries :]
     if mask is not None and is_ranges(mask):  # these include causality, window and padding
-        seen = Structure(key, value, None, mask[:, 0].clamp_max(keys), False, None)
+        seen = Structure(key, value, None, mask[:, 0], False, None)
     elif mask is not None:
         seen = Structure(key, value, mask[..., :keys], None, False, None)
     else:
@@ -168,7 +168,8 @@ def _without_gaps(seen: Structure, tokens: Tensor) -> Structure:
     assert seen.ranges is not None
     order = (1 - tokens).argsort(dim=-1, stable=True)
     before = nn.functional.pad(tokens.cumsum(-1), (1, 0))
-    ranges = before.gather(-1, seen.ranges.flatten(1).long()).view(seen.ranges.shape).to(torch.int32)
+    places = seen.ranges.flatten(1).clamp_max(tokens.shape[1]).long()
+    ranges = before.gather(-1, places).view(seen.ranges.shape).to(torch.int32)
     key, value = (x.take_along_dim(order[:, None, :, None], 2) for x in (seen.key, seen.value))
     return seen._replace(key=key, value=value, ranges=ranges, order=order)
 

@@ -107,7 +107,7 @@ def _keys_seen(q: Tensor, seen: Structure) -> Tensor:
         mask = seen.mask if seen.mask.dtype == torch.bool else seen.mask > torch.finfo(seen.mask.dtype).min
         return mask.sum(-1).expand(-1, -1, q.shape[2])
     if seen.ranges is not None:
-        start, stop = seen.ranges[:, None].unbind(-1)
+        start, stop = seen.ranges[:, None].clamp_max(seen.key.shape[2]).unbind(-1)
     else:
         start, stop = (x[None, None] for x in _span(q.shape[2], seen))
     return (stop - start).clamp_min(0)

@@ -21,11 +21,12 @@ from mask_cases import (
 )
 from memory import LargestStorage
 from tables import BATCHES, LENGTH, dense, make_batch, sharp_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache, masking_utils
 
 from hf_qknorm import patch_model
 from hf_qknorm.backends.calls import is_ranges, structure
+from hf_qknorm.backends.functions import REGISTERED
 from hf_qknorm.backends.masks import CHUNK, structured_mask
 from hf_qknorm.ops import reference
 
@@ -158,11 +159,20 @@ def test_sequence_ids_that_recur_are_a_mask():
 
 
 def test_ranges_end_where_the_keys_do():
-    ranges = torch.tensor([[0, 3], [2, 8]], dtype=torch.int32).view(1, 1, 2, 2)
-    q, k = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 5, 1)
-    assert structure(SimpleNamespace(), q, k, k, ranges, {}).ranges.tolist() == [[[0, 3], [2, 5]]]
     everything = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
     assert structured_mask(1, 2, 5, **everything).tolist() == [[[[0, 5], [0, 5]]]]
+
+
+@pytest.mark.parametrize("name", ["hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager"])
+@pytest.mark.parametrize("padding", [[], [1, 1, 0, 1, 1, 1, 1, 1]], ids=["ranges", "ranges and padding"])
+def test_keys_may_be_fewer_than_those_of_the_mask(name, padding):
+    q, k, v = torch.randn(3, 1, 1, 5, 16, generator=torch.Generator().manual_seed(0))
+    outs = []
+    for stop in (5, 8):
+        mask = torch.tensor([0, 3, 2, stop, *padding], dtype=torch.int32)
+        mask = mask.view(1, 1, 1, -1) if padding else mask.view(1, 1, 2, 2)
+        outs.append(REGISTERED[name](nn.Module(), q[:, :, :2], k, v, mask)[0])
+    assert torch.equal(*outs)
 
 
 def test_the_mask_is_none_where_causality_and_window_suffice():

@@ -222,6 +222,19 @@ def test_writing_a_cache_with_gradients_is_refused() -> None:
     assert not keys[:, :, :2].any()
 
 
+@pytest.mark.parametrize("queries", [1, T])
+def test_ranges_past_the_last_key_end_there(queries: int) -> None:
+    """As those of a mask for a longer cache."""
+    most, results = torch.iinfo(torch.int32).max, []
+    stops = torch.tensor([3, 5, T + 1, T + 40, *[most] * (T - 4)])[T - queries :]
+    for limit in (T, most):
+        q, k, v = heads()
+        ranges = torch.stack([torch.zeros_like(stops), stops.clamp_max(limit)], -1)[None].to(DEVICE, torch.int32)
+        out = library.fused_attention(*call(q[:, :, T - queries :], k, v, ranges=ranges, softcap=5.0))
+        results.append([out, *torch.autograd.grad(out.sin().sum(), [q, k, v])])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_the_default_dtype_is_not_that_of_sums_and_bounds() -> None:
     """`torch.set_default_dtype` changes nothing."""
     results = []

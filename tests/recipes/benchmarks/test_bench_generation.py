@@ -19,7 +19,7 @@ def test_the_page_has_every_variant(tmp_path):
     path = tmp_path / "generation.md"
     times = bench_generation.main(["--size", "quick", "--turns", "3", "--threads", "1", "--output", str(path)])
     page = path.read_text()
-    assert len(times) == 2
+    assert len(times) == 3
     for work, spent in times.items():
         assert list(spent) == list(bench_generation.VARIANTS)
         assert all(len(turns) == 3 for turns in spent.values())
