@@ -202,3 +202,19 @@ def test_generation_with_a_cache(model_type: str, scheme: str, cache: str, monke
     assert torch.equal(found[0].sequences, found[1].sequences)
     for got, expected in zip(found[0].logits, found[1].logits, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("choice", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=["beams", "lookup"])
+def test_generation_that_chooses_among_tokens(choice: dict[str, int]) -> None:
+    """The cache is reordered, or cut back where guessed tokens are wrong."""
+    model = patched("llama", "qk_norm_cap")
+    tokens = batch("plain")["input_ids"][:1, :6]
+    prompt = torch.cat([tokens, tokens[:, :4]], 1)
+    found = []
+    for backend in ("hf_qknorm_triton", "hf_qknorm_eager"):
+        model.set_attn_implementation(backend)
+        settings = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+        found.append(model.generate(prompt, **settings, **choice))
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    for got, expected in zip(found[0].scores, found[1].scores, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
