@@ -89,20 +89,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of cached generation: norm, RoPE and the write to a static cache in one launch, then attention."""
+    """A step of cached generation: norm, RoPE and the write to a cache in one launch, then attention."""
 
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     softcap: float | None = 50.0
     knee: bool = False
     queries: int = 1
+    static: bool = True
 
     def launch(self) -> None:
         """Norm, rotate and write; then attend."""
         b, h, hk, t, s, d = 2, 8, 2, self.queries, 4096, self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
         q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
-        cache = LayerCache(empty(b, hk, s, d), empty(b, hk, s, d), torch.zeros((), dtype=torch.int64))
+        filled = torch.zeros((), dtype=torch.int64) if self.static else None
+        cache = LayerCache(empty(b, hk, s, d), empty(b, hk, s, d), filled)
         norm, cos = Norm("rms", empty(d), **stored_eps(self.knee)), empty(1, t, d // 2)
         heads, options = Heads(q, k, v, norm, norm, Rotary(cos, cos)), Options(d**-0.5, self.softcap, causal=True)
         decode_step.forward(heads, cache, Visible(), options)
@@ -141,6 +143,7 @@ CASES = {
     **{f"step {d}": Step(d) for d in (256, 128, 64)},
     "step, uncapped": Step(softcap=None),
     "step, knee": Step(knee=True),
+    "step, dynamic cache": Step(static=False),
     "step, fp32": Step(dtype=torch.float32),
     "steps": Step(queries=20),
 }
