@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from hf_qknorm.ops.registration import needs_dispatcher
+from hf_qknorm.ops.registration import is_intercepted
 from hf_qknorm.ops.types import LayerCache
 
 PLAIN_LAYERS: Final = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -78,7 +78,7 @@ def room(cache: Any, index: int, new: Tensor) -> Room | None:
     if type(layer) is StaticLayer:
         fits = layer.keys.device == new.device and layer.keys.dtype == new.dtype
         return Room(LayerCache(layer.keys, layer.values, layer.cumulative_length), None, 0) if fits else None
-    return _behind(layer, new) if _is_growing(layer, new) and not needs_dispatcher((new,)) else None
+    return _behind(layer, new) if _is_growing(layer, new) and not is_intercepted((new,)) else None
 
 
 def update(cache: Any, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

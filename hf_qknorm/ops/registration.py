@@ -90,12 +90,19 @@ def needs_gradient(arguments: tuple[Any, ...]) -> bool:
 def needs_dispatcher(arguments: tuple[Any, ...]) -> bool:
     """Whether a call needs torch's dispatcher, which takes longer than the rest of a call on the host.
 
+    It does where calls are intercepted, and for modes of functions, of which a default device is one.
+    """
+    return _C._len_torch_function_stack() > 0 or is_intercepted(arguments)
+
+
+def is_intercepted(arguments: tuple[Any, ...]) -> bool:
+    """Whether something else than a kernel gets a call from the dispatcher.
+
     It does for graphs, modes, transforms of functions, subclasses of tensors, and tensors without memory.
     """
     return (
         torch.compiler.is_compiling()
         or _C._len_torch_dispatch_stack() > 0
-        or _C._len_torch_function_stack() > 0
         or _C._functorch.peek_interpreter_stack() is not None
         or _C._get_tracing_state() is not None
         or not PLAIN.issuperset(map(type, arguments))
@@ -156,7 +163,7 @@ class Operator:
         def dispatched(*arguments: Any) -> Any:
             values = self.named(arguments)
             self.check_numbers(values)
-            return self._filled(values, (self.run if needs_dispatcher(arguments) else self.direct)(values))
+            return self._filled(values, (self.run if is_intercepted(arguments) else self.direct)(values))
 
         self.run = self.direct = self._checked(function)
         torch.library.impl(self.name, "default")(_disable_dynamo(dispatched))

@@ -78,6 +78,19 @@ def test_an_update_is_that_of_transformers(kind: str) -> None:
         assert_same(states(ours), states(theirs))
 
 
+@torch.no_grad()
+def test_a_graph_copies_the_keys() -> None:
+    """Of as many keys as it is given."""
+    grown = torch.compile(lambda x, y: update(cache, 0, x, y), fullgraph=True, backend="eager")
+    for cached in (4, 6):
+        cache, expected = (cache_of(DynamicLayer(), cached) for _ in range(2))
+        assert_same(grown(*tokens(1)), expected.update(*tokens(1), 0))
+        assert cache.layers[0].keys.is_contiguous()
+        with torch.device("cpu"):  # a default device, which is no graph
+            update(cache, 0, *tokens(1))
+        assert not cache.layers[0].keys.is_contiguous()
+
+
 def test_an_update_with_gradients_keeps_them() -> None:
     cache, (keys, values) = cache_of(DynamicLayer()), tokens(1)
     grown, _ = update(cache, 0, keys.requires_grad_(), values)

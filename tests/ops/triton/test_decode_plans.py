@@ -86,6 +86,17 @@ def test_a_step_over_other_numbers_of_keys_only_allocates_and_launches() -> None
     assert not launched
 
 
+def test_a_default_device_changes_nothing() -> None:
+    """It is a mode that torch's functions see, and not their kernels."""
+    expected, launched = Step.draw(4).run(), []
+    with recorded(launched), DEVICE:
+        for _ in range(3):
+            launched.clear()
+            found = Step.draw(4).run()
+    assert not launched
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_step_is_two_launches(queries: int) -> None:
     for step in (Step.draw(0, queries), Step.draw(0, queries).appended(FILLED)):
