@@ -39,18 +39,18 @@ def growing_attention(values: dict[str, Any]) -> Growing | None:
     q, k, v, plain = values["q"], values["k"], values["v"], values["q_kind"] == values["k_kind"] == "none"
     if not plain or values["cos"] is not None or values["statistics"] or values["dropout"]:
         return None
-    return _growing(q, k, v, "k", "v", in_room=False)
+    return _growing(q, k, v, "k", "v")
 
 
 def growing_step(values: dict[str, Any]) -> Growing | None:
     """The keys of a call of `operators.FUSED_STEP`, before any check, if one plan serves many numbers of them."""
     if values["filled"] is not None:
         return None
-    return _growing(values["q"], values["keys"], values["values"], "keys", "values", in_room=True)
+    return _growing(values["q"], values["keys"], values["values"], "keys", "values")
 
 
-def _growing(q: Tensor, k: Tensor, v: Tensor, keys: str, values: str, *, in_room: bool) -> Growing | None:
+def _growing(q: Tensor, k: Tensor, v: Tensor, keys: str, values: str) -> Growing | None:
     if k.shape != v.shape or not (q.dim() == k.dim() == 4 and q.numel() and k.numel()):
         return None
     few = attention_decode.rows_of(q, k) <= attention_decode.MOST_ROWS
-    return Growing(keys, values, in_room, attention_decode.splits(q, k)) if few else None
+    return Growing(keys, values, attention_decode.splits(q, k)) if few else None

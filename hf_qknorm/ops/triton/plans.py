@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_qknorm.ops.registration import Operator, Values
 from hf_qknorm.ops.triton import gluon
+from hf_qknorm.ops.triton.arguments import HeadArguments
 from hf_qknorm.ops.triton.launch import Launch, on, pointers, precision, reach, recorded
 
 MOST_PLANS: Final = 256  # signatures of an operator, after which it starts anew
@@ -35,14 +36,10 @@ Plan = Callable[[list[Tensor]], Any]  # takes a call's arguments, and returns it
 
 
 class Growing(NamedTuple):
-    """The fields of keys and values of any number, and the splits of them, on which a plan depends.
-
-    `in_room` they grow in place, and their strides are part of a plan.
-    """
+    """The fields of keys and values of any number, and the splits of them, on which a plan depends."""
 
     keys: str
     values: str
-    in_room: bool
     splits: int
 
 
@@ -86,20 +83,16 @@ class Repeated:
             if x is None:
                 parts.append(None)
                 continue
-            if growing is None or name not in growing[:2]:
-                shape: tuple[Any, ...] = x.shape, x.stride()
-            else:
-                shape = _without_length(x, growing.in_room)
+            shape = (x.shape, x.stride()) if growing is None or name not in growing[:2] else _without_length(x)
             parts.append((shape, x.dtype, x.device, x.data_ptr() % 16))
             tensors.append(x)
         return tuple(parts), tensors
 
 
-def _without_length(x: Tensor, in_room: bool) -> tuple[Any, ...]:
-    """The shape of keys `[B, Hk, S, D]` without S, and of their strides all, or what kernels are compiled for."""
+def _without_length(x: Tensor) -> tuple[Any, ...]:
+    """The shape of keys `[B, Hk, S, D]` without S, and what kernels are compiled for of strides that depend on it."""
     (batch, heads, length, columns), strides = x.shape, x.stride()
-    parts = strides if in_room else [(s % 16, s > 0, s == 1, s < 2**31) for s in strides]
-    return batch, heads, length > 1, columns, *parts
+    return batch, heads, length > 1, columns, *[(s % 16, s > 0, s == 1, s < 2**31) for s in strides]
 
 
 class _UnrepeatableError(Exception):
@@ -185,10 +178,18 @@ class _Writer:
         """The function that takes the steps for a call's tensors, and returns its result, in the form of `result`."""
         given = ", ".join(map("t{}".format, range(self.recorder.given)))
         steps = [self._launch(x) if isinstance(x, Launch) else self._call(x) for x in self.recorder.needed(result)]
-        lines = [f"[{given}] = arguments", *steps, f"return {self._write(result)}"]
+        lines = [f"[{given}] = arguments", *self._keys(), *steps, f"return {self._write(result)}"]
         exec("\n    ".join(["def plan(arguments):", *lines]), self.names)
         plan: Plan = self.names["plan"]
         return plan
+
+    def _keys(self) -> list[str]:
+        """Of keys of any number: this number, and the arguments of kernels for keys and values."""
+        values, growing = self.recorder.values, self.recorder.growing
+        if growing is None:
+            return []
+        keys, heads = self._write(values[growing.keys]), self._write(values[growing.values])
+        return [f"count = {keys}.shape[2]", f"keys = pointers({keys})", f"values = pointers({heads})"]
 
     def _launch(self, launch: Launch) -> str:
         arguments = ", ".join(self._argument(*x) for x in launch.arguments.items())
@@ -199,18 +200,19 @@ class _Writer:
         values, growing = self.recorder.values, self.recorder.growing
         if growing is None:
             return self._write(argument)
-        keys, queries = f"{self._write(values[growing.keys])}.shape[2]", values["q"].shape[2]
-        if name in ("K", "V") and not (growing.in_room and self._is_given(argument.data)):
+        if isinstance(argument, HeadArguments) and argument.data is values[growing.keys]:
+            return "keys"
+        if isinstance(argument, HeadArguments) and argument.data is values[growing.values]:
+            return "values"
+        if name in ("K", "V"):  # a copy
             return f"pointers({self._write(argument.data)})"
+        queries = values["q"].shape[2]
         by_keys = {
-            "keys": keys,
-            "start": f"{keys} - {queries}",
-            "window": f"reach({values['window']}, {queries}, {keys})",
+            "keys": "count",
+            "start": f"count - {queries}",
+            "window": f"reach({values['window']}, {queries}, count)",
         }
         return by_keys.get(name) or self._write(argument)
-
-    def _is_given(self, x: Tensor) -> bool:
-        return self.recorder.numbers[id(x)] < self.recorder.given
 
     def _call(self, call: _Call) -> str:
         """Allocate memory, or call an operator of torch."""
