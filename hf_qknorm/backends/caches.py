@@ -70,7 +70,7 @@ def room(cache: Any, index: int, new: Tensor) -> Room | None:
     None for a layer that is not a plain one, is not allocated, or does not fit; and for a dynamic layer that is empty,
     or in a graph, whose number of keys may be a symbol.
     """
-    if getattr(type(cache), "update", None) is not Cache.update or cache.offloading or index >= len(cache.layers):
+    if not _is_plain(cache) or cache.offloading or index >= len(cache.layers):
         return None
     layer = cache.layers[index]
     if not getattr(layer, "is_initialized", False):
@@ -94,6 +94,11 @@ def update(cache: Any, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor
     all_keys[:, :, -count:], all_values[:, :, -count:] = keys, values
     into.keep(count)
     return all_keys, all_values
+
+
+def _is_plain(cache: Any) -> bool:
+    """Whether a cache's `update` is that of its layers."""
+    return getattr(type(cache), "update", None) is Cache.update
 
 
 def _is_growing(layer: Any, new: Tensor) -> bool:
@@ -132,13 +137,12 @@ def _copy(x: Tensor, rows: int) -> Tensor:
 def is_empty(cache: Any, index: int) -> bool:
     """Whether a layer of the cache holds no keys, so that its queries see the new keys alone.
 
-    False for layers of other classes, whose `update` may return other keys. It does not wait for a GPU: a static layer
-    counts as empty until it is allocated for its first keys.
+    False for caches and layers of other classes, whose `update` may return other keys. It does not wait for a GPU: a
+    static layer counts as empty until it is allocated for its first keys.
     """
-    layers = getattr(cache, "layers", None)
-    if layers is None:
+    if not _is_plain(cache):
         return False
-    if index >= len(layers):
-        return getattr(cache, "layer_class_to_replicate", None) in PLAIN_LAYERS
-    layer = layers[index]
+    if index >= len(cache.layers):
+        return cache.layer_class_to_replicate in PLAIN_LAYERS
+    layer = cache.layers[index]
     return type(layer) in PLAIN_LAYERS and (not layer.is_initialized or not layer.keys.numel())

@@ -265,6 +265,15 @@ def test_other_layers_have_no_room(name: str) -> None:
     assert room(cache, 0, tokens(1)[0]) is None
 
 
+def test_a_cache_with_its_own_update_is_never_empty() -> None:
+    """Its first queries may see other keys than the new ones."""
+    assert is_empty(DynamicCache(), 0)
+    assert is_empty(emptied(), 0)
+    assert not is_empty(Own(), 0)
+    assert not is_empty(cache_of(OwnLayer(), 0), 0)
+    assert not is_empty(cache_of(DynamicLayer()), 0)
+
+
 def test_a_static_layer_counts_its_tokens_itself() -> None:
     from transformers import LlamaConfig
 
