@@ -41,23 +41,24 @@ _given: WeakKeyDictionary[DynamicLayer, _Given] = WeakKeyDictionary()
 
 
 class Room(NamedTuple):
-    """Keys and values of a layer with room for new tokens.
+    """Keys and values of a layer with room for `new` tokens, and the number of rows that stay free behind them.
 
     A static layer, of which `layer` is None, counts its filled rows in a tensor: operators add to it in place, as
     compiled graphs expect. A dynamic layer stays as it is until `keep`.
     """
 
     cache: LayerCache
-    layer: Any
-    free: int
+    layer: Any = None
+    new: int = 0
+    free: int = 0
 
-    def keep(self, count: int) -> None:
+    def keep(self) -> None:
         """Let a dynamic layer keep its new tokens, once they are written."""
         layer, (keys, values, _) = self.layer, self.cache
         if layer is None:
             return
         if type(layer) is DynamicSlidingWindowLayer:
-            layer.cumulative_length += count
+            layer.cumulative_length += self.new
             if keys.shape[2] >= layer.sliding_window:
                 keys, values = (x[:, :, 1 - layer.sliding_window :] for x in (keys, values))
         layer.keys, layer.values = keys, values
@@ -67,8 +68,8 @@ class Room(NamedTuple):
 def room(cache: Any, index: int, new: Tensor) -> Room | None:
     """Room for new keys `[B, Hk, T, D]` and values of the same shape in a layer of a cache.
 
-    None for a layer that is not a plain one, is not allocated, or does not fit; and for a dynamic layer that is empty,
-    or in a graph, whose number of keys may be a symbol.
+    None for a layer that is not a plain one, is not allocated, or does not fit. None for a dynamic layer that is empty,
+    and in a graph, where its number of keys may be a symbol.
     """
     if not _is_plain(cache) or cache.offloading or index >= len(cache.layers):
         return None
@@ -77,7 +78,7 @@ def room(cache: Any, index: int, new: Tensor) -> Room | None:
         return None
     if type(layer) is StaticLayer:
         fits = layer.keys.device == new.device and layer.keys.dtype == new.dtype
-        return Room(LayerCache(layer.keys, layer.values, layer.cumulative_length), None, 0) if fits else None
+        return Room(LayerCache(layer.keys, layer.values, layer.cumulative_length)) if fits else None
     return _behind(layer, new) if _is_growing(layer, new) and not is_intercepted((new,)) else None
 
 
@@ -92,7 +93,7 @@ def update(cache: Any, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor
         return updated
     count, (all_keys, all_values, _) = keys.shape[2], into.cache
     all_keys[:, :, -count:], all_values[:, :, -count:] = keys, values
-    into.keep(count)
+    into.keep()
     return all_keys, all_values
 
 
@@ -125,7 +126,7 @@ def _behind(layer: DynamicLayer, new: Tensor) -> Room:
     batch, heads, filled, head_dim = keys.shape
     size = batch, heads, filled + count, head_dim
     grown = LayerCache(keys.as_strided(size, keys.stride()), values.as_strided(size, values.stride()))
-    return Room(grown, layer, free - count)
+    return Room(grown, layer, count, free - count)
 
 
 def _copy(x: Tensor, rows: int) -> Tensor:

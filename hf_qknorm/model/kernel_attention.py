@@ -39,7 +39,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
             return functions.attend(self, heads, mask, **options)
         if self._fits_a_step(heads, mask, options) and (into := caches.room(cache, slot, heads.k)) is not None:
             result = functions.attend_step(self, heads, into.cache, mask, **options)
-            into.keep(k.shape[2])
+            into.keep()
             return result
         q, k = choice.norm_rope(self, heads)
         q = self._length_scaled(q, options)

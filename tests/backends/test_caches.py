@@ -44,7 +44,7 @@ def append(cache: Any, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     assert into is not None
     count = keys.shape[2]
     into.cache.keys[:, :, -count:], into.cache.values[:, :, -count:] = keys, values
-    into.keep(count)
+    into.keep()
     return into.cache.keys, into.cache.values
 
 
@@ -287,5 +287,5 @@ def test_a_static_layer_counts_its_tokens_itself() -> None:
     layer = cache.layers[0]
     assert into.cache.keys is layer.keys
     assert into.cache.filled is layer.cumulative_length
-    into.keep(1)
+    into.keep()
     assert int(layer.cumulative_length) == 7
