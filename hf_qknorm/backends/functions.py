@@ -129,7 +129,7 @@ def attend(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: Any) 
     """
     explicit = module.config._attn_implementation == choice.EXPLICIT  # type: ignore[union-attr]
     operator = choice.kernel_attention if explicit else choice.best_attention
-    return _call_operator(operator, module, heads, mask, **kwargs)
+    return call_operator(operator, module, heads, mask, **kwargs)
 
 
 def takes_step(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
@@ -149,7 +149,7 @@ def attend_step(
     def step(seen: Heads, visible: Visible, options: Options) -> Tensor:
         return choice.step(module, heads, LayerCache(seen.k, seen.v, cache.filled), visible, options)
 
-    return _call_operator(step, module, heads._replace(k=cache.keys, v=cache.values), mask, **kwargs)
+    return call_operator(step, module, heads._replace(k=cache.keys, v=cache.values), mask, **kwargs)
 
 
 def best_attention(
