@@ -27,6 +27,7 @@ from hf_qknorm.ops.triton.score_math import (
     kept,
     key_segments,
     keys_seen,
+    keys_within,
     place,
     queries_seeing,
     query_block,
@@ -100,13 +101,12 @@ def _add_to_queries(
     dq, q, grad, K, V, block, rows, terms, start, stop, score, seed, sizes, MASKED: tl.constexpr, C: tl.constexpr
 ):
     """Add to dq `[M, P]` the gradient through the keys from `start` to `stop`."""
-    cols = tl.arange(0, C.BLOCK_N)
     for n in tl.range(start, stop, C.BLOCK_N, disable_licm=C.UNHOISTED):
         n = tl.multiple_of(n, C.BLOCK_N)
         k = load_tile(K, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
         v = load_tile(V, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
         x = products(q, k, C)  # [M, N]
-        seen = (cols[None, :] >= (rows.first - n)[:, None]) & (cols[None, :] < (rows.last - n)[:, None])
+        seen = keys_within(n, rows, C)
         _, sloped = weights(x, terms.lse[:, None], terms.inverse_total[:, None], seen, score, MASKED, C)
         keep = True
         if C.DROPOUT:
