@@ -10,7 +10,8 @@ class Tile(NamedTuple):
 
     `apart` computes dk and dv in a launch each: both do not fit the registers. `one_loop` masks all tiles of dk and dv:
     a loop of its own for tiles without a mask does not fit. `split` divides the columns of a head in two parts, see
-    `launch.split`.
+    `launch.split`. `unhoisted` computes what is the same for all tiles of a loop of gradients, such as the descriptors
+    of matrix instructions, anew for each: kept, it does not fit the registers with Triton 3.6.
     """
 
     queries: int
@@ -20,6 +21,7 @@ class Tile(NamedTuple):
     apart: bool = False
     split: bool = False
     one_loop: bool = False
+    unhoisted: bool = False
 
     @property
     def launch_options(self) -> dict[str, Any]:
@@ -66,8 +68,15 @@ HOPPER = Architecture(
         (2, 16): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
         (2, 32): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
         (2, 64): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
-        (2, 128): Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
-        (2, 256): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 4, 2, apart=True), Tile(16, 32, 4, 3)),
+        (2, 128): Tiles(
+            Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2, unhoisted=True), Tile(16, 64, 4, 3)
+        ),
+        (2, 256): Tiles(
+            Tile(128, 64, 8, 2),
+            Tile(128, 32, 8, 2, unhoisted=True),
+            Tile(64, 64, 4, 2, apart=True, unhoisted=True),
+            Tile(16, 32, 4, 3),
+        ),
     }
     | FP32
     | {(4, 256): FP32[4, 256]._replace(forward=Tile(32, 32, 8, 1))},
@@ -79,14 +88,33 @@ HOPPER = Architecture(
         },
         (2, 256): {
             "forward": Tile(128, 64, 8, 2, split=True),
-            "query_gradient": Tile(128, 64, 8, 2, split=True),
-            "key_gradient": Tile(64, 64, 4, 2, apart=True, split=True),
+            "query_gradient": Tile(128, 64, 8, 2, split=True, unhoisted=True),
+            "key_gradient": Tile(64, 64, 4, 2, apart=True, split=True, unhoisted=True),
         },
     },
     {
         **{(2, columns): {"query_gradient": Tile(128, 64, 8, 2)} for columns in (16, 32, 64)},
         (2, 128): {"key_gradient": Tile(32, 128, 8, 2)},
         (2, 256): {"key_gradient": Tile(32, 64, 4, 2, apart=True)},
+    },
+)
+# B200 and B300: Hopper's tiles. Registers suffice; of dq in two parts, 64 keys would not fit the shared memory with
+# Triton 3.6.
+BLACKWELL = HOPPER._replace(
+    tiles=HOPPER.tiles
+    | {
+        (2, 128): HOPPER.tiles[2, 128]._replace(key_gradient=Tile(64, 128, 8, 2)),
+        (2, 256): HOPPER.tiles[2, 256]._replace(
+            query_gradient=Tile(128, 32, 8, 2), key_gradient=Tile(64, 64, 4, 2, apart=True)
+        ),
+    },
+    split=HOPPER.split
+    | {
+        (2, 256): {
+            "forward": Tile(128, 64, 8, 2, split=True),
+            "query_gradient": Tile(128, 32, 4, 2, split=True),
+            "key_gradient": Tile(64, 64, 4, 2, apart=True, split=True),
+        },
     },
 )
 AMPERE = Architecture(
@@ -167,8 +195,8 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {  # by compute capability
     (8, 6): ADA,
     (8, 9): ADA,
     (9, 0): HOPPER,
-    (10, 0): HOPPER,
-    (10, 3): HOPPER,
+    (10, 0): BLACKWELL,
+    (10, 3): BLACKWELL,
     (12, 0): CONSUMER_BLACKWELL,
     (12, 1): CONSUMER_BLACKWELL,
 }

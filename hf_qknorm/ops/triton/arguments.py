@@ -35,6 +35,7 @@ class Constants(NamedTuple):
     STATISTICS: bool = False
     OMIT: str = "none"  # "keys" or "values": a gradient that `key_gradient_kernel` leaves to another launch
     ONE_LOOP: bool = False  # `key_gradient_kernel` masks all tiles, not only where a key is hidden
+    UNHOISTED: bool = False  # loops of gradients compute for each tile what is the same for all of them
     EXACT: bool = False  # fp32: weights from peak and total, not from the log-sum-exp
     PRECISION: str = "ieee"  # of products of fp32 tiles
 

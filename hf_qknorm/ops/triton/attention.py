@@ -275,7 +275,12 @@ def _gradient(
             call,
             shape,
             loops,
-            {"EXACT": dtype == torch.float32, "OMIT": omitted, "ONE_LOOP": shape.one_loop or dtype == torch.float32},
+            {
+                "EXACT": dtype == torch.float32,
+                "OMIT": omitted,
+                "ONE_LOOP": shape.one_loop or dtype == torch.float32,
+                "UNHOISTED": shape.unhoisted,
+            },
             **head_arguments(shape, shape.queries, GRAD=grad),
             **head_arguments(shape, rows, **stored),
             **division._asdict(),

@@ -27,6 +27,7 @@ from hf_qknorm.ops.triton.score_math import (
     kept,
     key_segments,
     keys_seen,
+    keys_within,
     place,
     queries_seeing,
     query_block,
@@ -100,13 +101,12 @@ def _add_to_queries(
     dq, q, grad, K, V, block, rows, terms, start, stop, score, seed, sizes, MASKED: tl.constexpr, C: tl.constexpr
 ):
     """Add to dq `[M, P]` the gradient through the keys from `start` to `stop`."""
-    cols = tl.arange(0, C.BLOCK_N)
-    for n in tl.range(start, stop, C.BLOCK_N):
+    for n in tl.range(start, stop, C.BLOCK_N, disable_licm=C.UNHOISTED):
         n = tl.multiple_of(n, C.BLOCK_N)
         k = load_tile(K, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
         v = load_tile(V, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
         x = products(q, k, C)  # [M, N]
-        seen = (cols[None, :] >= (rows.first - n)[:, None]) & (cols[None, :] < (rows.last - n)[:, None])
+        seen = keys_within(n, rows, C)
         _, sloped = weights(x, terms.lse[:, None], terms.inverse_total[:, None], seen, score, MASKED, C)
         keep = True
         if C.DROPOUT:
@@ -193,7 +193,7 @@ def _add_to_keys(
     span = tl.maximum(last - first, 0).to(tl.uint32, bitcast=True)
     member = low // tl.maximum(count, 1)
     block = low - member * count
-    for _ in tl.range(low, high):
+    for _ in tl.range(low, high, disable_licm=C.UNHOISTED):
         m = tl.multiple_of(start + block * C.BLOCK_M, C.BLOCK_M)
         q = load_tile(Q, batch, head + member, m, sizes.queries, C.BLOCK_M, C)
         grad = load_tile(GRAD, batch, head + member, m, sizes.queries, C.BLOCK_M, C)

@@ -27,6 +27,7 @@ from hf_qknorm.ops.triton.score_math import (
     kept,
     key_segments,
     keys_seen,
+    keys_within,
     query_block,
     serves,
     tanh,
@@ -61,7 +62,6 @@ def from_sink(sinks, head):
 def attend(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: tl.constexpr, C: tl.constexpr):
     """Add the keys from `start` to `stop` to the sums of the queries q `[M, P]`, a `QueryBlock` and its `QueryRows`."""
     acc, total, peak, p_logit, largest = sums
-    cols = tl.arange(0, C.BLOCK_N)
     for n in tl.range(start, stop, C.BLOCK_N):
         n = tl.multiple_of(n, C.BLOCK_N)
         k = load_tile(K, block.batch, block.head_kv, n, sizes.keys, C.BLOCK_N, C, FULL=not MASKED)
@@ -69,12 +69,12 @@ def attend(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: 
         if C.SCALED:
             x = x * score.unit
         if C.STATISTICS:
-            seen = ((n + cols)[None, :] >= rows.first[:, None]) & ((n + cols)[None, :] < rows.last[:, None])
+            seen = keys_within(n, rows, C)
             largest = tl.maximum(largest, tl.max(tl.where(seen, tl.abs(x), 0.0), 1))
         if C.TANH != "none":
             x = tanh(x, C.TANH)
         if MASKED:
-            seen = (cols[None, :] >= (rows.first - n)[:, None]) & (cols[None, :] < (rows.last - n)[:, None])
+            seen = keys_within(n, rows, C)
             x = tl.where(seen, x, float("-inf"))
         if C.ONLINE:
             higher = tl.maximum(peak, tl.max(x, 1) * score.cap)

@@ -65,6 +65,16 @@ def keys_seen(rows, batch, ranges, sizes, C: tl.constexpr):
 
 
 @triton.jit
+def keys_within(key, rows, C: tl.constexpr):
+    """Which of the keys `[BLOCK_N]` from `key` on the queries of `rows` see."""
+    cols = tl.arange(0, C.BLOCK_N)[None, :]
+    seen = cols < (rows.last - key)[:, None]
+    if C.WINDOW or C.RANGES:  # without these, no key is hidden at the start
+        seen &= cols >= (rows.first - key)[:, None]
+    return seen
+
+
+@triton.jit
 def queries_seeing(cols, batch, ranges, sizes, C: tl.constexpr):
     """First query that sees each key of `cols`, and the one after its last. Keys past the end repeat the last one."""
     return _limits(cols, batch, ranges, sizes.keys, sizes.queries, sizes.window, False, C.CAUSAL, C.WINDOW, C.RANGES)

@@ -199,6 +199,17 @@ def test_each_loop_has_its_own_limit_of_slots(tanh, online, slots):
     assert limits.broken(replace(report, slots=slots - 0.7)) == []
 
 
+@pytest.mark.parametrize(
+    ("version", "columns", "limit"),
+    [("3.6.0", 96, 7.9), ("3.9.0", 96, 8.3), ("3.6.0", 192, 12.0), ("3.9.0", 192, 11.7), ("3.6.0", 128, 6.5)],
+)
+def test_each_triton_has_its_limit_of_slots_on_hopper(version, columns, limit, monkeypatch):
+    monkeypatch.setattr(limits.triton, "__version__", version)
+    report = replace(SOUND, constants=SOUND.constants | {"PADDED": columns})
+    assert limits.broken(replace(report, slots=limit - 0.01)) == []
+    assert "issue slots" in limits.broken(replace(report, slots=limit + 0.01))[0]
+
+
 @pytest.mark.parametrize(("arch", "head_dim", "limit"), [(80, 64, 16.5), (80, 128, 22.0), (90, 64, 14.0)])
 def test_dropout_has_limits_of_its_own(arch, head_dim, limit):
     report = replace(with_dropout(head_dim), matrix=EVERY, shared=0)
