@@ -38,7 +38,8 @@ def run_pair(script: str, *arguments: object, expected: tuple[int, int] = (0, 0)
     command = [sys.executable, __file__, script, *map(str, arguments)]
     run = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-6000:]
-    assert tuple(json.loads(run.stdout.splitlines()[-1])) == expected, run.stderr[-6000:]
+    codes = tuple(json.loads(run.stdout.splitlines()[-1]))
+    assert codes == expected, f"exit codes {codes}, expected {expected}:\n{run.stderr[-12000:]}"
 
 
 def fork_pair(script: str, arguments: list[str]) -> list[int | None]:
@@ -59,6 +60,7 @@ def fork_pair(script: str, arguments: list[str]) -> list[int | None]:
 
 
 def run_rank(rank: int, work: Callable[..., None], arguments: list[str]) -> None:
+    faulthandler.enable()  # where it crashes
     faulthandler.dump_traceback_later(PATIENCE - 20)  # where it hangs, before it is killed
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     work(*arguments)
