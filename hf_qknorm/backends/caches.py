@@ -2,7 +2,7 @@
 
 A dynamic layer of transformers copies all its keys for each new token. Here it gets room behind its keys, which later
 tokens fill: its keys and values become views of larger tensors. Nothing else writes to these. A layer whose keys are
-not the last ones that it got here, as after `crop` or a choice of beams, is copied first.
+not the latest from here, as after `crop` or a choice of beams, is copied first.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ LEAST_ROOM, MOST_ROOM = 16, 256
 ALIGNED: Final = 16  # rows in all are a multiple of it: strides are too, for which kernels are compiled
 
 
-class _Given(NamedTuple):
-    """The keys and values that a dynamic layer got last, and the number of free rows behind them."""
+class _Latest(NamedTuple):
+    """The latest keys and values of a dynamic layer from `Room.keep`, and the number of free rows behind them."""
 
     keys: ref[Tensor]
     values: ref[Tensor]
     free: int
 
 
-_given: WeakKeyDictionary[DynamicLayer, _Given] = WeakKeyDictionary()
+_latest: WeakKeyDictionary[DynamicLayer, _Latest] = WeakKeyDictionary()
 
 
 class Room(NamedTuple):
-    """Keys and values of a layer with room for `new` tokens, and the number of rows that stay free behind them.
+    """Keys and values of a layer with room for new tokens, and the number of rows that stay free behind them.
 
     A static layer, of which `layer` is None, counts its filled rows in a tensor: operators add to it in place, as
     compiled graphs expect. A dynamic layer stays as it is until `keep`.
@@ -49,7 +49,6 @@ class Room(NamedTuple):
 
     cache: LayerCache
     layer: Any = None
-    new: int = 0
     free: int = 0
 
     def keep(self) -> None:
@@ -58,11 +57,11 @@ class Room(NamedTuple):
         if layer is None:
             return
         if type(layer) is DynamicSlidingWindowLayer:
-            layer.cumulative_length += self.new
+            layer.cumulative_length += keys.shape[2] - layer.keys.shape[2]
             if keys.shape[2] >= layer.sliding_window:
                 keys, values = (x[:, :, 1 - layer.sliding_window :] for x in (keys, values))
         layer.keys, layer.values = keys, values
-        _given[layer] = _Given(ref(keys), ref(values), self.free)
+        _latest[layer] = _Latest(ref(keys), ref(values), self.free)
 
 
 def room(cache: Any, index: int, new: Tensor) -> Room | None:
@@ -114,19 +113,19 @@ def _is_growing(layer: Any, new: Tensor) -> bool:
 
 def _behind(layer: DynamicLayer, new: Tensor) -> Room:
     """Keys and values of a dynamic layer with room for new ones: those that it has, or copies."""
-    given, keys, values, count = _given.get(layer), layer.keys, layer.values, new.shape[2]
+    latest, keys, values, count = _latest.get(layer), layer.keys, layer.values, new.shape[2]
     frozen = keys.is_inference() and not torch.is_inference_mode_enabled()  # it can't be written to
-    if given is None or given.keys() is not keys or given.values() is not values or given.free < count or frozen:
+    if latest is None or latest.keys() is not keys or latest.values() is not values or latest.free < count or frozen:
         rows = keys.shape[2] + max(count, min(max(keys.shape[2] // SHARE, LEAST_ROOM), MOST_ROOM))
         rows += -rows % ALIGNED
         free = rows - keys.shape[2]
         keys, values = (_copy(x, rows) for x in (keys, values))
     else:
-        free = given.free
+        free = latest.free
     batch, heads, filled, head_dim = keys.shape
     size = batch, heads, filled + count, head_dim
     grown = LayerCache(keys.as_strided(size, keys.stride()), values.as_strided(size, values.stride()))
-    return Room(grown, layer, count, free - count)
+    return Room(grown, layer, free - count)
 
 
 def _copy(x: Tensor, rows: int) -> Tensor:

@@ -121,8 +121,8 @@ def step(module: nn.Module, heads: Heads, cache: LayerCache, visible: Visible, o
     if _trusted(module, heads._replace(k=keys, v=values), operator, visible, options):
         log_once("runs its Triton kernels, norm and RoPE included")
         return library.fused_step(heads, cache, visible, options)
-    new = torch.arange(count, device=keys.device)
-    q = norm_rope_into(module, heads, keys, values, new + (keys.shape[2] - count if filled is None else filled))
+    start = keys.shape[2] - count if filled is None else filled
+    q = norm_rope_into(module, heads, keys, values, start + torch.arange(count, device=keys.device))
     if filled is not None:
         filled.add_(count)
     return best_attention(Heads(q, keys, values), visible, options)

@@ -87,7 +87,7 @@ def work(made: dict[str, Any], size: Size) -> dict[str, tuple[int, Calls]]:
         return lambda: model(prompt, use_cache=True, logits_to_keep=1)
 
     def step(model: Any, cached: int) -> Callable[[], Any]:
-        """A call that adds a token to the cache, until it has `cached` tokens more than at the start."""
+        """A call that adds a token to the cache, of `cached` tokens at the start, and cuts it back at twice as many."""
         cache = DynamicCache(config=model.config)
         model(torch.zeros(1, cached, dtype=torch.int64), past_key_values=cache)
 
@@ -161,8 +161,9 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, list[float]]
             f"{commit('hf_qknorm')}, {datetime.date.today()}.",
             "",
             f"A Llama of {parameters / 1e6:.1f} M parameters in fp32: {size.layers} layers, {size.width} wide, heads "
-            f"of 64, batch 1. {args.turns} turns of {size.steps} steps or one prompt. The last column is the ratio "
-            "that the project aims for.",
+            f"of 64, batch 1. {args.turns} turns of {size.steps} steps or one prompt. A step adds a token "
+            "to the cache, up to twice the tokens at the start. The last column is the ratio that the project "
+            "aims for.",
             "",
             "| work | model | ms: median | quartiles | of the unpatched model's (quartiles) | aim |",
             "|---|---|---:|---:|---:|---:|",

@@ -110,8 +110,8 @@ BLACKWELL = HOPPER._replace(
     },
     split=HOPPER.split
     | {
-        (2, 256): {
-            "forward": Tile(128, 64, 8, 2, split=True),
+        (2, 256): HOPPER.split[2, 256]
+        | {
             "query_gradient": Tile(128, 32, 4, 2, split=True),
             "key_gradient": Tile(64, 64, 4, 2, apart=True, split=True),
         },

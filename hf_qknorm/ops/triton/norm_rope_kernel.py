@@ -107,19 +107,22 @@ def _place(count, length, ROWS: tl.constexpr):
 
 
 # Lengths, and the room of a cache, may grow: one kernel for all.
-@triton.jit(do_not_specialize=["start", "room", "heads", "heads_kv", "total", "length"])
+@triton.jit(do_not_specialize=["room", "heads", "heads_kv", "total", "length"])
 def norm_rope_kernel(
-    q, q_out, k, k_out, v, v_out, q_norm, k_norm, rotary, positions, start, room, bound, zeros, multiplier,
+    q, q_out, k, k_out, v, v_out, q_norm, k_norm, rotary, positions, room, bound, zeros, multiplier,
     heads, heads_kv, total, length,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate q, and k if given; of a cache, store k̂ and a copy of v at `positions`, or from `start` on.
+    """Norm and rotate q, and k if given; of a cache, store k̂ and a copy of v at `positions`, or in its last rows.
 
     Each program sets its own number of `zeros` to 0, if given.
     """
     if zeros is not None:
         tl.store(zeros + tl.program_id(0), 0)
+    start = 0
+    if v is not None:
+        start = room - length
     batch, head, block = _place(total, length, BLOCK)
     if head < heads:
         group = (batch * heads_kv + head * heads_kv // heads) * 2

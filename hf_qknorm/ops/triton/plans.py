@@ -36,7 +36,7 @@ Plan = Callable[[list[Tensor]], Any]  # takes a call's arguments, and returns it
 
 
 class Growing(NamedTuple):
-    """The fields of keys and values of any number, and the splits of them, on which a plan depends."""
+    """Keys and values of which a plan takes any number: the names of their fields, and the number of their splits."""
 
     keys: str
     values: str
@@ -46,7 +46,7 @@ class Growing(NamedTuple):
 class Repeated:
     """The work of an operator, which repeats its launches for values of a signature that it knows.
 
-    `growing` is given the values, and returns the keys of a call of which one plan serves many numbers, or None.
+    `growing` returns the keys of a call of which one plan serves many numbers, or None.
     """
 
     def __init__(self, operator: Operator, growing: Callable[[Values], Growing | None] | None = None) -> None:
@@ -184,12 +184,12 @@ class _Writer:
         return plan
 
     def _keys(self) -> list[str]:
-        """Of keys of any number: this number, and the arguments of kernels for keys and values."""
-        values, growing = self.recorder.values, self.recorder.growing
+        """Lines for keys of any number: this number, and the arguments of kernels for keys and values."""
+        growing = self.recorder.growing
         if growing is None:
             return []
-        keys, heads = self._write(values[growing.keys]), self._write(values[growing.values])
-        return [f"count = {keys}.shape[2]", f"keys = pointers({keys})", f"values = pointers({heads})"]
+        keys, values = (self._write(self.recorder.values[field]) for field in (growing.keys, growing.values))
+        return [f"count = {keys}.shape[2]", f"keys = pointers({keys})", f"values = pointers({values})"]
 
     def _launch(self, launch: Launch) -> str:
         arguments = ", ".join(self._argument(*x) for x in launch.arguments.items())
@@ -200,19 +200,16 @@ class _Writer:
         values, growing = self.recorder.values, self.recorder.growing
         if growing is None:
             return self._write(argument)
-        if isinstance(argument, HeadArguments) and argument.data is values[growing.keys]:
-            return "keys"
-        if isinstance(argument, HeadArguments) and argument.data is values[growing.values]:
-            return "values"
+        for given, field in (("keys", growing.keys), ("values", growing.values)):
+            if isinstance(argument, HeadArguments) and argument.data is values[field]:
+                return given
         if name in ("K", "V"):  # a copy
             return f"pointers({self._write(argument.data)})"
-        queries = values["q"].shape[2]
-        by_keys = {
-            "keys": "count",
-            "start": f"count - {queries}",
-            "window": f"reach({values['window']}, {queries}, count)",
-        }
-        return by_keys.get(name) or self._write(argument)
+        if name in ("keys", "room"):
+            return "count"
+        if name == "window":
+            return f"reach({values['window']}, {values['q'].shape[2]}, count)"
+        return self._write(argument)
 
     def _call(self, call: _Call) -> str:
         """Allocate memory, or call an operator of torch."""
