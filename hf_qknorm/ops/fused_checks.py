@@ -74,9 +74,10 @@ def check_attention(heads: Heads, visible: Visible, options: Options) -> None:
         raise ValueError("fused attention takes ranges of keys and no mask: use library.attention")
     if options.scale <= 0:  # the kernels take a maximum before they multiply by it
         raise ValueError(f"scale must be positive, got {options.scale}")
-    if options.dropout > 0 and (seed is None or seed.shape != (1,) or seed.dtype != torch.int64):
-        got = None if seed is None else f"{list(seed.shape)} in {seed.dtype}"
-        raise ValueError(f"dropout needs a seed, [1] in torch.int64, got {got}")
+    if options.dropout > 0 and seed is None:
+        raise ValueError("dropout needs a seed, [1] in torch.int64, got None")
+    if seed is not None and (seed.shape != (1,) or seed.dtype != torch.int64):
+        raise ValueError(f"the seed of dropout must be [1] in torch.int64, got {list(seed.shape)} in {seed.dtype}")
     _check_tensors(q, floating=True, sinks=visible.sinks)
     _check_tensors(q, floating=False, ranges=visible.ranges, seed=seed)
 
@@ -102,11 +103,12 @@ def check_norm_rope(q: Tensor, k: Tensor | None, q_norm: Norm, k_norm: Norm, rot
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must be of one length")
 
 
-def check_head_gradients(*pairs: tuple[Tensor | None, Tensor]) -> None:
-    """Raise ValueError unless the second of each pair can be the gradient of the first."""
-    for x, gradient in pairs:
-        if x is not None and (gradient.shape != x.shape or gradient.device != x.device):
-            raise ValueError(f"expected the gradient of heads {list(x.shape)}, got {list(gradient.shape)}")
+def check_head_gradients(q: Tensor, k: Tensor | None, dq: Tensor, dk: Tensor) -> None:
+    """Raise ValueError unless dq and dk can be the gradients of normed q and k; without k, dk is not read."""
+    for name, x, gradient in (("dq", q, dq), ("dk", k, dk)):
+        if x is not None and gradient.shape != x.shape:
+            raise ValueError(f"{name} must be {list(x.shape)}, got {list(gradient.shape)}")
+    _check_tensors(q, floating=True, dq=dq, dk=None if k is None else dk)
 
 
 def check_written(k: Tensor, positions: Tensor) -> None:
@@ -124,11 +126,12 @@ def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
     wanted = (*k.shape[:2], room, k.shape[3])
     if v.shape != k.shape or keys.shape != wanted or values.shape != wanted:
         raise ValueError(
-            f"keys {list(k.shape)} and values {list(v.shape)} do not fit a cache of {list(keys.shape)} and "
+            f"k {list(k.shape)} and v {list(v.shape)} do not fit a cache of keys {list(keys.shape)} and values "
             f"{list(values.shape)}: batch, heads and head_dim must be the same"
         )
-    if keys.dtype != k.dtype or values.dtype != v.dtype:
-        raise ValueError(f"expected a cache in {k.dtype}, got {keys.dtype} and {values.dtype}")
+    if not v.dtype == keys.dtype == values.dtype == k.dtype:
+        got = f"{v.dtype}, {keys.dtype} and {values.dtype}"
+        raise ValueError(f"v, and the cache's keys and values, must have the dtype of k, {k.dtype}, got {got}")
     for name, cache in (("keys", keys), ("values", values)):
         strides = cache.stride()
         shared = 0 in strides and any(
@@ -136,7 +139,7 @@ def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
         )
         if strides[-1] != 1 or shared:
             raise ValueError(f"the cache's {name} must lie in dense rows of their own, got strides {strides}")
-    _check_tensors(k, floating=False, keys=keys, values=values)
+    _check_tensors(k, floating=False, v=v, keys=keys, values=values)
 
 
 def check_step(heads: Heads, cache: LayerCache, visible: Visible, options: Options) -> None:
@@ -165,7 +168,7 @@ def _check_kernel_heads(heads: Heads) -> None:
     q, k, v, q_norm, k_norm, rotary = heads
     reason = why_not_fused(q, k, v)
     if reason is not None:
-        raise ValueError(f"fused attention can't run: {reason}. Use library.attention, or hf_qknorm_tiled")
+        raise ValueError(f"q, k and v do not fit the kernels: {reason}. Use library.attention, or hf_qknorm_tiled")
     _check_tensors(q, floating=True, k=k, v=v)
     _check_norm("q_norm", q_norm, q)
     _check_norm("k_norm", k_norm, k)
@@ -178,10 +181,10 @@ def _check_kernel_heads(heads: Heads) -> None:
 def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
     if norm.kind != "none" and norm.kind not in NORMS:
         raise ValueError(f"{name}.kind must be one of {', '.join(('none', *NORMS))}, got {norm.kind!r}")
-    if norm.p < 1:
+    if not norm.p >= 1:
         raise ValueError(f"{name}.p must be at least 1, got {norm.p}")
     stored_eps, eps = norm.eps_parts  # reading a stored one would wait for the GPU
-    if eps < 0:
+    if not eps >= 0:  # nor NaN
         raise ValueError(f"{name}.eps must not be negative, got {eps}")
     for part, value in (("gain", norm.gain), ("bias", norm.bias), ("blend", norm.blend), ("eps", stored_eps)):
         if value is None:
@@ -197,6 +200,8 @@ def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
 
 def _check_rotary(rotary: Rotary, q: Tensor) -> None:
     cos, sin, _ = rotary
+    if cos is None or sin is None:
+        raise ValueError("cos and sin must be given together")
     batch, _, length, head_dim = q.shape
     if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != length:
         raise ValueError(

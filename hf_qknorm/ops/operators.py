@@ -38,7 +38,7 @@ def _checked_norms(values: Values) -> Norms:
     q, k, norms = values["q"], values["k"], norms_of(values)
     fused_checks.check_norm_rope(q, k, *norms)
     if "dq" in values:
-        fused_checks.check_head_gradients((q, values["dq"]), (k, values["dk"]))
+        fused_checks.check_head_gradients(q, k, values["dq"], values["dk"])
     if "keys" in values:
         fused_checks.check_cache(k, values["v"], values["keys"], values["values"])
         fused_checks.check_written(k, values["positions"])
@@ -123,12 +123,15 @@ def _(values: Values, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Resu
 
 
 def _check_written(values: Values) -> None:
-    fused_checks.check_positions(values["positions"], values["keys"].shape[2])
+    positions, keys = values["positions"], values["keys"]
+    if keys.dim() == 4:  # others are refused for their shape
+        fused_checks.check_positions(positions, keys.shape[2])
 
 
 def _check_room(values: Values) -> None:
-    if values["filled"] is not None:
-        fused_checks.check_positions(values["filled"], values["keys"].shape[2] - values["q"].shape[2] + 1)
+    filled, keys, q = values["filled"], values["keys"], values["q"]
+    if filled is not None and keys.dim() == q.dim() == 4:
+        fused_checks.check_positions(filled, keys.shape[2] - q.shape[2] + 1)
 
 
 NORM_ROPE_INTO.check_numbers, FUSED_STEP.check_numbers = _check_written, _check_room

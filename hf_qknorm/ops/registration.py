@@ -60,7 +60,7 @@ def norms_of(values: Values) -> tuple[Norm, Norm, Rotary | None]:
     if "cos" not in values:
         return Norm(), Norm(), None
     *parts, cos, sin, interleaved = _norm_rope_parts(values)
-    rotary = None if cos is None else Rotary(cos, sin, interleaved)
+    rotary = None if cos is sin is None else Rotary(cos, sin, interleaved)
     return _norm(*parts[: len(NORM)]), _norm(*parts[len(NORM) :]), rotary
 
 

@@ -62,12 +62,13 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
     """
     kind, gain, bias, blend, _, _ = norm
     key = (
-        *(torch.is_grad_enabled(), type(x), x.is_cpu, x.dtype, x.shape[3], kind, blend is None),
-        *(gain is None or gain.shape, bias is None or bias.shape, rotary is None or rotary.interleaved),
+        *(torch.is_grad_enabled(), type(x), x.is_cpu, x.dtype, x.shape, kind, blend is None),
+        *(gain is None or gain.shape, bias is None or bias.shape),
+        *((None,) if rotary is None else (rotary.cos.shape, rotary.sin.shape, rotary.interleaved)),
     )
     if key in _served:
         return True
-    if torch.is_grad_enabled() or not norm_rope.takes(x, norm):
+    if torch.is_grad_enabled() or not norm_rope.takes(x, norm, rotary):
         return False
     heads = Heads(x, x, x, norm, NO_NORM, rotary)
     reason = first_use.why_distrusted(heads, NOTHING, NO_OPTIONS, "cpu_norm_rope")

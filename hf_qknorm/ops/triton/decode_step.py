@@ -44,13 +44,15 @@ def growing_attention(values: dict[str, Any]) -> Growing | None:
 
 def growing_step(values: dict[str, Any]) -> Growing | None:
     """The keys of a call of `operators.FUSED_STEP`, before any check, if one plan serves many numbers of them."""
-    if values["filled"] is not None:
-        return None
-    return _growing(values["q"], values["keys"], values["values"], "keys", "values")
+    q, keys = values["q"], values["keys"]
+    growing = None if values["filled"] is not None else _growing(q, keys, values["values"], "keys", "values")
+    has_room = growing is not None and keys.shape[2] >= q.shape[2]  # a plan has no check of it
+    return growing if has_room else None
 
 
 def _growing(q: Tensor, k: Tensor, v: Tensor, keys: str, values: str) -> Growing | None:
-    if k.shape != v.shape or not (q.dim() == k.dim() == 4 and q.numel() and k.numel()):
-        return None
+    known = k.shape == v.shape and q.dim() == k.dim() == 4 and q.numel() and k.numel() and q.shape[1] >= k.shape[1]
+    if not known:
+        return None  # the operator's checks come later
     few = attention_decode.rows_of(q, k) <= attention_decode.MOST_ROWS
     return Growing(keys, values, attention_decode.splits(q, k)) if few else None

@@ -78,10 +78,28 @@ def test_a_row_of_zeros_stays_zero_and_nan_stays_nan():
 )
 def test_other_norms_are_left_to_torch(norm):
     x = torch.zeros(1, 1, 1, 16)
-    assert norm_rope.takes(x, Norm("rms"))
-    assert not norm_rope.takes(x, norm)
-    assert not norm_rope.takes(x.double(), Norm("rms"))
-    assert not norm_rope.takes(x.to("meta"), Norm("rms"))
+    assert norm_rope.takes(x, Norm("rms"), None)
+    assert not norm_rope.takes(x, norm, None)
+    assert not norm_rope.takes(x.double(), Norm("rms"), None)
+    assert not norm_rope.takes(x.to("meta"), Norm("rms"), None)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 4), (1, 2, 4), (1, 1, 9), (1, 4)], ids=str)
+def test_angles_that_do_not_fit_are_left_to_torch(shape):
+    """PyTorch broadcasts them, or raises its own error."""
+    x, cos = torch.zeros(2, 2, 1, 16), torch.ones(shape)
+    assert norm_rope.takes(x, Norm("rms"), Rotary(torch.ones(1, 1, 4), torch.ones(1, 1, 4)))
+    assert not norm_rope.takes(x, Norm("rms"), Rotary(cos, cos))
+    with torch.no_grad():
+        assert not use.serves_norm_rope(x, Norm("rms"), Rotary(cos, cos))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 16), (2, 8), (2, 16, 1)], ids=str)
+def test_gains_that_do_not_fit_are_left_to_torch(shape):
+    x = torch.zeros(2, 2, 1, 16)
+    assert norm_rope.takes(x, Norm("rms", torch.ones(2, 16), torch.ones(16)), None)
+    assert not norm_rope.takes(x, Norm("rms", torch.ones(shape)), None)
+    assert not norm_rope.takes(x, Norm("rms", None, torch.ones(shape)), None)
 
 
 def test_the_variable_turns_it_off(monkeypatch):

@@ -173,3 +173,20 @@ def test_a_step_never_waits_for_the_device(queries: int, monkeypatch: pytest.Mon
         values = library.flatten(step.heads, step.visible, step.options) | step.cache._asdict()
         with OnTheDevice():
             run(values)
+
+
+def test_a_repeated_step_over_keys_without_room_is_refused() -> None:
+    """A plan serves any number of keys, and has no check that the new tokens fit among them."""
+    new, memory = Step.draw(0, queries=4), torch.full((2, 2, 2, 30, 16), 7.0, dtype=torch.float16, device=DEVICE)
+
+    def step(keys: int) -> Tensor:
+        cache = LayerCache(*memory[:, :, :, 10 : 10 + keys])
+        return library.fused_step(new.heads, cache, Visible(), Options(0.25))
+
+    for keys in (10, 11, 12):
+        step(keys)
+    before = memory.clone()
+    for keys in (3, 2, 1):
+        with pytest.raises(ValueError, match=rf"cache of \[2, 2, {keys}, 16\] has no room for 4 tokens"):
+            step(keys)
+    assert torch.equal(memory, before)

@@ -127,7 +127,7 @@ def test_norm_rope() -> None:
         values = {"q": q, "k": k[:, :, :2], **flatten_norms(norm, norm, None)}
         assert_refused(ValueError, message, operators.NORM_ROPE_HEADS, values)
     values |= {"k": k, "dq": q[:, :, :2], "dk": k}
-    assert_refused(ValueError, "the gradient of heads [2, 4, 3, 16]", operators.NORM_ROPE_BACKWARD, values)
+    assert_refused(ValueError, "dq must be [2, 4, 3, 16], got [2, 4, 2, 16]", operators.NORM_ROPE_BACKWARD, values)
 
 
 def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -136,18 +136,18 @@ def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 PLACES = torch.arange(T)
 CACHE: list[tuple[dict[str, Tensor], type[Exception], str]] = [
-    ({"keys": room(1, HK, S, D), "values": room(1, HK, S, D)}, ValueError, "do not fit a cache of [1, 2, 8, 16]"),
+    ({"keys": room(1, HK, S, D), "values": room(1, HK, S, D)}, ValueError, "do not fit a cache of keys [1, 2, 8, 16]"),
     ({"keys": room(B, 1, S, D), "values": room(B, 1, S, D)}, ValueError, "batch, heads and head_dim must be the same"),
     ({"keys": room(B, HK, S, 8), "values": room(B, HK, S, 8)}, ValueError, "[2, 2, 8, 8]"),
-    ({"values": room(B, HK, S - 1, D)}, ValueError, "a cache of [2, 2, 8, 16] and [2, 2, 7, 16]"),
-    ({"keys": room(B, HK, D)}, ValueError, "a cache of [2, 2, 16]"),
-    ({"keys": room(B, HK, S, D, dtype=torch.float16)}, ValueError, "expected a cache in torch.float32"),
+    ({"values": room(B, HK, S - 1, D)}, ValueError, "keys [2, 2, 8, 16] and values [2, 2, 7, 16]"),
+    ({"keys": room(B, HK, D)}, ValueError, "a cache of keys [2, 2, 16]"),
+    ({"keys": room(B, HK, S, D, dtype=torch.float16)}, ValueError, "must have the dtype of k, torch.float32"),
     ({"keys": room(B, HK, D, S).mT}, ValueError, "keys must lie in dense rows of their own"),
     ({"values": room(1, HK, S, D).expand(B, -1, -1, -1)}, ValueError, "values must lie in dense rows of their own"),
     ({"values": torch.zeros(B, HK, S, D, device="meta")}, ValueError, "values must be on the device of q"),
     ({"positions": PLACES[:2]}, ValueError, "positions [3], got .*[2]"),
     ({"positions": PLACES.int()}, ValueError, "positions must be int64, got torch.int32"),
-    ({"v": room(B, HK, T, 8)}, ValueError, "values [2, 2, 3, 8] do not fit"),
+    ({"v": room(B, HK, T, 8)}, ValueError, "v [2, 2, 3, 8] do not fit"),
 ]
 OUTSIDE = [S - T + 1, -1, S, 2**40]
 

@@ -230,7 +230,8 @@ void attend_all(const Problem& problem, const Heads& out) {
 }  // namespace
 
 bool few_rows(const Problem& problem) {
-  return problem.group() * problem.queries <= MOST_ROWS && problem.dropout == 0;
+  const int64_t rows = problem.group() * problem.queries;
+  return rows > 0 && rows <= MOST_ROWS && problem.dropout == 0;
 }
 
 void forward_few_rows(const Problem& problem, const Heads& out) {

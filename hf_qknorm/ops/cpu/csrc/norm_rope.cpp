@@ -5,13 +5,13 @@
 
 #include <cmath>
 
+#include "checks.h"
 #include "norm_rope.h"
 #include "vectors.h"
 
 namespace hf_qknorm {
 namespace {
 
-constexpr int64_t MOST_COLUMNS = 256;
 constexpr int64_t COLUMNS_OF_A_THREAD = 1 << 15;  // fewer take less time than to wake another thread
 
 // A parameter of a norm, [D], [H, D] or one number, in fp32.
@@ -104,7 +104,6 @@ void all_rows(const at::Tensor& x, const NormKind& kind, const Parameter& gain, 
 at::Tensor norm_rope(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
                      const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
                      const std::optional<at::Tensor>& sin, bool interleaved) {
-  TORCH_CHECK(x.dim() == 4 && x.size(3) <= MOST_COLUMNS && x.stride(3) == 1, "expected dense rows of 256 columns at most");
   at::Tensor out = at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
   const Parameter gains(gain), biases(bias);
   const Angles cosines(cos), sines(sin);

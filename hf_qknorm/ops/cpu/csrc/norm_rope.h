@@ -14,7 +14,8 @@ struct NormKind {
 };
 
 // x [B, H, T, D] after the norm with its gain and bias, and after the rotation by angles [B or 1, T, R/2] of columns i
-// and i + R/2, or 2i and 2i + 1 if interleaved; laid out as [B, T, H, D]. A row of zeros stays zero.
+// and i + R/2, or 2i and 2i + 1 if interleaved; laid out as [B, T, H, D]. A row of zeros stays zero. The rows of x are
+// dense, and all arguments are checked.
 at::Tensor norm_rope(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
                      const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
                      const std::optional<at::Tensor>& sin, bool interleaved);

@@ -1,10 +1,11 @@
-// The operators, for the CPU alone. Python makes the tensors of gradients and checks all arguments.
+// The operators, for the CPU alone. Each checks its arguments before it reads them; Python makes the tensors of gradients.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "attention.h"
+#include "checks.h"
 #include "norm_rope.h"
 
 namespace hf_qknorm {
@@ -21,12 +22,14 @@ Heads heads_of(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1)
 struct Call {
   Tensor q, k, v;
   MaybeTensor ranges, sinks;
-  Problem problem;
+  Problem problem = {};
 
   Call(const Tensor& q_, const Tensor& k_, const Tensor& v_, const MaybeTensor& ranges_, const MaybeTensor& sinks_,
        const MaybeTensor& seed, double scale, std::optional<double> cap, bool causal, std::optional<int64_t> window,
-       double dropout)
-      : q(dense(q_)), k(dense(k_)), v(dense(v_)), problem{q.scalar_type(), heads_of(q), heads_of(k), heads_of(v)} {
+       double dropout) {
+    check_attention(q_, k_, v_, ranges_, sinks_, seed, scale, cap, causal, window, dropout);
+    q = dense(q_), k = dense(k_), v = dense(v_);
+    problem.dtype = q.scalar_type(), problem.q = heads_of(q), problem.k = heads_of(k), problem.v = heads_of(v);
     problem.batch = q.size(0), problem.heads = q.size(1), problem.queries = q.size(2), problem.head_dim = q.size(3);
     problem.key_heads = k.size(1), problem.keys = k.size(2);
     if (ranges_) {
@@ -38,9 +41,10 @@ struct Call {
       sinks = sinks_->to(at::kFloat).contiguous();
       problem.sinks = sinks->const_data_ptr<float>();
     }
-    problem.scale = scale, problem.cap = cap, problem.causal = causal, problem.window = window;
-    problem.dropout = seed ? dropout : 0.0;
-    problem.seed = seed ? static_cast<uint64_t>(*seed->const_data_ptr<int64_t>()) : 0;
+    problem.scale = scale, problem.cap = cap, problem.causal = causal, problem.dropout = dropout;
+    // A longer window hides nothing either, and sums with it could overflow.
+    if (window) problem.window = std::min(*window, problem.queries + problem.keys);
+    if (dropout > 0) problem.seed = static_cast<uint64_t>(*seed->const_data_ptr<int64_t>());
   }
 };
 
@@ -78,6 +82,7 @@ void run_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe
                   std::optional<int64_t> window, double dropout, const Tensor& grad, const Tensor& out,
                   const Tensor& normaliser, Tensor dq, Tensor dk, Tensor dv, Tensor delta) {
   const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
+  check_gradients(q, k, grad, out, normaliser, dq, dk, dv, delta);
   const Tensor dense_grad = dense(grad), dense_out = dense(out);
   backward(call.problem, {heads_of(dense_grad), heads_of(dense_out), normaliser.const_data_ptr<float>(),
                           dq.data_ptr<float>(), dq.size(0), heads_of(dk), heads_of(dv), delta.data_ptr<float>()});
@@ -85,8 +90,8 @@ void run_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe
 
 Tensor run_measure(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& ranges, const MaybeTensor& sinks,
                    const MaybeTensor& seed, double scale, std::optional<double> cap, bool causal,
-                   std::optional<int64_t> window, double dropout, double threshold) {
-  const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
+                   std::optional<int64_t> window, double, double threshold) {
+  const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, 0.0);  // logits know no dropout
   Tensor results = at::zeros({q.size(0), q.size(1), q.size(2), 5}, q.options().dtype(at::kFloat));
   static_assert(sizeof(RowStatistics) == 5 * sizeof(float));
   measure(call.problem, threshold, reinterpret_cast<RowStatistics*>(results.data_ptr<float>()));
@@ -96,7 +101,8 @@ Tensor run_measure(const Tensor& q, const Tensor& k, const Tensor& v, const Mayb
 Tensor run_norm_rope(const Tensor& x, bool normed, bool centred, bool summed, const MaybeTensor& gain,
                      const MaybeTensor& bias, double eps, const MaybeTensor& cos, const MaybeTensor& sin,
                      bool interleaved) {
-  return norm_rope(x, {normed, centred, summed, eps}, gain, bias, cos, sin, interleaved);
+  check_norm_rope(x, gain, bias, eps, cos, sin);
+  return norm_rope(dense(x), {normed, centred, summed, eps}, gain, bias, cos, sin, interleaved);
 }
 
 #define HF_QKNORM_CALL                                                                                 \
