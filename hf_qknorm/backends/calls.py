@@ -117,7 +117,7 @@ def structure(
     if mask is not None and is_ranges(mask):  # these include causality, window and padding
         seen = Structure(key, value, None, mask[:, 0], False, None)
     elif mask is not None:
-        seen = Structure(key, value, mask[..., :keys], None, False, None)
+        seen = Structure(key, value, mask, None, False, None)
     else:
         causal = _is_causal(module) if is_causal is None else bool(is_causal)
         if causal and 1 < queries < keys:  # a static cache's first call: the rest of it is empty

@@ -20,6 +20,7 @@ from hf_qknorm.backends import choice
 from hf_qknorm.backends.calls import Operator, call_operator, is_ranges, refuse_unsupported, structure, why_not_kernels
 from hf_qknorm.backends.masks import structured_mask
 from hf_qknorm.ops import library, reference
+from hf_qknorm.ops.checks import check_mask
 from hf_qknorm.ops.types import Heads, LayerCache, Options, Visible
 from hf_qknorm.scheme import Scheme
 
@@ -225,6 +226,7 @@ def eager_attention(
     refuse_unsupported(kwargs)
     seen = structure(module, query, key, value, attention_mask, kwargs)
     key = seen.key
+    check_mask(seen.mask, (*query.shape[:3], key.shape[2]))
     ones = query.new_ones((*query.shape[:3], key.shape[2])) if dropout else None
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's switch: logits in fp32
         query, key = query.float(), key.float()

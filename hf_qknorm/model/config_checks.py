@@ -21,6 +21,7 @@ SIZES: Final = (
 )  # fmt: skip
 EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 ACTIVATIONS: Final = ("hidden_act", "hidden_activation", "activation_function")
+SHARE: Final = "a number from 0 to 1: the share of a head's columns that is rotated"
 MAX_SIZE: Final = 2**31 - 1
 MAX_LAYERS: Final = 10_000  # a model is built layer by layer before any other error is raised
 
@@ -43,7 +44,7 @@ OPTIONAL: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
 def check_settings(config: Any) -> None:
     """Raise ValueError, naming config.json and the setting, for a value that no model can be built with.
 
-    Checks sizes, the names of activations and RoPE types, and the settings in `OPTIONAL`.
+    Checks sizes, the names of activations and RoPE types, the columns that are rotated, and the settings in `OPTIONAL`.
     """
     for name, value, is_valid, expected in _checks(config):
         if not is_valid:
@@ -72,6 +73,14 @@ def _checks(config: Any) -> Iterator[tuple[str, Any, bool, str]]:
     for name, rope in _ropes(config):
         value = rope.get("rope_type", "default")
         yield f"{name}.rope_type", value, value in kinds, f"one of {', '.join(kinds)}"
+        value = rope.get("partial_rotary_factor")
+        yield f"{name}.partial_rotary_factor", value, value is None or _is_share(value), SHARE
+    for name in ("partial_rotary_factor", "rotary_pct"):
+        value = _setting(config, name)
+        yield name, value, value is None or _is_share(value), SHARE
+    columns, rotated = _head_dim(config), _setting(config, "rotary_dim")
+    fits = not (isinstance(rotated, int) and columns is not None) or rotated <= columns
+    yield "rotary_dim", rotated, fits, f"at most the {columns} columns of a head"
 
 
 # The errors beside ValueError that transformers raises for settings that it does not check.
@@ -115,6 +124,18 @@ def config_file(config: Any) -> str:
     """Return the path that a config was read from, for error messages."""
     name = getattr(config, "_name_or_path", None)
     return str(Path(name) / "config.json") if name else "config.json"
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1
+
+
+def _head_dim(config: Any) -> int | None:
+    """The columns of a head, by its own setting or as a share of the hidden size; None where neither is a size."""
+    own, hidden, heads = (_setting(config, name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    if isinstance(own, int):
+        return own
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
 
 
 def _setting(config: Any, name: str) -> Any:

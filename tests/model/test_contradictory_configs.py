@@ -96,6 +96,36 @@ def test_what_is_refused(case, checkpoint):
         AutoModelForCausalLM.from_pretrained(edit(checkpoint, changes))
 
 
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def load_patched(folder: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(folder / "source")
+
+
+def convert(folder: Path) -> None:
+    convert_checkpoint(folder / "source", folder / "out", "qk_norm")
+
+
+@pytest.mark.parametrize("load", [load_patched, convert])
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("gpt_neox", {"rope_parameters": {**ROPE, "partial_rotary_factor": 40}}, "partial_rotary_factor is 40"),
+        ("gpt_neox", {"rope_parameters": {**ROPE, "partial_rotary_factor": -1}}, "partial_rotary_factor is -1"),
+        ("llama", {"rope_parameters": {**ROPE, "partial_rotary_factor": 8.0}}, "partial_rotary_factor is 8.0"),
+        ("llama", {"partial_rotary_factor": "1"}, "partial_rotary_factor is '1', expected a number from 0 to 1"),
+        ("gptj", {"rotary_dim": 17}, "rotary_dim is 17, expected at most the 16 columns of a head"),
+    ],
+)
+def test_a_rotation_of_more_columns_than_a_head_has(model_type, changes, message, load, tmp_path):
+    model = sharp_model(model_type)
+    (patch_model(model, PLAIN) if load is load_patched else model).save_pretrained(tmp_path / "source")
+    edit(tmp_path / "source", changes)
+    with pytest.raises(ValueError, match=f"config.json.*{message}"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("field", STORED)
 def test_a_scheme_without_a_field(field, tmp_path):
     randomise(patch_model(sharp_model("llama"), LP)).save_pretrained(tmp_path)

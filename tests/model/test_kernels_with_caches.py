@@ -150,7 +150,7 @@ def test_a_cache_of_another_batch_is_refused() -> None:
     tokens = batch("plain")["input_ids"]
     cache = StaticCache(model.config, max_cache_len=32)
     model(tokens[:1, :8], past_key_values=cache)
-    with pytest.raises(ValueError, match=r"keys \[2, .* do not fit a cache of \[1, .*batch"):
+    with pytest.raises(ValueError, match=r"k \[2, .* do not fit a cache of keys \[1, .*batch"):
         model(tokens[:, 8:9], past_key_values=cache)
 
 

@@ -1,0 +1,84 @@
+"""Inputs that plain transformers refuses are refused by patched models, in steps of one token too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tables import sharp_model
+from transformers import PreTrainedModel
+
+from hf_qknorm import patch_model
+from hf_qknorm.ops.cpu import build
+
+BACKENDS = (
+    *("eager", "sdpa", "hf_qknorm", "hf_qknorm_cpu", "hf_qknorm_tiled", "hf_qknorm_eager"),
+    pytest.param("hf_qknorm_triton", marks=pytest.mark.slow),
+)
+BATCH, FILLED = 2, 5
+FITTING = {
+    "one row": lambda length: {"position_ids": torch.arange(length)[None]},
+    "every row": lambda length: {"position_ids": torch.arange(length).expand(BATCH, -1)},
+}
+WRONG = {
+    "512 rows": lambda length: {"position_ids": torch.zeros(512, length, dtype=torch.long)},
+    "three rows": lambda length: {"position_ids": torch.arange(length).expand(3, -1)},
+    "two positions more": lambda length: {"position_ids": torch.arange(length + 2)[None]},
+    "a mask of more keys": lambda length: {"attention_mask": torch.ones(BATCH, 1, length, 50, dtype=torch.bool)},
+    "a mask of more rows": lambda length: {"attention_mask": torch.zeros(3, 1, length, length)},
+}
+
+
+def model(backend: str | None, model_type: str = "llama") -> PreTrainedModel:
+    """The patched model with this backend; without one, the model before it is patched, under SDPA."""
+    made = sharp_model(model_type).eval()
+    return made if backend is None else patch_model(made, "qk_norm", attn_implementation=backend)
+
+
+@torch.no_grad()
+def run(made: PreTrainedModel, length: int, cache: str, **inputs: Any) -> torch.Tensor:
+    """Logits for `length` tokens: without a cache, with an empty one, or as a continuation."""
+    ids = torch.arange(3, 3 + BATCH * length).view(BATCH, length)
+    past = made(torch.ones(BATCH, FILLED, dtype=torch.long)).past_key_values if cache == "filled" else None
+    return made(ids, past_key_values=past, use_cache=cache != "none", **inputs).logits
+
+
+@pytest.fixture(scope="module")
+def plain() -> PreTrainedModel:
+    return model(None)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def patched(request: pytest.FixtureRequest) -> PreTrainedModel:
+    if request.param == "hf_qknorm_cpu" and (reason := build.why_not_built()) is not None:
+        pytest.skip(reason)
+    return model(request.param)
+
+
+@pytest.mark.parametrize("cache", ["none", "empty", "filled"])
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_shapes_are_refused_where_transformers_refuses_them(wrong, length, cache, patched, plain):
+    inputs = WRONG[wrong](length)
+    for made in (plain, patched):
+        with pytest.raises((RuntimeError, ValueError)):
+            run(made, length, cache, **inputs)
+
+
+@pytest.mark.parametrize("cache", ["none", "empty", "filled"])
+@pytest.mark.parametrize("length", [1, 3])
+def test_positions_that_fit_are_taken(length, cache, patched):
+    expected = run(model("eager"), length, cache, **FITTING["every row"](length))
+    for make in FITTING.values():
+        torch.testing.assert_close(run(patched, length, cache, **make(length)), expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_step_takes_positions_of_one_axis_as_transformers_does():
+    """Their angles have no axis of the batch, so that PyTorch rotates the heads."""
+    patched, ids = model("hf_qknorm"), torch.arange(3, 3 + BATCH)[:, None]
+    by_row, by_one = (
+        patched(ids, position_ids=torch.zeros(shape, dtype=torch.long), use_cache=True).logits for shape in ((1, 1), 1)
+    )
+    torch.testing.assert_close(by_one, by_row, atol=1e-5, rtol=1e-5)
