@@ -1,0 +1,196 @@
+"""The table of operators: all that each relies on, by argument. The operators check it; the fuzz breaks each line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Final
+
+from fuzz.lines import FLOATING, HEADS, OF_Q, SCALAR, Line, Number, Sizes, Table, Values, is_finite
+from hf_qknorm.ops.norms import NORMS
+
+MOST_COLUMNS: Final = 256
+
+
+def _shares(sizes: Sizes, values: Values) -> bool:
+    """Whether the query heads are a multiple of the key heads."""
+    return sizes["Hk"] >= 1 and sizes["H"] % sizes["Hk"] == 0
+
+
+def _like_cos(values: Values) -> bool:
+    return bool(values["sin"].shape == values["cos"].shape)
+
+
+def _holds(least: float, most: float = math.inf) -> Any:
+    return lambda x, values: isinstance(x, (int, float)) and least <= x <= most and math.isfinite(x)
+
+
+def _window(x: Any, values: Values) -> bool:
+    return x is None or x >= int(values["causal"])
+
+
+COLUMNS: Final = (f"H ≥ 1, 1 ≤ D ≤ {MOST_COLUMNS}", lambda s, values: s["H"] >= 1 and 1 <= s["D"] <= MOST_COLUMNS)
+GROUPS: Final = ("H a multiple of Hk", _shares)
+ROTATES: Final = ("2R ≤ D", lambda s, values: 2 * s["R"] <= s["D"])
+SWITCH: Final = Number("true or false", lambda x, values: isinstance(x, bool))
+Q: Final = Line("B H T D", HEADS, limits=(COLUMNS,))
+KEYS: Final = Line("B Hk S D", OF_Q)
+COS: Final = Line("B/1 T R", FLOATING, optional=True, beside="sin", limits=(ROTATES,))
+SIN: Final = replace(COS, beside="cos", limits=(("of the shape of cos", lambda s, values: _like_cos(values)),))
+PARAMETER: Final = Line("1 | D | H D", FLOATING, optional=True)
+
+
+def _seeded(x: Any, values: Values) -> bool:
+    return _holds(0)(x, values) and x < 1 and (x == 0 or values["seed"] is not None)
+
+
+ATTENTION: Final[Table] = {
+    "q": Q,
+    "k": replace(KEYS, limits=(GROUPS, ("S ≤ 2²⁴", lambda s, values: s["S"] <= 1 << 24))),
+    "v": KEYS,
+    "ranges": Line("B/1 T 2", "int32", optional=True),
+    "sinks": Line("H", FLOATING, optional=True),
+    "seed": Line("1", "int64", optional=True),
+    "scale": Number("finite", lambda x, values: is_finite(x)),
+    "cap": Number("finite, above 0, or none", lambda x, values: x is None or (is_finite(x) and x > 0)),
+    "causal": SWITCH,
+    "window": Number("≥ 1 with causality, ≥ 0 without, or none", _window),
+    "dropout": Number("in [0, 1), with a seed above 0", _seeded),
+}
+OF_Q_HEADS: Final = Line("B H T D", OF_Q)
+BACKWARD: Final[Table] = ATTENTION | {
+    "grad": OF_Q_HEADS,
+    "out": OF_Q_HEADS,
+    "normaliser": Line("B H T 2", "fp32", "packed"),
+    "dq": Line("P B H T D", "fp32", "packed", limits=(("P ≥ 1", lambda s, values: s["P"] >= 1),)),
+    "dk": Line("B Hk S D", OF_Q, "rows"),
+    "dv": Line("B Hk S D", OF_Q, "rows"),
+    "delta": Line("B H T", "fp32", "packed"),
+}
+MEASURE: Final[Table] = {name: line for name, line in ATTENTION.items() if name != "dropout"}
+
+
+CPP_NORM_ROPE: Final[Table] = {
+    "x": Q,
+    "gain": PARAMETER,
+    "bias": PARAMETER,
+    "eps": Number("≥ 0", lambda x, values: x >= 0),
+    "cos": COS,
+    "sin": SIN,
+    "interleaved": SWITCH,
+}
+
+
+def _whole_rows(sizes: Sizes, values: Values) -> bool:
+    return sizes["D"] * values["q"].element_size() % 16 == 0
+
+
+def _of_one_length(sizes: Sizes, values: Values) -> bool:
+    raw = values["cos"] is not None or values["q_kind"] != "none" or values["k_kind"] != "none"
+    return not raw or sizes["T"] == sizes["S"]
+
+
+def _some(sizes: Sizes, values: Values) -> bool:
+    return sizes["B"] * sizes["T"] > 0
+
+
+def _positions_fit(sizes: Sizes, values: Values) -> bool:
+    return all(0 <= x < sizes["S"] for x in values["positions"].tolist())
+
+
+def _filled_fits(sizes: Sizes, values: Values) -> bool:
+    return 0 <= int(values["filled"]) <= sizes["S"] - sizes["T"]
+
+
+SINGLE: Final = Line(SCALAR, FLOATING, optional=True)
+KINDS: Final = Number("a name of ops/norms.py, or none", lambda x, values: x in (*NORMS, "none"))
+
+
+def _norm(side: str, heads: str) -> Table:
+    """The lines of a norm: of queries ("q") or keys ("k")."""
+    parameter = replace(PARAMETER, shapes=f"1 | D | {heads} D")
+
+    def eps_fits(x: Any, values: Values) -> bool:
+        return values[f"{side}_stored_eps"] is not None or x >= 0
+
+    lines = {
+        "kind": KINDS,
+        **{"gain": parameter, "bias": parameter, "blend": SINGLE, "stored_eps": SINGLE},
+        **{"eps": Number("≥ 0, without stored_eps", eps_fits), "p": Number("≥ 1", lambda x, values: x >= 1)},
+    }
+    return {f"{side}_{name}": line for name, line in lines.items()}
+
+
+NONE: Final = Number("none", lambda x, values: x is None)
+FUSED_Q: Final = replace(Q, limits=(COLUMNS, ("rows of a multiple of 16 bytes", _whole_rows), ("not empty", _some)))
+FUSED_NORMS: Final[Table] = {
+    **_norm("q", "H"),
+    **_norm("k", "Hk"),
+    "cos": COS,
+    "sin": SIN,
+    "interleaved": SWITCH,
+}
+FUSED_HEADS: Final[Table] = {
+    "q": FUSED_Q,
+    "k": replace(KEYS, limits=(GROUPS, ("T = S if normed or rotated", _of_one_length))),
+    "v": KEYS,
+}
+FUSED: Final[Table] = (
+    FUSED_HEADS
+    | FUSED_NORMS
+    | {
+        **{name: ATTENTION[name] for name in ("ranges", "sinks", "seed")},
+        "mask": NONE,
+        "scale": Number("finite, above 0", lambda x, values: is_finite(x) and x > 0),
+        "softcap": ATTENTION["cap"],
+        **{name: ATTENTION[name] for name in ("causal", "window", "dropout")},
+        "statistics": SWITCH,
+    }
+)
+FUSED_BACKWARD: Final[Table] = FUSED | {"grad": OF_Q_HEADS, "out": OF_Q_HEADS, "normaliser": Line("B H T 2", "fp32")}
+NEW_KEYS: Final = Line("B Hk T D", OF_Q, limits=(GROUPS,))
+NORM_ROPE: Final[Table] = {"q": FUSED_Q, "k": NEW_KEYS} | FUSED_NORMS
+NORM_ROPE_BACKWARD: Final[Table] = NORM_ROPE | {
+    "dq": Line("B H T D", FLOATING),
+    "dk": Line("B Hk T D", FLOATING),
+}
+CACHE: Final[Table] = {
+    "v": Line("B Hk T D", OF_Q),
+    "keys": Line("B Hk S D", OF_Q, "rows"),
+    "values": Line("B Hk S D", OF_Q, "rows"),
+}
+INTO: Final[Table] = (
+    {"q": FUSED_Q, "k": NEW_KEYS}
+    | CACHE
+    | FUSED_NORMS
+    | {
+        "positions": Line("T", "int64", limits=(("each from 0 to S - 1", _positions_fit),)),
+    }
+)
+STEP: Final[Table] = (
+    {"q": FUSED_Q, "k": NEW_KEYS}
+    | CACHE
+    | FUSED_NORMS
+    | {
+        "filled": Line(SCALAR, "int64", optional=True, limits=(("from 0 to S - T", _filled_fits),)),
+        **{name: FUSED[name] for name in ("ranges", "sinks", "seed", "mask", "scale", "softcap", "causal", "window")},
+        "dropout": Number("0", lambda x, values: x == 0),
+    }
+)
+
+# The operators of the C++ library, and those of Triton's kernels.
+CPP: Final[dict[str, Table]] = {
+    "attend": ATTENTION,
+    "forward": ATTENTION,
+    "measure": MEASURE,
+    "backward": BACKWARD,
+    "norm_rope": CPP_NORM_ROPE,
+}
+TRITON: Final[dict[str, Table]] = {
+    "fused_attention": FUSED,
+    "fused_attention_backward": FUSED_BACKWARD,
+    "norm_rope": NORM_ROPE,
+    "norm_rope_backward": NORM_ROPE_BACKWARD,
+    "norm_rope_into": INTO,
+    "fused_step": STEP,
+}

@@ -1,0 +1,130 @@
+"""The operators refuse arguments that do not fit, by name; the fuzz that shows it finds faults; its page is current."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz.draws import Target, targets
+from fuzz.edits import edits, guarded
+from fuzz.lines import FLOATING, Line, Number, Values, misfits
+from fuzz.tables import CPP, SWITCH, TRITON
+from fuzz_operators import fault, table
+
+from hf_qknorm.ops.cpu import build
+
+PAGE = Path(__file__).parents[3] / "hf_qknorm" / "ops" / "OPERATORS.md"
+
+
+def faults(target: Target, seed: int, *, only_misfits: bool = False) -> list[str]:
+    values = target.draw(seed)
+    edited = [("as drawn", values), *edits(values, target.table)]
+    chosen = [(words, x) for words, x in edited if not only_misfits or misfits(target.table, x)]
+    assert len(chosen) > 50
+    return [f"{words}: {found}" for words, x in chosen if (found := fault(target, x)) is not None]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", CPP)
+def test_cpp_operators(name: str, seed: int) -> None:
+    if (reason := build.why_not_built()) is not None:
+        pytest.skip(reason)
+    target = next(x for x in targets("cpp") if x.name == name)
+    assert faults(target, seed) == []
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", TRITON)
+def test_triton_operators_refuse_what_does_not_fit(name: str, seed: int) -> None:
+    pytest.importorskip("triton")
+    target = next(x for x in targets("triton") if x.name == name)
+    assert faults(target, seed, only_misfits=True) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRITON)
+def test_triton_operators(name: str) -> None:
+    pytest.importorskip("triton")
+    target = next(x for x in targets("triton") if x.name == name)
+    assert faults(target, 0) == []
+
+
+LINES = {
+    "x": Line("N", FLOATING),
+    "y": Line("N/1", FLOATING, "rows", optional=True),
+    "n": Number("≥ 0", lambda x, _: x >= 0),
+}
+VALUES: Values = {"x": torch.ones(3), "y": torch.zeros(3), "n": 1}
+
+
+def add(values: Values) -> list[torch.Tensor]:
+    """An operator that checks its arguments: x + n, also written to y."""
+    if misfits(LINES, values):
+        raise ValueError(f"{misfits(LINES, values)[0]} does not fit")
+    return [values["x"] + values["n"]]
+
+
+def write_around(values: Values) -> list[torch.Tensor]:
+    found = add(values)
+    y = values["y"]
+    torch.as_strided(y, (1,), (1,), y.storage_offset() + y.numel()).fill_(5.0) if y.storage_offset() else None
+    return found
+
+
+def read_around(values: Values) -> list[torch.Tensor]:
+    x = values["x"]
+    after = x.storage_offset() + x.numel()
+    return [add(values)[0] + (x.as_strided((1,), (1,), after) if x.storage_offset() else 0.0)]
+
+
+def refuse_without_a_name(values: Values) -> list[torch.Tensor]:
+    if misfits(LINES, values):
+        raise ValueError("wrong arguments")
+    return add(values)
+
+
+def refuse_all(values: Values) -> list[torch.Tensor]:
+    raise ValueError("x is refused")
+
+
+@pytest.mark.parametrize(
+    ("call", "edit", "found"),
+    [
+        (add, {}, None),
+        (add, {"x": torch.ones(4)}, None),
+        (lambda values: [torch.ones(3)], {"n": -1}, "accepted, and n does not fit"),
+        (lambda values: [torch.ones(3)], {"y": torch.zeros(1, 3)}, "accepted, and y does not fit"),
+        (refuse_without_a_name, {"x": torch.ones(3, dtype=torch.int32)}, "refused without the name of x"),
+        (refuse_all, {}, "refused, and all arguments fit"),
+        (lambda values: [values["z"]], {"n": -1}, "an error of another type: KeyError"),
+        (write_around, {}, "memory around y was changed"),
+        (read_around, {}, "result 0 depends on memory around the arguments"),
+    ],
+)
+def test_the_fuzz_finds_each_kind_of_fault(call, edit, found) -> None:
+    result = fault(Target("add", LINES, lambda seed: VALUES, call), VALUES | edit)
+    assert (result is None) if found is None else str(result).startswith(found)
+
+
+@pytest.mark.parametrize("target", [*targets("cpp"), *targets("triton")], ids=lambda target: target.name)
+def test_edits_break_every_line_of_the_table(target: Target) -> None:
+    if (reason := build.why_not_built()) is not None:
+        pytest.skip(reason)
+    broken = {name for name, line in target.table.items() if line is SWITCH}
+    for seed in range(8):  # an optional argument is not in each draw
+        for words, edited in edits(target.draw(seed), target.table):
+            broken |= {words.split()[0]} & {*misfits(target.table, edited)}
+    assert broken == {*target.table}
+
+
+def test_guarded_tensors_keep_numbers_and_strides() -> None:
+    for x in (torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4).mT, torch.arange(3).expand(2, 3)):
+        inside, memory = guarded(x)
+        assert torch.equal(inside, x)
+        assert inside.stride() == x.stride()
+        assert len(memory) > x.numel()
+
+
+def test_the_page_has_the_table() -> None:
+    assert table() in PAGE.read_text(encoding="utf-8")
