@@ -171,7 +171,7 @@ def start_blend(layer: QKNormAttention) -> None:
         raise ValueError(f"a blend can't bring in {field} without a norm on queries or keys")
     device, _ = device_and_dtype(layer)
     for norm in chain(*norms.values()):
-        norm.blend, norm.loaded_blend = torch.zeros((), device=device), None
+        norm.blend = torch.zeros((), device=device)
     layer.blending = True
 
 

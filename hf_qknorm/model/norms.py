@@ -28,7 +28,7 @@ class HeadNorm(nn.Module):
     calibration text (1 without calibration), and p is the `order`.
     `blend` b is a buffer during a blend: x becomes x + b·(y − x), where y is `rescale` times the normed x.
     `rescale` replaces the scheme's scale of the logits, which the attention applies only after the blend.
-    `loaded_blend` is the blend of the weights that were last loaded, if the norm was in none.
+    `loaded_blend` is that of the gain last loaded by `load_state_dict`, 1 outside of a blend, None before.
     `bypass` makes the module return its input: the model then computes what it did before it was patched.
     """
 
@@ -136,9 +136,9 @@ class HeadNorm(nn.Module):
         if stored is not None and (problem := eps_problem(local_tensor(stored), self.scheme_eps)):
             errors.append(f"{prefix}eps {problem}")
             return
-        blend = state_dict.get(f"{prefix}blend") if self.blend is None else None
-        is_number = blend is not None and blend.numel() == 1 and not blend.is_meta
-        self.loaded_blend = float(local_tensor(blend)) if is_number else None
+        if f"{prefix}weight" in state_dict:
+            blend = state_dict.get(f"{prefix}blend", torch.ones(()))
+            self.loaded_blend = None if blend.is_meta or blend.shape else float(local_tensor(blend))
         load: Any = super()._load_from_state_dict
         load(state_dict, prefix, *args)
         if isinstance(self.eps, Tensor):

@@ -7,7 +7,6 @@ the scheme. The cap moves in quarters of b, because torch.compile compiles a pro
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -19,8 +18,6 @@ from hf_qknorm.model.attention import QKNormAttention, end_blend, norm_copies, r
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.scheme import LEARNED
 from hf_qknorm.training.schedule import Schedule
-
-logger = logging.getLogger(__name__)
 
 CAP_LEVELS = 4
 Shape = Literal["linear", "cosine"]
@@ -91,21 +88,22 @@ class _BlendSchedule(Schedule):
     def first(self, model: nn.Module) -> float:
         return _blend_of(model) or 0.0
 
-    def restore(self, model: nn.Module, found: Mapping[str, Any]) -> float:
-        blend = found.get("value")
+    def restore(self, model: nn.Module, found: Mapping[str, Any], done: float) -> float:
+        known = (found.get("value"), self.loaded(model), _blend_of(model), 1.0 if done == 1 else None)
+        blend = next((blend for blend in known if blend is not None), None)
         if blend is None:
-            blend = _blend_of(model)
-        if blend is None:
-            blend = _loaded_blend(model)
-        if blend is None:
-            logger.warning(
-                f"the checkpoint holds no state of a {type(self).__name__}, and the model is in no blend: the whole "
-                "scheme stays in. If the checkpoint was saved during a blend (qk_norm_blend in its config.json), load "
-                "the model from it by from_pretrained before resuming"
+            name, call = type(self).__name__, self.put.__name__
+            raise ValueError(
+                f"the checkpoint holds no state of a {name}, and neither its weights nor the model tell the "
+                f"{self.noun}: leave {name} out if it had ended. Else load the model from the checkpoint by "
+                f"from_pretrained, or call {call}(model, b) with the {self.noun} b of the checkpoint, before resuming"
             )
-            blend = 1.0
         self.put(model, blend)
         return blend
+
+    def loaded(self, model: nn.Module) -> float | None:
+        """The blend of the weights that `load_state_dict` gave the model, None where they do not tell it."""
+        return None
 
     def present(self, model: nn.Module) -> float:
         assert self.value is not None
@@ -137,6 +135,10 @@ class BlendSchedule(_BlendSchedule):
     noun = "blend"
     put = staticmethod(set_blend)
 
+    def loaded(self, model: nn.Module) -> float | None:
+        blends = [norm.loaded_blend for norm in _norms(model)]
+        return None if None in blends else next(iter(blends), None)
+
 
 class CapSchedule(_BlendSchedule):
     """Trainer callback: lowers the cap to the scheme's over the first `share` of the run, as c/blend, by `set_cap`.
@@ -161,11 +163,6 @@ def _config(model: nn.Module) -> Any:
 
 def _norms(model: nn.Module) -> Iterator[HeadNorm]:
     return chain(*(chain(*norm_copies(layer).values()) for layer in require_patched(model).values()))
-
-
-def _loaded_blend(model: nn.Module) -> float | None:
-    """The blend of the weights that a model outside of a blend has loaded, if they have one."""
-    return next((norm.loaded_blend for norm in _norms(model) if norm.loaded_blend is not None), None)
 
 
 def _blend_of(model: nn.Module) -> float | None:

@@ -90,9 +90,9 @@ class KneeSchedule(Schedule):
         [4.0, 1.0, 0.0]
         >>> trainer.add_callback(schedule)
 
-    Raises ValueError for a `share` that is not in (0, 1], `steps` below 1 and an invalid `target`; when training begins,
-    for a second KneeSchedule, a model with the knee `target`, DeepSpeed, adapters, `load_best_model_at_end`, all that `set_knee` refuses, and a
-    checkpoint of a run without a KneeSchedule.
+    Raises ValueError for a `share` that is not in (0, 1], `steps` below 1 and an invalid `target`; when training
+    begins, for a second KneeSchedule, a model with the knee `target`, DeepSpeed, adapters, `load_best_model_at_end`,
+    all that `set_knee` refuses, and a checkpoint of a run without a KneeSchedule.
     """
 
     noun = "knee"
@@ -133,7 +133,7 @@ class KneeSchedule(Schedule):
         _check_gains(require_patched(model))
         return start
 
-    def restore(self, model: nn.Module, found: Mapping[str, Any]) -> float:
+    def restore(self, model: nn.Module, found: Mapping[str, Any], done: float) -> float:
         if found.get("start") is None:
             raise ValueError(
                 "the checkpoint holds no state of one KneeSchedule: its run was trained without. Start a new run "

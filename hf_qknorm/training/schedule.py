@@ -52,10 +52,11 @@ class Schedule(ABC, TrainerCallback, ExportableState):
         """The number that a new run starts from. Raises ValueError for a model that has nothing to move."""
 
     @abstractmethod
-    def restore(self, model: nn.Module, found: Mapping[str, Any]) -> float:
+    def restore(self, model: nn.Module, found: Mapping[str, Any], done: float) -> float:
         """Bring a model with the weights of a checkpoint to the checkpoint's number, and return that.
 
-        `found` is the checkpoint's `state()["attributes"]`, empty if the checkpoint has none.
+        `found` is the checkpoint's `state()["attributes"]`, empty if the checkpoint has none. `done` is the part of the
+        schedule behind it if the run was as long as this one. Raises ValueError if the number is not known.
         """
 
     @abstractmethod
@@ -110,7 +111,7 @@ class Schedule(ABC, TrainerCallback, ExportableState):
     def _resume(self, model: nn.Module, state: TrainerState, entry: Mapping[str, Any]) -> str:
         """Follow the way of a checkpoint, or begin a new one if the arguments differ. Returns the event for the log."""
         found, step = entry["attributes"], state.global_step
-        self.value = self.restore(model, found)
+        self.value = self.restore(model, found, 0.0 if self.steps else self.done(step, state.max_steps))
         before = {**self.arguments, "steps": None, **entry["args"]}  # version 0.2 had no `steps`
         if changed := {name: value for name, value in self.arguments.items() if value != before[name]}:
             self._begin(step, self.value, state.max_steps - step)
