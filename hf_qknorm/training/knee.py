@@ -139,7 +139,7 @@ class KneeSchedule(Schedule):
                 "the checkpoint holds no state of one KneeSchedule: its run was trained without. Start a new run "
                 "from its weights instead of resuming, or leave the schedule out"
             )
-        knee = found.get("value", found.get("knee"))  # "knee": version 0.2
+        knee = found.get("value", found.get("knee"))  # "knee": older versions
         if knee == 0 or knee_of(model):  # a model whose knee was ended by hand has none to record
             record_loaded_knee(model, knee)
         return knee_of(model)

@@ -112,11 +112,11 @@ class Schedule(ABC, TrainerCallback, ExportableState):
         """Follow the way of a checkpoint, or begin a new one if the arguments differ. Returns the event for the log."""
         found, step = entry["attributes"], state.global_step
         self.value = self.restore(model, found, 0.0 if self.steps else self.done(step, state.max_steps))
-        before = {**self.arguments, "steps": None, **entry["args"]}  # version 0.2 had no `steps`
+        before = {**self.arguments, "steps": None, **entry["args"]}  # older versions had no `steps`
         if changed := {name: value for name, value in self.arguments.items() if value != before[name]}:
             self._begin(step, self.value, state.max_steps - step)
             return f"begins again at step {step} ({', '.join(f'{name}={value}' for name, value in changed.items())})"
-        if found.get("length") is None:  # version 0.2, whose schedules began with the run
+        if found.get("length") is None:  # older versions, whose schedules began with the run
             self.begin, self.start, self.length = 0, found.get("start") or 0.0, self._length(state.max_steps)
             return "finds no length in the checkpoint and takes this run's"
         self.begin, self.start, self.length = found["begin"], found["start"], found["length"]

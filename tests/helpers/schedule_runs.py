@@ -103,8 +103,8 @@ class Runs:
     def loaded(self, step: int) -> Any:
         return AutoModelForCausalLM.from_pretrained(self.checkpoint(step))
 
-    def as_version_0_2(self, step: int) -> None:
-        """Give a checkpoint the state that version 0.2 wrote: none for a blend, no length for a knee."""
+    def as_older_version(self, step: int) -> None:
+        """Give a checkpoint the state that older versions wrote: none for a blend, no length for a knee."""
         file = self.checkpoint(step) / "trainer_state.json"
         state = json.loads(file.read_text())
         entry = state["stateful_callbacks"].pop(self.name)

@@ -122,9 +122,9 @@ def test_a_knee_begins_again(knees):
 
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("stop", [3, 6])
-def test_checkpoints_of_version_0_2(runs, stop, loaded, caplog):
+def test_older_checkpoints(runs, stop, loaded, caplog):
     runs.until(stop)
-    runs.as_version_0_2(stop)
+    runs.as_older_version(stop)
     model = partial(runs.loaded, stop) if loaded else runs.make
     if runs.name == "CapSchedule" and stop == 3 and not loaded:
         with pytest.raises(ValueError, match=r"call set_cap\(model, b\) with the cap's blend b of the checkpoint"):
@@ -184,10 +184,10 @@ def test_a_blend_under_an_adapter(blends):
     assert blends(resume=6, options=LONGER) == [1.0] * 6
 
 
-def test_an_adapter_of_version_0_2(blends):
+def test_an_older_adapter(blends):
     blends.make = lambda: wrapped(patch_model(tiny_model("llama"), "qk_norm"))
     blends.until(3)
-    blends.as_version_0_2(3)
+    blends.as_older_version(3)
     with pytest.raises(ValueError, match="no state of a BlendSchedule, and neither its weights nor the model tell"):
         blends(resume=3)
     set_blend(model := blends.make(), 0.75)
