@@ -28,6 +28,7 @@ class HeadNorm(nn.Module):
     calibration text (1 without calibration), and p is the `order`.
     `blend` b is a buffer during a blend: x becomes x + b·(y − x), where y is `rescale` times the normed x.
     `rescale` replaces the scheme's scale of the logits, which the attention applies only after the blend.
+    `loaded_blend` is that of the gain last loaded by `load_state_dict`, 1 outside of a blend, None before.
     `bypass` makes the module return its input: the model then computes what it did before it was patched.
     """
 
@@ -36,6 +37,7 @@ class HeadNorm(nn.Module):
     blend: Tensor | None
     eps: float | Tensor
     wide: bool = False  # norms that older versions pickled lack it
+    loaded_blend: float | None = None
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class HeadNorm(nn.Module):
         self.channels = heads * head_dim if self.wide else head_dim
         self.eps = self.scheme_eps = scheme.eps  # without a knee they are equal
         self.knee = 0.0
-        self.bypass, self.rescale = False, 1.0
+        self.bypass, self.rescale, self.loaded_blend = False, 1.0, None
         shape = {"shared": (self.channels,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
         for name, wanted in (("weight", gain), ("bias", scheme.has_bias(norm))):
             value = torch.empty(shape, device=device, dtype=dtype) if shape and wanted else None
@@ -134,6 +136,9 @@ class HeadNorm(nn.Module):
         if stored is not None and (problem := eps_problem(local_tensor(stored), self.scheme_eps)):
             errors.append(f"{prefix}eps {problem}")
             return
+        if f"{prefix}weight" in state_dict:
+            blend = state_dict.get(f"{prefix}blend", torch.ones(()))
+            self.loaded_blend = None if blend.is_meta or blend.shape else float(local_tensor(blend))
         load: Any = super()._load_from_state_dict
         load(state_dict, prefix, *args)
         if isinstance(self.eps, Tensor):

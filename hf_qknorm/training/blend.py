@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, Literal
 
 from torch import nn
-from transformers import TrainerCallback, TrainerState
 
 from hf_qknorm.model.attention import QKNormAttention, end_blend, norm_copies, require_patched, start_blend
+from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.scheme import LEARNED
+from hf_qknorm.training.schedule import Schedule
 
 CAP_LEVELS = 4
 Shape = Literal["linear", "cosine"]
@@ -62,39 +63,51 @@ def set_cap(model: nn.Module, blend: float) -> None:
     _set_cap(_layers_in_blend(model, blend, norms=False), blend)
 
 
-class Schedule(TrainerCallback):
-    """Changes a model over the first `share` of the run, by the step alone, so that a resumed run continues."""
-
-    def __init__(self, share: float) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"share={share} of the run: expected more than 0 and at most 1")
-        self.share = share
-
-    def done(self, step: int, steps: int) -> float:
-        """The part of the schedule before step `step` (the first is 0) of a run of `steps`, from 0 to 1."""
-        return min(step / max(self.share * steps, 1), 1.0)
-
-
 class _BlendSchedule(Schedule):
     """Sets a blend, before the first step and after each."""
 
-    set: Callable[[nn.Module, float], None]
+    target = 1.0
 
-    def __init__(self, share: float = 0.5, shape: Shape = "linear") -> None:
-        super().__init__(share)
+    def __init__(self, share: float = 0.5, shape: Shape = "linear", steps: int | None = None) -> None:
+        super().__init__(share, steps)
         if shape not in ("linear", "cosine"):
             raise ValueError(f'shape={shape!r}: expected "linear" or "cosine"')
         self.shape = shape
 
-    def at(self, step: int, steps: int) -> float:
-        """The blend before step `step` (the first is 0) of a run of `steps`."""
-        done = self.done(step, steps)
-        return done if self.shape == "linear" else (1 - math.cos(math.pi * done)) / 2
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"share": self.share, "shape": self.shape, "steps": self.steps}
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.set(kwargs["model"], self.at(state.global_step, state.max_steps))
+    def at(self, step: int, steps: int, start: float = 0.0) -> float:
+        """The blend before step `step` (the first is 0) of a run of `steps` that begins with the blend `start`."""
+        return self.path(self.done(step, steps), start)
 
-    on_step_end = on_train_begin
+    def path(self, done: float, start: float) -> float:
+        return start + (1 - start) * (done if self.shape == "linear" else (1 - math.cos(math.pi * done)) / 2)
+
+    def first(self, model: nn.Module) -> float:
+        return _blend_of(model) or 0.0
+
+    def restore(self, model: nn.Module, found: Mapping[str, Any], done: float) -> float:
+        known = (found.get("value"), self.loaded(model), _blend_of(model), 1.0 if done == 1 else None)
+        blend = next((blend for blend in known if blend is not None), None)
+        if blend is None:
+            name, call = type(self).__name__, self.put.__name__
+            raise ValueError(
+                f"the checkpoint holds no state of a {name}, and neither its weights nor the model tell the "
+                f"{self.noun}: leave {name} out if it had ended. Else load the model from the checkpoint by "
+                f"from_pretrained, or call {call}(model, b) with the {self.noun} b of the checkpoint, before resuming"
+            )
+        self.put(model, blend)
+        return blend
+
+    def loaded(self, model: nn.Module) -> float | None:
+        """The blend of the weights that `load_state_dict` gave the model, None where they do not tell it."""
+        return None
+
+    def present(self, model: nn.Module) -> float:
+        assert self.value is not None
+        return 1.0 if _config(model).qk_norm_blend is None else self.value
 
 
 class BlendSchedule(_BlendSchedule):
@@ -104,32 +117,71 @@ class BlendSchedule(_BlendSchedule):
     changes the unpatched model too. `shape` is "linear" or "cosine". In a bare loop, call
     `set_blend(model, schedule.at(step, steps))` before each step.
 
+    The blend starts at 0, or at that of a model that is in a blend. `steps` gives the length in steps, in place of
+    `share`. Checkpoints hold the length: a run that is resumed with another `max_steps` keeps it. Resumed with other
+    arguments than before, the schedule begins again at the present blend, over `steps` or a `share` of the steps left.
+    The blend never falls. The log says what a resumed schedule does.
+
         >>> schedule = qk.BlendSchedule(share=0.5)
         >>> [schedule.at(step, steps=100) for step in (0, 25, 50, 99)]
         [0.0, 0.5, 1.0, 1.0]
         >>> _ = qk.patch_model(model, "qk_norm_cap")
         >>> trainer.add_callback(schedule)
 
-    Raises ValueError for a `share` that is not in (0, 1] and for an unknown `shape`; when training begins, for all that
-    `set_blend` refuses.
+    Raises ValueError for a `share` that is not in (0, 1], `steps` below 1 and an unknown `shape`; when training begins,
+    for a second BlendSchedule and all that `set_blend` refuses.
     """
 
-    set = staticmethod(set_blend)
+    noun = "blend"
+    put = staticmethod(set_blend)
+
+    def loaded(self, model: nn.Module) -> float | None:
+        blends = [norm.loaded_blend for norm in _norms(model)]
+        return None if None in blends else next(iter(blends), None)
 
 
 class CapSchedule(_BlendSchedule):
     """Trainer callback: lowers the cap to the scheme's over the first `share` of the run, as c/blend, by `set_cap`.
 
-    `shape` is "linear" or "cosine".
+    `shape` is "linear" or "cosine". `steps` and resumed runs are as in `BlendSchedule`.
 
         >>> schedule = qk.CapSchedule(share=0.2, shape="cosine")
         >>> [round(schedule.at(step, steps=100), 3) for step in (0, 5, 10, 20)]
         [0.0, 0.146, 0.5, 1.0]
 
-    Raises ValueError for a `share` that is not in (0, 1] and for an unknown `shape`.
+    Raises ValueError for a `share` that is not in (0, 1], `steps` below 1 and an unknown `shape`; when training begins,
+    for a second CapSchedule and all that `set_cap` refuses.
     """
 
-    set = staticmethod(set_cap)
+    noun = "cap's blend"
+    put = staticmethod(set_cap)
+
+
+def _config(model: nn.Module) -> Any:
+    return next(iter(require_patched(model).values())).config
+
+
+def _norms(model: nn.Module) -> Iterator[HeadNorm]:
+    return chain(*(chain(*norm_copies(layer).values()) for layer in require_patched(model).values()))
+
+
+def _blend_of(model: nn.Module) -> float | None:
+    """The blend of a patched model, None outside of one. Without norms it is read off the cap, in quarters."""
+    config = _config(model)
+    if config.qk_norm_blend is None:
+        return None
+    if (blend := next((norm.blend for norm in _norms(model) if norm.blend is not None), None)) is not None:
+        return float(blend)
+    caps = (_own_cap(config), config.scheme.softcap, config.qk_norm_blend["softcap"])
+    own, present, end = (1 / cap if cap else 0.0 for cap in caps)
+    if not present or own == end:
+        return 0.0
+    return round((present - own) / (end - own) * CAP_LEVELS) / CAP_LEVELS
+
+
+def _own_cap(config: Any) -> float | None:
+    """The cap of the unpatched family."""
+    return (config.qk_norm_base or {}).get("attn_logit_softcapping")
 
 
 def _layers_in_blend(model: nn.Module, blend: float, norms: bool) -> list[QKNormAttention]:
@@ -173,7 +225,7 @@ def _set_cap(layers: list[QKNormAttention], blend: float) -> None:
         return
     config: Any = layers[0].config
     end = config.qk_norm_blend["softcap"]
-    own = (config.qk_norm_base or {}).get("attn_logit_softcapping")  # the cap of the unpatched family
+    own = _own_cap(config)
     if end is not None:
         done = math.floor(blend * CAP_LEVELS + 1e-9) / CAP_LEVELS  # a cosine's quarters have rounding errors
         inverse = done / end + (0 if own is None else (1 - done) / own)

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch import nn
 from transformers import TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
 
 from hf_qknorm.model.attention import QKNormAttention, head_norms, norm_copies, require_patched
 from hf_qknorm.model.knees import NO_NORM, apply_knee, powers_of, record_loaded_knee
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.training.blend import Schedule
+from hf_qknorm.training.schedule import Schedule
 
 LEVELS: Final = 32  # steps of a schedule: a change must be large beside the training between two of them
 
@@ -73,73 +73,81 @@ def knee_of(model: nn.Module) -> float:
     return next(iter(require_patched(model).values())).scheme.knee
 
 
-class KneeSchedule(Schedule, ExportableState):
+class KneeSchedule(Schedule):
     """Trainer callback: moves the model's knee to `target` over the first `share` of the run, by `set_knee`.
 
     Calibrate the model before: the knee starts at its present value. It falls as (1 − done)², which is flat where the
     loss is most sensitive, in at most 32 steps. With a target above the start, such as math.inf for a model without
-    norms (`start_removal`), knee/(1 + knee) rises along a cosine, as TaperNorm's gate falls. Checkpoints during the run
-    can be loaded, and a resumed run continues; gains in 16 bits may then differ by a rounding. In a bare loop, before
+    norms (`start_removal`), knee/(1 + knee) rises along a cosine, as TaperNorm's gate falls. In a bare loop, before
     each step: `set_knee(model, schedule.at(step, steps, start))`, with `start` the knee before the first step.
+
+    Checkpoints during the run can be loaded, and a resumed run continues; gains in 16 bits may then differ by a
+    rounding. `steps`, the length of resumed runs and their log are as in `BlendSchedule`: the knee never moves away
+    from its target.
 
         >>> schedule = qk.KneeSchedule(share=0.5)
         >>> [schedule.at(step, steps=100, start=4.0) for step in (0, 25, 50)]
         [4.0, 1.0, 0.0]
         >>> trainer.add_callback(schedule)
 
-    Raises ValueError for a `share` that is not in (0, 1] and an invalid `target`; when training begins, for a model
-    with the knee `target`, DeepSpeed, adapters, `load_best_model_at_end`, all that `set_knee` refuses, and a
-    checkpoint of a run without a KneeSchedule.
+    Raises ValueError for a `share` that is not in (0, 1], `steps` below 1 and an invalid `target`; when training
+    begins, for a second KneeSchedule, a model with the knee `target`, DeepSpeed, adapters, `load_best_model_at_end`,
+    all that `set_knee` refuses, and a checkpoint of a run without a KneeSchedule.
     """
 
-    def __init__(self, share: float = 0.5, target: float = 0.0) -> None:
-        super().__init__(share)
+    noun = "knee"
+
+    def __init__(self, share: float = 0.5, target: float = 0.0, steps: int | None = None) -> None:
+        super().__init__(share, steps)
         if not target >= 0:
             raise ValueError(f"target={target}: expected a knee, a number ≥ 0")
         self.target = min(target, NO_NORM)
-        self.start: float | None = None  # the knee at the beginning of the run
-        self.knee: float | None = None  # the present knee
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"share": self.share, "target": self.target, "steps": self.steps}
 
     def at(self, step: int, steps: int, start: float) -> float:
         """The knee before step `step` (the first is 0) of a run of `steps` that begins with the knee `start`."""
-        done = math.floor(LEVELS * self.done(step, steps) + 1e-9) / LEVELS
-        if self.target < start or done in (0, 1):
+        return self.path(self.done(step, steps), start)
+
+    def path(self, done: float, start: float) -> float:
+        done = math.floor(LEVELS * done + 1e-9) / LEVELS
+        if self.target <= start or done in (0, 1):
             return self.target + (start - self.target) * (1 - done) ** 2
         first, last = (knee / (1 + knee) for knee in (start, self.target))
         constant = first + (last - first) * (1 - math.cos(math.pi * done)) / 2
         return constant / (1 - constant)
 
-    def state(self) -> dict[str, Any]:
-        """The schedule's entry in trainer_state.json."""
-        arguments = {"share": self.share, "target": self.target}
-        return {"args": arguments, "attributes": {"start": self.start, "knee": self.knee}}
-
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        model = kwargs["model"]
-        _check_run(args, model)
-        if state.global_step:
-            found: Any = (state.stateful_callbacks or {}).get(KneeSchedule.__name__)
-            if not isinstance(found, dict) or found["attributes"]["start"] is None:
-                raise ValueError(
-                    "the checkpoint holds no state of one KneeSchedule: its run was trained without. Start a new run "
-                    "from its weights instead of resuming, or leave the schedule out"
-                )
-            self.start = found["attributes"]["start"]
-            record_loaded_knee(model, found["attributes"]["knee"])
-        else:
-            self.start = knee_of(model)
-            if self.start == self.target:
-                raise ValueError(
-                    f"the model's knee is {self.start:g}, which is KneeSchedule's target: calibrate the model with "
-                    "another one, as calibrate(model, data, knee=4), or leave the schedule out"
-                )
-            _check_gains(require_patched(model))
-        self.on_step_end(args, state, control, model=model)
+        _check_run(args, kwargs["model"])
+        super().on_train_begin(args, state, control, **kwargs)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        assert self.start is not None
-        self.knee = self.at(state.global_step, state.max_steps, self.start)
-        set_knee(kwargs["model"], self.knee)
+    def first(self, model: nn.Module) -> float:
+        start = knee_of(model)
+        if start == self.target:
+            raise ValueError(
+                f"the model's knee is {start:g}, which is KneeSchedule's target: calibrate the model with "
+                "another one, as calibrate(model, data, knee=4), or leave the schedule out"
+            )
+        _check_gains(require_patched(model))
+        return start
+
+    def restore(self, model: nn.Module, found: Mapping[str, Any], done: float) -> float:
+        if found.get("start") is None:
+            raise ValueError(
+                "the checkpoint holds no state of one KneeSchedule: its run was trained without. Start a new run "
+                "from its weights instead of resuming, or leave the schedule out"
+            )
+        knee = found.get("value", found.get("knee"))  # "knee": older versions
+        if knee == 0 or knee_of(model):  # a model whose knee was ended by hand has none to record
+            record_loaded_knee(model, knee)
+        return knee_of(model)
+
+    def present(self, model: nn.Module) -> float:
+        return knee_of(model)
+
+    put = staticmethod(set_knee)
 
 
 def _check_gains(layers: dict[str, QKNormAttention]) -> None:
