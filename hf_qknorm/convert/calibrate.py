@@ -198,7 +198,7 @@ def resolve_method(
     Raises ValueError for an unknown method, a knee that the scheme can't have, and a limit that is not finite.
     """
     if method not in (None, *METHODS):
-        raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {shorten(method)}: expected one of {', '.join(METHODS)}")
     if max_loss_increase is not None and not math.isfinite(max_loss_increase):
         raise ValueError(f"max_loss_increase={max_loss_increase} is no limit: expected a finite number, or None")
     if isinstance(knee, str) and knee != "auto":
