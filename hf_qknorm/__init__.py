@@ -43,7 +43,7 @@ _LATE = {
     "patch": ("patch_model", "unpatch_model"),
     "standalone.generate": ("add_standalone",),
     "stats.logit_statistics": ("LogitStatistics", "logit_statistics"),
-    "stats.report": ("Calibration",),
+    "reports.report": ("Calibration",),
     "training.blend": ("BlendSchedule", "CapSchedule", "set_blend", "set_cap"),
     "training.clip": ("QKClip",),
     "training.knee": ("KneeSchedule", "set_knee"),
@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from hf_qknorm.hub.push import push_to_hub
     from hf_qknorm.model.adapters import peft_modules_to_save
     from hf_qknorm.patch import patch_model, unpatch_model
+    from hf_qknorm.reports.report import Calibration
     from hf_qknorm.standalone.generate import add_standalone
     from hf_qknorm.stats.logit_statistics import LogitStatistics, logit_statistics
-    from hf_qknorm.stats.report import Calibration
     from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
     from hf_qknorm.training.clip import QKClip
     from hf_qknorm.training.knee import KneeSchedule, set_knee

@@ -21,7 +21,7 @@ from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.model import auto
 from hf_qknorm.model.adapter_weights import keeps_gains
-from hf_qknorm.model.in_memory import copies_by_name, refuses_names, stores_no_base
+from hf_qknorm.model.in_memory import configs_by_name, copies_by_name, refuses_names, stores_no_base
 from hf_qknorm.model.liger import for_derived, spares_norms
 
 ATTENTION_FUNCTIONS = ("hf_qknorm", "hf_qknorm_triton", "hf_qknorm_cpu", "hf_qknorm_tiled", "hf_qknorm_eager")
@@ -30,7 +30,7 @@ ATTENTION_FUNCTIONS = ("hf_qknorm", "hf_qknorm_triton", "hf_qknorm_cpu", "hf_qkn
 def register() -> None:
     """Register attention functions, masks, Auto classes, and the checks of transformers' own and PEFT's classes."""
     auto.register()
-    _check_configs()
+    _extend_configs()
     for name, extend in EXTENDED.items():
         if name in sys.modules:
             extend(sys.modules[name])
@@ -56,9 +56,13 @@ class _ExtendingFinder(MetaPathFinder):
         return spec
 
 
-def _check_configs() -> None:
-    """Let the method that every config passes through refuse the settings of a patched checkpoint."""
+def _extend_configs() -> None:
+    """Let the method that every config passes through refuse the settings of a patched checkpoint.
+
+    `AutoConfig` gets the config of a model that was changed in memory by the model's name.
+    """
     config: Any = PretrainedConfig
+    config.get_config_dict = classmethod(configs_by_name(config.get_config_dict.__func__))
     post_init = config.__post_init__
 
     @wraps(post_init)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from hf_qknorm_command.parser import code_version, make_parser
+from hf_qknorm_command.parser import code_version, make_parser, one_line
 
 SIGNALS = ("SIGTERM", "SIGHUP")  # they stop the command as Ctrl-C does, so that incomplete files are removed
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(error)
         if isinstance(error, OSError) and error.filename is not None and error.strerror:
             message = f"{error.filename}: {error.strerror}"
-        sys.stderr.write(f"hf-qknorm: {' '.join(message.split())}\n")
+        sys.stderr.write(f"hf-qknorm: {one_line(message)}\n")
         return 1
     return 0
 

@@ -23,6 +23,7 @@ from hf_qknorm_command.values import (
 )
 
 LENGTHS = "the length of the sequences that the text is cut into, by default 256, or half of learned positions"
+LONGEST = 4_000  # characters of an error; the list of all model types has 2300
 OVERWRITE = "replace a checkpoint at the destination, if the folder holds nothing else"
 
 
@@ -30,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, as the commands' errors are."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"hf-qknorm: {' '.join(message.split())} (see {self.prog} --help)\n")
+        self.exit(2, f"hf-qknorm: {one_line(message)} (see {self.prog} --help)\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         if sys.stdout is not None:
@@ -44,6 +45,12 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         sys.stdout.write(f"{code_version()}\n")
         parser.exit()
+
+
+def one_line(message: str) -> str:
+    """The message in one line. Of a long one, as with a path or a command of thousands of characters, both ends."""
+    line = " ".join(message.split())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
 
 
 def code_version() -> str:

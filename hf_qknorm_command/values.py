@@ -52,7 +52,7 @@ def parse_method(text: str) -> str:
 
 def _one_of(names: Sequence[str], text: str) -> str:
     if text not in names:
-        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(names)})")
+        raise argparse.ArgumentTypeError(f"invalid choice: {_short(text)} (choose from {', '.join(names)})")
     return text
 
 
@@ -84,4 +84,5 @@ def parse_scheme(text: str) -> Any:
 
 
 def _short(text: str) -> str:
+    """The text as in Python, limited in length. The package's own `shorten` takes seconds to import."""
     return repr(text) if len(text) <= 40 else f"{text[:40]!r}…"

@@ -179,6 +179,7 @@ USAGE = [
         (["convert", "x", "y", f"--max-memory={text}"], f"expected a size as 8GB, 500MiB or bytes, got {text!r}")
         for text in ("0", "-8GB", "much", "8XB", "")
     ),
+    (["convert", "x", "y", "--max-memory", "9" * 400], "argument --max-memory: expected a size as 8GB"),
     (["convert", "x", "y", "--method", "magic"], "argument --method: invalid choice: 'magic'"),
     (["convert", "x", "y", "--scheme", "QK_NORM"], "unknown scheme 'QK_NORM', did you mean 'qk_norm'? Presets: none"),
     (["convert", "x", "y", "--scheme", '{"q": rms}'], f"{JSON}7, 'rms}}': Expecting value"),
@@ -230,6 +231,30 @@ def test_wrong_arguments_are_reported_in_one_line(capsys, arguments, message):
     assert status == 2
     assert message in error
     assert error.rstrip().endswith("--help)")
+
+
+VALUED = ("demo --scheme", "demo --steps", "demo --rate", "convert a b --scheme", "convert a b --method",
+          "convert a b --knee", "convert a b --max-memory", "inspect a --cap")  # fmt: skip
+NAMED = (
+    "",
+    "demo",
+    "demo --data",
+    "convert a",
+    "inspect",
+    "card",
+    "push a",
+    "monitor",
+    "export a",
+    "--print-completion",
+)
+
+
+@pytest.mark.parametrize("word", ["x" * 20_000, "x y " * 5_000, "9" * 20_000, '{"' + "x" * 20_000 + '": 1}'], ids=len)
+@pytest.mark.parametrize(("before", "most"), [*((x, 500) for x in VALUED), *((x, 4_200) for x in NAMED)])
+def test_a_value_of_thousands_of_characters_is_shortened(before, most, word, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    _, error = refused([*before.split(), word], capsys)
+    assert len(error) < most
 
 
 @pytest.mark.parametrize("command", ["convert", "inspect"])

@@ -19,6 +19,7 @@ from transformers.utils.output_capturing import _active_collector
 from hf_qknorm.backends import choice
 from hf_qknorm.backends.calls import Operator, call_operator, is_ranges, refuse_unsupported, structure, why_not_kernels
 from hf_qknorm.backends.masks import structured_mask
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.checks import check_mask
 from hf_qknorm.ops.types import Heads, LayerCache, Options, Visible
@@ -61,9 +62,10 @@ def check_cap_backend(name: str, softcap: float) -> None:
     if name not in known and "/" not in name:  # a name with a slash is a kernel's repository on the Hub
         near = get_close_matches(name, CAP_BACKENDS, n=1)
         guess = f": did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"attn_implementation={name!r} is unknown{guess} {able}")
+        raise ValueError(f"attn_implementation={shorten(name)} is unknown{guess} {able}")
     raise ValueError(
-        f"attn_implementation={name!r} can't cap attention logits (softcap={softcap:g}) and would drop the cap. {able}"
+        f"attn_implementation={shorten(name)} can't cap attention logits (softcap={softcap:g}) and would drop the cap. "
+        f"{able}"
     )
 
 
@@ -71,8 +73,8 @@ def check_bias_backend(name: str) -> None:
     """Raise ValueError unless the backend `name` adds a model's position bias to the logits."""
     if name not in BIAS_BACKENDS:
         raise ValueError(
-            f"attn_implementation={name!r} would drop the position bias that this model adds to its logits. Backends "
-            f"that add it: {', '.join(BIAS_BACKENDS)}"
+            f"attn_implementation={shorten(name)} would drop the position bias that this model adds to its logits. "
+            f"Backends that add it: {', '.join(BIAS_BACKENDS)}"
         )
 
 
@@ -82,8 +84,8 @@ def check_backend(name: str, softcap: float | None, sinks: str | None) -> None:
         check_cap_backend(name, softcap)
     if sinks is not None and name not in SINK_BACKENDS:
         raise ValueError(
-            f"attn_implementation={name!r} would drop the learned sinks (sinks={sinks!r}). Backends that apply them: "
-            f"{', '.join(SINK_BACKENDS)}"
+            f"attn_implementation={shorten(name)} would drop the learned sinks (sinks={sinks!r}). Backends that apply "
+            f"them: {', '.join(SINK_BACKENDS)}"
         )
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_qknorm.convert.measurements import COLLAPSED, KneeTrial, KneeTrials, Measurements, rank_layers
+from hf_qknorm.reports.records import Prediction
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.stats.records import Prediction
 
 HARMLESS_LOSS = 0.1  # of the largest logit: a cap that takes less is harmless where its KL was not measured
 HARMLESS_KL = 0.01  # nats: a cap whose measured KL is lower is harmless

@@ -22,6 +22,8 @@ from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.model.record import set_record
+from hf_qknorm.reports.records import Prediction
+from hf_qknorm.reports.report import Calibration
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats.distributed import (
     Batches,
@@ -35,8 +37,6 @@ from hf_qknorm.stats.distributed import (
 )
 from hf_qknorm.stats.logit_statistics import CAP
 from hf_qknorm.stats.measure import evaluate, is_bidirectional, layer_reports, predictions, require_causal
-from hf_qknorm.stats.records import Prediction
-from hf_qknorm.stats.report import Calibration
 
 METHODS = ("ones", "moments", "fit", "fit_qk")
 MAX_TOKENS = 262_144
@@ -198,7 +198,7 @@ def resolve_method(
     Raises ValueError for an unknown method, a knee that the scheme can't have, and a limit that is not finite.
     """
     if method not in (None, *METHODS):
-        raise ValueError(f"unknown method {method!r}: expected one of {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {shorten(method)}: expected one of {', '.join(METHODS)}")
     if max_loss_increase is not None and not math.isfinite(max_loss_increase):
         raise ValueError(f"max_loss_increase={max_loss_increase} is no limit: expected a finite number, or None")
     if isinstance(knee, str) and knee != "auto":

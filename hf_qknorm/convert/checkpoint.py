@@ -44,9 +44,9 @@ from hf_qknorm.hub.card import write_card
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.record import own_tensors, sample_all
 from hf_qknorm.patch import patch_model
+from hf_qknorm.reports.report import Calibration
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.standalone.generate import check_standalone, set_auto_map
-from hf_qknorm.stats.report import Calibration
 
 logger = logging.getLogger("hf_qknorm")
 

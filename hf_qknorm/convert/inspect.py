@@ -26,12 +26,12 @@ from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
+from hf_qknorm.reports.records import Prediction
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.stats.bounds import largest_gains, logit_bounds, worst_bound
 from hf_qknorm.stats.distributed import Batches
 from hf_qknorm.stats.logit_statistics import CAP
 from hf_qknorm.stats.measure import layer_statistics, predictions, require_causal
-from hf_qknorm.stats.records import Prediction
 
 
 def inspect_model(

@@ -11,11 +11,10 @@ from typing import Any
 
 from hf_qknorm.convert.advice import Advice, scheme_name
 from hf_qknorm.convert.measurements import KneeTrials, Risk
-from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.stats.html import page_html
-from hf_qknorm.stats.records import FORMAT, LayerStatistics, Prediction, predictions_table, to_json
-from hf_qknorm.stats.report import save_json
-from hf_qknorm.stats.tables import (
+from hf_qknorm.reports.html import page_html
+from hf_qknorm.reports.records import FORMAT, LayerStatistics, Prediction, predictions_table, to_json
+from hf_qknorm.reports.report import save_json
+from hf_qknorm.reports.tables import (
     BOUND,
     GAINS,
     READING,
@@ -32,6 +31,7 @@ from hf_qknorm.stats.tables import (
     pair_of_means,
     rest,
 )
+from hf_qknorm.scheme import SCHEMES, Scheme
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Inspection:
             row = [risk.layer, risk.level, f"{risk.max_logit:.1f}", str(risk.max_head)]
             row += [f"{risk.entropy:.2f}", str(risk.entropy_head)]
             row += [f"{mean(shares):.2%}" for shares in (layer.over_half, layer.over_cap)]
-            row += [f"{mean(lengths):.3g}" for lengths in (layer.rms_q, layer.rms_k)]
+            row += ["-" if x is None else f"{mean(x):.3g}" for x in (layer.rms_q, layer.rms_k)]
             if self.gains:
                 row.append(
                     ", ".join("-" if g is None else f"{g:.3g}" for g in self.gains.get(risk.layer, (None, None)))

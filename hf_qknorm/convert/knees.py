@@ -14,9 +14,9 @@ import torch
 from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee
+from hf_qknorm.reports.records import Prediction
 from hf_qknorm.stats.distributed import Batches, reshard
 from hf_qknorm.stats.measure import predictions
-from hf_qknorm.stats.records import Prediction
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import compress, count
 from typing import Any
 
+from hf_qknorm.reports.records import LayerStatistics, Prediction, to_json
 from hf_qknorm.scheme import SCHEMES, Scheme
-from hf_qknorm.stats.records import LayerStatistics, Prediction, to_json
 
 COLLAPSED = 0.1  # of the entropy of even attention: a head below it attends to hardly more than one token
 LEVELS = ("calm", "raised", "large", "runaway")  # largest |logit| up to half the cap, the cap, twice the cap, above

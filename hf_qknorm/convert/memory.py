@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter
 from hf_qknorm.checkpoint.safetensors_files import DTYPES, Weights
 from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.files.atomic_io import scratch_folder
-from hf_qknorm.files.formatting import format_bytes
+from hf_qknorm.files.formatting import format_bytes, shorten
 from hf_qknorm.files.paths import check_space
 
 try:
@@ -46,11 +46,16 @@ def parse_size(size: int | str, name: str = "max_memory") -> int:
     Raises ValueError, naming the argument `name`, for anything else and for 0.
     """
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    number: float = 0
     if found is not None:
-        size = int(float(found[1]) * UNITS[(found[2] or "").upper()])
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < _UNLIMITED:
-        raise ValueError(f'{name}={size!r} is no size of memory: expected bytes, or a text such as "8GB" or "500MiB"')
-    return size
+        number = float(found[1]) * UNITS[(found[2] or "").upper()]
+    elif isinstance(size, int) and not isinstance(size, bool):
+        number = size
+    if not 1 <= number < _UNLIMITED:
+        raise ValueError(
+            f'{name}={shorten(size)} is no size of memory: expected bytes, or a text such as "8GB" or "500MiB"'
+        )
+    return int(number)
 
 
 def memory_left(max_memory: int | str | None) -> int:
@@ -65,7 +70,7 @@ def memory_left(max_memory: int | str | None) -> int:
     most, held = parse_size(max_memory), psutil.Process().memory_info().rss
     if most <= held:
         raise ValueError(
-            f"max_memory={max_memory!r} is less than the {format_bytes(held)} that this process holds already"
+            f"max_memory={shorten(max_memory)} is less than the {format_bytes(held)} that this process holds already"
         )
     return min(most - held, left)
 

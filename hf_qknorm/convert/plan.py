@@ -25,8 +25,8 @@ from hf_qknorm.model.attention import QKNormAttention, head_biases, head_norms, 
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.fold import fold_weight
 from hf_qknorm.patch import patched_config
+from hf_qknorm.reports.html import fields_html
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.stats.html import fields_html
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from hf_qknorm.hub.card import has_tokenizer
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.record import own_tensors, record_of, sample_all, set_record
+from hf_qknorm.reports.report import MEASURED, Calibration
 from hf_qknorm.stats.distributed import gather_batches, ranks_of, unwrap
 from hf_qknorm.stats.logit_statistics import CAP
 from hf_qknorm.stats.measure import evaluate, layer_reports, require_causal
-from hf_qknorm.stats.report import MEASURED, Calibration
 
 
 def remeasure(

@@ -36,11 +36,11 @@ from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub.card import write_card
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.patch import patch_model
+from hf_qknorm.reports.records import to_json
+from hf_qknorm.reports.report import Calibration, save_json
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats.logit_statistics import logit_statistics
 from hf_qknorm.stats.measure import require_causal
-from hf_qknorm.stats.records import to_json
-from hf_qknorm.stats.report import Calibration, save_json
 from hf_qknorm.training.logit_log import nan_as_inf
 
 HELD_OUT = 0.1  # the last tenth of the text

@@ -34,6 +34,7 @@ from hf_qknorm.families import (
 )
 from hf_qknorm.families.family import Family, by_kind, by_layer, everywhere
 from hf_qknorm.families.refused import BY_TOWER, REFUSED
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.scheme import Scheme
 
 __all__ = ["BY_TOWER", "FAMILIES", "REFUSED", "Family", "check_scheme", "family_of", "known_families"]
@@ -264,7 +265,7 @@ def family_of(config: Any) -> Family:
     if config.model_type not in FAMILIES:
         why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
         raise ValueError(
-            f"model_type {config.model_type!r} is not supported{why}. Supported model types: "
+            f"model_type {shorten(config.model_type)} is not supported{why}. Supported model types: "
             f"{', '.join(sorted(FAMILIES))}"
         )
     check_scheme(config.model_type, config, Scheme())

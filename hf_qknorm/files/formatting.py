@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import reprlib
 
+MOST = 1_000  # characters of a value in a message
+
 
 def shorten(value: object) -> str:
-    """Return `repr(value)`, limited in length and depth."""
+    """Return `repr(value)`, limited in length and depth. Messages show values that users or files supply by it."""
     short = reprlib.Repr()
     short.maxlevel, short.maxlist, short.maxdict, short.maxtuple = 3, 8, 12, 8
     short.maxlong, short.maxstring, short.maxother = 40, 120, 120
-    return short.repr(value)
+    try:
+        text = short.repr(value)
+    except ValueError:  # Python prints no number of more than 4300 digits
+        text = f"a value of type {type(value).__name__} with a number of thousands of digits"
+    return text if len(text) <= MOST else f"{text[:MOST]}…"
 
 
 def format_fixed(value: float, digits: int = 3) -> str:

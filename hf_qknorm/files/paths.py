@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from hf_qknorm.files.formatting import format_bytes
+from hf_qknorm.files.formatting import format_bytes, shorten
 
 
 def user_path(name: str | os.PathLike[str], argument: str) -> Path:
@@ -21,7 +21,7 @@ def user_path(name: str | os.PathLike[str], argument: str) -> Path:
     path = Path(os.path.expanduser(name))
     if path.parts[:1] and path.parts[0].startswith("~"):
         raise ValueError(
-            f"{argument} is {os.fspath(name)!r}, and there is no such user: write ./{path} for that name itself"
+            f"{argument} is {shorten(os.fspath(name))}, and there is no such user: write ./{path} for that name itself"
         )
     if ".." not in path.parts:
         return path

@@ -82,6 +82,18 @@ def check_positive(value: Any, where: str) -> float:
     return result
 
 
+def check_finite(data: Any, where: str) -> None:
+    """Raise ValueError, naming its place from `where` on, for a number in JSON data that is NaN or infinite."""
+    if isinstance(data, float) and not math.isfinite(data):
+        raise ValueError(f"{where} is {data}, expected a finite number")
+    if isinstance(data, dict):
+        for name, item in data.items():
+            check_finite(item, f"{where}.{name}")
+    elif isinstance(data, list | tuple):
+        for i, item in enumerate(data):
+            check_finite(item, f"{where}[{i}]")
+
+
 def check_count(value: Any, where: str) -> int:
     """Return `value`, a whole number from 0 to 2⁶³ − 1. Raises ValueError, naming `where`, otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:

@@ -28,8 +28,8 @@ from hf_qknorm.hub.current_report import current_report
 from hf_qknorm.hub.metadata import auto_class, card_data, inherited_fields, is_generated_card, predictions_of
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.stats.report import MEASURED, Calibration
-from hf_qknorm.stats.tables import mean
+from hf_qknorm.reports.report import MEASURED, Calibration
+from hf_qknorm.reports.tables import mean
 from hf_qknorm.version import __version__
 
 PLACEHOLDER = "OWNER/NAME"

@@ -8,7 +8,7 @@ from pathlib import Path
 from hf_qknorm.checkpoint.safetensors_files import DTYPES, Weights
 from hf_qknorm.files.names import INDEX, REPORT, SINGLE
 from hf_qknorm.model.record import is_changed
-from hf_qknorm.stats.report import Calibration
+from hf_qknorm.reports.report import Calibration
 
 
 def current_report(folder: Path, weights: Weights | None = None) -> Calibration | None:
@@ -19,7 +19,12 @@ def current_report(folder: Path, weights: Weights | None = None) -> Calibration 
     """
     if not (folder / REPORT).is_file():
         return None
-    report = Calibration.load(folder / REPORT)
+    try:
+        report = Calibration.load(folder / REPORT)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Remove the file, or write a new one with `hf-qknorm card FOLDER --texts FILE`"
+        ) from error
     if weights is None and ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
         weights = Weights(folder)
     if report.stale or not report.weights or weights is None:

@@ -14,8 +14,8 @@ from hf_qknorm.families.class_names import PREFIX, classes_of
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.untrusted import read_text
-from hf_qknorm.stats.records import Prediction
-from hf_qknorm.stats.report import MEASURED, Calibration
+from hf_qknorm.reports.records import Prediction
+from hf_qknorm.reports.report import MEASURED, Calibration
 
 TAG = "hf_qknorm"  # identifies a card that this package generated
 CARD_BYTES, FRONT_BYTES, ENTRIES, LENGTH = 4 * 2**20, 2**16, 200, 200

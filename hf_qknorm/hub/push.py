@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.source import Source
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
 from hf_qknorm.files.names import CARD, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
 from hf_qknorm.files.paths import user_path
@@ -137,7 +138,7 @@ def _origin(model: Any, token: str | None) -> Path | None:
         return Path(name) if name else None
     if is_path(name):
         raise FileNotFoundError(
-            f"model.name_or_path is {name!r}, expected a folder with the tokenizer: set it to "
+            f"model.name_or_path is {shorten(str(name))}, expected a folder with the tokenizer: set it to "
             '"" to push without a tokenizer'
         )
     wanted = [*TOKENIZER_FILES, *TEMPLATES, *(f"{folder}/*" for folder in FOLDERS), CARD, "LICEN*", "NOTICE*"]

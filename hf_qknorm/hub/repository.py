@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from hf_qknorm.checkpoint.copied_files import WEIGHT_SUFFIXES
 from hf_qknorm.checkpoint.source import HTTPError
 from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import CONFIG
 from hf_qknorm.files.untrusted import read_json
 
@@ -53,7 +54,9 @@ def check_repository(
             info = retry_transient(lambda: api.model_info(repo_id, revision=revision))
         except RepositoryNotFoundError:
             if revision not in (None, "main"):
-                raise ValueError(f"{repo_id} does not exist, so it has no branch {revision!r}: omit revision") from None
+                raise ValueError(
+                    f"{repo_id} does not exist, so it has no branch {shorten(revision)}: omit revision"
+                ) from None
             return repo_id, False
         if private is not None and private != info.private:
             found, expected = ("private", "public") if info.private else ("public", "private")
@@ -125,8 +128,8 @@ def _check_write_access(user: dict[str, Any], repo_id: str) -> None:
         can_write = bool(writable & {owner, repo_id})
     if not can_write:
         raise PermissionError(
-            f"{repo_id}: the token {token.get('displayName', '')!r} has no write access to it: create one that has at "
-            "https://huggingface.co/settings/tokens"
+            f"{repo_id}: the token {shorten(token.get('displayName', ''))} has no write access to it: create one that "
+            "has at https://huggingface.co/settings/tokens"
         )
 
 
@@ -135,7 +138,7 @@ def _check_branch(api: HfApi, repo_id: str, revision: str) -> None:
     names = [branch.name for branch in refs.branches]
     if revision not in [*names, *(request.ref for request in refs.pull_requests or [])]:
         raise ValueError(
-            f"{repo_id} has no branch {revision!r}, only {', '.join(names)}: create it "
+            f"{repo_id} has no branch {shorten(revision)}, only {', '.join(names)}: create it "
             f"(`hf repos branch create {repo_id} {revision}`), or omit revision"
         )
 
@@ -149,7 +152,9 @@ def _check_same_model(api: HfApi, repo_id: str, info: Any, config: Any) -> None:
             stored = read_json(Path(retry_transient(download)))
         expected = {"model_type": TYPE_PREFIX + config.model_type.removeprefix(TYPE_PREFIX)}
         expected |= {config.attribute_map.get(size, size): getattr(config, size) for size in SIZES}
-        other = [f"{key} {stored.get(key)}, expected {x}" for key, x in expected.items() if stored.get(key) != x]
+        other = [
+            f"{key} {shorten(stored.get(key))}, expected {x}" for key, x in expected.items() if stored.get(key) != x
+        ]
     else:
         other = [file for file in files if Path(file).suffix in WEIGHT_SUFFIXES]
     if other:

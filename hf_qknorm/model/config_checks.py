@@ -65,7 +65,8 @@ def _checks(config: Any) -> Iterator[tuple[str, Any, bool, str]]:
         yield "num_experts_per_tok", used, enough, f"at most {experts}={number}"
     for name, (test, expected) in OPTIONAL.items():
         value = getattr(config, name, None)
-        yield name, value, value is None or test(value), expected
+        absent = value is None or (name == "sliding_window" and value == 0 and not _may_slide(config))
+        yield name, value, absent or test(value), expected
     for name in ACTIVATIONS:
         value = _setting(config, name)
         yield name, value, not isinstance(value, str) or value in ACT2FN, f"one of {', '.join(sorted(ACT2FN))}"
@@ -141,6 +142,12 @@ def _head_dim(config: Any) -> int | None:
 def _setting(config: Any, name: str) -> Any:
     """Return the setting that most families call `name`. Gemma 4's attributes raise if layers differ."""
     return vars(config).get(config.attribute_map.get(name, name))
+
+
+def _may_slide(config: Any) -> bool:
+    """Whether a layer may attend through `sliding_window`, which the config of Qwen2-MoE sets to 0 where none does."""
+    switched_off = hasattr(type(config), "use_sliding_window") and not config.use_sliding_window
+    return not switched_off or any("sliding" in str(kind) for kind in getattr(config, "layer_types", None) or ())
 
 
 def _ropes(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -70,6 +70,12 @@ class InMemoryName(str):
         mark_in_memory(loaded)
         return loaded, info
 
+    def config_dict(self) -> dict[str, Any] | None:
+        """Return the model's config as it is in a file; None if the model is no longer in memory."""
+        if (model := self.model()) is None:
+            return None
+        return {key: x for key, x in model.config.to_dict().items() if key not in ("_name_or_path", "auto_map")}
+
     def refusal(self, caller: str, reason: str) -> ValueError:
         """Return the error of a `caller` that got the name and can't have the model, for this `reason`."""
         return ValueError(
@@ -150,6 +156,24 @@ def copies_by_name(load: Callable[..., Any]) -> Callable[..., Any]:
         return (loaded, info) if kwargs.get("output_loading_info") else loaded
 
     return from_pretrained
+
+
+def configs_by_name(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `AutoConfig` read the config of a model that was changed in memory from the model, instead of the file.
+
+    A config class's own `from_pretrained` reads the file: PEFT compares the vocabulary's size with the one there.
+    """
+
+    @wraps(read)
+    def get_config_dict(cls: Any, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        settings, unused = read(cls, name, **kwargs)
+        if isinstance(name, InMemoryName) and kwargs.get("_from_auto"):
+            if (found := name.config_dict()) is not None:
+                return found, unused
+            logger.warning("%r is the name of a model that was changed in memory, and is gone: its file is read", name)
+        return settings, unused
+
+    return get_config_dict
 
 
 def stores_no_base(to_dict: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.config_checks import config_file
@@ -54,12 +55,12 @@ def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, file
         dtype = tensor.get_dtype() if sliced else DTYPES_OF_TORCH.get(tensor.dtype, str(tensor.dtype))
         if dtype not in DTYPES:
             raise ValueError(
-                f"{where}: {name!r} has dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}: norms are never "
-                "quantised. Restore the weights"
+                f"{where}: {shorten(name)} has dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}: norms are "
+                "never quantised. Restore the weights"
             )
         shape = tensor.get_shape() if sliced else list(tensor.shape)
         if parameter == "eps" and not shape and (problem := eps_problem(tensor[...], norms[norm])):
-            raise ValueError(f"{where}: {name!r} {problem}")
+            raise ValueError(f"{where}: {shorten(name)} {problem}")
 
 
 def _tensors(state_dict: dict[str, Any] | None, files: list[str]) -> Iterator[tuple[str, str, Any]]:
@@ -90,7 +91,7 @@ def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, An
     wrong = [found for found in mismatched if found[0] in own]
     if wrong:
         name, got, expected = wrong[0]
-        what = f"of another shape in the weights ({name!r} is {got}, expected {expected})"
+        what = f"of another shape in the weights ({shorten(name)} is {got}, expected {expected})"
         raise _disagreement(model, what, [name for name, _, _ in wrong])
     for name, got, expected in mismatched if others else ():
         raise RuntimeError(

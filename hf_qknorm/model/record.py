@@ -21,15 +21,13 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import cached_file
 
 from hf_qknorm.files.atomic_io import replace_text
-from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import REPORT
-from hf_qknorm.files.untrusted import read_json
+from hf_qknorm.files.untrusted import check_finite
 from hf_qknorm.model.in_memory import InMemoryName
-from hf_qknorm.scheme import Scheme
+from hf_qknorm.reports.report import Calibration
 
 ATTRIBUTE: Final = "qk_norm_record"  # of a patched model
 PLACES: Final = 64  # elements in a sample, evenly spread over the tensor
-MOST: Final = 1_000_000  # tensors in a record
 HUB_OPTIONS: Final = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 Samples = Mapping[str, str]  # a tensor's digests, separated by spaces, by its name
@@ -77,7 +75,8 @@ def load_record(model: Any, name: Any, options: Mapping[str, Any]) -> None:
     """Take up the record beside the weights of the checkpoint `name`, a folder or a Hub name, if there is one.
 
     `options` are the arguments of `from_pretrained`. A report without samples, of an older version, gets samples of the
-    loaded weights. A report that can't be read is left out, with a warning.
+    loaded weights. A report with unknown fields, or with numbers that are not finite, is left out with a warning: the
+    model's next save would pass it on.
     """
     if name is None or isinstance(name, InMemoryName):
         return
@@ -93,15 +92,12 @@ def load_record(model: Any, name: Any, options: Mapping[str, Any]) -> None:
     if found is None:
         return
     try:
-        record = read_json(Path(found))
-        if not isinstance(record, dict) or "scheme" not in record:
-            raise ValueError(f"it is {shorten(record)}, expected a mapping with a scheme")
-        record["scheme"] = Scheme.from_dict(record["scheme"]).to_dict()
-        samples = check_samples(record.get("weights", {}), "weights")
+        record = Calibration.load(found).to_dict()
+        check_finite(record, f"{found}: report")
     except (OSError, ValueError) as error:
-        logger.warning("%s: the calibration report is left out (%s)", found, error)
+        logger.warning("the calibration report is left out: %s", error)
         return
-    setattr(model, ATTRIBUTE, {**record, "weights": samples or sample_all(own_tensors(model))})
+    setattr(model, ATTRIBUTE, {**record, "weights": record.get("weights") or sample_all(own_tensors(model))})
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -147,13 +143,3 @@ def sample(tensor: Tensor) -> str:
         rounded += [values.to(dtype) for dtype in narrower]
     digests = (blake2b(x.double().numpy().tobytes(), digest_size=6).hexdigest() for x in rounded)
     return " ".join(dict.fromkeys(digests))
-
-
-def check_samples(value: Any, where: str) -> dict[str, str]:
-    """Return `value`, the samples of tensors by name. Raises ValueError, naming `where`, for anything else."""
-    if not isinstance(value, dict) or len(value) > MOST:
-        raise ValueError(f"{where} is {shorten(value)}, expected a mapping from the names of tensors to digests")
-    for name, digests in value.items():
-        if not isinstance(digests, str) or not 0 < len(digests) <= 80 or set(digests) - set("0123456789abcdef "):
-            raise ValueError(f"{where}.{shorten(name)} is {shorten(digests)}, expected digests")
-    return value

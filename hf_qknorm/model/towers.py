@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_qknorm.families import FAMILIES, Family
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.families.refused import REFUSED
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.attention import own_layers, patched_layers
 from hf_qknorm.model.unpatched_classes import UnpatchedClassError
 
@@ -47,7 +48,7 @@ def pick_tower(model: PreTrainedModel, name: str | None) -> tuple[str, str] | No
         reason = REFUSED.get(model.config.model_type, "it does not have exactly one text tower")
         raise ValueError(f"{type(model).__name__}: {reason}. Name a tower, tower=...: {', '.join(towers)}")
     has = f"its towers are {', '.join(towers)}" if towers else "it has no towers"
-    raise ValueError(f"tower={name!r} is not possible for {type(model).__name__}: {has}")
+    raise ValueError(f"tower={shorten(name)} is not possible for {type(model).__name__}: {has}")
 
 
 def check_saved_tower(model: PreTrainedModel, path: str, key: str, config: PretrainedConfig, family: Family) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
@@ -57,7 +58,7 @@ def _stored_type(path: Path) -> Any:
 
 def _refusal(where: str, stored: str, cls: str) -> UnpatchedClassError:
     return UnpatchedClassError(
-        f"{where} is a patched checkpoint of model_type {stored!r}, and {cls} would load it without its scheme. Load "
-        f"it with an Auto class such as AutoModelForCausalLM or AutoConfig, or with a class of hf_qknorm.model.derived "
-        f"({PREFIX}...); unpatch_model then gives the unpatched model"
+        f"{where} is a patched checkpoint of model_type {shorten(stored)}, and {cls} would load it without its scheme. "
+        "Load it with an Auto class such as AutoModelForCausalLM or AutoConfig, or with a class of "
+        f"hf_qknorm.model.derived ({PREFIX}...); unpatch_model then gives the unpatched model"
     )

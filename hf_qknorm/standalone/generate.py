@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX, classes_of
 from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.scheme import Scheme
@@ -164,7 +165,7 @@ def _base_type(model_type: Any, where: str) -> str:
     base = model_type.removeprefix(TYPE_PREFIX) if isinstance(model_type, str) else None
     if base == model_type or base not in FAMILIES:
         raise ValueError(
-            f"{where}: model_type is {model_type!r}, expected a patched model's, such as {TYPE_PREFIX}llama: patch the "
-            "model with patch_model, or convert it with convert_checkpoint, first"
+            f"{where}: model_type is {shorten(model_type)}, expected a patched model's, such as {TYPE_PREFIX}llama: "
+            "patch the model with patch_model, or convert it with convert_checkpoint, first"
         )
     return base

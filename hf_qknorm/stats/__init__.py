@@ -1,1 +1,1 @@
-"""Statistics of logits, predictions and the weights of heads, reports and plots."""
+"""Statistics of logits, predictions and the weights of heads, and the style of plots."""

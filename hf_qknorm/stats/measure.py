@@ -17,10 +17,12 @@ from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.reports.records import LayerReport, LayerStatistics, Numbers, Prediction
 from hf_qknorm.stats.bounds import logit_bounds
 from hf_qknorm.stats.distributed import ONE_PROCESS, Batches, Ranks, full_tensor
 from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, logit_statistics, watched_layers
-from hf_qknorm.stats.records import LayerReport, LayerStatistics, Numbers, Prediction
+
+LENGTHS = {"rms_q": "q_norm", "rms_k": "k_norm"}  # lengths of vectors, by the norm that takes them
 
 
 def is_bidirectional(config: Any) -> bool:
@@ -144,7 +146,8 @@ def _plain_numbers(watched: Mapping[str, LogitStatistics], ranks: Ranks) -> dict
         for field in dataclasses.fields(LayerStatistics):
             values = ranks.gather_heads(tuple(getattr(statistics, field.name).tolist()))
             without_knee = field.default is None and all(map(math.isnan, values))
-            numbers[field.name] = None if without_knee else values
+            unseen = field.name in LENGTHS and LENGTHS[field.name] not in statistics.lengths
+            numbers[field.name] = None if without_knee or unseen else values
         found[name] = LayerStatistics(**numbers)
     return found
 
@@ -158,7 +161,7 @@ def layer_reports(
         if name not in after:  # unused: the cross-attention of a decoder alone
             continue
         norms, seen = head_norms(layer), after[name]
-        sides = (("q", len(seen.rms_q)), ("k", len(seen.rms_k)))
+        sides = (("q", len(seen.rms_q or ())), ("k", len(seen.rms_k or ())))
         q, k = (_gain([norm for n, norm in norms.items() if NORM_FIELDS[n] == side], heads) for side, heads in sides)
         reports[name] = LayerReport(before.get(name), seen, q, k, bounds[name])
     return reports

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.attention import QKNormAttention, end_blend, norm_copies, require_patched, start_blend
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.scheme import LEARNED
@@ -71,7 +72,7 @@ class _BlendSchedule(Schedule):
     def __init__(self, share: float = 0.5, shape: Shape = "linear", steps: int | None = None) -> None:
         super().__init__(share, steps)
         if shape not in ("linear", "cosine"):
-            raise ValueError(f'shape={shape!r}: expected "linear" or "cosine"')
+            raise ValueError(f'shape={shorten(shape)}: expected "linear" or "cosine"')
         self.shape = shape
 
     @property

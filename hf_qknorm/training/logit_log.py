@@ -14,8 +14,8 @@ from typing import Any
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.files.untrusted import is_shallow
-from hf_qknorm.stats.records import FORMAT, Numbers, Record, read_fields, read_layers
-from hf_qknorm.stats.tables import mean
+from hf_qknorm.reports.records import FORMAT, Numbers, Record, read_fields, read_layers
+from hf_qknorm.reports.tables import mean
 
 DIGITS = 5  # significant digits of the numbers in the file
 LINE_BYTES = 2**24  # 100 layers of 128 heads have 0.9 MB

@@ -10,7 +10,7 @@ import pytest
 from hf_qknorm import SCHEMES, Scheme
 from hf_qknorm.convert.advice import Advice, advise, cap_loss, knee_scheme, scheme_name, wide_cap
 from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
-from hf_qknorm.stats.records import LayerStatistics, Prediction
+from hf_qknorm.reports.records import LayerStatistics, Prediction
 
 CHEAP, DEAR = Prediction(1.4, 0.001, 0.99), Prediction(1.9, 0.4, 0.7)
 NORMED = Scheme(q="rms", k="rms")

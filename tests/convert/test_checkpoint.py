@@ -18,7 +18,7 @@ from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, convert_checkpoint, 
 from hf_qknorm.checkpoint import source
 from hf_qknorm.checkpoint.safetensors_files import INDEX, Weights
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.stats.report import Calibration
+from hf_qknorm.reports.report import Calibration
 
 STREAMED = [(t, name) for t, name in PAIRS if SCHEMES[name].pre_norm or FAMILIES[t].norm == "rms"]
 CASES = [(t, name, sharded) for t, name in STREAMED for sharded in (False, True)]

@@ -16,7 +16,7 @@ from hf_qknorm import SCHEMES, Inspection
 from hf_qknorm.convert.advice import advise
 from hf_qknorm.convert.inspection_plots import heat_map, knee_curve
 from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
-from hf_qknorm.stats.records import LayerStatistics
+from hf_qknorm.reports.records import LayerStatistics
 
 
 def inspection(layers: int, heads: int, size: float = 10.0, cap: float = 50.0) -> Inspection:

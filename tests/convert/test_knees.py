@@ -18,8 +18,8 @@ from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import head_norm
+from hf_qknorm.reports.records import Prediction
 from hf_qknorm.stats.distributed import ONE_PROCESS
-from hf_qknorm.stats.records import Prediction
 
 ORDERS = {"rms": 2.0, "layer": 2.0, "l2": 2.0, "lp": 3.0}
 

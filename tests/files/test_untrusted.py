@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 import struct
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from hostile import LAYER, REPORT, SIDE, nested, outcome, variants
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model
@@ -22,19 +20,11 @@ from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import DEPTH, is_shallow, read_json
 from hf_qknorm.hub.metadata import inherited_fields, is_generated_card
 from hf_qknorm.model.derived import derived_config
-from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.reports.records import LayerReport, Prediction
 
 FUZZ = settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-def nested(depth: int) -> Any:
-    """Return lists and mappings nested `depth` levels deep."""
-    value: Any = 1
-    for level in range(depth):
-        value = [value] if level % 2 else {"q": value}
-    return value
 
 
 NUMBERS = st.one_of(
@@ -62,52 +52,7 @@ def like(made: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.builds(lambda new, gone: {k: v for k, v in (made | new).items() if k not in gone}, changes, missing)
 
 
-NASTY = (
-    None, True, 0, -1, 1.5, 10**400, -(10**400), 2**64, math.nan, math.inf, 1e308, "", "auto", "x" * 10**5,
-    "\n---\n# x", [], [None], {}, {"a": 1}, nested(2000),
-)  # fmt: skip
-
-
-def variants(made: Any) -> Iterator[Any]:
-    """Yield `made` with each part, at any depth, replaced by each nasty value, removed, or beside an unknown key."""
-    yield from NASTY
-    keys = list(made) if isinstance(made, dict) else range(len(made)) if isinstance(made, list) else ()
-    for key in keys:
-        for value in variants(made[key]):
-            changed = copy.copy(made)
-            changed[key] = value
-            yield changed
-        if isinstance(made, dict):
-            yield {other: value for other, value in made.items() if other != key}
-    if isinstance(made, dict):
-        yield made | {"unknown": 1}
-        yield made | {"x" * 10**5: 1}
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """What a call gives, or None where it refused with a ValueError that tells something, in few words."""
-    try:
-        return call()
-    except ValueError as error:
-        told = str(error)
-    assert 10 < len(told) < 3000
-    return None
-
-
 SCHEME = Scheme(q="rms", k="lp", p=3.0, softcap=50.0, knee=4.0).to_dict()
-SIDE = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), (1.0, 3.0), (2.0,), (0.1, 0.2), (0.3,))
-LAYER = LayerReport(SIDE, SIDE, (1.0, 2.0), None, 150.0)
-REPORT = Calibration(
-    "moments",
-    10,
-    Scheme(q="rms", knee=4.0),
-    50.0,
-    Prediction(1.0),
-    Prediction(3.0),
-    Prediction(2.0),
-    {"layers.0": LAYER},
-    knees={0.0: Prediction(1.5), 4.0: Prediction(2.0, 0.1, 0.9)},
-)
 
 
 def test_each_part_of_schemes_and_reports():

@@ -11,7 +11,7 @@ from card_cases import REPORT, checkpoint, edit, front
 
 from hf_qknorm import Calibration, Scheme
 from hf_qknorm.hub.card import render_card
-from hf_qknorm.stats.records import Prediction
+from hf_qknorm.reports.records import Prediction
 
 
 @pytest.mark.parametrize("method", ["moments", "measured"])

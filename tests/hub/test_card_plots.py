@@ -13,7 +13,7 @@ from hf_qknorm import SCHEMES, Calibration
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import write_card
 from hf_qknorm.hub.card_plots import draw_report
-from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
 
 
 def test_a_drawing_that_fails_leaves_the_card(tmp_path, monkeypatch):

@@ -18,12 +18,14 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
 
 from hf_qknorm import SCHEMES, calibrate, patch_model, registration, set_blend, unpatch_model
+from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.model.in_memory import InMemoryName
 
 CHANGES = [(model_type, name) for model_type, name in [*PAIRS, *KNEES] if not TRIED[name].changes_nothing]
@@ -91,9 +93,31 @@ def test_the_old_name_of_the_dtype(patched):
     assert LlamaForCausalLM.from_pretrained(patched.name_or_path, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_configs_and_plain_names_are_the_unpatched_models(patched, folder):
+def test_the_auto_class_returns_the_config_of_the_model_in_memory(patched, folder, tmp_path):
+    """A model that is made of it is patched, as the copy is."""
+    config = AutoConfig.from_pretrained(patched.name_or_path, max_position_embeddings=64)
+    assert config.to_dict() == patched.config.to_dict() | {"max_position_embeddings": 64}
+    assert config.name_or_path == str(folder)
+    assert type(AutoModelForCausalLM.from_config(config)) is type(patched)
+    assert AutoConfig.from_pretrained(patched.name_or_path, return_unused_kwargs=True, other=1)[1] == {"other": 1}
+    patched.save_pretrained(tmp_path / "out")
+    unpatched = unpatch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    assert AutoConfig.from_pretrained(unpatched.name_or_path).model_type == "llama"
+    name, plain = patched.name_or_path, type(patched).base_class.config_class
+    assert plain.from_pretrained(name).model_type == "llama"  # the config of the file
+
+
+def test_tokenizers_are_those_of_the_folder(patched, folder, caplog):
+    byte_tokenizer().save_pretrained(folder)
+    gone = InMemoryName(folder, patch_model(sharp_model("llama"), "soft_cap"))
+    for name in (patched.name_or_path, gone):
+        assert AutoTokenizer.from_pretrained(name).get_vocab() == byte_tokenizer().get_vocab()
+    assert "changed in memory, and is gone: its file is read" in caplog.text
+
+
+def test_plain_names_are_the_unpatched_models(patched, folder):
     assert patched.name_or_path == patched.config.name_or_path == patched.model.name_or_path == str(folder)
-    assert AutoConfig.from_pretrained(patched.name_or_path).model_type == "llama"
+    assert AutoConfig.from_pretrained(str(patched.name_or_path)).model_type == "llama"
     assert type(AutoModelForCausalLM.from_pretrained(str(patched.name_or_path))) is LlamaForCausalLM
 
 

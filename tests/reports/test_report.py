@@ -10,9 +10,9 @@ import math
 import pytest
 
 from hf_qknorm import Calibration
+from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.reports.tables import aligned
 from hf_qknorm.scheme import SCHEMES
-from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
-from hf_qknorm.stats.tables import aligned
 
 
 def example(layers: int = 2) -> Calibration:

@@ -12,10 +12,10 @@ from tiny import tiny_model
 
 import hf_qknorm as qk
 from hf_qknorm.convert.plan import Plan
+from hf_qknorm.reports.html import page_html
+from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.reports.tables import Points, Table, page_text
 from hf_qknorm.scheme import SCHEMES
-from hf_qknorm.stats.html import page_html
-from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
-from hf_qknorm.stats.tables import Points, Table, page_text
 
 EVIL = '<script>alert("1 & 2")</script>'
 TAGS = {"div", "p", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "strong"}

@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import check_count, check_keys, check_number
-from hf_qknorm.stats.tables import Table
+from hf_qknorm.reports.tables import Table
 
 FORMAT = 1  # of reports and logs
 HEADS, LAYERS = 10_000, 10_000  # limits, far beyond those of any model
@@ -67,6 +67,7 @@ class Record:
 class LayerStatistics(Record):
     """A layer's `LogitStatistics` as plain numbers, one per head; `rms_k` and `beyond_k` have one per key head.
 
+    `rms_q` and `rms_k` are None where they can't be measured, as in a layer that attends to the keys of another.
     `beyond_q` and `beyond_k` are the shares of queries and keys beyond the knee of their norm; None without a knee.
     """
 
@@ -74,8 +75,8 @@ class LayerStatistics(Record):
     entropy: Numbers
     over_half: Numbers
     over_cap: Numbers
-    rms_q: Numbers
-    rms_k: Numbers
+    rms_q: Numbers | None
+    rms_k: Numbers | None
     beyond_q: Numbers | None = None
     beyond_k: Numbers | None = None
 
@@ -122,8 +123,9 @@ def read_fields(
 ) -> dict[str, Any]:
     """The fields of `data_class` in `data`, each by its reader in `readers`, or else by that of its type in `READERS`.
 
-    Fields with a default may be missing, and those of type `… | None` null. With `versioned`, `data` also has a
-    "format". Raises ValueError for other keys, another version's format, and values that the readers refuse.
+    Fields with a default may be missing, and those of type `… | None` null, or NaN for each head. With `versioned`,
+    `data` also has a "format". Raises ValueError for other keys, another version's format, and values that the readers
+    refuse.
     """
     fields, missing = dataclasses.fields(data_class), dataclasses.MISSING
     optional = [field.name for field in fields if (field.default, field.default_factory) != (missing, missing)]
@@ -136,8 +138,14 @@ def read_fields(
         kind, _, nullable = field.type.partition(" | ")
         if field.name in data:
             value, read = data[field.name], readers.get(field.name) or READERS[kind]
-            values[field.name] = None if nullable and value is None else read(value, f"{where}.{field.name}")
+            absent = nullable and (value is None or _is_nan(value))
+            values[field.name] = None if absent else read(value, f"{where}.{field.name}")
     return values
+
+
+def _is_nan(value: Any) -> bool:
+    """Whether a list is NaN throughout, which stood for numbers that can't be measured before null did."""
+    return isinstance(value, list | tuple) and bool(value) and all(x != x for x in value)
 
 
 def read_layers(layers: Any, where: str, record: type[Record]) -> dict[str, Any]:

@@ -15,14 +15,15 @@ from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.untrusted import check_keys, check_number, check_positive, read_json
-from hf_qknorm.model.record import check_samples
+from hf_qknorm.reports import records, tables
+from hf_qknorm.reports.html import page_html
+from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.stats import records, tables
-from hf_qknorm.stats.html import page_html
-from hf_qknorm.stats.records import LayerReport, LayerStatistics, Prediction
 
 MEASURED = "measured"  # the method of a report on the patched model alone
 KNEES = 1_000  # limit on the knees in a report
+TENSOR_NAME = 500  # characters
+TENSORS = 1_000_000  # limit on the tensors that it has digests of
 OMITTED = ("knees", "stale", "weights", "length", "context")  # from JSON where they are empty
 
 
@@ -163,7 +164,7 @@ class Calibration:
         """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
         readers: dict[str, Any] = dict.fromkeys(("base_model", "dataset"), check_optional_repo_id)
         readers |= {"cap": check_positive, "layers": partial(records.read_layers, record=LayerReport), "knees": _knees}
-        readers |= {"scheme": lambda value, _: Scheme.from_dict(value), "weights": check_samples, "stale": _flag}
+        readers |= {"scheme": lambda value, _: Scheme.from_dict(value), "weights": _digests, "stale": _flag}
         report = cls(**records.read_fields(data, cls, "report", versioned=True, **readers))
         _check_sides(report)
         return report
@@ -197,6 +198,17 @@ def _knees(value: Any, where: str) -> dict[float, Prediction]:
             raise ValueError(f"{where}[{i}].knee is {knee}, expected a finite number ≥ 0")
         found[knee] = Prediction.from_dict({key: x for key, x in item.items() if key != "knee"}, f"{where}[{i}]")
     return found
+
+
+def _digests(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > TENSORS:
+        raise ValueError(f"{where} is {shorten(value)}, expected a mapping from the names of tensors to digests")
+    for name, digests in value.items():
+        if not 0 < len(name) <= TENSOR_NAME or not name.isprintable():
+            raise ValueError(f"a name in {where} is {shorten(name)}, expected that of a tensor")
+        if not isinstance(digests, str) or not 0 < len(digests) <= 80 or set(digests) - set("0123456789abcdef "):
+            raise ValueError(f"{where}.{shorten(name)} is {shorten(digests)}, expected digests")
+    return value
 
 
 def _check_sides(report: Calibration) -> None:

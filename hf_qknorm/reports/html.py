@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from hf_qknorm.stats.tables import Page, Points, Table
+from hf_qknorm.reports.tables import Page, Points, Table
 
 LEFT, RIGHT = "text-align:left", "text-align:right"
 

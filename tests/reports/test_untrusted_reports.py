@@ -1,0 +1,128 @@
+"""A report of a downloaded checkpoint is saved again with the model, or is left out: the user's checkpoint is whole."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hostile import REPORT, variants
+from slow import slow_but
+from tiny import tiny_model
+
+from hf_qknorm import Calibration, calibrate, patch_model
+from hf_qknorm.files.names import REPORT as FILE
+from hf_qknorm.files.untrusted import is_shallow
+from hf_qknorm.hub.card import render_card
+from hf_qknorm.model.record import drop_record, load_record, own_tensors, record_of, sample_all, write_record
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return patch_model(tiny_model("llama", num_hidden_layers=1), REPORT.scheme)
+
+
+@pytest.fixture(scope="module")
+def report(model) -> dict[str, Any]:
+    return REPORT.to_dict() | {"weights": dict(list(sample_all(own_tensors(model)).items())[:1])}
+
+
+def changed(report: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    *parents, last = path.split("/")
+    data = place = copy.deepcopy(report)
+    for name in parents:
+        place = place[name]
+    place[last] = value
+    return data
+
+
+def passed_on(model: Any, data: bytes, folder: Path) -> bool:
+    """Whether the model takes up a report of this text. The report that it then saves is JSON, and has a card."""
+    for name in ("in", "out"):
+        (folder / name).mkdir(exist_ok=True)
+    (folder / "in" / FILE).write_bytes(data)
+    drop_record(model)
+    load_record(model, folder / "in", {})
+    if record_of(model) is None:
+        return False
+    model.config.save_pretrained(folder / "out")
+    write_record(model, folder / "out", None, writes=True)
+    json.loads((folder / "out" / FILE).read_text(), parse_constant=pytest.fail)
+    saved = Calibration.load(folder / "out" / FILE)
+    card = render_card(folder / "out")
+    assert saved.stale or saved.scheme == model.config.scheme
+    assert not any(part in card for part in ("<b>", "\u202e", "javascript", "unknown"))
+    return True
+
+
+def written(variant: Any) -> bytes:
+    return json.dumps(variant).encode()
+
+
+@pytest.mark.parametrize("step", slow_but([9], [1, 9]))
+def test_each_part_of_a_report(step, model, report, tmp_path, caplog):
+    """Of a few thousand changes, those that are no report are left out, each with a warning that names the file."""
+    assert passed_on(model, written(report), tmp_path)
+    left_out, changes = 0, [*filter(is_shallow, variants(report))][::step]
+    for data in changes:
+        caplog.clear()
+        if not passed_on(model, written(data), tmp_path):
+            left_out += 1
+            (line,) = (x.getMessage() for x in caplog.records if x.name == "hf_qknorm")
+            assert line.startswith(f"the calibration report is left out: {tmp_path / 'in' / FILE}")
+            assert len(line) < 2000
+    assert len(changes) / 2 < left_out < len(changes)
+
+
+NAMED = {
+    "speed": 1,
+    "base_model": "\u202egpt2",
+    "dataset": "a/<b>",
+    "method": "| fit |",
+    "ones/loss": math.inf,
+    "chosen/kl": math.nan,
+    "layers/layers.0/after/entropy": [1.0, math.nan],
+    "layers/layers.0/bound": -math.inf,
+    "layers/layers.0/speed": 1,
+    "weights/a\u202eb": "00",
+    "weights/a": "../b",
+    "layers": dict.fromkeys(map(str, range(10_001)), {}),
+}
+
+
+@pytest.mark.parametrize("path", NAMED)
+def test_the_warning_names_the_field(path, model, report, tmp_path, caplog):
+    assert not passed_on(model, written(changed(report, path, NAMED[path])), tmp_path)
+    field = path.replace("/", ".") if path.isascii() and path != "weights/a" else "report.weights"
+    assert field in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text", [b"\xff\xfe", b"[" * 10**5, b'{"a":' * 150 + b"1" + b"}" * 150, b'{"tokens": ' + b"9" * 5000 + b"}", b""]
+)
+def test_files_that_are_no_report(text, model, tmp_path, caplog):
+    assert not passed_on(model, text, tmp_path)
+    assert str(tmp_path / "in" / FILE) in caplog.text
+
+
+def test_lengths_that_were_not_measured_are_null(model, report, tmp_path):
+    """Earlier versions wrote NaN, as for layers of Gemma 4 that attend to the keys of others."""
+    old = changed(report, "layers/layers.0/after/rms_k", [math.nan])
+    assert passed_on(model, written(old), tmp_path)
+    found = Calibration.load(tmp_path / "out" / FILE).layers["layers.0"]
+    assert found.after.rms_k is None
+    assert found.before.rms_k == (2.0,)
+
+
+def test_a_calibrated_model_with_shared_keys_has_a_report_of_json():
+    model = patch_model(tiny_model("gemma4_text"), "soft_cap")
+    report = calibrate(model, [torch.arange(3, 35)[None]], method="moments")
+    text = json.dumps(report.to_dict(), allow_nan=False)
+    assert [layer.after.rms_k is None for layer in Calibration.from_dict(json.loads(text)).layers.values()] == [
+        False, False, True, True
+    ]  # fmt: skip
+    assert report.table()
