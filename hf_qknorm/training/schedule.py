@@ -1,4 +1,4 @@
-"""`Schedule`: moves a number of a model in training, by a way that checkpoints hold."""
+"""`Schedule`: moves a number of a model in training, by a path that checkpoints hold."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 class Schedule(ABC, TrainerCallback, ExportableState):
     """Moves a number of the model to `target`, over the first `share` of the run, or its first `steps` if given.
 
-    The way is fixed when it begins: the first step, the number there, and the length in steps. trainer_state.json holds
-    it, so that a resumed run of any length follows the same way. If the arguments differ from the checkpoint's, a new
-    way begins at the present step and number; `share` is then that of the steps left. Within a run, and from a run to
+    The path is fixed when it begins: the first step, the number there, and the length in steps. trainer_state.json holds
+    it, so that a resumed run of any length follows the same path. If the arguments differ from the checkpoint's, a new
+    path begins at the present step and number; `share` is then that of the steps left. Within a run, and from a run to
     the one that resumes it, the number never moves away from the target.
     """
 
@@ -33,9 +33,9 @@ class Schedule(ABC, TrainerCallback, ExportableState):
         if steps is not None and not steps >= 1:
             raise ValueError(f"steps={steps}: expected the length of the schedule, at least 1, or None to use share")
         self.share, self.steps = share, steps
-        self.begin = 0  # the way's first step
-        self.start: float | None = None  # the number at the way's beginning
-        self.length: float | None = None  # of the way, in steps
+        self.begin = 0  # the path's first step
+        self.start: float | None = None  # the number at the path's beginning
+        self.length: float | None = None  # of the path, in steps
         self.value: float | None = None  # the present number
 
     @property
@@ -45,7 +45,7 @@ class Schedule(ABC, TrainerCallback, ExportableState):
 
     @abstractmethod
     def path(self, done: float, start: float) -> float:
-        """The number after the part `done` of the way, from 0 (the number is `start`) to 1 (it is `target`)."""
+        """The number after the part `done` of the path, from 0 (the number is `start`) to 1 (it is `target`)."""
 
     @abstractmethod
     def first(self, model: nn.Module) -> float:
@@ -105,11 +105,11 @@ class Schedule(ABC, TrainerCallback, ExportableState):
         return float(self.steps or max(self.share * steps, 1))
 
     def _begin(self, step: int, start: float, steps: int) -> None:
-        """Begin a way at a step, with `steps` of the run ahead."""
+        """Begin a path at a step, with `steps` of the run ahead."""
         self.begin, self.start, self.value, self.length = step, start, start, self._length(steps)
 
     def _resume(self, model: nn.Module, state: TrainerState, entry: Mapping[str, Any]) -> str:
-        """Follow the way of a checkpoint, or begin a new one if the arguments differ. Returns the event for the log."""
+        """Follow the path of a checkpoint, or begin a new one if the arguments differ. Returns the event for the log."""
         found, step = entry["attributes"], state.global_step
         self.value = self.restore(model, found, 0.0 if self.steps else self.done(step, state.max_steps))
         before = {**self.arguments, "steps": None, **entry["args"]}  # older versions had no `steps`
@@ -127,9 +127,9 @@ class Schedule(ABC, TrainerCallback, ExportableState):
         """Log what happens in a run that ends at step `last`: a warning, unless it follows from the arguments alone."""
         assert self.length is not None
         end, usual = math.ceil(self.begin + self.length), event in ("begins", "continues")
-        way = f"is {self.value:.4g} now and {self.target:.4g} from step {end} on"
+        text = f"is {self.value:.4g} now and {self.target:.4g} from step {end} on"
         if self.value == self.target:
-            way = f"stays at {self.target:.4g}"
+            text = f"stays at {self.target:.4g}"
         elif end > last:
-            usual, way = False, f"{way}, after this run's last step, {last}; `steps` sets another length"
-        logger.log(logging.INFO if usual else logging.WARNING, f"{type(self).__name__} {event}: the {self.noun} {way}")
+            usual, text = False, f"{text}, after this run's last step, {last}; `steps` sets another length"
+        logger.log(logging.INFO if usual else logging.WARNING, f"{type(self).__name__} {event}: the {self.noun} {text}")
