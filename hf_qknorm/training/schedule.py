@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 class Schedule(ABC, TrainerCallback, ExportableState):
     """Moves a number of the model to `target`, over the first `share` of the run, or its first `steps` if given.
 
-    The path is fixed when it begins: the first step, the number there, and the length in steps. trainer_state.json holds
-    it, so that a resumed run of any length follows the same path. If the arguments differ from the checkpoint's, a new
-    path begins at the present step and number; `share` is then that of the steps left. Within a run, and from a run to
-    the one that resumes it, the number never moves away from the target.
+    The path is fixed when it begins: the first step, the number there, and the length in steps. trainer_state.json
+    holds it, so that a resumed run of any length follows the same path. If the arguments differ from the checkpoint's,
+    a new path begins at the present step and number; `share` is then that of the steps left. Within a run, and from a
+    run to the one that resumes it, the number never moves away from the target.
     """
 
     target: float
@@ -109,7 +109,7 @@ class Schedule(ABC, TrainerCallback, ExportableState):
         self.begin, self.start, self.value, self.length = step, start, start, self._length(steps)
 
     def _resume(self, model: nn.Module, state: TrainerState, entry: Mapping[str, Any]) -> str:
-        """Follow the path of a checkpoint, or begin a new one if the arguments differ. Returns the event for the log."""
+        """Follow the path of a checkpoint, or begin another if the arguments differ. Returns the event for the log."""
         found, step = entry["attributes"], state.global_step
         self.value = self.restore(model, found, 0.0 if self.steps else self.done(step, state.max_steps))
         before = {**self.arguments, "steps": None, **entry["args"]}  # older versions had no `steps`
