@@ -14,7 +14,7 @@ from hf_qknorm.families.style import NO_POSITIONS, OWN_SCALE, QKV, Projected, Ro
 
 
 def rotate_llama4(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, *, cache: Any, **arguments: Any
+    module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, *, past_key_values: Any, **arguments: Any
 ) -> Rotated:
     """Llama 4: layers with RoPE may norm after it; layers without may scale queries far into the text."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -23,7 +23,7 @@ def rotate_llama4(
     if hasattr(module, "qk_norm"):
         q, k = module.qk_norm(q), module.qk_norm(k)
     if module.attn_temperature_tuning and not module.use_rope:
-        seen = cache.get_seq_length(module.layer_idx) if cache is not None else 0
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length(module.layer_idx)
         place = torch.arange(q.shape[1], device=q.device) + seen
         scales = torch.log1p(torch.floor((place.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
         q = (q * scales.view(1, -1, 1, 1)).to(q.dtype)

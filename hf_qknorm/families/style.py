@@ -70,7 +70,7 @@ class Style:
 
     Positions:
     `rotate` applies RoPE to `[B, H or Hk, T, D]`, and the model's own operations between RoPE and the cache. It takes
-    the position embeddings, and the other arguments of the forward, `cache` among them.
+    the position embeddings, and the other arguments of the forward, `past_key_values` among them.
     `rotates` tells whether the layer uses position embeddings.
     `parts` gives the widths of a head's parts without and with RoPE, in a model that computes and caches them
     separately. `rotate` and `expand` then apply the scheme's norms, to each part by itself; None elsewhere.

@@ -120,7 +120,7 @@ class PlainAttention(nn.Module):
             q, k = self.normed("q_norm", q), self.normed("k_norm", k)
         if style.prescaled:
             q = q * self.logit_scale
-        return style.rotate(self, q, k, v, positions, cache=cache, **options)
+        return style.rotate(self, q, k, v, positions, past_key_values=cache, **options)
 
     def _call_backend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
