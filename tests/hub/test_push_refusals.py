@@ -118,7 +118,7 @@ REFUSALS: list[tuple[Any, type[Exception], str]] = [
     ({"repo_id": "me/tiny/more"}, ValueError, "me/tiny/more"),
     ({"revision": "next"}, ValueError, "does not exist, so it has no branch 'next'"),
     (no_branch, ValueError, "me/tiny has no branch 'next', only main: create it"),
-    (other_type, ValueError, "holds another model (model_type llama, expected qknorm_llama)"),
+    (other_type, ValueError, "holds another model (model_type 'llama', expected qknorm_llama)"),
     (other_size, ValueError, "holds another model (num_hidden_layers 7, expected 2)"),
     (other_weights, ValueError, "holds another model (pytorch_model.bin)"),
     (public, ValueError, "me/tiny is public, which differs from private=True: make it private"),
