@@ -53,11 +53,14 @@ def folder() -> Path:
 
 
 def make_folder() -> Path:
-    """Return `folder()`, created with mode 0700, as are its parents. Raises OSError if that is not possible."""
+    """Return `folder()`, created with its parents, with mode 0700. Raises OSError if it can not be written to."""
     path = folder()
     for place in reversed((path, *path.parents)):
         place.mkdir(mode=0o700, exist_ok=True)
-    return folder()  # another user may have been first
+    made = folder()  # another user may have been first
+    if not os.access(made, os.W_OK | os.X_OK):
+        raise PermissionError(f"{made} may not be written to: set XDG_CACHE_HOME to a folder of your own")
+    return made
 
 
 def open_file(path: Path) -> BufferedReader:
