@@ -16,9 +16,8 @@ from typing import Final
 from hf_qknorm.files.cache_folder import mark_used, open_file, store, store_text
 
 _SHORT: Final = 1000  # bytes; a record has less than 100
-_loaded: Final[
-    list[BufferedReader]
-] = []  # they stay open: dlopen knows a library by its name, which is a file's number
+# They stay open: dlopen knows a library by its name, which here is the number of an open file
+_loaded: Final[list[BufferedReader]] = []
 
 
 def store_library(library: Path, compile_to: Callable[[Path], object]) -> None:
