@@ -37,6 +37,7 @@ def find_machine() -> Iterator[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     yield from _devices()
     yield from _compilers()
+    yield _cache_folder()
     yield from _attention(device)
     yield check_attention(device)
 
@@ -65,6 +66,14 @@ def _compilers() -> Iterator[Finding]:
     names = (os.environ.get("CXX"), "c++", "g++", "clang++", "cl")
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)
     yield Finding("C++ compiler", f"{compiler or 'none'} (for attention and torch.compile on a CPU, and for Triton)")
+
+
+def _cache_folder() -> Finding:
+    """The folder of compiled kernels and verdicts, or why nothing is loaded from there."""
+    try:
+        return Finding("cache folder", f"{folder()}, for compiled kernels and for verdicts on kernels")
+    except (OSError, RuntimeError) as error:  # of another user, or no home
+        return Finding("cache folder", f"not used: {error}", "note")
 
 
 def _attention(device: torch.device) -> Iterator[Finding]:
@@ -101,7 +110,7 @@ def _first_use(device: torch.device) -> Finding:
     """Whether kernels are checked when they are first used."""
     if not first_use.is_checked(device, "attention" if device.type == "cuda" else "cpu"):
         return Finding("first use", f"checks nothing, because of {first_use.SWITCH}=0", "note")
-    return Finding("first use", f"checks the kernels, and keeps the verdicts in {folder()}")
+    return Finding("first use", "checks the kernels")
 
 
 def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -16,14 +17,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_qknorm
 from hf_qknorm import cli, doctor
 from hf_qknorm.backends import choice, functions
-from hf_qknorm.files.cache_folder import folder
+from hf_qknorm.files.cache_folder import folder, make_folder
 from hf_qknorm.ops import library
 from hf_qknorm_command import findings
 from hf_qknorm_command.findings import TESTED, check_version, find_versions
 
 TOPICS = (
-    "hf-qknorm", "python", "torch", "transformers", "integrations", "CPU", "Triton", "C++ compiler", "hf_qknorm",
-    "hf_qknorm_triton", "hf_qknorm_cpu", "first use", "self-check",
+    "hf-qknorm", "python", "torch", "transformers", "integrations", "CPU", "Triton", "C++ compiler", "cache folder",
+    "hf_qknorm", "hf_qknorm_triton", "hf_qknorm_cpu", "first use", "self-check",
 )  # fmt: skip
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -60,7 +61,20 @@ def test_the_doctor_tells_that_there_is_no_gpu(capsys):
     _, found, _ = examined(capsys)
     assert found["hf_qknorm"]["text"].startswith(("runs its C++ kernels", "runs tiled in PyTorch: "))
     assert found["hf_qknorm_cpu"]["text"].startswith(("runs hf_qknorm_cpu_", "can't run here: "))
-    assert found["first use"]["text"] == f"checks the kernels, and keeps the verdicts in {folder()}"
+    assert found["cache folder"]["text"] == f"{folder()}, for compiled kernels and for verdicts on kernels"
+    assert found["first use"]["text"] == "checks the kernels"
+
+
+def test_a_foreign_cache_folder_is_noted(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    make_folder().chmod(0o777)
+    found = doctor._cache_folder()
+    assert found.level == "note"
+    assert found.text.startswith(f"not used: {tmp_path}/hf_qknorm has mode 0777, with which other users may write to")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987654321)  # a container's user, without a home
+    assert doctor._cache_folder().text == "not used: Could not determine home directory."
 
 
 def test_each_dtype_and_head_dim_is_reported(monkeypatch):

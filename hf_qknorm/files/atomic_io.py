@@ -104,14 +104,19 @@ def _staging(path: Path) -> Iterator[tuple[Path, list[Path]]]:
 
 
 def _remove_leftovers(path: Path, own: Path) -> list[Path]:
-    """Remove the staging folders for `path` of killed processes; return those of running ones."""
+    """Remove the staging folders for `path` of killed processes; return those of running ones.
+
+    Those of other users, as in /tmp, are left alone: their contents may be unreadable, or made to be put in place here.
+    """
     running = []
     for folder in sorted(path.parent.iterdir()):
         found = _STAGING.fullmatch(folder.name)
-        if folder == own or not found or found["name"] != path.name or not is_leftover(folder):
+        if folder == own or not found or found["name"] != path.name:
             continue
         lock = FileLock(folder / _LOCK, timeout=0)
         try:
+            if folder.lstat().st_uid != own.lstat().st_uid or not is_leftover(folder):
+                continue
             if (folder / _LOCK).exists():
                 lock.acquire()
             if (folder / _OLD).exists():

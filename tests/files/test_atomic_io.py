@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from filelock import FileLock
@@ -182,3 +183,22 @@ def test_a_scratch_folder_is_removed_when_its_block_ends(tmp_path):
     (left / "new").mkdir(parents=True)
     with scratch_folder(tmp_path / "out"):
         assert not left.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@pytest.mark.parametrize("mode", [0o700, 0o777], ids=["unreadable", "open"])
+def test_staging_folders_of_other_users_are_left_alone(mode):
+    """As in /tmp: two users write files of the same name, or one prepares a folder for the other to put in place."""
+    with TemporaryDirectory() as place:
+        out = Path(place, "out")
+        Path(place).chmod(0o1777)
+        theirs = leftover(out, "old")
+        theirs.chmod(mode)
+        os.seteuid(12345)
+        try:
+            with scratch_folder(out) as folder:
+                (folder / "mine").touch()
+        finally:
+            os.seteuid(0)
+        assert names(Path(place)) == [theirs.name]
+        assert names(theirs) == ["old"]

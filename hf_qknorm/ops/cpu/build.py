@@ -1,12 +1,14 @@
 """The C++ kernels: compiled once on a machine, at their first use, and loaded.
 
 The library is stored in `files.cache_folder`. Its name has a digest of all that it is made from: the sources, the
-command, the versions of compiler and torch, and the CPU's vector instructions. One process compiles while others wait
-at a lock. The finished library is renamed into its place, so that no process loads a part of it.
+flags, the versions of compiler, torch and C library, and the CPU's vector instructions. Places are no part of it:
+copies of the same sources share a library, as do copies of the same torch. One process compiles while others wait at a
+lock. The finished library is renamed into its place, so that no process loads a part of it. A library that was damaged
+later is compiled again (`library_file`).
 
-The report of a compiler that fails is stored under the same name. Later processes read the reason there, and compile
-again only when the digest has changed. A compiler that was killed, or had too little memory or disk space, leaves no
-report: the next process tries again.
+The report of a compiler that fails is stored under the same name, with a digest of the command. Later processes read
+the reason there, and compile again only when one of the digests has changed. A compiler that was killed, or had too
+little memory or disk space, leaves no report: the next process tries again.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -24,8 +27,8 @@ from typing import Any, Final
 import torch
 from filelock import FileLock
 
-from hf_qknorm.files.atomic_io import replace_file, replace_text
-from hf_qknorm.files.cache_folder import folder
+from hf_qknorm.files.cache_folder import folder, make_folder, open_file, remove_unused, store_text
+from hf_qknorm.ops.cpu import library_file
 from hf_qknorm.ops.traces import constant_in_traces
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,9 @@ COMPILERS: Final = ("c++", "g++", "clang++")
 _CAPTURED: Final[dict[str, Any]] = {"capture_output": True, "text": True, "errors": "replace"}
 # In messages of a compiler that was killed, or had too little memory or disk space
 _TEMPORARY: Final = ("No space left", "Cannot allocate memory", "out of memory", "Killed", "terminated")
+_PREFIX: Final = "hf_qknorm_cpu_"
+_FILES: Final = re.compile(_PREFIX + r"[0-9a-f]{16}(?=\.)")  # of a library, a lock and a report too
+_LONGEST: Final = 2**16  # bytes of a reason
 
 
 def why_unavailable() -> str | None:
@@ -51,15 +57,17 @@ def why_unavailable() -> str | None:
     if reason is not None:
         return reason
     try:
-        return _reported() if _report().is_file() else None
+        return _reported()
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 
 
 def why_not_ready() -> str | None:
     """The reason why the kernels can't be called at once, or None; compiles nothing."""
+    if _load.cache_info().currsize:
+        return _load()
     reason = why_unavailable()
-    if reason is None and not _library().is_file():
+    if reason is None and library_file.why_unsound(_library()):
         return "the C++ kernels are not compiled yet, which happens in the first call outside of traces and workers"
     return reason or why_not_built()
 
@@ -109,32 +117,40 @@ def _compiler() -> list[str]:
 
 
 @cache
-def _command() -> list[str]:
-    """The command, without the name of its output."""
-    root = Path(torch.__file__).parent
+def _flags() -> list[str]:
+    """The part of the command that decides on the library, wherever the sources and torch lie."""
     capability = torch.backends.cpu.get_cpu_capability()
     return [
-        *(*_compiler(), "-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-w"),
+        *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-w"),
         "-ffp-contract=off",  # products and sums are fused where the code says so, and alike in all passes
         *(*VECTORS[capability], f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        *("-isystem", str(root / "include"), f"-L{root / 'lib'}"),
-        *map(str, sorted(SOURCES.glob("*.cpp"))),
         *("-ltorch_cpu", "-lc10"),  # OpenMP, libgomp.so.1, is the one that torch has loaded, by its name
     ]
 
 
 @cache
+def _command() -> list[str]:
+    """The command, without the name of its output."""
+    root = Path(torch.__file__).parent
+    places = ("-isystem", str(root / "include"), f"-L{root / 'lib'}", f"-ffile-prefix-map={SOURCES}=csrc")
+    return [*_compiler(), *places, *map(str, sorted(SOURCES.glob("*.cpp"))), *_flags()]
+
+
+@cache
 def _digest() -> str:
     version = subprocess.run([*_compiler(), "--version"], check=False, **_CAPTURED).stdout
-    found = "\0".join([torch.__version__, version, *_command()]).encode()
-    return sha256(found + b"".join(x.read_bytes() for x in sorted(SOURCES.iterdir()))).hexdigest()[:16]
+    versions = [torch.__version__, str(torch.version.git_version), *platform.libc_ver(), version]
+    found = sha256("\0".join([*versions, *_compiler()[1:], *_flags()]).encode())
+    for file in sorted(SOURCES.iterdir()):
+        found.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 @cache
 def name() -> str:
     """The namespace of the compiled operators; another version of this package may have its own in this process."""
-    return f"hf_qknorm_cpu_{_digest()}"
+    return _PREFIX + _digest()
 
 
 def _library() -> Path:
@@ -142,12 +158,19 @@ def _library() -> Path:
 
 
 def _report() -> Path:
-    return folder() / f"{name()}.txt"
+    """The report of this command's failure: another copy of the same torch may have a header that this one lacks."""
+    command = sha256("\0".join(_command()).encode()).hexdigest()[:8]
+    return folder() / f"{name()}.{command}.txt"
 
 
-def _reported() -> str:
-    """The reason in the report of a failure, which is its first line."""
-    return _report().read_text(encoding="utf-8").partition("\n")[0]
+def _reported() -> str | None:
+    """The reason in the report of a failure, which is its first line; None without a report."""
+    report = _report()
+    try:
+        with open_file(report) as file:
+            return file.readline(_LONGEST).decode(errors="replace").strip() or None
+    except OSError:
+        return None
 
 
 @cache
@@ -157,10 +180,10 @@ def _load() -> str | None:
         return reason
     try:
         library = _library()
-        if not library.is_file():
-            reason = _build(library)
+        unsound = library_file.why_unsound(library)
+        reason = _build(library, unsound) if unsound else None
         if reason is None:
-            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+            library_file.load(library)
     except (OSError, RuntimeError) as error:  # no home, no permission, no space, or a library that does not load
         reason = f"{type(error).__name__}: {error}"
     if reason is not None:
@@ -172,23 +195,28 @@ def _load() -> str | None:
     return reason
 
 
-def _build(library: Path) -> str | None:
+def _build(library: Path, unsound: str) -> str | None:
     """Compile, unless another process did so meanwhile. Returns the reason for a failure."""
-    library.parent.mkdir(parents=True, exist_ok=True)
+    make_folder()
+    if os.path.lexists(library):
+        logger.warning("%s. The library is compiled again", unsound)
     with FileLock(library.with_suffix(".lock")):
-        if library.is_file():
+        if library_file.why_unsound(library) is None:
             return None
-        if _report().is_file():
-            return _reported()
+        if reason := _reported():
+            return reason
         logger.warning("Compiling the attention kernels for this CPU, once, in less than a minute: %s", library)
         command = [*_command(), f"-DHF_QKNORM_LIBRARY={name()}", "-o"]
         try:
-            replace_file(library, lambda path: subprocess.run([*command, str(path)], check=True, **_CAPTURED))
+            library_file.store_library(
+                library, lambda path: subprocess.run([*command, str(path)], check=True, **_CAPTURED)
+            )
         except subprocess.CalledProcessError as error:
             lines = [line for line in error.stderr.splitlines() if "error" in line] or [error.stderr.strip()[-200:]]
             reason = f"{command[0]} failed with status {error.returncode}: {lines[0]}"
             if error.returncode > 0 and not any(text in error.stderr for text in _TEMPORARY):
                 reason = f"{reason}. The whole report is in {_report()}: delete it to compile again"
-                replace_text(_report(), f"{reason}\n{error.stderr}")
+                store_text(_report(), f"{reason}\n{error.stderr}")
             return reason
-        return None
+    remove_unused(_FILES)
+    return None

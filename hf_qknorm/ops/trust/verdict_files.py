@@ -1,27 +1,32 @@
 """Verdicts of self-checks on disk, one small file each, by machine, versions and code path.
 
-They lie in `files.cache_folder`. A folder that can't be written keeps none. A file that can't be read, or is of another
-machine, version or path, counts as absent.
+They lie in `files.cache_folder`. A folder that can't be written keeps none. A file that can't be read, that another
+user may write to, or that is of another machine, version or path, counts as absent.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from hf_qknorm.files.atomic_io import replace_text
-from hf_qknorm.files.cache_folder import folder
+from hf_qknorm.files.cache_folder import UntrustedError, folder, make_folder, open_file, remove_unused, store_text
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.trust.code_path import CPU_OPERATORS, CodePath, Operator
 from hf_qknorm.version import __version__
 
+logger = logging.getLogger(__name__)
+
 _DRIVER = Path("/proc/driver/nvidia/version")  # on Linux
+_FILES: Final = re.compile(r"[0-9a-f]{32}(?=\.json)")
+_LARGEST: Final = 2**16  # bytes
 
 
 class Stored(NamedTuple):
@@ -34,9 +39,8 @@ def write(device: torch.device, path: CodePath, reason: str | None) -> None:
     """Keep a verdict, if the folder can be written."""
     key = _key(device, path)
     try:
-        file = _file(key)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(file, json.dumps({"key": key, "reason": reason}))
+        store_text(make_folder() / _name(key), json.dumps({"key": key, "reason": reason}))
+        remove_unused(_FILES)
     except (OSError, RuntimeError):  # no permission, no space, no home, or another process writes the same
         pass
 
@@ -45,13 +49,22 @@ def read(device: torch.device, path: CodePath) -> Stored | None:
     """The verdict on a path, or None without one."""
     key = _key(device, path)
     try:
-        found = json.loads(_file(key).read_text(encoding="utf-8"))
+        with open_file(folder() / _name(key)) as file:
+            found = json.loads(file.read(_LARGEST))
+    except UntrustedError as error:
+        _warn(str(error))
+        return None
     except (OSError, RuntimeError, ValueError):
         return None
     if not isinstance(found, dict) or found.get("key") != key:
         return None
     reason = found.get("reason", 0)
     return Stored(reason) if reason is None or isinstance(reason, str) else None
+
+
+@cache
+def _warn(reason: str) -> None:
+    logger.warning("The verdicts on kernels are not read: %s", reason)
 
 
 def machine(device: torch.device, operator: Operator = "attention") -> str:
@@ -97,5 +110,5 @@ def _key(device: torch.device, path: CodePath) -> list[str]:
     return [machine(device, path.operator), torch.backends.cuda.matmul.fp32_precision, _sources(), repr(tuple(path))]
 
 
-def _file(key: list[str]) -> Path:
-    return folder() / f"{sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+def _name(key: list[str]) -> str:
+    return f"{sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"

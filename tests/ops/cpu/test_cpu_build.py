@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from hf_qknorm.files import cache_folder
 from hf_qknorm.ops.cpu import build
 
-CACHED = (build._why_impossible, build._compiler, build._command, build._digest, build.name, build._load)
+CACHED = (
+    *(build._why_impossible, build._compiler, build._flags, build._command, build._digest, build.name, build._load),
+)
 COMPILER = """#!/bin/sh
 echo "$@" >> {calls}
 case "$*" in *--version*) echo "{version}"; exit 0;; esac
 {rest}
 """
+# A library that is larger than a page
+SMALL = """while [ "$1" != -o ]; do shift; done
+echo 'int filling[9999] = {1};' | c++ -shared -fPIC -x c++ - -o "$2"
+"""
+OTHER_USER = 12345
 
 
 @pytest.fixture
@@ -43,6 +54,10 @@ def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str, versi
     monkeypatch.setenv("CXX", str(script))
     forget()
     return calls
+
+
+def use_small_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return use_compiler(folder, monkeypatch, SMALL)
 
 
 def compilations(calls: Path) -> int:
@@ -119,3 +134,145 @@ def test_a_folder_that_cannot_be_written_is_a_reason(
     assert "NotADirectoryError" in str(build.why_not_built())
     (record,) = caplog.records
     assert "are not available: NotADirectoryError" in record.getMessage()
+
+
+def flip(library: Path) -> None:
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+
+
+def move_behind_a_link(library: Path) -> None:
+    library.symlink_to(library.rename(library.with_name("elsewhere")))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda library: os.truncate(library, 5000),
+    "a bit flipped": flip,
+    "empty": lambda library: library.write_bytes(b""),
+    "a record of another": lambda library: library.with_suffix(".sha256").write_text("9 abc\n"),
+    "no record": lambda library: library.with_suffix(".sha256").unlink(),
+    "no text as record": lambda library: library.with_suffix(".sha256").write_bytes(b"\xff"),
+    "a link": move_behind_a_link,
+    "writable by others": lambda library: library.chmod(0o646),
+    "a record writable by others": lambda library: library.with_suffix(".sha256").chmod(0o664),
+    "of another user": lambda library: os.chown(library, OTHER_USER, -1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_library_that_is_not_as_it_was_compiled_is_compiled_again(
+    damage: str, fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To load the truncated one would end this process."""
+    if damage == "of another user" and os.geteuid() != 0:
+        pytest.skip("needs root")
+    calls = use_small_library(fresh, monkeypatch)
+    assert build.why_not_built() is None
+    library = build._library()
+    DAMAGES[damage](library)
+    forget()
+    assert "not compiled yet" in str(build.why_not_ready())
+    assert compilations(calls) == 1
+    caplog.clear()
+    for _ in range(2):
+        assert build.why_not_built() is None
+        assert build.why_not_ready() is None
+        assert compilations(calls) == 2
+        forget()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert str(library.with_suffix("")) in first
+    assert first.endswith("The library is compiled again")
+    assert second.startswith("Compiling")
+    assert not library.is_symlink()
+
+
+def test_folder_and_files_are_of_this_user_alone(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_library(fresh, monkeypatch)
+    old = os.umask(0)
+    try:
+        assert build.why_not_built() is None
+    finally:
+        os.umask(old)
+    folder = build._library().parent
+    modes = {file.suffix: file.stat().st_mode & 0o777 for file in folder.iterdir()}
+    assert modes[".so"] == modes[".sha256"] == 0o644
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_foreign_folder_is_a_reason(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = use_small_library(fresh, monkeypatch)
+    assert build.why_not_built() is None
+    folder = build._library().parent
+    folder.chmod(0o777)
+    forget()
+    caplog.clear()
+    reason = f"UntrustedError: {folder} has mode 0777, with which other users may write to it"
+    assert str(build.why_unavailable()).startswith(reason)
+    assert str(build.why_not_ready()).startswith(reason)
+    assert str(build.why_not_built()).startswith(reason)
+    assert f"run `chmod go-w {folder}`, or set XDG_CACHE_HOME" in caplog.text
+    folder.chmod(0o755)  # as an earlier version made it
+    forget()
+    assert build.why_not_built() is None
+    assert compilations(calls) == 1
+
+
+def test_copies_of_the_sources_and_of_torch_share_a_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, report = build.name(), build._report()
+    monkeypatch.setattr(build, "SOURCES", shutil.copytree(build.SOURCES, fresh / "copy" / "csrc"))
+    monkeypatch.setattr(torch, "__file__", str(fresh / "torch" / "__init__.py"))
+    forget()
+    assert build.name() == name
+    assert build._report() != report  # a torch without headers is no reason for another
+    (build.SOURCES / "tiles.h").rename(build.SOURCES / "other.h")
+    forget()
+    assert build.name() != name
+
+
+CHANGES = [
+    (torch, "__version__", "9.9"),
+    (torch.version, "git_version", "abc"),
+    (platform, "libc_ver", lambda: ("glibc", "9")),
+    (build, "_flags", lambda: ["-O2"]),
+    (build, "_compiler", lambda: ["echo", "another version"]),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "value"), CHANGES, ids=lambda value: value if type(value) is str else "")
+def test_another_machine_has_another_library(
+    owner: object, name: str, value: object, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = build.name()
+    monkeypatch.setattr(owner, name, value)
+    build._digest.cache_clear()
+    assert build._digest() != before.removeprefix("hf_qknorm_cpu_")
+
+
+def test_libraries_that_nothing_uses_are_removed(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = cache_folder.make_folder()
+    unused, used, mine = (f"hf_qknorm_cpu_{digit * 16}" for digit in "abc")
+    names = [f"{stem}{end}" for stem in (unused, used, mine) for end in (".so", ".sha256", ".lock", ".12345678.txt")]
+    for name in (*names, "hf_qknorm_cpu_notes.so", "mine.so"):
+        (folder / name).touch()
+        os.utime(folder / name, times=(0, 0))
+    (folder / f"{used}.so").touch()  # as when it is loaded
+    monkeypatch.setattr(build, "name", lambda: mine)
+    use_compiler(fresh, monkeypatch, SMALL)
+    monkeypatch.setattr(build, "_reported", lambda: None)
+    assert build.why_not_built() is None
+    left = {file.name for file in folder.iterdir()}
+    assert left == {name for name in names if unused not in name} | {"hf_qknorm_cpu_notes.so", "mine.so"}
+
+
+def test_loading_a_library_marks_it_as_used(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_library(fresh, monkeypatch)
+    assert build.why_not_built() is None
+    now = time.time()
+    for age, kept in ((cache_folder.DAY / 2, True), (2 * cache_folder.DAY, False)):
+        os.utime(build._library(), times=(now - age, now - age))
+        forget()
+        assert build.why_not_built() is None
+        assert (abs(build._library().stat().st_mtime - (now - age)) < 1) == kept

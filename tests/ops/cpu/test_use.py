@@ -19,14 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_qknorm import doctor
 from hf_qknorm.backends import choice
 from hf_qknorm.ops import library
-from hf_qknorm.ops.cpu import attention, build, use
+from hf_qknorm.ops.cpu import attention, build, library_file, use
 from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check
 
 Q = torch.zeros(1, 2, 9, 16)
 MASK = torch.ones(1, 1, 9, 9, dtype=torch.bool)
 NONE = "no C++ compiler was found"
-CACHED = (build._load, build._why_impossible, build._compiler, build._command, build._digest, build.name)
+CACHED = (
+    *(build._load, build._why_impossible, build._compiler, build._flags, build._command, build._digest, build.name),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: Path(path).stat())
+    monkeypatch.setattr(library_file, "CDLL", lambda path: Path(path).stat())  # its operators are loaded
     forget()
     return SimpleNamespace(fault=fault, count=lambda: len(calls.read_text()) // 2 if calls.exists() else 0)
 
@@ -244,23 +246,11 @@ def test_a_folder_that_can_not_be_written_is_a_reason(error, machine, monkeypatc
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(build, "replace_file", fail)
+    monkeypatch.setattr(library_file, "store_library", fail)
     assert str(error) in str(choice.choose(*call(Q, Q, Q)))
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     forget()
     assert "Not a directory" in str(choice.choose(*call(Q, Q, Q)))
-
-
-def test_a_library_that_does_not_load_is_a_reason(machine, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.delenv(use.SWITCH, raising=False)
-    monkeypatch.setattr(use, "_served", set())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(machine.fault.parent))
-    forget()
-    file = build._library()
-    file.parent.mkdir()
-    file.write_bytes(b"\x7fELF, cut off")
-    assert "OSError" in str(choice.choose(*call(Q, Q, Q)))
 
 
 def test_the_build_says_that_it_takes_time(machine, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,7 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_use, "_reasons", {})
     monkeypatch.setattr(first_use, "_absent", set())
     first_use._warn.cache_clear()
+    verdict_files._warn.cache_clear()
 
 
 def asked(**options: Any) -> str | None:
@@ -124,6 +126,46 @@ def test_a_verdict_under_another_name_is_none(checks, monkeypatch):
     restart(monkeypatch)
     asked()
     assert len(checks.paths) == 2
+
+
+@pytest.mark.parametrize("change", [lambda file: file.chmod(0o666), lambda file: file.parent.chmod(0o777)])
+def test_a_verdict_that_others_may_write_is_none(change, checks, monkeypatch, caplog):
+    checks.result = WRONG
+    asked()
+    (file,) = verdict_files.folder().iterdir()
+    file.write_text(file.read_text().partition(', "reason"')[0] + ', "reason": null}')
+    change(file)
+    caplog.clear()
+    for runs in (2, 3 if file.parent.stat().st_mode & 0o2 else 2):
+        restart(monkeypatch)
+        assert asked() is not None
+        assert len(checks.paths) == runs
+    first = caplog.records[0].getMessage()
+    assert first.startswith(f"The verdicts on kernels are not read: {file.parent}")
+    assert "with which other users may write to it" in first
+
+
+@pytest.mark.parametrize("reason", ['"' + "x" * 2**20 + '"', "[" * 10_000], ids=["large", "deep"])
+def test_a_verdict_that_is_no_small_file_is_none(reason, checks, monkeypatch):
+    assert asked() is None
+    (file,) = verdict_files.folder().iterdir()
+    file.write_text(file.read_text().replace("null", reason))
+    restart(monkeypatch)
+    assert asked() is None
+    assert len(checks.paths) == 2
+
+
+def test_old_verdicts_are_removed_when_one_is_written(checks):
+    assert asked() is None
+    (file,) = verdict_files.folder().iterdir()
+    old, other = file.with_name(f"{0:032x}.json"), file.with_name("notes.json")
+    for path in (old, other):
+        path.touch()
+        os.utime(path, times=(0, 0))
+    assert asked(causal=True) is None
+    assert not old.exists()
+    assert file.exists()
+    assert other.exists()
 
 
 def test_a_folder_that_can_not_be_written_is_no_error(checks, monkeypatch, tmp_path):
