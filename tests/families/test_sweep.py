@@ -222,7 +222,7 @@ def test_what_kernels_rotate(case, monkeypatch):
         _, mask, positions, cache, options = rest
         if positions is not None:
             rotary = kernel_rotary(positions, layer.family.rope)
-            expected = layer.family.style.rotate(layer, q, k, k, positions, cache=cache, **options)
+            expected = layer.family.style.rotate(layer, q, k, k, positions, past_key_values=cache, **options)
             for x, y in zip((q, k), expected, strict=False):
                 assert_near(turned(x, rotary), y, 1e-6)
             seen.append(rotary)

@@ -222,7 +222,7 @@ def test_the_bound_covers_queries_scaled_by_position(family):
         positions = None
         if layer.family.style.rotates(layer):
             positions = model.model.rotary_emb(v, places)
-        turned, *_ = layer.family.style.rotate(layer, q, k, v, positions, cache=None, position_ids=places)
+        turned, *_ = layer.family.style.rotate(layer, q, k, v, positions, past_key_values=None, position_ids=places)
         longest = float(turned.norm(dim=-1).max()) / math.sqrt(head_dim)
         assert longest == pytest.approx(scale * rotary_scale(layer), rel=1e-5)
 
