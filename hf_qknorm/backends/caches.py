@@ -109,7 +109,7 @@ def update(cache: Any, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor
 
 def _stored(cache: Any, index: int, new: torch.dtype) -> torch.dtype:
     """The dtype in which a layer stores keys of another: a static one its own, a dynamic one the wider of the two."""
-    layer = cache.layers[index] if _is_plain(cache) and index < len(cache.layers) else None
+    layer: Any = cache.layers[index] if _is_plain(cache) and index < len(cache.layers) else None
     if type(layer) not in PLAIN_LAYERS or not layer.is_initialized:
         return new
     return layer.keys.dtype if isinstance(layer, StaticLayer) else torch.promote_types(layer.keys.dtype, new)
