@@ -2,11 +2,13 @@
 
 A dynamic layer of transformers copies all its keys for each new token. Here it gets room behind its keys, which later
 tokens fill: its keys and values become views of larger tensors. Nothing else writes to these. A layer whose keys are
-not the latest from here, as after `crop` or a choice of beams, is copied first.
+not the latest from here, as after `crop` or a choice of beams, is copied first. It is copied after a step if anyone
+else holds its earlier keys or values, who may edit them.
 """
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -53,7 +55,7 @@ class Room(NamedTuple):
 
     def keep(self) -> None:
         """Let a dynamic layer keep its new tokens, once they are written."""
-        layer, (keys, values, _) = self.layer, self.cache
+        layer, (keys, values, _), free = self.layer, self.cache, self.free
         if layer is None:
             return
         if type(layer) is DynamicSlidingWindowLayer:
@@ -61,7 +63,10 @@ class Room(NamedTuple):
             if keys.shape[2] >= layer.sliding_window:
                 keys, values = (x[:, :, 1 - layer.sliding_window :] for x in (keys, values))
         layer.keys, layer.values = keys, values
-        _latest[layer] = _Latest(ref(keys), ref(values), self.free)
+        own = 1 if keys is self.cache.keys else 2  # a window of them, and all
+        if max(map(_holders, (keys, values))) > own:
+            layer.keys, layer.values, free = _with_room(keys, values, 0)
+        _latest[layer] = _Latest(ref(layer.keys), ref(layer.values), free)
 
 
 def room(cache: Any, index: int, new: Tensor) -> Room | None:
@@ -84,16 +89,30 @@ def room(cache: Any, index: int, new: Tensor) -> Room | None:
 def update(cache: Any, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """A layer's keys and values `[B, Hk, S, D]`, with the new ones `[B, Hk, T, D]` behind the earlier ones.
 
-    It is `cache.update`, which copies no earlier keys where a dynamic layer has room, and nothing needs a gradient.
+    It is `cache.update`, which copies no earlier keys where a dynamic layer has room, and nothing needs a gradient. Of
+    a layer in another dtype, as where autocast begins or ends, the result has the dtype of the new ones.
     """
     into = None if torch.is_grad_enabled() or keys.shape != values.shape else room(cache, index, keys)
     if into is None or into.layer is None:
-        updated: tuple[Tensor, Tensor] = cache.update(keys, values, index)
-        return updated
+        stored = _stored(cache, index, keys.dtype)
+        if stored == keys.dtype:
+            updated: tuple[Tensor, Tensor] = cache.update(keys, values, index)
+            return updated
+        with torch.autocast(keys.device.type, enabled=False):  # which can't join fp16 and bf16
+            all_keys, all_values = cache.update(keys.to(stored), values.to(stored), index)
+        return all_keys.to(keys.dtype), all_values.to(values.dtype)
     count, (all_keys, all_values, _) = keys.shape[2], into.cache
     all_keys[:, :, -count:], all_values[:, :, -count:] = keys, values
     into.keep()
     return all_keys, all_values
+
+
+def _stored(cache: Any, index: int, new: torch.dtype) -> torch.dtype:
+    """The dtype in which a layer stores keys of another: a static one its own, a dynamic one the wider of the two."""
+    layer: Any = cache.layers[index] if _is_plain(cache) and index < len(cache.layers) else None
+    if type(layer) not in PLAIN_LAYERS or not layer.is_initialized:
+        return new
+    return layer.keys.dtype if isinstance(layer, StaticLayer) else torch.promote_types(layer.keys.dtype, new)
 
 
 def _is_plain(cache: Any) -> bool:
@@ -116,22 +135,44 @@ def _behind(layer: DynamicLayer, new: Tensor) -> Room:
     latest, keys, values, count = _latest.get(layer), layer.keys, layer.values, new.shape[2]
     frozen = keys.is_inference() and not torch.is_inference_mode_enabled()  # it can't be written to
     if latest is None or latest.keys() is not keys or latest.values() is not values or latest.free < count or frozen:
-        rows = keys.shape[2] + max(count, min(max(keys.shape[2] // SHARE, LEAST_ROOM), MOST_ROOM))
-        rows += -rows % ALIGNED
-        free = rows - keys.shape[2]
-        keys, values = (_copy(x, rows) for x in (keys, values))
+        keys, values, free = _with_room(keys, values, count)
     else:
         free = latest.free
+    return Room(LayerCache(_grown(keys, count), _grown(values, count)), layer, free - count)
+
+
+def _with_room(keys: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
+    """Copies of keys and values `[B, Hk, S, D]`, and the number of free rows behind them: `count` at least."""
     batch, heads, filled, head_dim = keys.shape
-    size = batch, heads, filled + count, head_dim
-    grown = LayerCache(keys.as_strided(size, keys.stride()), values.as_strided(size, values.stride()))
-    return Room(grown, layer, free - count)
+    rows = filled + max(count, min(max(filled // SHARE, LEAST_ROOM), MOST_ROOM))
+    rows += -rows % ALIGNED
+    keys, values = (x.new_empty(batch, heads, rows, head_dim)[:, :, :filled].copy_(x).data for x in (keys, values))
+    return keys, values, rows - filled
 
 
-def _copy(x: Tensor, rows: int) -> Tensor:
-    """x `[B, Hk, S, D]` in another place, with free rows behind it up to `rows` in all."""
+def _grown(x: Tensor, count: int) -> Tensor:
+    """x `[B, Hk, S, D]` with `count` more rows of its memory.
+
+    Its version counter is its own: a graph over x stays valid when these rows are written.
+    """
     batch, heads, filled, head_dim = x.shape
-    return x.new_empty(batch, heads, rows, head_dim)[:, :, :filled].copy_(x)
+    return x.as_strided((batch, heads, filled + count, head_dim), x.stride()).data
+
+
+def _holders(x: Tensor) -> int:
+    """The number of tensors, in Python or a graph, that share the memory of x, x included."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1  # the storage's own object
+
+
+def _reduced(layer: DynamicLayer) -> Any:
+    """A layer for copy and pickle, without its room."""
+    if _latest.pop(layer, None) is not None:
+        layer.keys, layer.values = (x.clone(memory_format=torch.contiguous_format) for x in (layer.keys, layer.values))
+    return layer.__reduce_ex__(2)
+
+
+for _kind in (DynamicLayer, DynamicSlidingWindowLayer):
+    copyreg.pickle(_kind, _reduced)
 
 
 def is_empty(cache: Any, index: int) -> bool:

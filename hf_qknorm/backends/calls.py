@@ -47,6 +47,7 @@ def call_operator(
 
     `operator` is `library.attention` or `library.fused_attention`. Returns the output `[B, T, H, D]`, and no weights.
     """
+    heads = _in_one_dtype(heads)
     q, k, v = heads[:3]
     refuse_unsupported(kwargs)
     seen = structure(module, q, k, v, attention_mask, kwargs)
@@ -60,6 +61,16 @@ def call_operator(
     )
     out = out if out.shape[-1] == width else out[..., :width]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _in_one_dtype(heads: Heads) -> Heads:
+    """The heads in autocast's dtype if theirs differ, as with a cache in another one: SDPA gets them so as well."""
+    q, k, v = heads[:3]
+    device = q.device.type
+    if q.dtype == k.dtype == v.dtype or not torch.is_autocast_enabled(device):
+        return heads
+    dtype = torch.get_autocast_dtype(device)
+    return heads._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
 
 
 def _pad_to_widest(heads: Heads) -> Heads:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hf_qknorm.ops import operators
 from hf_qknorm.ops.checks import refuse_forward_mode
@@ -100,7 +101,10 @@ def _call_without_gradient(operator: Operator, values: Values) -> Any:
     """Call an operator that writes to a cache. Raises ValueError if a tensor, such as a gain, requires a gradient."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values.values()):
         raise ValueError("writing to a cache has no gradient: call it under torch.no_grad(), or use norm_rope")
-    return _call(operator, values)
+    results = _call(operator, values)
+    if not torch.compiler.is_compiling():  # kernels write by address: a graph over the cache's tensors is stale now
+        increment_version([x for x in map(values.get, LayerCache._fields) if x is not None])
+    return results
 
 
 def _fused(heads: Heads, visible: Visible, options: Options, *, statistics: bool) -> tuple[Tensor, ...]:

@@ -218,3 +218,26 @@ def test_generation_that_chooses_among_tokens(choice: dict[str, int]) -> None:
     assert torch.equal(found[0].sequences, found[1].sequences)
     for got, expected in zip(found[0].scores, found[1].scores, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("backend", ["hf_qknorm_triton", "sdpa"])
+def test_a_graph_over_kept_keys_sees_the_next_step(backend: str, kind: str) -> None:
+    """It stays valid over those of a dynamic cache, and is refused over those of a static one, as by transformers."""
+    model = patched("llama", "qk_norm")
+    model.set_attn_implementation(backend)
+    cache, tokens = caches(model.config)[kind], batch("plain")["input_ids"]
+    with torch.no_grad():
+        for piece in tokens[:, :8].split([6, 1, 1], 1):
+            model(piece, past_key_values=cache)
+    kept = cache.layers[0].keys
+    weight, expected = torch.zeros_like(kept, requires_grad=True), kept.clone()
+    result = (kept * weight).sum()
+    with torch.no_grad():
+        model(tokens[:, 8:9], past_key_values=cache)
+    if kind == "static":
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.backward()
+    else:
+        result.backward()
+        assert torch.equal(weight.grad, expected)

@@ -1,0 +1,119 @@
+"""A cache that is filled in one dtype and continued in another, with autocast and without."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from error_budget import assert_within_budget
+from slow import slow_but
+from tables import assert_near, make_batch, real, sharp_model
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
+
+pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
+from kernel_models import DEVICE
+
+from hf_qknorm import logit_statistics, patch_model
+from hf_qknorm.backends.functions import REGISTERED
+from hf_qknorm.ops.cpu import build
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+PIECES = (9, 1, 2)  # past the window of 8
+DTYPES = {  # autocast's for each piece; None without it
+    "fp32, then bf16": (None, BRAIN, BRAIN),
+    "bf16, then fp32": (BRAIN, None, None),
+    "fp32, then fp16": (None, HALF, HALF),
+    "bf16, then fp16": (BRAIN, HALF, HALF),
+    "in turns": (BRAIN, None, BRAIN),
+}
+CACHES: dict[str, Any] = {
+    "dynamic": lambda config: DynamicCache(),
+    "sliding": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(LlamaConfig(num_hidden_layers=1), max_cache_len=32),
+    "static, sliding": lambda config: StaticCache(config, max_cache_len=32),
+}
+HERE = DEVICE == "cpu" and build.why_unavailable() is None and os.environ.get("HF_QKNORM_CPU") != "0"
+BACKENDS = [name for name in REGISTERED if HERE or name != "hf_qknorm_cpu"]
+CASES, STATIC = (
+    list(product(BACKENDS, DTYPES, ("plain", "left"), caches))
+    for caches in (("dynamic", "sliding"), ("static", "static, sliding"))
+)
+INTERPRETED = ("hf_qknorm_triton", "fp32, then bf16", "left", "sliding")  # the others take seconds
+
+
+def model_of(scheme: str | None, backend: str) -> PreTrainedModel:
+    """A model with a window; with the scheme None it is not patched."""
+    model = sharp_model("mistral", num_hidden_layers=1)
+    model = model if scheme is None else patch_model(model, scheme)
+    model.set_attn_implementation(backend)
+    return model.to(DEVICE)
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, dtypes: tuple[Any, ...], kind: str, cache: str) -> Tensor:
+    """The logits of the tokens that are no padding, in pieces that continue a cache."""
+    batch = make_batch(kind, labels=False)
+    tokens, mask = (x[:, : sum(PIECES)].to(DEVICE) for x in (batch["input_ids"], real(batch)))
+    filled, logits, end = CACHES[cache](model.config), [], 0
+    for piece, dtype in zip(tokens.split(PIECES, 1), dtypes, strict=True):
+        end += piece.shape[1]
+        with nullcontext() if dtype is None else torch.autocast(DEVICE, dtype):
+            logits.append(model(piece, attention_mask=mask[:, :end].long(), past_key_values=filled).logits)
+        assert logits[-1].dtype == (dtype or model.dtype)
+    return torch.cat([x.to(model.dtype) for x in logits], 1)[mask]
+
+
+@pytest.mark.parametrize(
+    ("backend", "order", "kind", "cache"),
+    slow_but([INTERPRETED, *(case for case in CASES if case[0] != INTERPRETED[0])], CASES),
+)
+def test_logits_are_as_exact_as_without_the_patch(backend: str, order: str, kind: str, cache: str) -> None:
+    exact = logits_of(model_of(None, "eager").double(), (None,) * len(PIECES), kind, cache)
+    got = logits_of(model_of("none", backend), DTYPES[order], kind, cache)
+    for theirs in ("eager", "sdpa"):
+        expected = logits_of(model_of(None, theirs), DTYPES[order], kind, cache)
+        assert_within_budget(got, exact, expected, theirs)
+
+
+@pytest.mark.parametrize(
+    ("backend", "order", "kind", "cache"),
+    slow_but([case for case in STATIC if case[0] != INTERPRETED[0]], STATIC),
+)
+def test_a_static_cache_keeps_its_dtype_and_takes_another(backend: str, order: str, kind: str, cache: str) -> None:
+    """transformers refuses most of these."""
+    exact = logits_of(model_of(None, "eager").double(), (None,) * len(PIECES), kind, "dynamic")
+    expected = logits_of(model_of(None, "sdpa"), DTYPES[order], kind, "dynamic")
+    assert_within_budget(logits_of(model_of("none", backend), DTYPES[order], kind, cache), exact, expected)
+
+
+@pytest.mark.parametrize("backend", ["hf_qknorm", "hf_qknorm_tiled", "sdpa"])
+def test_logits_may_be_watched(backend: str) -> None:
+    found = []
+    for name in ("hf_qknorm_eager", backend):
+        model = model_of("qk_norm", name)
+        with logit_statistics(model) as statistics:
+            logits_of(model, DTYPES["fp32, then bf16"], "left", "dynamic")
+        found.append(*statistics.values())
+    assert_near(found[1].max_logit, found[0].max_logit, 0.01)
+    assert_near(found[1].entropy, found[0].entropy, 0.01)
+
+
+@pytest.mark.parametrize("backend", ["hf_qknorm", "hf_qknorm_tiled"])
+def test_a_model_without_the_patch_has_keys_of_another_dtype_under_autocast(backend: str) -> None:
+    """Its RoPE gives fp32; the values are in autocast's dtype."""
+    batch = {name: x.to(DEVICE) for name, x in make_batch("left").items()}
+    exact = model_of(None, "eager").double()(**batch).logits[real(batch)].detach()
+    logits = []
+    for name in ("sdpa", backend):
+        model = model_of(None, name)
+        with torch.autocast(DEVICE, BRAIN):
+            result = model(**batch, use_cache=False)
+        result.loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        logits.append(result.logits[real(batch)].detach())
+    assert_within_budget(logits[1], exact, logits[0])
