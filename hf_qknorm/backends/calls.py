@@ -83,7 +83,10 @@ def _pad_to_widest(heads: Heads) -> Heads:
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Raise ValueError for arguments of some models' attention that would change the result."""
     if arguments.get("cache") is not None:
-        raise ValueError("hf_qknorm attention does not support the argument 'cache'")
+        raise ValueError(
+            "hf_qknorm attention does not support the argument 'cache', a paged cache for continuous batching: call "
+            "generate, or without a cap set_attn_implementation('sdpa') before"
+        )
 
 
 def is_ranges(mask: Tensor) -> bool:

@@ -27,6 +27,7 @@ from hf_qknorm.model.attention import install, modelling_file, patched_layers
 from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.config_owners import config_owners
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
+from hf_qknorm.model.continuous_batching import check_continuous_batching
 from hf_qknorm.model.head_bias import HeadBias
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
@@ -110,6 +111,11 @@ class QKNormModel(_Model):
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return cls.base_class._can_set_experts_implementation()
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin as transformers does, for `generate_batch` too; raises ValueError for what it can't run."""
+        check_continuous_batching(self)
+        return super().init_continuous_batching(*args, **kwargs)
 
     def save_pretrained(
         self,

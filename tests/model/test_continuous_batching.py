@@ -1,0 +1,111 @@
+"""transformers' continuous batching gives the tokens of `generate`, or is refused before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tables import applies, randomise, sharp_model
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+from hf_qknorm import SCHEMES, Scheme, patch_model
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.model.attention import patched_layers
+
+NEW = 6
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+PROMPTS = [[(7 * i + n) % 60 + 3 for i in range(n)] for n in (5, 2, 14, 1)]  # the window is 8
+NORMS = SCHEMES["qk_norm"]
+TRIED = {name: scheme for name, scheme in SCHEMES.items() if scheme.softcap is None} | {
+    "knee": Scheme(q="auto", k="auto", v="auto", knee=4.0),
+    "all heads": replace(NORMS, width="all"),
+    "temperature": replace(NORMS, temperature="learned"),
+    "length scale": replace(NORMS, length_scale=8),
+}
+TYPES = ("gpt2", "gpt_neox", "llama", "mistral")
+CASES = [(t, name) for t in TYPES for name, scheme in TRIED.items() if applies(t, scheme)]
+
+
+def model_of(model_type: str, scheme: str | Scheme, backend: str | None) -> PreTrainedModel:
+    model = sharp_model(model_type)
+    if model_type in ("gpt2", "gpt_neox"):  # their own configs lack it, and all heads have keys
+        vars(model.config).pop("num_key_value_heads", None)
+    return randomise(patch_model(model, scheme, attn_implementation=backend))
+
+
+def tokens_of(model: PreTrainedModel, config: ContinuousBatchingConfig | None = None) -> list[list[int]]:
+    config = config or ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64)
+    results = model.generate_batch(
+        inputs=PROMPTS, generation_config=GenerationConfig(**GREEDY), continuous_batching_config=config, warmup=False
+    ).values()
+    assert [result.error for result in results] == [None] * len(PROMPTS)
+    return [result.generated_tokens for result in results]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize(("model_type", "scheme"), CASES)
+def test_it_gives_the_tokens_of_generate(model_type: str, scheme: str, backend: str) -> None:
+    model = model_of(model_type, TRIED[scheme], backend)
+    expected = [model.generate(torch.tensor([x]), **GREEDY)[0, len(x) :].tolist() for x in PROMPTS]
+    assert len({token for tokens in expected for token in tokens}) >= len(PROMPTS)  # else a wrong mask may not show
+    assert tokens_of(model) == expected
+    assert model.config._attn_implementation == backend
+
+
+REFUSED: dict[str, tuple[str, Any, str, str]] = {
+    "cap": (
+        "llama",
+        "soft_cap",
+        "eager",
+        r"drops the cap on the attention logits \(softcap=50\) \(layer model.layers.0",
+    ),
+    "cap of a fused backend": ("llama", "qk_norm_cap", "hf_qknorm", "drops the cap"),
+    "the model's own cap": ("gemma2", "qk_norm", "eager", "drops the cap"),
+    "sinks": ("llama", replace(NORMS, sinks="learned"), "eager", r"drops the learned sinks \(sinks='learned'\)"),
+    "attention of its own": ("bloom", "qk_norm", "eager", "BloomAttention has no paged cache"),
+    "position bias": ("doge", "none", "eager", "drops the position bias"),
+    "latent attention": ("deepseek_v3", "qk_norm", "sdpa", "holds 4 heads of 8, and .* 4 keys of 24 and values of 12"),
+    "arguments dropped": ("nemotron", "qk_norm", "sdpa", "does not pass the paged cache on"),
+    "own backend": ("llama", "qk_norm", "hf_qknorm", "hf_qknorm.* is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_before_it_starts(case: str) -> None:
+    model_type, scheme, backend, message = REFUSED[case]
+    model = model_of(model_type, scheme, backend).train()
+    watch = ((lambda *heads: None),)
+    for layer in patched_layers(model).values():
+        layer.observers = watch
+    with pytest.raises(ValueError, match=message):
+        model.init_continuous_batching(generation_config=GenerationConfig(**GREEDY))
+    assert model.config._attn_implementation == backend
+    assert all(module.training for module in model.modules())
+    assert all(layer.observers == watch for layer in patched_layers(model).values())
+
+
+def test_a_capped_layer_names_the_way_out() -> None:
+    """As in a multimodal model, whose own class checks nothing."""
+    model = model_of("llama", "qk_norm_cap", None)
+    with pytest.raises(ValueError, match="a paged cache .* call generate"):
+        model(torch.tensor([PROMPTS[0]]), cache=object())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_no_type_ends_in_the_worker_thread(backend: str) -> None:
+    """Each type generates the tokens of `generate`, or is refused."""
+    ran = []
+    for model_type in FAMILIES:
+        scheme = "qk_norm" if applies(model_type, NORMS) else "none"
+        try:
+            model = model_of(model_type, scheme, backend)
+            expected = [model.generate(torch.tensor([x]), **GREEDY)[0, len(x) :].tolist() for x in PROMPTS]
+            model.init_continuous_batching(generation_config=GenerationConfig(**GREEDY))
+        except (ValueError, KeyError, AttributeError, RuntimeError):  # no language model, or not this backend
+            continue
+        assert tokens_of(model) == expected, model_type
+        ran.append(model_type)
+    assert len(ran) > 60, ran
