@@ -14,6 +14,7 @@ from accelerate import dispatch_model
 from tables import LENGTH, assert_near, fingerprint, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.models.bamba.modeling_bamba import BambaMixer
 
 from hf_qknorm import patch_model, unpatch_model
 
@@ -23,7 +24,14 @@ EXACT = 1e-13
 
 @pytest.fixture(autouse=True)
 def mixers_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    forward = BambaMixer.forward
+
+    def exactly(*args: Any, **kwargs: Any) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "float", Tensor.double)
+            return forward(*args, **kwargs)
+
+    monkeypatch.setattr(BambaMixer, "forward", exactly)
 
 
 def made(scheme: str) -> PreTrainedModel:
