@@ -47,7 +47,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "axk1": Family("AXK1Attention", latent.DEEPSEEK_V3, latent=True, rope=None),
     "axk2": Family("AXK2Attention", indexed.AXK2, latent=True, rope=None),
     "bailing_hybrid": Family("BailingHybridAttention", latent.BAILING, latent=True, rope=None),
-    "bamba": Family("BambaAttention", separate.LLAMA),
+    "bamba": Family("BambaAttention", separate.LLAMA, restarts="BambaModel"),
     "bart": Family("BartAttention", seq2seq.BART, "layer", "", None, causal="!is_encoder_decoder"),
     "beam": Family("BeamAttention", gated.BEAM, rope=None, own_norms=True, slides=by_layer),
     "bert": Family("BertSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),

@@ -47,6 +47,8 @@ class Family:
     `latent`: it caches a latent, and projects keys and values from it. `causal`: no token attends to later tokens.
     For `own_norms` and `causal` a string names the switch in the model's config; for `causal`, "!name" is its opposite.
     `slides` tells whether a layer attends through the config's sliding window.
+    `restarts` names the model class that, without `position_ids`, numbers the tokens of each call from 0, also those
+    behind a cache: patched, it counts the cached tokens (`model/positions.py`). "" in other types.
     `unsupported` returns the reason why a model with a given config can't be patched, or None. Cross-attention is
     refused for a style without `project_across`.
     """
@@ -62,6 +64,7 @@ class Family:
     latent: bool = False
     causal: bool | str = True
     slides: Callable[[Any], bool] = nowhere
+    restarts: str = ""
     unsupported: Callable[[Any], str | None] | None = None
 
     def has_norms(self, config: Any) -> bool:

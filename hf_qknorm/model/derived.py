@@ -23,6 +23,7 @@ from hf_qknorm.backends import functions
 from hf_qknorm.families import FAMILIES, check_scheme, known_families
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.names import REPORT
+from hf_qknorm.model.accelerate_hooks import set_module_class
 from hf_qknorm.model.attention import install, modelling_file, patched_layers
 from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.config_owners import config_owners
@@ -31,6 +32,7 @@ from hf_qknorm.model.continuous_batching import check_continuous_batching
 from hf_qknorm.model.head_bias import HeadBias
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.model.positions import CountsCached
 from hf_qknorm.model.record import load_record, write_record
 from hf_qknorm.model.tensor_parallel import plan_norms
 from hf_qknorm.standalone.generate import set_auto_map
@@ -183,7 +185,7 @@ def use_derived_classes(model: PreTrainedModel) -> None:
 
 def set_model_class(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
     """Set a model's class, and register its recordable outputs (`output_hidden_states`) for that class."""
-    model.__class__ = cls
+    set_module_class(model, cls)
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), model._can_record_outputs)
 
 
@@ -211,7 +213,8 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
     model_type = base.config_class.model_type
     config_class = derived_config(model_type)
     namespace = {"base_class": base, "config_class": config_class, "__module__": __name__}
-    derived = type(f"{PREFIX}{base.__name__}", (QKNormModel, base), namespace)
+    counts = (CountsCached,) if FAMILIES[model_type].restarts == base.__name__ else ()
+    derived = type(f"{PREFIX}{base.__name__}", (QKNormModel, *counts, base), namespace)
     # Checkpoints hold Mixtral's experts apart, and GPT-NeoX's head under another name: convert them as the base does.
     for own, name in ((model_type, config_class.model_type), (base.__name__, derived.__name__)):
         conversion = get_checkpoint_conversion_mapping(own)

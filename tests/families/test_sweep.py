@@ -179,6 +179,19 @@ def test_norm_and_cap(case, tmp_path):
 
 
 @torch.no_grad()
+def test_steps_without_positions(case):
+    """They continue the count of the cached tokens."""
+    model, ids = made(case), make_batch("plain", labels=False)["input_ids"]
+    patch_model(model, "qk_norm_cap" if takes(case, "qk_norm_cap") else "soft_cap")
+    prompt = model(ids[:, :8], use_cache=True)
+    if "past_key_values" not in prompt or case in CHANCE:
+        pytest.skip("it returns no cache, or selects keys by chance")
+    cache = {"past_key_values": prompt.past_key_values, "use_cache": True}
+    steps = [model(token, **cache).logits for token in ids[:, 8:].split(1, 1)]
+    assert_near(torch.cat(steps, 1), model(ids, use_cache=False).logits[:, 8:], TOLERANCE)
+
+
+@torch.no_grad()
 def test_knees_are_saved_and_loaded(case, tmp_path):
     if not takes(case, "qk_norm"):
         pytest.skip("takes no norms")
