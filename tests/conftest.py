@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -50,6 +51,19 @@ def _own_log_level() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Heed signals, also where the suite ignores SIGINT or SIGHUP: in the background, and under nohup."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -46,21 +45,13 @@ def places(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(autouse=True)
-def _default_signal_handlers() -> Iterator[None]:
-    """Set the default handlers: tests that run under nohup ignore SIGHUP."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in {*STOPS.values()} - {signal.SIGINT}}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def stopped(arguments: list[str], capsys) -> tuple[int, str]:
     status = cli.main(arguments)
     return status, capsys.readouterr().err.rpartition("hf-qknorm: ")[2]
 
 
 @posix
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", STOPS.values(), ids=STOPS)
 def test_an_interrupted_conversion_leaves_the_destination_unchanged(places, capsys, monkeypatch, number):
     monkeypatch.setattr(checkpoint.Weights, "rewrite", stopping(number))
@@ -81,6 +72,7 @@ def test_an_interrupted_conversion_leaves_the_destination_unchanged(places, caps
 
 
 @posix
+@pytest.mark.usefixtures("default_signals")
 def test_an_interrupted_command_names_the_files_that_it_wrote(places, capsys, monkeypatch):
     monkeypatch.setattr(commands, "check_push", lambda *_, **__: None)
     monkeypatch.setattr(commands, "push_to_hub", stopping())

@@ -56,8 +56,9 @@ def run_stage(stage: Stage, log: Path, limit: float) -> Outcome:
         begin = file.tell()
         file.flush()
         process = subprocess.Popen(
-            command, cwd=ROOT, env=stage.environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, cwd=ROOT, env=stage.environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=heed_interrupts,
+        )  # fmt: skip
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -66,6 +67,11 @@ def run_stage(stage: Stage, log: Path, limit: float) -> Outcome:
     seconds = time.monotonic() - start
     outcome = "too long" if code is None else "failed" if code else "passed"
     return Outcome(stage.name, outcome, seconds, limit, last_line(log, begin))
+
+
+def heed_interrupts() -> None:
+    """End at SIGINT, which a run in the background ignores, and its children with it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

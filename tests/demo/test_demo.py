@@ -77,6 +77,7 @@ def check_checkpoint(folder: Path, report: dict) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+@pytest.mark.usefixtures("default_signals")
 def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
     """Ctrl-C after two steps of the second run: the first is whole, and the second has its first two steps."""
     measure = demo_run._measure
@@ -101,6 +102,7 @@ def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+@pytest.mark.usefixtures("default_signals")
 def test_a_demo_that_is_interrupted_before_its_conversion_changes_nothing(here, capsys, monkeypatch):
     monkeypatch.setattr(demo_run.subprocess, "run", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     assert cli.main(DEMO) == 130
