@@ -1,16 +1,19 @@
 """One of two processes that train and calibrate a model together.
 
-Without a step: each case is run data-parallel, sharded by FSDP2 and through accelerate, and calibrated; rank 0 writes
-what came of it into the folder, and both train with Trainer. They then start over, and rank 1 dies after step 5, as a
-worker does that is killed. With a step both go on from the checkpoint of that step.
+Each case is run data-parallel, sharded by FSDP2 and through accelerate, and calibrated; rank 0 writes the results into
+the folder. Three tasks train with Trainer: without harm, with a rank 1 that is killed after step 5, and from the last
+checkpoint of that run.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,7 +54,7 @@ CALIBRATIONS: dict[str, dict[str, Any]] = {
     "fit": {"method": "fit", "steps": 4},
     "fit_qk": {"method": "fit_qk", "steps": 4},
 }
-SHARDED_CALIBRATIONS = ("searched", "moments")
+SHARDED_CALIBRATIONS = list(product(("searched", "moments"), ("shared", "per head")))
 FSDP2_YAML = Path(__file__).parents[2] / "recipes" / "accelerate" / "fsdp2.yaml"
 WORLD = 2
 STEPS, SAVED, KILLED = 8, 3, 5
@@ -116,6 +119,9 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+SHARDED_WAYS = ("FSDP2", "accelerate")
+
+
 class Die(TrainerCallback):
     """Kills this process during a run."""
 
@@ -131,69 +137,84 @@ def train(folder: Path, **options: Any) -> Any:
     return trainer(model, folder, **{**settings, **options})
 
 
-def run_cases(folder: Path, rank: int) -> None:
-    for case in CASES:
-        for way, wrap in WAYS.items():
-            model = wrap(made(case))
-            losses = backward(model, rank)
-            dist.all_reduce(losses)
-            found = {**gradients(model), "loss": losses / WORLD}
-            if way != "DDP":
-                state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-                if rank == 0:  # the other ranks' state is empty
-                    model.save_pretrained(folder / f"{case} {way}", state_dict=state, max_shard_size="20KB")
-            if rank == 0:
-                save_file(found, folder / f"{case} {way}.safetensors")
+def run_case(case: str, folder: Path, rank: int) -> None:
+    for way, wrap in WAYS.items():
+        model = wrap(made(case))
+        losses = backward(model, rank)
+        dist.all_reduce(losses)
+        found = {**gradients(model), "loss": losses / WORLD}
+        if way != "DDP":
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            if rank == 0:  # the other ranks' state is empty
+                model.save_pretrained(folder / f"{case} {way}", state_dict=state, max_shard_size="20KB")
+        if rank == 0:
+            save_file(found, folder / f"{case} {way}.safetensors")
+
+
+def run_adapter(folder: Path, rank: int) -> None:
     model = DistributedDataParallel(adapted())
     backward(model, rank)
     if rank == 0:
         save_file(gradients(model), folder / "adapter.safetensors")
 
 
-def run_calibrations(folder: Path, rank: int) -> None:
-    for name, options in CALIBRATIONS.items():
-        for kind, data in {
-            "dealt": calibration_batches()[rank::WORLD],
-            "same": calibration_batches(),
-        }.items():
-            model = DistributedDataParallel(made("shared"))
-            report = calibrate(model, data, max_tokens=4 * 24, **options)
-            (folder / f"{name} {kind} {rank}.json").write_text(repr(report))
-            loss = backward(model, rank)
-            save_file(
-                {**model.module.state_dict(), "loss": loss, "gradient": model.module.lm_head.weight.grad},
-                folder / f"{name} {kind} {rank}.safetensors",
-            )
-    for name in SHARDED_CALIBRATIONS:
-        for way, wrap in WAYS.items():
-            if way == "DDP":
-                continue
-            for case in ("shared", "per head"):
-                model = wrap(made(case))
-                data = calibration_batches()[rank::WORLD]
-                report = calibrate(model, data, max_tokens=4 * 24, **CALIBRATIONS[name])
-                (folder / f"{name} {case} {way} {rank}.json").write_text(repr(report))
-                state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-                backward(model, rank)
-                if rank == 0:
-                    model.save_pretrained(folder / f"{name} {case} {way} calibrated", state_dict=state)
+def run_calibration(name: str, folder: Path, rank: int) -> None:
+    for kind, data in {"dealt": calibration_batches()[rank::WORLD], "same": calibration_batches()}.items():
+        model = DistributedDataParallel(made("shared"))
+        report = calibrate(model, data, max_tokens=4 * 24, **CALIBRATIONS[name])
+        (folder / f"{name} {kind} {rank}.json").write_text(repr(report))
+        loss = backward(model, rank)
+        save_file(
+            {**model.module.state_dict(), "loss": loss, "gradient": model.module.lm_head.weight.grad},
+            folder / f"{name} {kind} {rank}.safetensors",
+        )
 
 
-def main(path: str, step: str | None = None) -> None:
-    torch.set_num_threads(1)
-    folder = Path(path)
-    rank = int(os.environ["RANK"])
-    if step is None:
-        Accelerator(cpu=True)  # starts the group
-        run_cases(folder, rank)
-        run_calibrations(folder, rank)
-        unharmed = train(folder / "whole")
-        unharmed.train()
-        unharmed.save_model(folder / "whole")
-        doomed = train(folder / "parts", save_strategy="steps", save_steps=SAVED)
-        doomed.add_callback(Die())
-        doomed.train()
-        raise SystemExit("rank 0 has finished a run whose other half is dead")
-    resumed = train(folder / "parts", save_strategy="steps", save_steps=SAVED)
-    resumed.train(resume_from_checkpoint=str(folder / "parts" / f"checkpoint-{step}"))
+def run_sharded_calibration(name: str, case: str, folder: Path, rank: int) -> None:
+    for way in SHARDED_WAYS:
+        model = WAYS[way](made(case))
+        report = calibrate(model, calibration_batches()[rank::WORLD], max_tokens=4 * 24, **CALIBRATIONS[name])
+        (folder / f"{name} {case} {way} {rank}.json").write_text(repr(report))
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        backward(model, rank)
+        if rank == 0:
+            model.save_pretrained(folder / f"{name} {case} {way} calibrated", state_dict=state)
+
+
+def run_unharmed(folder: Path, rank: int) -> None:
+    unharmed = train(folder / "whole")
+    unharmed.train()
+    unharmed.save_model(folder / "whole")
+
+
+def run_killed(folder: Path, rank: int) -> None:
+    doomed = train(folder / "parts", save_strategy="steps", save_steps=SAVED)
+    doomed.add_callback(Die())
+    doomed.train()
+    raise SystemExit("rank 0 has finished a run whose other half is dead")
+
+
+def run_resumed(folder: Path, rank: int) -> None:
+    if rank == 0:
+        shutil.copytree(folder / "parts", folder / "resumed parts")
+    dist.barrier()
+    resumed = train(folder / "resumed parts", save_strategy="steps", save_steps=SAVED)
+    resumed.train(resume_from_checkpoint=str(folder / "resumed parts" / f"checkpoint-{SAVED}"))
     resumed.save_model(folder / "resumed")
+
+
+TASKS: dict[str, Callable[[Path, int], None]] = {
+    **{case: partial(run_case, case) for case in CASES},
+    "adapter": run_adapter,
+    **{name: partial(run_calibration, name) for name in CALIBRATIONS},
+    **{f"{name} {case}": partial(run_sharded_calibration, name, case) for name, case in SHARDED_CALIBRATIONS},
+    "unharmed": run_unharmed,
+    "killed": run_killed,
+    "resumed": run_resumed,
+}
+EXPECTED = {"killed": (1, -9)}
+
+
+def main(task: str, folder: str) -> None:
+    Accelerator(cpu=True)  # starts the group
+    TASKS[task](Path(folder), dist.get_rank())

@@ -1,24 +1,31 @@
-"""Two processes that work together, as two GPUs would: forked from one that has imported what both need."""
+"""Two processes that work together, as two GPUs would: a pair for each task, forked from a process with all imports."""
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
-import json
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import seeds  # noqa: F401  # the ranks draw what the test draws
+import torch
+import torch.distributed as dist
 from filelock import FileLock
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-PATIENCE = 240  # seconds
+PATIENCE = 240  # seconds for a task
+GRACE = 5  # seconds for a rank whose partner has failed
 
 
 def run_once(factory: pytest.TempPathFactory, name: str, run: Callable[[Path], None]) -> Path:
@@ -33,38 +40,71 @@ def run_once(factory: pytest.TempPathFactory, name: str, run: Callable[[Path], N
     return folder
 
 
-def run_pair(script: str, *arguments: object, expected: tuple[int, int] = (0, 0)) -> None:
-    """Call `main` of a script of this folder as ranks 0 and 1; fail unless they end with the exit codes `expected`."""
-    command = [sys.executable, __file__, script, *map(str, arguments)]
+def run_pairs(script: str, folder: Path, tasks: Sequence[str]) -> None:
+    """Call `main(task, folder)` of a script of this folder as ranks 0 and 1, for one task after the other.
+
+    A pair that fails leaves a report for `of_task`, and the other tasks run. It fails unless its ranks end with the
+    exit codes in the script's `EXPECTED`, 0 and 0 by default.
+    """
+    command = [sys.executable, __file__, script, str(folder), *tasks]
     run = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-6000:]
-    codes = tuple(json.loads(run.stdout.splitlines()[-1]))
-    assert codes == expected, f"exit codes {codes}, expected {expected}:\n{run.stderr[-12000:]}"
 
 
-def fork_pair(script: str, arguments: list[str]) -> list[int | None]:
-    """The exit codes of both ranks."""
-    work = importlib.import_module(script).main
+def of_task(folder: Path, task: str) -> Path:
+    """The folder of `run_pairs`; fails with the report of both ranks if the task's pair failed."""
+    report = folder / f"{task}.failed"
+    if report.exists():
+        pytest.fail(report.read_text(), pytrace=False)
+    return folder
+
+
+def run_pair(main: Callable[[str, str], None], task: str, folder: str, expected: tuple[int, int]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), WORLD_SIZE="2")
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(rank, work, arguments)) for rank in range(2)]
+    logs = [Path(folder, f"{task}.{rank}.log") for rank in range(2)]
+    ranks = [fork.Process(target=run_rank, args=(rank, logs[rank], main, task, folder)) for rank in range(2)]
     for rank in ranks:
         rank.start()
-    for rank in ranks:
-        rank.join(PATIENCE)
-        rank.kill()
-        rank.join()
-    return [rank.exitcode for rank in ranks]
+    wait_for(ranks, expected)
+    codes = tuple(rank.exitcode for rank in ranks)
+    if codes != expected:
+        ends = [f"-- rank {rank}:\n{log.read_text(errors='replace')[-8000:]}" for rank, log in enumerate(logs)]
+        report = "\n".join([f"{task}: exit codes {codes}, expected {expected}", *ends])
+        Path(folder, f"{task}.failed").write_text(report)
 
 
-def run_rank(rank: int, work: Callable[..., None], arguments: list[str]) -> None:
+def wait_for(ranks: list[Any], expected: tuple[int, int]) -> None:
+    """Wait for both; those that take too long print where they are, and are killed."""
+    end = time.monotonic() + PATIENCE
+    while running := [rank for rank in ranks if rank.exitcode is None]:
+        wait([rank.sentinel for rank in running], max(end - time.monotonic(), 0))
+        if any(rank.exitcode not in (None, code) for rank, code in zip(ranks, expected, strict=True)):
+            end = min(end, time.monotonic() + GRACE)
+        if time.monotonic() >= end:
+            for rank in running:
+                os.kill(rank.pid, signal.SIGUSR1)
+                rank.join(1)
+                rank.kill()
+                rank.join()
+
+
+def run_rank(rank: int, log: Path, main: Callable[[str, str], None], task: str, folder: str) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
     faulthandler.enable()  # where it crashes
-    faulthandler.dump_traceback_later(PATIENCE - 20)  # where it hangs, before it is killed
+    faulthandler.register(signal.SIGUSR1)  # where it waits
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    work(*arguments)
+    torch.set_num_threads(1)
+    main(task, folder)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(fork_pair(sys.argv[1], sys.argv[2:])))
+    script = importlib.import_module(sys.argv[1])
+    get_checkpoint_conversion_mapping("llama")  # transformers builds a table once, in half the time of a short task
+    for name in sys.argv[3:]:
+        run_pair(script.main, name, sys.argv[2], getattr(script, "EXPECTED", {}).get(name, (0, 0)))

@@ -1,6 +1,6 @@
 """One of two processes, started by pair.py: QuacK and QKClip, a falling knee, or MuonClip.
 
-Rank 0 writes the full weights of each case into the folder, as `<model type, knee or muon>-<way>.safetensors`.
+Rank 0 writes the full weights of a run into the folder, as `<model type, knee or muon>-<way>.safetensors`.
 """
 
 from __future__ import annotations
@@ -150,17 +150,15 @@ MUON = {"ddp": muon_by_ddp, "fsdp": muon_by_fsdp}
 WAYS = {"ddp": by_ddp, "fsdp": by_fsdp, "fsdp-resumed": by_fsdp_resumed}
 KNEES = {"ddp": knee_by_ddp, "fsdp": knee_by_fsdp}
 
+RUNS: dict[str, Callable[[slice], nn.Module]] = {
+    **{f"{model_type}-{way}": partial(run, model_type) for model_type in MODELS for way, run in WAYS.items()},
+    **{f"knee-{way}": run for way, run in KNEES.items()},
+    **{f"muon-{way}": run for way, run in MUON.items()},
+}
 
-def main(path: str) -> None:
-    folder = Path(path)
-    torch.set_num_threads(1)
+
+def main(name: str, folder: str) -> None:
     dist.init_process_group("gloo")
-    rows = slice(dist.get_rank(), dist.get_rank() + 1)
-    runs = {f"{model_type}-{way}": partial(run, model_type) for model_type in MODELS for way, run in WAYS.items()}
-    runs |= {f"knee-{way}": run for way, run in KNEES.items()} | {f"muon-{way}": run for way, run in MUON.items()}
-    for name, run in runs.items():
-        found = whole(run(rows))
-        if dist.get_rank() == 0:
-            save_file({key: p.contiguous() for key, p in found.items()}, folder / f"{name}.safetensors")
-        dist.barrier()
-    dist.destroy_process_group()
+    found = whole(RUNS[name](slice(dist.get_rank(), dist.get_rank() + 1)))
+    if dist.get_rank() == 0:
+        save_file({key: p.contiguous() for key, p in found.items()}, Path(folder, f"{name}.safetensors"))

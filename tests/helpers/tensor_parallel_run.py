@@ -1,6 +1,6 @@
-"""What each of two processes does that share models.
+"""One of two processes that share a model, a checkpoint with a batch in `<name>`.
 
-Rank 0 writes `parallel.safetensors` into each folder: logits, and every gradient, whole. The model is saved to `saved`,
+Rank 0 writes `parallel.safetensors` into that folder: logits, and every gradient, whole. The model is saved to `saved`,
 and, calibrated, to folders of their own.
 """
 
@@ -32,23 +32,20 @@ def whole(tensor: Any) -> torch.Tensor:
     return gathered.detach().contiguous()
 
 
-def main(*paths: str) -> None:
-    torch.set_num_threads(1)
-    for folder in map(Path, paths):
-        batch = load_file(folder / "batch.safetensors")
+def main(name: str, root: str) -> None:
+    folder = Path(root, name)
+    batch = load_file(folder / "batch.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+    result = model(**batch)
+    result.loss.backward()
+    found = {name: whole(p.grad) for name, p in model.named_parameters()}
+    found["logits"] = whole(result.logits)
+    model.save_pretrained(folder / "saved")
+    reports = {}
+    for name, options in CALIBRATIONS.items():
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
-        result = model(**batch)
-        result.loss.backward()
-        found = {name: whole(p.grad) for name, p in model.named_parameters()}
-        found["logits"] = whole(result.logits)
-        model.save_pretrained(folder / "saved")
-        reports = {}
-        for name, options in CALIBRATIONS.items():
-            model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
-            reports[name] = calibrate(model, calibration_batches(), **options).to_dict()
-            model.save_pretrained(folder / f"calibrated {name}")
-        (folder / f"reports {dist.get_rank()}.json").write_text(json.dumps(reports))
-        if dist.get_rank() == 0:
-            save_file(found, folder / "parallel.safetensors")
-        dist.barrier()
-    dist.destroy_process_group()
+        reports[name] = calibrate(model, calibration_batches(), **options).to_dict()
+        model.save_pretrained(folder / f"calibrated {name}")
+    (folder / f"reports {dist.get_rank()}.json").write_text(json.dumps(reports))
+    if dist.get_rank() == 0:
+        save_file(found, folder / "parallel.safetensors")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from pair import run_once, run_pair
+from pair import of_task, run_once, run_pairs
 from safetensors.torch import load_file, save_file
 from tables import as_loaded, make_batch, randomise, sharp_model
 from tensor_parallel_run import CALIBRATIONS, calibration_batches
@@ -44,25 +45,25 @@ def made(gain: str) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    """Each model as a checkpoint with a batch, run by two processes."""
+def folder_of(tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a model: a checkpoint with a batch, and the results of two processes."""
 
     def run(root: Path) -> None:
         for gain in SCHEMES:
             made(gain).save_pretrained(root / gain)
             save_file(make_batch("plain"), root / gain / "batch.safetensors")
-        run_pair("tensor_parallel_run", *(root / gain for gain in SCHEMES))
+        run_pairs("tensor_parallel_run", root, [*SCHEMES])
 
     root = run_once(tmp_path_factory, "parallel", run)
-    return {gain: root / gain for gain in SCHEMES}
+    return lambda gain: of_task(root, gain) / gain
 
 
 @pytest.mark.parametrize("gain", SCHEMES)
-def test_two_processes_compute_what_one_does(gain, folders):
+def test_two_processes_compute_what_one_does(gain, folder_of):
     model = made(gain)
     result = model(**make_batch("plain"))
     result.loss.backward()
-    parallel = load_file(folders[gain] / "parallel.safetensors")
+    parallel = load_file(folder_of(gain) / "parallel.safetensors")
     torch.testing.assert_close(parallel.pop("logits"), result.logits, atol=1e-5, rtol=1e-5)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     assert set(parallel) == set(gradients)
@@ -74,27 +75,27 @@ def test_two_processes_compute_what_one_does(gain, folders):
 
 
 @pytest.mark.parametrize("gain", SCHEMES)
-def test_what_two_processes_save_is_whole(gain, folders):
-    saved = AutoModelForCausalLM.from_pretrained(folders[gain] / "saved").state_dict()
+def test_what_two_processes_save_is_whole(gain, folder_of):
+    saved = AutoModelForCausalLM.from_pretrained(folder_of(gain) / "saved").state_dict()
     for name, value in made(gain).state_dict().items():
         assert torch.equal(saved[name], value), name
 
 
 @pytest.mark.parametrize("name", CALIBRATIONS)
 @pytest.mark.parametrize("gain", SCHEMES)
-def test_two_processes_calibrate_as_one_does(gain, name, folders):
+def test_two_processes_calibrate_as_one_does(gain, name, folder_of):
     model = made(gain)
     report = calibrate(model, calibration_batches(), **CALIBRATIONS[name])
-    found = AutoModelForCausalLM.from_pretrained(folders[gain] / f"calibrated {name}")
+    found = AutoModelForCausalLM.from_pretrained(folder_of(gain) / f"calibrated {name}")
     assert found.config.scheme == report.scheme
     assert report.scheme.knee == CALIBRATIONS[name].get("knee", report.scheme.knee)
     expected = model.state_dict()
     assert found.state_dict().keys() == expected.keys()
     for key, value in found.state_dict().items():
         torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-9, msg=key)
-    reports = [json.loads((folders[gain] / f"reports {rank}.json").read_text())[name] for rank in range(2)]
+    reports = [json.loads((folder_of(gain) / f"reports {rank}.json").read_text())[name] for rank in range(2)]
     assert reports[0] == reports[1]
-    written = Calibration.load(folders[gain] / f"calibrated {name}" / REPORT)
+    written = Calibration.load(folder_of(gain) / f"calibrated {name}" / REPORT)
     assert not written.stale
     assert not is_changed(written.weights, found.state_dict())
     for layer, numbers in report.to_dict()["layers"].items():  # of the heads of both

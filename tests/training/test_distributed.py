@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,15 @@ from distributed_run import (
     KILLED,
     SAVED,
     SHARDED_CALIBRATIONS,
+    SHARDED_WAYS,
+    TASKS,
     WAYS,
     adapted,
     calibration_batches,
     gradients,
     made,
 )
-from pair import run_once, run_pair
+from pair import of_task, run_once, run_pairs
 from safetensors.torch import load_file
 from short_runs import assert_equal_weights
 from tables import make_batch
@@ -37,28 +40,16 @@ from hf_qknorm.files.names import REPORT, SINGLE
 from hf_qknorm.model.record import is_changed
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "accelerate"
-SHARDED = [(case, way) for case in CASES for way in WAYS if way != "DDP"]
+SHARDED = [(case, way) for case in CASES for way in SHARDED_WAYS]
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> Path:
-    """The results of two processes, one of which was killed."""
-    return run_once(
-        tmp_path_factory, "distributed", lambda folder: run_pair("distributed_run", folder, expected=(1, -9))
-    )
-
-
-@pytest.fixture(scope="module")
-def resumed(ran, tmp_path_factory) -> Path:
-    """The results of two processes that resumed from the checkpoint."""
-
-    def run(folder: Path) -> None:
-        shutil.copytree(ran / "parts", folder / "parts")
-        run_pair("distributed_run", folder, SAVED)
-
-    return run_once(tmp_path_factory, "resumed", run)
+def ran(tmp_path_factory) -> Callable[[str], Path]:
+    """The folder with the results of a task in two processes."""
+    folder = run_once(tmp_path_factory, "distributed", lambda folder: run_pairs("distributed_run", folder, [*TASKS]))
+    return partial(of_task, folder)
 
 
 def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -77,7 +68,7 @@ def test_two_processes_give_the_loss_and_the_gradients_of_one(case, way, ran):
     expected = gradients(model)
     assert any(name.endswith("sinks") for name in expected) == (case == "sinks")
     assert sum("q_norm" in name for name in expected) == (2 if case == "scalar" else 4)
-    found = load_file(ran / f"{case} {way}.safetensors")
+    found = load_file(ran(case) / f"{case} {way}.safetensors")
     torch.testing.assert_close(found.pop("loss"), loss.detach(), rtol=1e-6, atol=0)
     assert_equal_gradients(found, expected)
 
@@ -85,12 +76,12 @@ def test_two_processes_give_the_loss_and_the_gradients_of_one(case, way, ran):
 def test_adapters_and_their_norms_train_in_two_processes_as_in_one(ran):
     model = adapted()
     model(**make_batch("plain")).loss.backward()
-    assert_equal_gradients(load_file(ran / "adapter.safetensors"), gradients(model))
+    assert_equal_gradients(load_file(ran("adapter") / "adapter.safetensors"), gradients(model))
 
 
 @pytest.mark.parametrize(("case", "way"), SHARDED)
 def test_a_sharded_model_saves_a_whole_checkpoint_in_several_files(case, way, ran):
-    folder = ran / f"{case} {way}"
+    folder = ran(case) / f"{case} {way}"
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     expected = made(case)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -127,14 +118,14 @@ def test_mixed_precision_leaves_knees_in_fp32(process_group):
 def test_calibration_under_ddp_is_that_of_one_process(name, kind, ran):
     model = made("shared")
     report = calibrate(model, calibration_batches(), max_tokens=4 * 24, **CALIBRATIONS[name])
-    first, second = (load_file(ran / f"{name} {kind} {rank}.safetensors") for rank in range(2))
+    first, second = (load_file(ran(name) / f"{name} {kind} {rank}.safetensors") for rank in range(2))
     losses = [found.pop("loss") for found in (first, second)]
     average = first.pop("gradient"), second.pop("gradient")
     for key, value in model.state_dict().items():
         assert torch.equal(first[key], value), key
         assert torch.equal(second[key], value), key
     for rank in range(2):
-        assert (ran / f"{name} {kind} {rank}.json").read_text() == repr(report)
+        assert (ran(name) / f"{name} {kind} {rank}.json").read_text() == repr(report)
     loss = model(**make_batch("plain")).loss  # DDP still works
     loss.backward()
     torch.testing.assert_close(sum(losses) / 2, loss.detach(), rtol=1e-6, atol=0)
@@ -142,19 +133,19 @@ def test_calibration_under_ddp_is_that_of_one_process(name, kind, ran):
     torch.testing.assert_close(average[0], model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "DDP"])
-@pytest.mark.parametrize("case", ["shared", "per head"])
-@pytest.mark.parametrize("name", SHARDED_CALIBRATIONS)
+@pytest.mark.parametrize("way", SHARDED_WAYS)
+@pytest.mark.parametrize(("name", "case"), SHARDED_CALIBRATIONS)
 def test_calibration_of_a_sharded_model_is_that_of_one_process(name, case, way, ran):
     model = made(case)
     report = calibrate(model, calibration_batches(), max_tokens=4 * 24, **CALIBRATIONS[name])
-    folder = ran / f"{name} {case} {way} calibrated"
+    results = ran(f"{name} {case}")
+    folder = results / f"{name} {case} {way} calibrated"
     found = load_file(folder / SINGLE)
     expected = model.state_dict()
     assert found.keys() == expected.keys()
     for key, value in expected.items():  # a sharded matrix product may round differently
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
-    reports = [(ran / f"{name} {case} {way} {rank}.json").read_text() for rank in range(2)]
+    reports = [(results / f"{name} {case} {way} {rank}.json").read_text() for rank in range(2)]
     assert reports[0] == reports[1]
     assert repr(report.scheme) in reports[0]
     written = Calibration.load(folder / REPORT)
@@ -180,12 +171,15 @@ def test_training_a_sharded_models_gains_is_refused(process_group):
     "self.args.device if self.args.world_size" in inspect.getsource(Trainer._load_optimizer_and_scheduler),
     reason='older transformers resume two processes on a CPU with map_location="cpu:0", which torch can\'t read',
 )
-def test_a_run_continues_from_its_last_checkpoint_after_a_worker_was_killed(ran, resumed):
-    assert [path.name for path in (ran / "parts").glob("checkpoint*")] == [f"checkpoint-{SAVED}"]
+def test_a_run_continues_from_its_last_checkpoint_after_a_worker_was_killed(ran):
+    assert [path.name for path in (ran("killed") / "parts").glob("checkpoint*")] == [f"checkpoint-{SAVED}"]
     assert SAVED < KILLED
-    whole, again = (AutoModelForCausalLM.from_pretrained(path) for path in (ran / "whole", resumed / "resumed"))
+    whole, again = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (ran("unharmed") / "whole", ran("resumed") / "resumed")
+    )
     assert_equal_weights(again, whole)
-    steps = [json.loads((resumed / "parts" / f"checkpoint-{n}" / "trainer_state.json").read_text()) for n in (6, 8)]
+    checkpoints = [ran("resumed") / "resumed parts" / f"checkpoint-{n}" for n in (6, 8)]
+    steps = [json.loads((path / "trainer_state.json").read_text()) for path in checkpoints]
     assert [state["global_step"] for state in steps] == [6, 8]
 
 

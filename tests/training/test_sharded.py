@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from pair import run_once, run_pair
+from pair import of_task, run_once, run_pairs
 from safetensors.torch import load_file
-from sharded_run import KNEES, MODELS, MUON, STEPS, WAYS, kneed, lower, made, muon, rules, train, with_muon
+from sharded_run import KNEES, MODELS, MUON, RUNS, STEPS, WAYS, kneed, lower, made, muon, rules, train, with_muon
 
 from hf_qknorm.stats.head_weights import sizes
 from hf_qknorm.training.quack import learning_rates
@@ -18,7 +18,11 @@ from hf_qknorm.training.quack import learning_rates
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """The folder with the weights that two processes trained."""
-    return run_once(tmp_path_factory, "sharded", lambda folder: run_pair("sharded_run", folder))
+    return run_once(tmp_path_factory, "sharded", lambda folder: run_pairs("sharded_run", folder, [*RUNS]))
+
+
+def trained(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(of_task(folder, name) / f"{name}.safetensors")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -31,7 +35,7 @@ def test_two_processes_train_as_one_does(model_type, way, folder):
     assert sum(bool(found) for found in clipped) > 1
     now = {layer: learning_rates(sizes(parts)) for layer, parts in optimizer.layers.items()}
     assert max(float((now[layer][name] / x - 1).abs().max()) for (layer, name), x in optimizer.first.items()) > 0.1
-    found = load_file(folder / f"{model_type}-{way}.safetensors")
+    found = trained(folder, f"{model_type}-{way}")
     for name, p in model.state_dict().items():
         torch.testing.assert_close(found[name], p, rtol=1e-6, atol=1e-6, msg=name)  # logits are shared in fp32
 
@@ -40,7 +44,7 @@ def test_two_processes_train_as_one_does(model_type, way, folder):
 def test_a_knee_falls_in_two_processes_as_in_one(way, folder):
     model = kneed()
     lower(model, slice(None))
-    found = load_file(folder / f"knee-{way}.safetensors")
+    found = trained(folder, f"knee-{way}")
     assert found.keys() == model.state_dict().keys()
     assert not [name for name in found if name.endswith(".eps")]
     for name, p in model.state_dict().items():
@@ -55,7 +59,7 @@ def test_muon_clip_trains_in_two_processes_as_in_one(way, folder):
     clipped: list[Any] = []
     with_muon(model, optimizer, slice(None), clipped.append)
     assert any(clipped)
-    found = load_file(folder / f"muon-{way}.safetensors")
+    found = trained(folder, f"muon-{way}")
     for group, muons in ((group, group["use_muon"]) for group in optimizer.param_groups):
         names = [name for name, p in model.named_parameters() if any(p is other for other in group["params"])]
         for name in names if muons else ():
