@@ -21,7 +21,9 @@ def check_continuous_batching(model: PreTrainedModel) -> None:
     """
     refused: dict[str, str] = {}
     for name, layer in patched_layers(model).items():
-        if layer.softcap is not None:
+        if model.config.is_encoder_decoder:
+            refused[name] = "it runs no encoder for the decoder to attend to"
+        elif layer.softcap is not None:
             refused[name] = f"it drops the cap on the attention logits (softcap={layer.softcap:g})"
         elif layer.scheme.sinks is not None:
             refused[name] = f"it drops the learned sinks (sinks={layer.scheme.sinks!r})"

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tables import applies, randomise, sharp_model
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
 from hf_qknorm.families import FAMILIES
@@ -84,6 +90,12 @@ def test_it_is_refused_before_it_starts(case: str) -> None:
     assert model.config._attn_implementation == backend
     assert all(module.training for module in model.modules())
     assert all(layer.observers == watch for layer in patched_layers(model).values())
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4))
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration: it runs no encoder"):
+        patch_model(model, "none").init_continuous_batching()
 
 
 def test_a_capped_layer_names_the_way_out() -> None:
