@@ -1,6 +1,6 @@
 // The checks of the operators' arguments: all that the kernels rely on, before they touch memory.
 //
-// The table of these checks is in ops/README.md; recipes/benchmarks/fuzz_operators.py breaks each of its lines.
+// The table of these checks is ops/OPERATORS.md; recipes/benchmarks/fuzz_operators.py breaks each of its lines.
 #pragma once
 
 #include <ATen/core/Tensor.h>
