@@ -216,5 +216,4 @@ EXPECTED = {"killed": (1, -9)}
 
 
 def main(task: str, folder: str) -> None:
-    Accelerator(cpu=True)  # starts the group
     TASKS[task](Path(folder), dist.get_rank())

@@ -150,15 +150,15 @@ MUON = {"ddp": muon_by_ddp, "fsdp": muon_by_fsdp}
 WAYS = {"ddp": by_ddp, "fsdp": by_fsdp, "fsdp-resumed": by_fsdp_resumed}
 KNEES = {"ddp": knee_by_ddp, "fsdp": knee_by_fsdp}
 
-RUNS: dict[str, Callable[[slice], nn.Module]] = {
-    **{f"{model_type}-{way}": partial(run, model_type) for model_type in MODELS for way, run in WAYS.items()},
-    **{f"knee-{way}": run for way, run in KNEES.items()},
-    **{f"muon-{way}": run for way, run in MUON.items()},
+RUNS: dict[str, dict[str, Callable[[slice], nn.Module]]] = {
+    **{model_type: {way: partial(run, model_type) for way, run in WAYS.items()} for model_type in MODELS},
+    "knee": KNEES,
+    "muon": MUON,
 }
 
 
-def main(name: str, folder: str) -> None:
-    dist.init_process_group("gloo")
-    found = whole(RUNS[name](slice(dist.get_rank(), dist.get_rank() + 1)))
-    if dist.get_rank() == 0:
-        save_file({key: p.contiguous() for key, p in found.items()}, Path(folder, f"{name}.safetensors"))
+def main(task: str, folder: str) -> None:
+    for way, run in RUNS[task].items():
+        found = whole(run(slice(dist.get_rank(), dist.get_rank() + 1)))
+        if dist.get_rank() == 0:
+            save_file({key: p.contiguous() for key, p in found.items()}, Path(folder, f"{task}-{way}.safetensors"))

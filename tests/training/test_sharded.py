@@ -21,8 +21,8 @@ def folder(tmp_path_factory) -> Path:
     return run_once(tmp_path_factory, "sharded", lambda folder: run_pairs("sharded_run", folder, [*RUNS]))
 
 
-def trained(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    return load_file(of_task(folder, name) / f"{name}.safetensors")
+def trained(folder: Path, task: str, way: str) -> dict[str, torch.Tensor]:
+    return load_file(of_task(folder, task) / f"{task}-{way}.safetensors")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -35,7 +35,7 @@ def test_two_processes_train_as_one_does(model_type, way, folder):
     assert sum(bool(found) for found in clipped) > 1
     now = {layer: learning_rates(sizes(parts)) for layer, parts in optimizer.layers.items()}
     assert max(float((now[layer][name] / x - 1).abs().max()) for (layer, name), x in optimizer.first.items()) > 0.1
-    found = trained(folder, f"{model_type}-{way}")
+    found = trained(folder, model_type, way)
     for name, p in model.state_dict().items():
         torch.testing.assert_close(found[name], p, rtol=1e-6, atol=1e-6, msg=name)  # logits are shared in fp32
 
@@ -44,7 +44,7 @@ def test_two_processes_train_as_one_does(model_type, way, folder):
 def test_a_knee_falls_in_two_processes_as_in_one(way, folder):
     model = kneed()
     lower(model, slice(None))
-    found = trained(folder, f"knee-{way}")
+    found = trained(folder, "knee", way)
     assert found.keys() == model.state_dict().keys()
     assert not [name for name in found if name.endswith(".eps")]
     for name, p in model.state_dict().items():
@@ -59,7 +59,7 @@ def test_muon_clip_trains_in_two_processes_as_in_one(way, folder):
     clipped: list[Any] = []
     with_muon(model, optimizer, slice(None), clipped.append)
     assert any(clipped)
-    found = trained(folder, f"muon-{way}")
+    found = trained(folder, "muon", way)
     for group, muons in ((group, group["use_muon"]) for group in optimizer.param_groups):
         names = [name for name, p in model.named_parameters() if any(p is other for other in group["params"])]
         for name in names if muons else ():

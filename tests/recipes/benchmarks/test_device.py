@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -110,7 +111,9 @@ def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path):
     assert text.index("half") < text.index("started") < text.index("yes")
 
 
+@pytest.mark.usefixtures("default_signals")  # restores what this test changes
 def test_a_stage_that_is_late_is_interrupted_first(tmp_path):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background
     code = "import time\ntry: time.sleep(900)\nexcept KeyboardInterrupt: print('two failures')"
     outcome = runs.run_stage(stage("late", code), tmp_path / "log", 5)
     assert (outcome.outcome, outcome.detail) == ("too long", "two failures")
