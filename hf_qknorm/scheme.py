@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.norms import NORMS, SHARPNESSES
 
 GAINS: Final = ("shared", "per_head", "scalar", "none")
 WIDTHS: Final = ("head", "all")
@@ -52,6 +52,9 @@ class Scheme:
     `knee` > 0 adds `knee` times the mean square of the norm's inputs in calibration text (for "layer" of x − mean x,
     for "lp" the mean |x|ᵖ). Shorter vectors then keep their length, up to a constant, and longer ones are bounded.
     Without calibration this mean is 1.
+    `sharpness` s, 1, 2, 4 or 8, is how exactly vectors below the knee keep their length: with it the root holds
+    (εˢ + (mean x²)ˢ)^(1/s), ε = `eps` + `knee`·mean, in place of ε + mean x². 1 is RMSNorm's own form. Without a knee
+    it changes nothing.
     `length_scale` L multiplies each query by log n / log L, n the number of keys that it sees: its position + 1, or
     the sliding window. This counters the flattening of attention over longer text. Nothing changes at position L − 1,
     so that L is the length a model was trained at. None means no factor. This is SSMax (Nakanishi 2025, arXiv
@@ -87,6 +90,7 @@ class Scheme:
     width: str = "head"
     temperature: str | None = None
     sinks: str | None = None
+    sharpness: int = 1
 
     def __post_init__(self) -> None:
         named, ordered = (*NORMS, "auto"), tuple(name for name, kind in NORMS.items() if kind.any_order)
@@ -106,6 +110,8 @@ class Scheme:
             self._require(name, value is None or (_is_finite(value) and value > 0), "a finite number > 0, or None")
         self._require("eps", _is_finite(self.eps) and self.eps > 0, "a finite number > 0")
         self._require("knee", _is_finite(self.knee) and self.knee >= 0, "a finite number ≥ 0")
+        sharpness = self.sharpness in SHARPNESSES and isinstance(self.sharpness, int) and self.sharpness is not True
+        self._require("sharpness", sharpness, f"one of {', '.join(map(str, SHARPNESSES))}")
         for name in ("p", "scale", "softcap", "eps", "knee"):  # 50 and 50.0 are the same scheme, in JSON too
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
@@ -223,6 +229,7 @@ def field_values() -> dict[str, str]:
     return {
         **{"q": norm, "k": norm, "v": norm, "width": " | ".join(WIDTHS), "gain": " | ".join(GAINS), "bias": switch},
         **{"p": "a number ≥ 1", "scale": number, "softcap": number, "eps": number, "knee": "a number ≥ 0"},
+        **{"sharpness": " | ".join(map(str, SHARPNESSES))},
         **{"pre_norm": switch, "length_scale": "a whole number ≥ 2", **dict.fromkeys(LEARNED, "learned")},
     }
 

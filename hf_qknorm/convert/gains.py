@@ -50,13 +50,17 @@ class NormSums:
     where P, the mean of mean |y|ᵖ over the text (`power`), is known only at the end of the text. The sums are
     therefore of n·e^(1/p)/c at a geometric grid of e around the `expected` P, and are interpolated in log e, with an
     error of 1e-4 of a gain. The first point of the grid is knee 0, which is exact.
+
+    A sharp norm with a knee needs P alone: nearly all vectors keep their length with the gain of the mean one, and a
+    fit to the long ones would only raise the bound.
     """
 
     def __init__(self, norm: HeadNorm, knees: Sequence[float], expected: float) -> None:
         self.norm, self.power = norm, Mean()
         self.floor = norm.scheme_eps ** (norm.order / 2)
         self.grid = torch.tensor([self.floor], dtype=torch.float64)
-        wanted = [knee * max(expected, self.floor) for knee in knees if knee > 0]
+        sharp = norm.scheme_sharpness > 1
+        wanted = [knee * max(expected, self.floor) for knee in knees if knee > 0 and not sharp]
         if wanted:
             first, last = math.log(min(wanted) / MARGIN) - LOG_STEP, math.log(max(wanted) * MARGIN) + 2 * LOG_STEP
             self.grid = torch.cat([self.grid, torch.arange(first, last, LOG_STEP, dtype=torch.float64).exp()])
@@ -82,7 +86,9 @@ class NormSums:
     def covers(self, knee: float) -> bool:
         """Whether the grid reaches the e of this knee on both sides, as interpolation needs."""
         e = self.floor + knee * self.power.value
-        return knee == 0 or self.power.value == 0 or float(self.grid[2]) <= e <= float(self.grid[-2])
+        if knee == 0 or self.norm.scheme_sharpness > 1 or self.power.value == 0:
+            return True
+        return float(self.grid[2]) <= e <= float(self.grid[-2])
 
     def at(self, knee: float) -> list[Tensor]:
         """The five sums `[H, D]` at this knee."""
@@ -95,12 +101,18 @@ class NormSums:
         return [nn * factor**2, nx * factor, n * factor, *self.sums[3:]]
 
     def solve(self, knee: float, shape: Sequence[int], bias: bool, ranks: Ranks) -> tuple[Tensor, Tensor]:
-        """The least-squares gain and bias of x ≈ gain·n + bias, for a gain of shape `[H, D]`, `[D]` or `[1]`."""
-        sums = self.at(knee)
+        """The gain and bias of x ≈ gain·n + bias, for a gain of shape `[H, D]`, `[D]` or `[1]`; see the class."""
+        sharp = knee > 0 and self.norm.scheme_sharpness > 1
+        sums = self.at(0.0 if sharp else knee)
         if len(shape) == 1:
             axes = (0,) if shape[0] == sums[0].shape[1] else (0, 1)
             sums = [ranks.sum_over_heads(x.sum(axes, keepdim=True)) for x in sums]
         nn, nx, n, x, count = sums
+        if sharp:
+            gain = torch.full_like(x, self.norm.keeping_gain(knee, self.power.value))
+            centred = bias and NORMS[self.norm.norm].centred
+            offset = (x / count).mean(-1, keepdim=True).expand_as(x) if centred else torch.zeros_like(x)
+            return gain.reshape(*shape), offset.reshape(*shape)
         if bias:
             nn, nx = nn - n * n / count, nx - n * x / count
         gain = torch.where(nn > 0, nx / nn.clamp_min(torch.finfo(nn.dtype).tiny), 1.0)

@@ -124,7 +124,7 @@ def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[N
     finally:
         if restore:
             reshard(model)
-            apply_knee(model, scheme.knee, powers)
+            apply_knee(model, scheme.knee, powers, scheme.sharpness)
             values += [pair for layer in layers for pair in layer.base_weights]
             with torch.no_grad():
                 for parameter, value in values:

@@ -2,7 +2,8 @@
 
 Let P be the mean |x|ᵖ of a norm's inputs in calibration text, and ε = knee·P. Then x/(mean |x|ᵖ + ε)^(1/p) keeps the
 length of vectors much shorter than (knee·P)^(1/p), up to a constant, and bounds longer ones as the norm without a knee
-does. For RMSNorm this is its usual ε with a large value.
+does. For RMSNorm this is its usual ε with a large value. A sharpness s has (mean |x|ᵖ)ˢ + εˢ under the root, and its
+s-th root: shorter vectors keep their length more exactly, and longer ones are bounded alike.
 """
 
 from __future__ import annotations
@@ -26,21 +27,26 @@ NO_NORM: Final = 2.0**30  # from this knee on, a norm differs from a constant fa
 Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of a norm's inputs, by the names of its layer and of the norm
 
 
-def apply_knee(model: Any, knee: float, powers: Powers) -> None:
+def apply_knee(model: Any, knee: float, powers: Powers, sharpness: int | None = None) -> None:
     """Set the knee of a patched model's norms, in place, and record it in layers and config. Gains don't change.
+
+    The sharpness stays as it is if it is None.
 
     Raises ValueError, before anything changes, for a knee that the scheme can't have, an offloaded knee, and a power
     that is negative or not finite.
     """
     layers = patched_layers(model)
-    schemes = {name: dataclasses.replace(layer.scheme, knee=knee) for name, layer in layers.items()}
+    schemes = {
+        name: dataclasses.replace(layer.scheme, knee=knee, sharpness=sharpness or layer.scheme.sharpness)
+        for name, layer in layers.items()
+    }
     norms = [
-        (norm, powers[name, norm_name], device_and_dtype(layer)[0])
+        (norm, powers[name, norm_name], schemes[name].sharpness, device_and_dtype(layer)[0])
         for name, layer in layers.items()
         for norm_name, copies in norm_copies(layer).items()
         for norm in copies
     ]
-    for norm, power, _ in norms:
+    for norm, power, _, _ in norms:
         norm.check_present()
         if knee:
             norm.eps_of(knee, power)
@@ -48,7 +54,8 @@ def apply_knee(model: Any, knee: float, powers: Powers) -> None:
         config: Any = layer.config
         config.set_scheme(schemes[name])
         layer.scheme = schemes[name]
-    for norm, power, device in norms:
+    for norm, power, sharp, device in norms:
+        norm.scheme_sharpness = sharp
         norm.set_knee(knee, power, device)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from hf_qknorm.model.knee_state_dict import local_tensor
 from hf_qknorm.ops.apply_norm import apply_norm
 from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.reference import smooth_maximum
 from hf_qknorm.ops.types import Norm
 from hf_qknorm.scheme import Scheme
 
@@ -25,7 +26,7 @@ class HeadNorm(nn.Module):
     its shape.
     `eps` is the scheme's, a float. With a `knee` it is a buffer, `[]` in fp32 for every dtype of the model, filled by
     `set_knee`: eps^(p/2) = scheme.eps^(p/2) + knee·`power`, where `power` is the mean |x|ᵖ of the norm's inputs in
-    calibration text (1 without calibration), and p is the `order`.
+    calibration text (1 without calibration), and p is the `order`. The `sharpness` is the scheme's with a knee, else 1.
     `blend` b is a buffer during a blend: x becomes x + b·(y − x), where y is `rescale` times the normed x.
     `rescale` replaces the scheme's scale of the logits, which the attention applies only after the blend.
     `loaded_blend` is that of the gain last loaded by `load_state_dict`, 1 outside of a blend, None before.
@@ -36,7 +37,8 @@ class HeadNorm(nn.Module):
     bias: nn.Parameter | None
     blend: Tensor | None
     eps: float | Tensor
-    wide: bool = False  # norms that older versions pickled lack it
+    wide: bool = False  # norms that older versions pickled lack it, and the sharpness
+    scheme_sharpness: int = 1
     loaded_blend: float | None = None
 
     def __init__(
@@ -56,7 +58,7 @@ class HeadNorm(nn.Module):
         self.wide, self.head_dim = scheme.width == "all", head_dim
         self.channels = heads * head_dim if self.wide else head_dim
         self.eps = self.scheme_eps = scheme.eps  # without a knee they are equal
-        self.knee = 0.0
+        self.knee, self.scheme_sharpness = 0.0, scheme.sharpness
         self.bypass, self.rescale, self.loaded_blend = False, 1.0, None
         shape = {"shared": (self.channels,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
         for name, wanted in (("weight", gain), ("bias", scheme.has_bias(norm))):
@@ -70,6 +72,11 @@ class HeadNorm(nn.Module):
     def order(self) -> float:
         """The order p of the mean |x|ᵖ that the norm divides by."""
         return NORMS[self.norm].order(self.p)
+
+    @property
+    def sharpness(self) -> int:
+        """The norm's sharpness: the scheme's with a knee, else 1, since the plain norm is the same for all."""
+        return self.scheme_sharpness if self.knee else 1
 
     def mean_power(self) -> float:
         """Return the mean |x|ᵖ in calibration text. Raises ValueError without a knee, or if the knee is offloaded."""
@@ -89,6 +96,14 @@ class HeadNorm(nn.Module):
                 f"{limits.max:.2g}, the range of fp32: check that the model's queries and keys are finite"
             )
         return eps
+
+    def keeping_gain(self, knee: float, power: float) -> float:
+        """Return the gain with which this knee keeps the length of vectors of mean |x|ᵖ `power`."""
+        half = self.order / 2
+        mean = torch.tensor(power, dtype=torch.float64)
+        sharpness = self.scheme_sharpness if knee else 1
+        size = float(smooth_maximum(mean, self.scheme_eps**half + knee * power, sharpness))
+        return (size * (self.channels if NORMS[self.norm].summed else 1)) ** (1 / self.order)
 
     @torch.no_grad()
     def set_knee(self, knee: float, power: float = 1.0, device: torch.device | None = None) -> None:
@@ -169,10 +184,10 @@ class HeadNorm(nn.Module):
         weight, bias = _local(self._held("weight")), _local(self._held("bias"))
         blend = self._buffers["blend"]
         if blend is None:
-            return Norm(self.norm, weight, bias, None, self.eps, self.p)
+            return Norm(self.norm, weight, bias, None, self.eps, self.p, self.sharpness)
         gain = blend.new_ones(1) if weight is None else weight
         bias = None if bias is None else bias * self.rescale
-        return Norm(self.norm, gain * self.rescale, bias, blend, self.eps, self.p)
+        return Norm(self.norm, gain * self.rescale, bias, blend, self.eps, self.p, self.sharpness)
 
     def _held(self, name: str) -> Any:
         """The parameter of that name, without the search of `nn.Module`, which takes as long as a small operator.
@@ -188,7 +203,8 @@ class HeadNorm(nn.Module):
         if self.blend is not None:
             blend = ", blend" if self.blend.is_meta else f", blend={float(self.blend):.3g}"
         eps = "buffer" if isinstance(self.eps, Tensor) and self.eps.is_meta else f"{float(self.eps):g}"
-        knee = f", knee={self.knee:g}" if self.knee else ""
+        knee = f", knee={self.knee:g}" + (f", sharpness={self.sharpness}" if self.sharpness > 1 else "")
+        knee = knee if self.knee else ""
         width = ", width=all" if self.wide else ""
         return f"{self.norm}{order}{width}, gain={gain}, bias={self.bias is not None}, eps={eps}{knee}{blend}"
 

@@ -16,11 +16,11 @@ def apply_norm(x: Tensor, norm: Norm) -> Tensor:
     Without gradients, `torch.rms_norm` computes it. Its gradient of a row of zeros is 1/√eps times the output's, and
     that of `head_norm` is zero.
     """
-    name, gain, bias, blend, eps, p = norm
+    name, gain, bias, blend, eps, p, sharpness = norm
     kind = NORMS.get(name)
-    number = None if torch.is_grad_enabled() or blend is not None else _number(eps)
+    number = None if torch.is_grad_enabled() or blend is not None or sharpness > 1 else _number(eps)
     if number is None or kind is None or kind.any_order:
-        return head_norm(x, name, gain, bias, eps, p, blend)
+        return head_norm(x, name, gain, bias, eps, p, blend, sharpness)
     columns, plain = x.shape[-1:], not (kind.centred or kind.summed or bias is not None)
     if plain and gain is not None and gain.shape == columns and gain.dtype == x.dtype:
         return torch.rms_norm(x, columns, gain, number)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.checks import check_call, check_heads
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.norms import NORMS, SHARPNESSES
 from hf_qknorm.ops.traces import constant_in_traces
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
 from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
@@ -183,6 +183,8 @@ def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
         raise ValueError(f"{name}.kind must be one of {', '.join(('none', *NORMS))}, got {norm.kind!r}")
     if not norm.p >= 1:
         raise ValueError(f"{name}.p must be at least 1, got {norm.p}")
+    if norm.sharpness not in SHARPNESSES:
+        raise ValueError(f"{name}.sharpness must be one of {', '.join(map(str, SHARPNESSES))}, got {norm.sharpness}")
     stored_eps, eps = norm.eps_parts  # reading a stored one would wait for the GPU
     if not eps >= 0:  # nor NaN
         raise ValueError(f"{name}.eps must not be negative, got {eps}")

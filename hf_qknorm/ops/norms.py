@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+SHARPNESSES: Final = (1, 2, 4, 8)  # powers of 2: kernels square
+
 
 class NormKind(NamedTuple):
     """The properties of a norm n(x) = y / size(y) over the D entries of a head: all code decides by these.
 
-    y is x, or x − mean x if `centred`; size(y) is (mean |y|ᵖ + ε^(p/2))^(1/p), times D^(1/p) if `summed`. Kernels take
-    a kind as a compile-time constant.
+    y is x, or x − mean x if `centred`; size(y) is (mean |y|ᵖ + ε^(p/2))^(1/p), times D^(1/p) if `summed`. A sharpness
+    s replaces a + b in this size by (aˢ + bˢ)^(1/s). Kernels take a kind as a compile-time constant.
     """
 
     title: str  # completes "queries are normalised by …" in a model card

@@ -34,11 +34,15 @@ def head_norm(
     eps: float | Tensor = 1e-6,
     p: float = 2.0,
     blend: Tensor | None = None,
+    sharpness: int = 1,
 ) -> Tensor:
     """Normalise the last axis of `x` `[..., H, D]`, then apply gain and bias (each `[D]`, `[H, D]` or `[1]`).
 
     rms:   x / √(mean x² + eps)                   layer: the same of x − mean x
     l2:    x / √(D·(mean x² + eps))               lp:    x / (D·(mean |x|ᵖ + eps^(p/2)))^(1/p)
+
+    With a `sharpness` s above 1, each sum a + b in these roots becomes (aˢ + bˢ)^(1/s): the larger s, the more exactly
+    short vectors keep their length, up to the constant 1/√eps. Long ones are normalised as with s = 1.
 
     `norm` is a name of `norms.NORMS`, whose properties combine these formulas. Raises ValueError for another name.
 
@@ -55,18 +59,37 @@ def head_norm(
         y = y - y.mean(-1, keepdim=True)
     if not kind.any_order:
         square = y.pow(2).mean(-1, keepdim=True)
-        y = y * torch.where(square > 0, torch.rsqrt(square + eps), 0.0)
+        y = y * torch.where(square > 0, torch.rsqrt(smooth_maximum(square, eps, sharpness)), 0.0)
         y = y * y.shape[-1] ** -0.5 if kind.summed else y
     else:
         largest = y.detach().abs().amax(-1, keepdim=True)
         peak = largest.clamp_min(eps**0.5)  # |x|ᵖ must not overflow
-        power = (y.abs() / peak).pow(p).mean(-1, keepdim=True) + (eps**0.5 / peak).pow(p)
+        mean = (y.abs() / peak).pow(p).mean(-1, keepdim=True)
+        power = smooth_maximum(mean, (eps**0.5 / peak).pow(p), sharpness)
         power = y.shape[-1] * power if kind.summed else power
         y = y * torch.where(largest > 0, 1 / (peak * power.pow(1 / p)), 0.0)
     y = y if gain is None else gain.to(y.dtype) * y
     y = y if bias is None else y + bias.to(y.dtype)
     y = y if blend is None else wide + blend.to(y.dtype) * (y - wide)
     return y.to(x.dtype)
+
+
+def smooth_maximum(a: Tensor, b: float | Tensor, sharpness: int) -> Tensor:
+    """(aˢ + bˢ)^(1/s) for a ≥ 0, b > 0 and s = `sharpness`: between max(a, b) and their sum, which it is for s = 1.
+
+    Computed from the larger of both and their ratio: powers of the numbers themselves would overflow.
+    """
+    if sharpness == 1:
+        return a + b
+    b = torch.as_tensor(b, dtype=a.dtype, device=a.device)
+    larger = torch.maximum(a, b)
+    power = torch.minimum(a, b) / larger
+    for _ in range(sharpness.bit_length() - 1):
+        power = power * power
+    total = 1 + power
+    for _ in range(sharpness.bit_length() - 1):
+        total = total.sqrt()
+    return larger * total
 
 
 def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
@@ -78,7 +101,8 @@ def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
 def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
     """Norm and rotate queries or keys `[B, H, T, D]`."""
     if norm.kind != "none":
-        x = head_norm(x.transpose(1, 2), norm.kind, norm.gain, norm.bias, norm.eps, norm.p, norm.blend).transpose(1, 2)
+        kind, gain, bias, blend, eps, p, sharpness = norm
+        x = head_norm(x.transpose(1, 2), kind, gain, bias, eps, p, blend, sharpness).transpose(1, 2)
     if rotary is None:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)

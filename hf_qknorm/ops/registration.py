@@ -18,7 +18,7 @@ from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 HEADS = {"q": "Tensor", "k": "Tensor", "v": "Tensor"}
 NORM = {
     **{"kind": "str", "gain": "Tensor?", "bias": "Tensor?", "blend": "Tensor?"},
-    **{"stored_eps": "Tensor?", "eps": "float", "p": "float"},
+    **{"stored_eps": "Tensor?", "eps": "float", "p": "float", "sharpness": "int"},
 }
 NORM_ROPE = {
     **{f"{side}_{name}": kind for side in "qk" for name, kind in NORM.items()},
@@ -39,10 +39,10 @@ def flatten_norms(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Values:
 
 
 def _norm_parts(norm: Norm) -> tuple[Any, ...]:
-    kind, gain, bias, blend, eps, p = norm
-    return (
-        (kind, gain, bias, blend, eps, 0.0, p) if isinstance(eps, Tensor) else (kind, gain, bias, blend, None, eps, p)
-    )
+    kind, gain, bias, blend, eps, p, sharpness = norm
+    if isinstance(eps, Tensor):
+        return kind, gain, bias, blend, eps, 0.0, p, sharpness
+    return kind, gain, bias, blend, None, eps, p, sharpness
 
 
 def flatten(heads: Heads, visible: Visible, options: Options) -> Values:
@@ -64,8 +64,10 @@ def norms_of(values: Values) -> tuple[Norm, Norm, Rotary | None]:
     return _norm(*parts[: len(NORM)]), _norm(*parts[len(NORM) :]), rotary
 
 
-def _norm(kind: str, gain: Any, bias: Any, blend: Any, stored_eps: Tensor | None, eps: float, p: float) -> Norm:
-    return Norm(kind, gain, bias, blend, eps if stored_eps is None else stored_eps, p)
+def _norm(
+    kind: str, gain: Any, bias: Any, blend: Any, stored_eps: Tensor | None, eps: float, p: float, sharpness: int
+) -> Norm:
+    return Norm(kind, gain, bias, blend, eps if stored_eps is None else stored_eps, p, sharpness)
 
 
 def call_of(values: Values) -> tuple[Heads, Visible, Options]:

@@ -12,7 +12,8 @@ class Norm(NamedTuple):
     """The arguments of `reference.head_norm`; the kind "none" is the identity.
 
     `gain` and `bias` are `[D]`, `[H, D]` or `[1]`, `blend` is a tensor of one number. `eps` is a number, or a tensor of
-    one number for a norm with a knee: kernels read it from memory, so that one graph serves every value.
+    one number for a norm with a knee: kernels read it from memory, so that one graph serves every value. `sharpness` is
+    one of `norms.SHARPNESSES`.
     """
 
     kind: str = "none"
@@ -21,6 +22,7 @@ class Norm(NamedTuple):
     blend: Tensor | None = None
     eps: float | Tensor = 1e-6
     p: float = 2.0
+    sharpness: int = 1
 
     @property
     def eps_parts(self) -> tuple[Tensor | None, float]:

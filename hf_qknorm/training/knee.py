@@ -1,7 +1,8 @@
 """Move a model's knee while it trains, in small steps: down to the plain scheme, or up to a model without norms.
 
-With ε = knee·P, a norm divides a vector of the calibration's mean length (mean |x|ᵖ = P) by (P + ε)^(1/p). When the
-knee changes, the gain is multiplied by the same power of (P + ε new)/(P + ε old), so that this vector keeps its length.
+With ε = knee·P, a norm divides a vector of the calibration's mean length (mean |x|ᵖ = P) by (P + ε)^(1/p), or with a
+sharpness s by (Pˢ + εˢ)^(1/ps). When the knee changes, the gain is multiplied by the ratio of the new divisor to the
+old one, so that this vector keeps its length.
 
 Upwards, with t = knee/(1 + knee), the norm divides x by √((1 − t)·mean x² + t·P), up to ε: at t = 1 by a constant. This
 is a norm's removal during training as in TaperNorm (Kanavalau et al. 2026, arXiv 2602.10408), which mixes the norm's
@@ -203,8 +204,7 @@ def _check_run(args: TrainingArguments, model: nn.Module) -> None:
 
 def _factor(norm: HeadNorm, power: float, knee: float) -> float:
     """The factor on a gain that keeps the length of a vector of mean |x|ᵖ `power` at another knee."""
-    own = power + norm.scheme_eps ** (norm.order / 2)
-    return ((own + knee * power) / (own + norm.knee * power)) ** (1 / norm.order)
+    return norm.keeping_gain(knee, power) / norm.keeping_gain(norm.knee, power)
 
 
 def _scale_gain(norm: HeadNorm, factor: float) -> None:

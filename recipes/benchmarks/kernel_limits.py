@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import triton
 from compiled import Failure, Report
 
-from hf_qknorm.ops.norms import NormKind
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
+from hf_qknorm.ops.triton.arguments import NormConstants
 
 HOPPER = 90
 KERNELS = (
@@ -157,7 +157,7 @@ def spill_in_loops(report: Report, arch: int) -> int:
     return DROPOUT_SPILL.get(arch, 0) if report.kernel == KERNELS[0] and constants.get("DROPOUT") else 0
 
 
-def of_any_order(norm: NormKind | None) -> bool:
+def of_any_order(norm: NormConstants | None) -> bool:
     """Whether a norm computes powers."""
     return norm is not None and norm.any_order
 

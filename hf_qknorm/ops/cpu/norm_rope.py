@@ -21,10 +21,11 @@ def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
     It has no gradient. The caller asks `use.serves_norm_rope`. Raises ValueError for tensors that do not fit x, with
     their name, and RuntimeError where the kernels can't be compiled.
     """
-    name, gain, bias, _, eps, _ = norm
+    name, gain, bias, _, eps, _, sharpness = norm
     kind, (cos, sin, interleaved) = NORMS.get(name), (None, None, False) if rotary is None else rotary
     switches = (False, False, False) if kind is None else (True, kind.centred, kind.summed)
-    result: Tensor = build.operators().norm_rope(x, *switches, gain, bias, float(eps), cos, sin, interleaved)
+    numbers = float(eps), sharpness
+    result: Tensor = build.operators().norm_rope(x, *switches, gain, bias, *numbers, cos, sin, interleaved)
     return result
 
 

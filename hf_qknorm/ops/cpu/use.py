@@ -60,9 +60,9 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
 
     The first call of each kind checks it. Raises RuntimeError if HF_QKNORM_CPU=1 demands a kernel that fails its check.
     """
-    kind, gain, bias, blend, _, _ = norm
+    kind, gain, bias, blend, _, _, sharpness = norm
     key = (
-        *(torch.is_grad_enabled(), type(x), x.is_cpu, x.dtype, x.shape, kind, blend is None),
+        *(torch.is_grad_enabled(), type(x), x.is_cpu, x.dtype, x.shape, kind, blend is None, sharpness),
         *(gain is None or gain.shape, bias is None or bias.shape),
         *((None,) if rotary is None else (rotary.cos.shape, rotary.sin.shape, rotary.interleaved)),
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.norms import NORMS, NormKind
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.types import Norm, Rotary
 
 
@@ -90,9 +90,21 @@ class NormArguments(NamedTuple):
         return cls(*_by_head(norm.gain), *_by_head(norm.bias), norm.blend, *norm.eps_parts, norm.p)
 
 
-def norm_kind(norm: Norm) -> NormKind | None:
-    """The kind that kernels are compiled for, None for no norm."""
-    return None if norm.kind == "none" else NORMS[norm.kind]
+class NormConstants(NamedTuple):
+    """What a norm's arithmetic is compiled for, fields of `norms.NormKind` and the sharpness; `NORM` in kernels."""
+
+    centred: bool
+    summed: bool
+    any_order: bool
+    sharpness: int
+
+    @classmethod
+    def of(cls, norm: Norm) -> NormConstants | None:
+        """The constants of a norm, None for no norm."""
+        if norm.kind == "none":
+            return None
+        kind = NORMS[norm.kind]
+        return cls(kind.centred, kind.summed, kind.any_order, norm.sharpness)
 
 
 def _by_head(values: Tensor | None) -> tuple[Tensor | None, int, int]:

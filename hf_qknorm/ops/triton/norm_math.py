@@ -2,7 +2,7 @@
 
 Tiles are fp32 `[M, P]` with P the power of two that holds head_dim; columns from head_dim on are padding and hold 0.
 All norms have one form, n = (x − shift)·factor with two numbers per row, so that any column can be computed alone. NORM
-is a `norms.NormKind`; without a norm it is None, and the numbers are 0 and 1.
+is `arguments.NormConstants`; without a norm it is None, and the numbers are 0 and 1.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ def statistics(x, real, norm, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
             largest = tl.max(tl.abs(x), 1)
             floor = tl.sqrt_rn(zeros + eps)
             peak = tl.maximum(largest, floor)  # |x|ᵖ must not overflow
-            power = tl.sum(_power(tl.abs(x) / peak[:, None], norm.p), 1) + HEAD_DIM * _power(floor / peak, norm.p)
+            power = tl.sum(_power(tl.abs(x) / peak[:, None], norm.p), 1)
+            power = _smooth_maximum(power, HEAD_DIM * _power(floor / peak, norm.p), NORM.sharpness)
             if not NORM.summed:
                 power = power / HEAD_DIM
             factor = tl.where(largest > 0, tl.exp2(-tl.log2(power) / norm.p) / peak, 0.0)
         else:
             square = tl.sum(x * x, 1) / HEAD_DIM
-            factor = tl.where(square > 0, 1.0 / tl.sqrt_rn(square + eps), 0.0)
+            factor = tl.where(square > 0, 1.0 / tl.sqrt_rn(_smooth_maximum(square, eps, NORM.sharpness)), 0.0)
             if NORM.summed:
                 factor = factor * (HEAD_DIM**-0.5)
     return shift, factor
@@ -56,10 +57,43 @@ def backward(dn, x, real, shift, factor, p, HEAD_DIM: tl.constexpr, NORM: tl.con
         if NORM.any_order:
             size = _power(tl.abs(n), p - 1.0)
             slope = tl.where(n < 0, -size, size)
+        if NORM.sharpness > 1:  # the share of y's own size in the divisor's, u, is u^s in the slope
+            share = tl.sum(slope * n, 1)[:, None]
+            if not NORM.summed:
+                share = share / HEAD_DIM
+            along *= _odd_power(share, NORM.sharpness)
         dx = dn - slope * along
         if NORM.centred:
             dx -= (tl.sum(dx if NORM.any_order else dn, 1) / HEAD_DIM)[:, None]
     return dx * factor[:, None], n
+
+
+@triton.jit
+def _smooth_maximum(a, b, SHARPNESS: tl.constexpr):
+    """(aˢ + bˢ)^(1/s) for numbers that are not negative, by the ratio of the smaller to the larger."""
+    total = a + b
+    if SHARPNESS > 1:
+        larger = tl.maximum(a, b)
+        ratio = tl.minimum(a, b) / larger
+        total = 1.0 + ratio * _odd_power(ratio, SHARPNESS)
+        total = tl.sqrt_rn(total)
+        if SHARPNESS > 2:
+            total = tl.sqrt_rn(total)
+        if SHARPNESS > 4:
+            total = tl.sqrt_rn(total)
+        total = larger * total
+    return total
+
+
+@triton.jit
+def _odd_power(x, SHARPNESS: tl.constexpr):
+    """x^(s − 1) for s = 2, 4 or 8."""
+    power = x
+    if SHARPNESS > 2:
+        power = power * power * x
+    if SHARPNESS > 4:
+        power = power * power * x
+    return power
 
 
 @triton.jit

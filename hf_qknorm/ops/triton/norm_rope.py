@@ -10,8 +10,8 @@ from torch import Tensor
 from hf_qknorm.ops.triton.arguments import (
     HeadArguments,
     NormArguments,
+    NormConstants,
     RotaryArguments,
-    norm_kind,
     partial_sums,
     sum_to,
 )
@@ -164,8 +164,8 @@ def _arguments(q: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None, fac
         "BLOCK": ROWS[columns],
         "PADDED": columns,
         "HEAD_DIM": q.shape[-1],
-        "Q_NORM": norm_kind(q_norm),
-        "K_NORM": norm_kind(k_norm),
+        "Q_NORM": NormConstants.of(q_norm),
+        "K_NORM": NormConstants.of(k_norm),
         "ROTARY": 0 if rotary is None else 2 * rotary.cos.shape[-1],
         "INTERLEAVED": rotary is not None and rotary.interleaved,
         "num_warps": WARPS,

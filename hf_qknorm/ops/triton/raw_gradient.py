@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hf_qknorm.ops.triton.arguments import NormArguments, RotaryArguments, norm_kind, partial_sums, sum_to
+from hf_qknorm.ops.triton.arguments import NormArguments, NormConstants, RotaryArguments, partial_sums, sum_to
 from hf_qknorm.ops.triton.launch import as_tiles, dense, padded
 from hf_qknorm.ops.types import Norm, Rotary
 
@@ -22,7 +22,7 @@ class RawGradient(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, norm: Norm, rotary: Rotary | None, dx: Tensor, rows: int, section: int = 1) -> RawGradient:
         """For dx `[B, H, T, D]`, the gradient of the raw heads x, in blocks of `rows`, ordered by `section`."""
-        (b, heads, length, d), kind = dx.shape, norm_kind(norm)
+        (b, heads, length, d), kind = dx.shape, NormConstants.of(norm)
         blocks = -(-length // rows)
         dgain, dbias = partial_sums(norm, (b * heads // section, blocks, section, padded(d)), x.device)
         arguments = {

@@ -35,7 +35,7 @@ NO_ENDS: Final = (None, None, None)  # neither norms nor a rotation
 
 
 class NormPath(NamedTuple):
-    """A norm's kind and order; the dimensions of gain and bias (0 for one number, None for none), the gain's dtype."""
+    """A norm's kind, order and sharpness; the dimensions of gain and bias (0: one number), the gain's dtype."""
 
     kind: str
     p: float
@@ -44,6 +44,7 @@ class NormPath(NamedTuple):
     dtype: torch.dtype | None
     blend: bool
     stored_eps: bool
+    sharpness: int = 1
 
 
 class CodePath(NamedTuple):
@@ -129,11 +130,11 @@ def _most_queries(group: int, length: int) -> int:
 
 def _norm_path(norm: Norm) -> tuple[Any, ...] | None:
     """The values of a `NormPath`."""
-    kind, gain, bias, blend, eps, p = norm
+    kind, gain, bias, blend, eps, p, sharpness = norm
     if kind == "none":
         return None
     dimensions, dtype = None, None
     if gain is not None:
         dimensions, dtype = gain.dim() if gain.numel() > 1 else 0, gain.dtype
     biases = None if bias is None else bias.dim() if bias.numel() > 1 else 0
-    return kind, p, dimensions, biases, dtype, blend is not None, isinstance(eps, Tensor)
+    return kind, p, dimensions, biases, dtype, blend is not None, isinstance(eps, Tensor), sharpness

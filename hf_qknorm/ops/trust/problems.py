@@ -92,7 +92,8 @@ def draw(
             for n, mean in ((of.gain, 1.0), (of.bias, 0.0))
         )
         blend, eps = (torch.tensor(x, dtype=torch.float32, device=device) for x in (0.5, 1.0))
-        return Norm(of.kind, gain, bias, blend if of.blend else None, eps if of.stored_eps else 1e-6, of.p)
+        numbers = (blend if of.blend else None, eps if of.stored_eps else 1e-6)
+        return Norm(of.kind, gain, bias, *numbers, of.p, of.sharpness)
 
     heads_kv = heads_kv or (2 if path.group <= 8 else 1)
     queries = keys = LENGTH if length is None else length

@@ -13,7 +13,7 @@ from fuzz.lines import Table, Values
 from fuzz.tables import CPP, TRITON
 from hf_qknorm.ops import operators
 from hf_qknorm.ops.cpu import build
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.norms import NORMS, SHARPNESSES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -85,6 +85,7 @@ class _Draw:
         eps = self.maybe(lambda: torch.tensor(0.5))
         values = {"kind": kind, "gain": gain, "bias": bias, "stored_eps": eps}
         values |= {"blend": self.maybe(lambda: torch.tensor(0.5)), "eps": 0.0 if eps is not None else 1e-6, "p": 3.0}
+        values["sharpness"] = self.random.choice(SHARPNESSES)
         return {f"{side}_{name}": x for name, x in values.items()}
 
     def norms(self) -> Values:
@@ -115,7 +116,7 @@ def _cpp_norm_rope(seed: int) -> Values:
     x = draw.normal(draw.batch, draw.queries, draw.heads, draw.columns).transpose(1, 2)
     gain, bias = (draw.maybe(lambda: draw.parameter(draw.heads)) for _ in range(2))
     switches = {"normed": True, "centred": False, "summed": False}
-    return {"x": x, **switches, "gain": gain, "bias": bias, "eps": 0.5, **draw.angles()}
+    return {"x": x, **switches, "gain": gain, "bias": bias, "eps": 0.5, "sharpness": 8, **draw.angles()}
 
 
 def _cpp_call(name: str, values: Values) -> list[Tensor]:
@@ -136,6 +137,7 @@ def _fused(seed: int) -> Values:
 
 def _plain_norms() -> Values:
     norm = {"kind": "none", "gain": None, "bias": None, "blend": None, "stored_eps": None, "eps": 1e-6, "p": 2.0}
+    norm["sharpness"] = 1
     angles = {"cos": None, "sin": None, "interleaved": False}
     return {f"{side}_{name}": x for side in "qk" for name, x in norm.items()} | angles
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fuzz.lines import FLOATING, HEADS, OF_Q, SCALAR, Line, Number, Sizes, Table, Values, is_finite
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.norms import NORMS, SHARPNESSES
 
 MOST_COLUMNS: Final = 256
 
@@ -32,6 +32,7 @@ def _window(x: Any, values: Values) -> bool:
 COLUMNS: Final = (f"H ≥ 1, 1 ≤ D ≤ {MOST_COLUMNS}", lambda s, values: s["H"] >= 1 and 1 <= s["D"] <= MOST_COLUMNS)
 GROUPS: Final = ("H a multiple of Hk", _shares)
 ROTATES: Final = ("2R ≤ D", lambda s, values: 2 * s["R"] <= s["D"])
+SHARPNESS: Final = Number(", ".join(map(str, SHARPNESSES)), lambda x, values: x in SHARPNESSES)
 SWITCH: Final = Number("true or false", lambda x, values: isinstance(x, bool))
 Q: Final = Line("B H T D", HEADS, limits=(COLUMNS,))
 KEYS: Final = Line("B Hk S D", OF_Q)
@@ -75,6 +76,7 @@ CPP_NORM_ROPE: Final[Table] = {
     "gain": PARAMETER,
     "bias": PARAMETER,
     "eps": Number("≥ 0", lambda x, values: x >= 0),
+    "sharpness": SHARPNESS,
     "cos": COS,
     "sin": SIN,
     "interleaved": SWITCH,
@@ -117,6 +119,7 @@ def _norm(side: str, heads: str) -> Table:
         "kind": KINDS,
         **{"gain": parameter, "bias": parameter, "blend": SINGLE, "stored_eps": SINGLE},
         **{"eps": Number("≥ 0, without stored_eps", eps_fits), "p": Number("≥ 1", lambda x, values: x >= 1)},
+        "sharpness": SHARPNESS,
     }
     return {f"{side}_{name}": line for name, line in lines.items()}
 

@@ -153,12 +153,14 @@ void check_gradients(const Tensor& q, const Tensor& k, const Tensor& grad, const
 }
 
 void check_norm_rope(const Tensor& x, const MaybeTensor& gain, const MaybeTensor& bias, double eps,
-                     const MaybeTensor& cos, const MaybeTensor& sin) {
+                     int64_t sharpness, const MaybeTensor& cos, const MaybeTensor& sin) {
   check_heads("x", x);
   const int64_t batch = x.size(0), length = x.size(2), columns = x.size(3);
   check_parameter("gain", gain, x.size(1), columns);
   check_parameter("bias", bias, x.size(1), columns);
   TORCH_CHECK_VALUE(eps >= 0, "eps must not be negative, got ", eps);
+  TORCH_CHECK_VALUE(sharpness == 1 || sharpness == 2 || sharpness == 4 || sharpness == 8,
+                    "sharpness must be one of 1, 2, 4, 8, got ", sharpness);
   TORCH_CHECK_VALUE(cos.has_value() == sin.has_value(), "cos and sin must be given together");
   if (!cos) return;
   check_tensor("cos", *cos, Numbers::floating, {{batch, true}, {length}, ANY});

@@ -26,6 +26,7 @@ void check_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                      const at::Tensor& delta);
 
 void check_norm_rope(const at::Tensor& x, const std::optional<at::Tensor>& gain, const std::optional<at::Tensor>& bias,
-                     double eps, const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin);
+                     double eps, int64_t sharpness, const std::optional<at::Tensor>& cos,
+                     const std::optional<at::Tensor>& sin);
 
 }  // namespace hf_qknorm

@@ -55,6 +55,17 @@ double mean_square(const float* x, int64_t count) {
   return sum / static_cast<double>(count);
 }
 
+// (aˢ + bˢ)^(1/s), from the ratio of the smaller to the larger: powers of the numbers themselves would overflow
+double smooth_maximum(double a, double b, int64_t sharpness) {
+  if (sharpness == 1) return a + b;
+  const double larger = std::max(a, b);
+  double sum = std::min(a, b) / larger;
+  for (int64_t s = 1; s < sharpness; s *= 2) sum *= sum;
+  sum += 1;
+  for (int64_t s = 1; s < sharpness; s *= 2) sum = std::sqrt(sum);
+  return larger * sum;
+}
+
 void normalise(const NormKind& kind, const Parameter& gain, const Parameter& bias, int64_t head, float* x, int64_t count) {
   if (kind.centred) {
     double sum = 0;
@@ -63,7 +74,8 @@ void normalise(const NormKind& kind, const Parameter& gain, const Parameter& bia
     for (int64_t i = 0; i < count; ++i) x[i] -= mean;
   }
   const double square = mean_square(x, count), columns = kind.summed ? static_cast<double>(count) : 1.0;
-  const float factor = square > 0 ? static_cast<float>(1.0 / std::sqrt(columns * (square + kind.eps))) : 0.0f;
+  const double size = smooth_maximum(square, kind.eps, kind.sharpness);
+  const float factor = square > 0 ? static_cast<float>(1.0 / std::sqrt(columns * size)) : 0.0f;
   for (int64_t i = 0; i < count; ++i) x[i] *= factor;
   if (gain.data)
     for (int64_t i = 0; i < count; ++i) x[i] *= gain.data[head * gain.head + i * gain.column];

@@ -7,10 +7,11 @@
 
 namespace hf_qknorm {
 
-// A norm of rows y: of x, or of x minus its mean; divided by √(mean y² + eps), or by √D times that.
+// A norm of rows y: of x, or of x minus its mean; divided by the root of ((mean y²)ˢ + epsˢ)^(1/s), or by √D times that.
 struct NormKind {
   bool normed, centred, summed;
   double eps;
+  int64_t sharpness;  // s, a power of 2
 };
 
 // x [B, H, T, D] after the norm with its gain and bias, and after the rotation by angles [B or 1, T, R/2] of columns i

@@ -99,10 +99,10 @@ Tensor run_measure(const Tensor& q, const Tensor& k, const Tensor& v, const Mayb
 }
 
 Tensor run_norm_rope(const Tensor& x, bool normed, bool centred, bool summed, const MaybeTensor& gain,
-                     const MaybeTensor& bias, double eps, const MaybeTensor& cos, const MaybeTensor& sin,
-                     bool interleaved) {
-  check_norm_rope(x, gain, bias, eps, cos, sin);
-  return norm_rope(dense(x), {normed, centred, summed, eps}, gain, bias, cos, sin, interleaved);
+                     const MaybeTensor& bias, double eps, int64_t sharpness, const MaybeTensor& cos,
+                     const MaybeTensor& sin, bool interleaved) {
+  check_norm_rope(x, gain, bias, eps, sharpness, cos, sin);
+  return norm_rope(dense(x), {normed, centred, summed, eps, sharpness}, gain, bias, cos, sin, interleaved);
 }
 
 #define HF_QKNORM_CALL                                                                                 \
@@ -117,8 +117,8 @@ TORCH_LIBRARY(HF_QKNORM_LIBRARY, library) {
               "Tensor(d!) delta) -> ()");
   library.def("measure(" HF_QKNORM_CALL ", float threshold) -> Tensor");
   library.def(
-      "norm_rope(Tensor x, bool normed, bool centred, bool summed, Tensor? gain, Tensor? bias, float eps, Tensor? cos, "
-      "Tensor? sin, bool interleaved) -> Tensor");
+      "norm_rope(Tensor x, bool normed, bool centred, bool summed, Tensor? gain, Tensor? bias, float eps, "
+      "int sharpness, Tensor? cos, Tensor? sin, bool interleaved) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(HF_QKNORM_LIBRARY, CPU, library) {
