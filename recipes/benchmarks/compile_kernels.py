@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 import triton
@@ -53,7 +54,7 @@ class Case:
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     norm: str = "rms"
-    knee: bool = False  # whether the norms read their ε from memory
+    sharpness: int = 0  # of norms with a knee, which read their ε from memory; 0: without a knee
     rotary: float = 1.0  # the part of head_dim that is rotated
     interleaved: bool = False
     softcap: float | None = 50.0
@@ -74,7 +75,7 @@ class Case:
         d = self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
         q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
-        norm = Norm(self.norm, None if self.norm == "none" else empty(d), **stored_eps(self.knee))
+        norm = Norm(self.norm, None if self.norm == "none" else empty(d), **with_knee(self.sharpness))
         cos = empty(1, t, int(d * self.rotary) // 2)
         rotary = Rotary(cos, cos, self.interleaved) if self.rotary else None
         ranges = torch.zeros(b, t, 2, dtype=torch.int32) if self.ranges else None
@@ -94,7 +95,7 @@ class Step:
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     softcap: float | None = 50.0
-    knee: bool = False
+    sharpness: int = 0
     queries: int = 1
     static: bool = True
 
@@ -105,14 +106,14 @@ class Step:
         q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
         filled = torch.zeros((), dtype=torch.int64) if self.static else None
         cache = LayerCache(empty(b, hk, s, d), empty(b, hk, s, d), filled)
-        norm, cos = Norm("rms", empty(d), **stored_eps(self.knee)), empty(1, t, d // 2)
+        norm, cos = Norm("rms", empty(d), **with_knee(self.sharpness)), empty(1, t, d // 2)
         heads, options = Heads(q, k, v, norm, norm, Rotary(cos, cos)), Options(d**-0.5, self.softcap, causal=True)
         decode_step.forward(heads, cache, Visible(), options)
 
 
-def stored_eps(knee: bool) -> dict[str, torch.Tensor]:
-    """The ε of a norm with a knee."""
-    return {"eps": torch.ones(())} if knee else {}
+def with_knee(sharpness: int) -> dict[str, Any]:
+    """The ε and sharpness of a norm with a knee; nothing without a sharpness."""
+    return {"eps": torch.ones(()), "sharpness": sharpness} if sharpness else {}
 
 
 RAW = {"norm": "none", "rotary": 0.0}
@@ -120,8 +121,8 @@ PLAIN = RAW | {"softcap": None}
 CASES = {
     **{f"capped {d}": Case(d) for d in (256, 192, 128, 96, 80, 64)},
     **{f"uncapped {d}": Case(d, softcap=None) for d in (256, 128, 64)},
-    **{f"knee {d}": Case(d, softcap=None, knee=True) for d in (128, 64)},
-    "knee, layer": Case(64, norm="layer", knee=True),
+    **{f"knee {d}, sharpness {s}": Case(d, softcap=None, sharpness=s) for d in (128, 64) for s in (1, 8)},
+    "knee, layer": Case(64, norm="layer", sharpness=4),
     **{f"fp32 {d}": Case(d, torch.float32, **PLAIN) for d in (256, 128)},
     "fp32, tf32": Case(64, torch.float32, **PLAIN, tf32=True),
     "fp16": Case(dtype=torch.float16, **RAW),
@@ -130,7 +131,7 @@ CASES = {
     "interleaved": Case(96, interleaved=True, softcap=None),
     "partial": Case(80, norm="layer", rotary=0.4, softcap=None),
     "lp": Case(64, norm="lp", softcap=None),
-    "lp, knee": Case(64, norm="lp", softcap=None, knee=True),
+    "lp, knee": Case(64, norm="lp", softcap=None, sharpness=8),
     "ranges": Case(**PLAIN, ranges=True),
     "window": Case(**PLAIN, window=256, sinks=True),
     **{f"dropout {d}": Case(d, **PLAIN, dropout=0.1) for d in (128, 64)},
@@ -142,7 +143,7 @@ CASES = {
     "gluon, fp16": Case(dtype=torch.float16, **RAW, gluon=True),
     **{f"step {d}": Step(d) for d in (256, 128, 64)},
     "step, uncapped": Step(softcap=None),
-    "step, knee": Step(knee=True),
+    "step, knee": Step(sharpness=8),
     "step, dynamic cache": Step(static=False),
     "step, fp32": Step(dtype=torch.float32),
     "steps": Step(queries=20),

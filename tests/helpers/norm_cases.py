@@ -37,6 +37,7 @@ class Case(NamedTuple):
     spread: float = 1.0
     p: float = 3.0
     knee: float | None = None
+    sharpness: int = 1
 
     def __str__(self) -> str:
         changed = [value for name, value in self._asdict().items() if value != self._field_defaults[name]]
@@ -78,7 +79,18 @@ KNEES = [
     Case(norms=("l2", "rms"), spread=1e-12, gains=("none", "none"), knee=4.0),
     Case(norms=("layer", "lp"), spread=1e-3, gains=("none", "shared"), knee=1e-6),
 ]
-CASES += KNEES
+SHARP = [  # rows on both sides of the knee
+    Case(knee=1.0, sharpness=8),
+    Case(norms=("layer", "rms"), head_dim=64, dtype=BRAIN, rotary=(64, "half"), knee=2.0, sharpness=4),
+    Case(norms=("l2", "layer"), head_dim=40, dtype=HALF, gains=("scalar", "per_head"), knee=0.5, sharpness=8),
+    Case(norms=("lp", "l2"), p=1.5, rotary=(16, "interleaved"), layout="gaps", knee=1.0, sharpness=2),
+    Case(norms=("rms", "lp"), p=4.0, dtype=BRAIN, biases=("shared", "per_head"), knee=1.0, blend=0.3, sharpness=8),
+    Case(norms=("lp", "lp"), spread=1e15, gains=("none", "none"), p=4.0, knee=1.0, sharpness=8),
+    Case(norms=("l2", "rms"), spread=1e-12, gains=("none", "none"), knee=4.0, sharpness=8),
+    Case(norms=("layer", "lp"), spread=1e-3, gains=("none", "shared"), knee=1e-6, sharpness=4),
+    Case(norms=("rms", "layer"), dtype=BRAIN, rotary=(8, "half"), layout="sparse", knee=DOMINANT, sharpness=8),
+]
+CASES += KNEES + SHARP
 
 
 class Call(NamedTuple):
@@ -131,7 +143,8 @@ def draw(case: Case, seed: int = 0) -> Call:
         order = 2.0 if kind == "none" else NORMS[kind].order(case.p)
         eps = (case.knee * float(normal(1000).abs().pow(order).mean())) ** (2 / order) * case.spread**2
         gains = None if gains is None else gains * (1 + case.knee) ** 0.5
-        return Norm(kind, gains, biases, blend, torch.tensor(eps, dtype=torch.float32, device=DEVICE), case.p)
+        eps = torch.tensor(eps, dtype=torch.float32, device=DEVICE)
+        return Norm(kind, gains, biases, blend, eps, case.p, case.sharpness)
 
     heads = [normal(case.batch, count, case.length, case.head_dim) * case.spread for count in case.heads]
     if case.knee is not None:

@@ -29,10 +29,10 @@ def test_the_numbers_are_those_of_the_specification(dtypes, kind, shape, grad):
     x[0, 0] = 0
     gain, bias = (None if shape is None else torch.randn(shape).to(dtypes[1]) for _ in range(2))
     for used in (None, bias):
-        for eps in (1e-6, torch.tensor(0.7)):
+        for eps, sharpness in ((1e-6, 1), (torch.tensor(0.7), 1), (torch.tensor(81.0), 4)):
             with torch.set_grad_enabled(grad):
-                got = apply_norm(x, Norm(kind, gain, used, None, eps, 3.0))
-                expected = head_norm(x, kind, gain, used, eps, 3.0)
+                got = apply_norm(x, Norm(kind, gain, used, None, eps, 3.0, sharpness))
+                expected = head_norm(x, kind, gain, used, eps, 3.0, None, sharpness)
             assert got.dtype == expected.dtype
             assert torch.equal(got, expected)
 

@@ -1,10 +1,13 @@
 """The oracle's head norms, against torch's own definitions."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_qknorm.ops.norms import SHARPNESSES
 from hf_qknorm.ops.reference import head_norm
 
 HEADS, DIM = 3, 12
@@ -62,33 +65,56 @@ def test_l2_is_lp_of_order_2_and_rms_over_root_dim(eps: float) -> None:
 KNEES = (1e-3, 0.5, 4.0, 1e4)  # ε, where the mean square is about 1
 
 
-def by_definition(x: Tensor, norm: str, p: float, eps: float) -> Tensor:
-    """Each norm from torch's vector norms: n = x / (‖x‖ₚᵖ + D·ε^(p/2))^(1/p), times √D for rms and layer."""
+def by_definition(x: Tensor, norm: str, p: float, eps: float, sharpness: int = 1) -> Tensor:
+    """Each norm from torch's vector norms: n = x / ‖(‖x‖ₚ, (D·ε^(p/2))^(1/p))‖ of order p·s (times √D)."""
     centred = x - x.sum(-1, keepdim=True) / DIM if norm == "layer" else x
     size = torch.linalg.vector_norm(centred, ord=p, dim=-1, keepdim=True)
-    longer = (size**p + DIM * eps ** (p / 2)) ** (1 / p)
+    knee = torch.full_like(size, (DIM * eps ** (p / 2)) ** (1 / p))
+    longer = torch.linalg.vector_norm(torch.cat([size, knee], -1), ord=p * sharpness, dim=-1, keepdim=True)
     return centred / longer * (DIM**0.5 if norm in ("rms", "layer") else 1.0)
 
 
 @every_norm
+@pytest.mark.parametrize("sharpness", SHARPNESSES)
 @pytest.mark.parametrize("knee", KNEES)
-def test_with_a_knee_each_norm_is_its_definition(norm: str, p: float, knee: float) -> None:
-    x = draw(5, HEADS, DIM) * draw(5, HEADS, 1, seed=1).exp()
-    close(head_norm(x, norm, eps=torch.tensor(knee), p=p), by_definition(x, norm, p, torch.tensor(knee).item()))
+def test_with_a_knee_each_norm_is_its_definition(norm: str, p: float, knee: float, sharpness: int) -> None:
+    x, eps = draw(5, HEADS, DIM) * draw(5, HEADS, 1, seed=1).exp(), torch.tensor(knee)
+    got = head_norm(x, norm, eps=eps, p=p, sharpness=sharpness)
+    close(got, by_definition(x, norm, p, eps.item(), sharpness))
+
+
+@pytest.mark.parametrize("sharpness", SHARPNESSES)
+@pytest.mark.parametrize("ratio", [1e-12, 1e-3, 1.0, 1e3, 1e12])
+def test_the_slope_of_a_sharp_norm_is_at_most_its_factor(ratio: float, sharpness: int) -> None:
+    """It is f·(I − w·xxᵀ/|x|²) with f the norm's factor and w = tˢ/(1 + tˢ), t = mean x²/ε, in fp32 too."""
+    x = F.normalize(draw(DIM), dim=-1) * (DIM * ratio) ** 0.5
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        row = x.to(dtype)
+        norm = partial(head_norm, norm="rms", eps=1.0, sharpness=sharpness)
+        slope = torch.autograd.functional.jacobian(norm, row)
+        weight = 1 / (1 + (1 / ratio) ** sharpness) if ratio >= 1 else ratio**sharpness / (1 + ratio**sharpness)
+        factor = (1 + ratio**sharpness) ** (-0.5 / sharpness) if ratio <= 1 else None
+        factor = factor or ratio**-0.5 * (1 + ratio**-sharpness) ** (-0.5 / sharpness)
+        unit = x / x.norm()
+        wanted = factor * (torch.eye(DIM) - weight * unit[:, None] * unit)
+        assert (slope.double() - wanted).abs().max() <= tolerance * factor
+        assert torch.linalg.matrix_norm(slope.double(), 2) <= factor * (1 + tolerance)
 
 
 @every_norm
-def test_short_vectors_keep_their_lengths_and_long_ones_are_bounded(norm: str, p: float) -> None:
+@pytest.mark.parametrize("sharpness", SHARPNESSES)
+def test_short_vectors_keep_their_lengths_and_long_ones_are_bounded(norm: str, p: float, sharpness: int) -> None:
     """Short ones become x/√ε, for l2 and lp over D^(1/p); the bound is √D, or D^max(0, 1/2 − 1/p), and is reached."""
     eps, x = 4.0, draw(50, HEADS, DIM)
     bound = DIM**0.5 if norm in ("rms", "layer") else DIM ** max(0.0, 0.5 - 1 / p)
-    short, long = (head_norm(x * size, norm, eps=torch.tensor(eps), p=p) for size in (1e-4, 1e4))
+    normed = partial(head_norm, norm=norm, eps=torch.tensor(eps), p=p, sharpness=sharpness)
+    short, long = (normed(x * size) for size in (1e-4, 1e4))
     direction = x - x.mean(-1, keepdim=True) if norm == "layer" else x
     slope = eps**-0.5 * (1.0 if norm in ("rms", "layer") else DIM ** (-1 / p))
     torch.testing.assert_close(short, direction * 1e-4 * slope, rtol=1e-3 if p == 1 else 1e-5, atol=1e-12)
-    assert (long.norm(dim=-1) <= bound).all()
+    assert (long.norm(dim=-1) <= bound * (1 + 1e-12)).all()
     peaks = torch.cat([torch.eye(DIM), torch.ones(1, DIM)], 0).double()  # the longest results, for p ≤ 2 and p ≥ 2
-    longest = head_norm(1e8 * peaks, norm, eps=torch.tensor(eps), p=p).norm(dim=-1).max()
+    longest = normed(1e8 * peaks).norm(dim=-1).max()
     assert longest <= bound * (1 + 1e-12)
     assert longest > bound * (1 - 1e-6)
 

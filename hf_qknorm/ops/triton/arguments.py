@@ -106,6 +106,11 @@ class NormConstants(NamedTuple):
         kind = NORMS[norm.kind]
         return cls(kind.centred, kind.summed, kind.any_order, norm.sharpness)
 
+    def __str__(self) -> str:
+        """The properties that it has, for tables of kernels."""
+        named = [name for name, value in self._asdict().items() if value is True]
+        return "+".join([*named, f"s{self.sharpness}"])
+
 
 def _by_head(values: Tensor | None) -> tuple[Tensor | None, int, int]:
     """A gain or bias and its strides, 0 where all heads or columns have the same."""

@@ -31,7 +31,7 @@ class _Draw:
     """Sizes and tensors of one problem."""
 
     def __init__(self, seed: int, *, fused: bool) -> None:
-        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.random, self.generator = random.Random(str(seed)), torch.Generator().manual_seed(seed)
         self.batch, self.heads_kv = self.random.choice((1, 2, 3)), self.random.choice((1, 2))
         self.heads = self.heads_kv * self.random.choice((1, 2, 3))
         self.queries = self.random.choice((1, 2, 5, 19) if fused else (1, 2, 5, 70))

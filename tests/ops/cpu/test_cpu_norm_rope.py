@@ -19,8 +19,13 @@ HEADS = 3
 GAINS = {"shared": (40,), "per_head": (HEADS, 40), "scalar": (1,), "none": None}
 
 
-def problem(kind: str, gain: str, dtype: torch.dtype, batch: int, pairs: int) -> tuple[Tensor, Norm, Rotary | None]:
-    """Heads `[2, H, 5, 40]` laid out as a projection's, with a row of zeros; a norm; a rotation of some columns."""
+def problem(
+    kind: str, gain: str, dtype: torch.dtype, batch: int, pairs: int, sharpness: int
+) -> tuple[Tensor, Norm, Rotary | None]:
+    """Heads `[2, H, 5, 40]` laid out as a projection's, with a row of zeros; a norm; a rotation of some columns.
+
+    The norm's knee is in the middle of the rows' sizes.
+    """
     torch.manual_seed(0)
     x = (5 * torch.randn(2, 5, HEADS, 40)).to(dtype)
     x[0, 0] = 0
@@ -28,7 +33,7 @@ def problem(kind: str, gain: str, dtype: torch.dtype, batch: int, pairs: int) ->
     parameters = [None if shape is None else torch.randn(shape).to(dtype) for _ in range(2)]
     angles = torch.randn(batch, 5, 2 * pairs)
     rotary = Rotary(angles.cos()[..., :pairs], angles.sin()[..., ::2], pairs == 8) if pairs else None
-    return x.transpose(1, 2), Norm(kind, *parameters, None, torch.tensor(0.3)), rotary
+    return x.transpose(1, 2), Norm(kind, *parameters, None, torch.tensor(25.0), 2.0, sharpness), rotary
 
 
 def doubled(norm: Norm, rotary: Rotary | None) -> tuple[Norm, Rotary | None]:
@@ -37,12 +42,15 @@ def doubled(norm: Norm, rotary: Rotary | None) -> tuple[Norm, Rotary | None]:
 
 
 @pytest.mark.parametrize("dtype", norm_rope.DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["rms", "layer", "l2", "none"])
+@pytest.mark.parametrize(
+    ("kind", "sharpness"),
+    [("rms", 1), ("rms", 2), ("rms", 8), ("layer", 1), ("layer", 4), ("l2", 1), ("l2", 8), ("none", 1)],
+)
 @pytest.mark.parametrize(
     ("gain", "batch", "pairs"), [("shared", 1, 20), ("per_head", 2, 8), ("scalar", 2, 0), ("none", 1, 6)]
 )
-def test_heads_are_within_the_budget(dtype, kind, gain, batch, pairs):
-    x, norm, rotary = problem(kind, gain, dtype, batch, pairs)
+def test_heads_are_within_the_budget(dtype, kind, sharpness, gain, batch, pairs):
+    x, norm, rotary = problem(kind, gain, dtype, batch, pairs, sharpness)
     got = norm_rope.norm_rope_one(x, norm, rotary)
     exact = reference.norm_rope_one(x.double(), *doubled(norm, rotary))
     assert got.shape == x.shape
@@ -50,12 +58,13 @@ def test_heads_are_within_the_budget(dtype, kind, gain, batch, pairs):
     assert_within_budget(got, exact, reference.norm_rope_one(x, norm, rotary), kind)
 
 
+@pytest.mark.parametrize("sharpness", [1, 8])
 @pytest.mark.parametrize("size", [1e-18, 1e18])
 @pytest.mark.parametrize("kind", ["rms", "layer", "l2"])
-def test_rows_of_any_size_are_within_the_budget(kind, size):
+def test_rows_of_any_size_are_within_the_budget(kind, size, sharpness):
     x = size * torch.randn(1, 2, 3, 40)
     got, eager, exact = (
-        function(heads, Norm(kind, eps=1e-40), None)
+        function(heads, Norm(kind, eps=1e-37, sharpness=sharpness), None)
         for function, heads in (
             (norm_rope.norm_rope_one, x),
             (reference.norm_rope_one, x),

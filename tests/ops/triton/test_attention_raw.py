@@ -113,6 +113,12 @@ CASES += [  # with a knee
         None,
     ),
     (Raw(norms=("lp", "layer"), length=33, p=3.0, gains=("scalar", "none"), knee=DOMINANT), Case(causal=True), 1.0),
+    (
+        Raw(head_dim=64, length=40, dtype=BRAIN, rotary=(64, "half"), heads=(4, 2), knee=1.0, sharpness=8),
+        Case(causal=True, softcap=50.0),
+        None,
+    ),
+    (Raw(norms=("layer", "lp"), length=40, gains=EACH, p=1.5, knee=1.0, sharpness=4), Case(causal=True), 1.0),
 ]
 
 

@@ -31,6 +31,7 @@ class Steps(NamedTuple):
     static: bool = True
     splits: int = 2
     knee: float | None = None
+    sharpness: int = 1
 
     def __str__(self) -> str:
         changed = [f"{name}={x}" for name, x in self._asdict().items() if x != self._field_defaults[name]]
@@ -55,6 +56,7 @@ GENERATIONS = [
     Steps(static=False, heads=(3, 3), softcap=None, splits=1),
     Steps(static=False, dtype=HALF, sizes=(5, 3, 3), head_dim=80),
     Steps(dtype=BRAIN, head_dim=64, knee=4.0),
+    Steps(dtype=BRAIN, head_dim=64, knee=1.0, sharpness=8),
     Steps(static=False, softcap=None, knee=4.0),
 ]
 
@@ -76,11 +78,11 @@ class Tokens(NamedTuple):
         q, k, v = (x.detach().to(DEVICE) for x in heads)
         gains = (torch.linspace(0.5, 2.0, d), torch.linspace(1.5, 0.5, d))
         eps = 1e-6 if steps.knee is None else torch.tensor(steps.knee, device=DEVICE)  # of vectors of mean square 1
-        norms = Norm("rms", gains[0].to(q), eps=eps), Norm("rms", gains[1].to(q), eps=eps)
+        q_norm, k_norm = (Norm("rms", gain.to(q), eps=eps, sharpness=steps.sharpness) for gain in gains)
         angles = (torch.arange(length)[:, None] * 10.0 ** -torch.linspace(0, 3, d // 2))[None]
         rotary = Rotary(angles.cos().to(q), angles.sin().to(q))
         sinks = torch.linspace(-2.0, 2.0, steps.heads[0]).to(q) if steps.sinks else None
-        return cls(q, k, v, norms, rotary, sinks)
+        return cls(q, k, v, (q_norm, k_norm), rotary, sinks)
 
     def at(self, tokens: slice) -> tuple[Tensor, Tensor, Norm, Norm, Rotary]:
         """The arguments of `norm_rope.forward` for some tokens."""
@@ -93,7 +95,7 @@ class Tokens(NamedTuple):
         def ready(x: Tensor, norm: Norm) -> Tensor:
             assert norm.gain is not None
             gain = norm.gain.to(dtype)
-            x = reference.head_norm(x.to(dtype).transpose(1, 2), norm.kind, gain, eps=norm.eps).transpose(1, 2)
+            x = reference.norm_rope_one(x.to(dtype), norm._replace(gain=gain), None)
             cos, sin = (torch.cat([angle, angle], -1)[:, None].to(dtype) for angle in self.rotary[:2])
             left, right = x.chunk(2, -1)
             return x * cos + torch.cat([-right, left], -1) * sin

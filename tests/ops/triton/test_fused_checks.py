@@ -73,6 +73,7 @@ ATTENTION: list[tuple[dict[str, Any], str]] = [
     ({"k_norm": Norm("lp", eps=torch.ones((), dtype=torch.int32))}, "k_norm.eps must be of floating point numbers"),
     ({"k_norm": Norm("rms", eps=torch.ones((), device="meta"))}, "k_norm.eps must be on the device of q"),
     ({"q_norm": Norm("lp", eps=torch.ones(()), p=0.5)}, "q_norm.p must be at least 1, got 0.5"),
+    ({"k_norm": Norm("rms", sharpness=3)}, "k_norm.sharpness must be one of 1, 2, 4, 8, got 3"),
     ({"rotary": Rotary(*[torch.ones(3, T, 8)] * 2)}, "[B or 1, T, R/2] with B = 2 and T = 3, got [3, 3, 8]"),
     ({"rotary": Rotary(torch.ones(1, T, 8), torch.ones(1, T, 4))}, "got [1, 3, 8] and [1, 3, 4]"),
     ({"rotary": Rotary(*[torch.ones(1, T, 8, dtype=torch.int32)] * 2)}, "cos must be of floating point numbers"),
