@@ -76,7 +76,7 @@ class HeadNorm(nn.Module):
     @property
     def sharpness(self) -> int:
         """The norm's sharpness: the scheme's with a knee, else 1, since the plain norm is the same for all."""
-        return self.scheme_sharpness if self.knee else 1
+        return self.scheme_sharpness if isinstance(self.eps, Tensor) else 1  # a graph has no guard on the knee
 
     def mean_power(self) -> float:
         """Return the mean |x|ᵖ in calibration text. Raises ValueError without a knee, or if the knee is offloaded."""

@@ -36,7 +36,7 @@ def applies(model_type: str, scheme: Scheme) -> bool:
     return FAMILIES[model_type].refusal(tiny_config(model_type), scheme) is None
 
 
-KNEE = Scheme(q="auto", k="auto", v="auto", knee=4.0)
+KNEE = Scheme(q="auto", k="auto", v="auto", knee=1.0, sharpness=8)
 TRIED = {**SCHEMES, "knee": KNEE}
 PAIRS = [(model_type, name) for model_type in MODEL_TYPES for name in SCHEMES if applies(model_type, SCHEMES[name])]
 KNEES = [(model_type, "knee") for model_type in MODEL_TYPES if applies(model_type, KNEE)]

@@ -35,7 +35,8 @@ def written_out(layer: Any, scheme: Scheme, arguments: dict[str, Any], seen: Ten
         norm = getattr(scheme, field)
         if norm is not None:
             own = getattr(layer, name)
-            x = head_norm(x, norm, own.weight, own.bias, own.eps if scheme.knee else scheme.eps, scheme.p)
+            eps, sharpness = (own.eps, scheme.sharpness) if scheme.knee else (scheme.eps, 1)
+            x = head_norm(x, norm, own.weight, own.bias, eps, scheme.p, None, sharpness)
         elif layer.family.own_norms and field != "v":
             x = getattr(layer, name)(x)
         heads.append(x.transpose(1, 2))
