@@ -21,9 +21,9 @@ from hf_qknorm.model.norms import HeadNorm
 RMS = Scheme(q="rms", k="rms")
 SCHEMES = {
     "rms": ("llama", RMS),
-    "layer": ("gpt2", Scheme(q="layer", k="layer", v="layer", softcap=5.0)),
-    "l2": ("llama", Scheme(q="l2", k="rms", v="l2", gain="per_head", bias=True)),
-    "lp": ("llama", Scheme(q="lp", k="lp", gain="per_head", p=3.0)),
+    "layer": ("gpt2", Scheme(q="layer", k="layer", v="layer", softcap=5.0, sharpness=2)),
+    "l2": ("llama", Scheme(q="l2", k="rms", v="l2", gain="per_head", bias=True, sharpness=8)),
+    "lp": ("llama", Scheme(q="lp", k="lp", gain="per_head", p=3.0, sharpness=4)),
     "scalar": ("llama", Scheme(q="lp", k="rms", v="rms", gain="scalar", p=3.0, scale=1.0)),
     "keys": ("llama", Scheme(k="rms", gain="scalar")),
 }
