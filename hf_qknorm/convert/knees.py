@@ -117,6 +117,7 @@ def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[N
     scheme, norms = model.config.scheme, named_norms(model)
     powers = {key: norm.mean_power() if norm.knee else 1.0 for key, norm in norms.items()}
     values = [(p, p.detach().clone()) for norm in norms.values() for p in norm.parameters()]
+    rests = [(norm, norm._buffers.get("rest")) for norm in norms.values()]  # of gains in 16 bits, see `set_knee`
     restore = True
     try:
         yield
@@ -129,6 +130,10 @@ def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[N
             with torch.no_grad():
                 for parameter, value in values:
                     parameter.copy_(value)
+            for norm, rest in rests:
+                norm._buffers.pop("rest", None)
+                if rest is not None:
+                    norm.register_buffer("rest", rest, persistent=False)
         model.train(training)
         for layer in layers:
             vars(layer).pop("base_weights", None)

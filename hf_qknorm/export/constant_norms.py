@@ -77,7 +77,7 @@ def constant_norms(model: nn.Module) -> list[ConstantNorm]:
         if layer.scheme.knee < NO_NORM:
             raise ValueError(
                 f"the norms still act (knee {layer.scheme.knee:g}): train with KneeSchedule(target=math.inf) after "
-                "start_removal, or end them at once by set_knee(model, math.inf)"
+                "start_removal, or give remove_norms text, which ends them and measures the cost"
             )
         norms = sides(layer)
         for side, norm in norms.items():

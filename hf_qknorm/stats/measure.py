@@ -78,6 +78,14 @@ def predictions(model: Any, batches: Batches) -> tuple[Prediction, Prediction] |
     return _predictions(model, batches, lambda is_unpatched: None)
 
 
+def loss_of(model: Any, batches: Batches) -> float:
+    """The loss of a patched model in nats per token. Raises ValueError without a language-modelling head."""
+    own, _ = _predictions(model, batches, lambda is_unpatched: None, compared=False)
+    if own is None:
+        raise ValueError(f"{type(model).__name__} predicts no tokens, and its loss can't be measured")
+    return own.loss
+
+
 @torch.no_grad()
 def _predictions(
     model: Any, batches: Batches, watch: Callable[[bool], None], compared: bool = True

@@ -10,6 +10,8 @@ Source: TaperNorm (Kanavalau et al. 2026, arXiv 2602.10408), which removes the n
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -19,15 +21,21 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from hf_qknorm.convert.gains import Mean, observed_inputs
+from hf_qknorm.convert.knees import restored_attention
 from hf_qknorm.convert.text import batches_for, check_batches
 from hf_qknorm.export.constant_norms import SIDES, check_norms, constant_norms, sides, without_norms
-from hf_qknorm.model.attention import head_biases, head_norms, patched_layers
+from hf_qknorm.model.attention import head_biases, head_norms, patched_layers, require_patched
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee, centred_and_size
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import Scheme
+from hf_qknorm.stats.distributed import Batches
 from hf_qknorm.stats.head_weights import attention_head_weights, parameter_factors
+from hf_qknorm.stats.measure import loss_of
+from hf_qknorm.training.knee import set_knee
+
+logger = logging.getLogger(__name__)
 
 START: Final = 2.0**-16  # the knee that a removal starts from: too small to change what a norm computes
 
@@ -87,22 +95,65 @@ def start_removal(
     return model
 
 
-def remove_norms(model: PreTrainedModel) -> PreTrainedModel:
+def remove_norms(
+    model: PreTrainedModel,
+    data: Any = None,
+    *,
+    max_loss_increase: float | None = None,
+    tokenizer: Any = None,
+    max_tokens: int = 16_384,
+    batch_size: int = 8,
+    length: int | None = None,
+) -> PreTrainedModel:
     """Fold norms that have become constant factors into the projections, in place; the model is then unpatched.
 
     Each norm's gain, over the constant that it divides by, scales the rows of W_q or W_k, before RoPE. This is exact up
     to rounding. A cap, a length scale, a learned temperature and learned sinks stay, with the model still patched. Make
     a new optimiser after it.
 
-    Raises ValueError, before anything changes, for a model that is not patched, norms that still act (a knee below
-    2³⁰: `KneeSchedule(target=math.inf)` or `set_knee(model, math.inf)` end them), norms of values or of latent
-    attention, a bias of a norm that no projection can take, a clip in front of the norms, and sharded weights.
+    Norms that still act (a knee below 2³⁰) are ended by `KneeSchedule(target=math.inf)` during training, by
+    `set_knee(model, math.inf)`, or here if `data` is given, text or batches as for `calibrate`. The loss on it before
+    and after is logged. It must not rise by more than `max_loss_increase` nats per token; None means no limit. Sharp
+    norms that bound few vectors cost little: calibrated, and before any training, about what they cost when added.
+
+    Raises ValueError, before anything changes, for a model that is not patched, norms that still act without `data`,
+    norms of values or of latent attention, a bias of a norm that no projection can take, a clip in front of the norms,
+    sharded weights, a rise above the limit, and a limit without `data`.
 
     >>> model = qk.start_removal(qk.patch_model(model, qk.Scheme(q="rms", k="rms", softcap=50.0)), texts)
-    >>> qk.set_knee(model, float("inf"))
-    >>> print(qk.remove_norms(model).config.scheme)
+    >>> print(qk.remove_norms(model, texts).config.scheme)
     softcap=50.0
     """
+    if data is None and max_loss_increase is not None:
+        raise ValueError(f"max_loss_increase={max_loss_increase:g} needs data: give text to measure the loss on")
+    check_norms(require_patched(model))
+    batches = None
+    if data is not None:
+        batches = batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
+        check_batches(batches, model.config)
+    with restored_attention(model, only_on_error=True):
+        if batches is not None:
+            _end_norms(model, batches, max_loss_increase)
+        return _fold_norms(model)
+
+
+def _end_norms(model: Any, batches: Batches, limit: float | None) -> None:
+    """Turn the norms into constant factors, and log the loss before and after. Raises ValueError above the limit."""
+    before = loss_of(model, batches)
+    set_knee(model, math.inf)
+    after = loss_of(model, batches)
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    change = f"from {before:.4f} to {after:.4f} ({after - before:+.4f} nats, {tokens:,} tokens)"
+    if limit is not None and not after - before <= limit:
+        raise ValueError(
+            f"without its norms the model's loss goes {change}, more than max_loss_increase={limit:g}. Train on with "
+            "KneeSchedule(target=math.inf), or keep the norms"
+        )
+    logger.warning("norms removed: the loss goes %s", change)
+
+
+def _fold_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """Fold norms that are constant factors into the projections, and unpatch the model."""
     found = constant_norms(model)
     for constant in found:
         _check_whole(constant.projection)

@@ -12,7 +12,7 @@ from short_runs import StopAt, trainer
 from tables import assert_near, error, fingerprint, make_batch, randomise, sharp_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_qknorm import KneeSchedule, Scheme, patch_model, remove_norms, set_knee, start_removal
+from hf_qknorm import KneeSchedule, Scheme, calibrate, patch_model, remove_norms, set_knee, start_removal
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.knees import NO_NORM, powers_of
 from hf_qknorm.training.knee import knee_of
@@ -90,6 +90,45 @@ def test_a_trained_removal_ends_in_a_plain_llama(tmp_path):
     assert type(loaded) is LlamaForCausalLM
     assert not [name for name in loaded.state_dict() if "q_norm" in name or "k_norm" in name]
     assert_near(logits(loaded.eval()), before, 2e-6)
+
+
+BELT = Scheme(q="rms", k="rms", softcap=5.0, sharpness=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sharp_norms_come_off_as_they_came(dtype, caplog):
+    """Without training, the model is the one before the conversion up to rounding; the log has both losses."""
+    model: Any = sharp_model("llama", dtype=dtype)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    calibrate(patch_model(model, BELT), TEXT, knee=3.0)
+    assert remove_norms(model, TEXT, max_loss_increase=0.5) is model
+    assert "norms removed: the loss goes from" in caplog.text
+    assert model.config.scheme == Scheme(softcap=5.0)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    for name, x in before.items():
+        torch.testing.assert_close(after[name], x, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_removal_above_the_limit_changes_nothing(dtype):
+    model = kneed("lp", dtype=dtype)
+    set_knee(model, 2.0)  # in 16 bits the gains now have a rest
+    before, untouched = logits(model), fingerprint(model)
+    with pytest.raises(ValueError, match=r"without its norms the model's loss goes from .* than max_loss_increase=-5"):
+        remove_norms(model, TEXT, max_loss_increase=-5.0)
+    assert fingerprint(model) == untouched
+    assert torch.equal(logits(model), before)
+    set_knee(model, 4.0)
+    again = kneed("lp", dtype=dtype)
+    set_knee(again, 2.0)
+    set_knee(again, 4.0)
+    assert torch.equal(logits(model), logits(again))
+
+
+def test_a_limit_needs_text():
+    with pytest.raises(ValueError, match=r"max_loss_increase=0\.1 needs data"):
+        remove_norms(kneed(), max_loss_increase=0.1)
 
 
 def test_the_way_up_is_a_cosine_of_the_constants_share():
