@@ -12,6 +12,7 @@ raised by the plugin's methods, which axolotl does not catch.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -164,13 +165,13 @@ def _written_base(cfg: Any) -> Path:
 
 
 def _check_same(cfg: Any, model_type: str, stored: qk.Scheme) -> None:
-    """Raise ValueError if the file asks for another scheme than that of its patched base model. Knees may differ."""
+    """Raise ValueError if the file asks for another scheme than its base model has; calibration may have changed it."""
     name = cfg.get("qk_norm_scheme")
     if name is None:
         return
     wanted = qk.Scheme.of(name).resolve(qk.FAMILIES[model_type].norm)
-    without = [{**scheme.to_dict(), "knee": None} for scheme in (wanted, stored)]
-    if without[0] != without[1]:
+    given, found = (replace(scheme, knee=0.0, sharpness=1) for scheme in (wanted, stored))
+    if given != found:
         raise ValueError(
             f"base_model {cfg['base_model']} is patched already, with another scheme ({stored}) than qk_norm_scheme "
             f"({wanted}): leave out qk_norm_scheme, or start from the unpatched model"
