@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_qknorm.convert.fit import check_movable, fit_gains
-from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms, rescale_folded_weights
-from hf_qknorm.convert.knees import KNEES, restored_attention, search_knee
+from hf_qknorm.convert.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
+from hf_qknorm.convert.knees import KNEES, restored_attention, search_knee, sharpen
 from hf_qknorm.convert.text import batches_for, check_batches, context_length, longest_sequence
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_name
@@ -75,11 +75,12 @@ def calibrate(
     predicts. "fit_qk" also trains the projections to queries and keys, for good: `unpatch_model` no longer restores
     the model. "ones" resets the gains.
 
-    `knee` is a number (0 for plain norms, which export needs) or "auto": the smallest of `convert.knees.KNEES` that
-    costs at most `max_loss_increase` nats per token (by default 1 % of the cost of fresh gains, but at least 0.005) on
-    batches that the pass leaves out. The cost is the rise in loss, or the KL from the unpatched model if that is
-    larger. None means "auto" if no method is given and the scheme has gains, keeps the norm in front of attention, and
-    has no knee; otherwise the scheme's knee. With ten batches or more, "auto" takes at most two forward passes a batch.
+    `knee` is a number (0 for plain norms, which export needs) or "auto": 1.5 times the least of `convert.knees.KNEES`
+    that costs at most `max_loss_increase` nats per token (by default 0.005) on batches that the pass leaves out; the
+    margin is for text of other kinds. The cost is the rise in loss, or the KL from the unpatched model if that is
+    larger. The search sets a sharpness of 8 where the scheme's is 1, RMSNorm's form, whose knee costs more at any
+    bound. None means "auto" if no method is given and the scheme has gains, keeps the norm in front of attention, and
+    has no knee; otherwise the scheme's knee. With ten batches or more, "auto" takes about two forward passes a batch.
 
     A PEFT model is calibrated with its adapters in place, and its trained copies of the norms are set. With
     DistributedDataParallel, FSDP2 and tensor parallelism every rank makes the call, with its share of the batches or
@@ -163,15 +164,15 @@ def _set_norms(
     whole, fitted, held_out = sample
 
     def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
-        return ClosedFormGains(model, text, mean_powers(model, held_out[:1], ranks), knees, ranks)
+        return ClosedFormGains(model, text, expected_powers(model, held_out[:1], ranks), knees, ranks)
 
     _reset_norms(model, whole)
     base, fresh = predictions(model, held_out)
     tried: dict[float, Prediction] = {}
     if isinstance(knee, str):
         assert base is not None
-        assert fresh is not None
-        tried = search_knee(closed_form(fitted, *KNEES), held_out, base, fresh, limit)
+        sharpen(model)
+        tried = search_knee(closed_form(fitted, *KNEES), held_out, base, limit)
     elif method != "ones" or knee:
         text = whole if method == "moments" else fitted[:START_BATCHES]
         closed_form(text, float(knee)).apply(float(knee), gains=method != "ones")

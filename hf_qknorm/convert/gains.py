@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -182,6 +183,14 @@ def mean_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> Map
     return ClosedFormGains(model, batches, dict.fromkeys(named_norms(model), 0.0), (), ranks).powers
 
 
+def expected_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> Mapping[NormKey, float]:
+    """The `mean_powers` that the sums of a text's pass are laid out for; zeros for sharp norms, which need none."""
+    norms = named_norms(model)
+    if all(norm.scheme_sharpness > 1 for norm in norms.values()):
+        return dict.fromkeys(norms, 0.0)
+    return mean_powers(model, batches, ranks)
+
+
 def named_norms(model: nn.Module) -> dict[NormKey, HeadNorm]:
     """The norms of a patched model by their layer's name and their own."""
     layers = patched_layers(model).items()
@@ -212,6 +221,7 @@ def observed_inputs(
     Inputs are `[N, ...]`, a row for each token that is not padding; none where `counts` is False.
     """
     counted: Tensor | None = None
+    without_logits = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
 
     def observe(observer: Callable[[Tensor], None], module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].detach().flatten(0, 1)
@@ -223,7 +233,8 @@ def observed_inputs(
         mask = batch.get("attention_mask") if counts else torch.zeros_like(batch["input_ids"])
         counted = None if mask is None else mask.bool().flatten()
         with as_unpatched(model) if unpatched else nullcontext():
-            model(**{key: value.to(input_device(model)) for key, value in batch.items()}, use_cache=False)
+            inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
+            model(**inputs, **without_logits, use_cache=False)
 
     with ExitStack() as hooks:
         for module, observer in observers.items():

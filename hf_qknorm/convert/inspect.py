@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert import text
 from hf_qknorm.convert.advice import advise, knee_scheme, wide_cap
 from hf_qknorm.convert.inspection import Inspection
-from hf_qknorm.convert.knees import sweep_knees, tolerance
+from hf_qknorm.convert.knees import KNEES, LIMIT, sweep_knees
 from hf_qknorm.convert.measured_checkpoint import loaded_with_text
 from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
 from hf_qknorm.families import family_of
@@ -31,7 +32,10 @@ from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.stats.bounds import largest_gains, logit_bounds, worst_bound
 from hf_qknorm.stats.distributed import Batches
 from hf_qknorm.stats.logit_statistics import CAP
-from hf_qknorm.stats.measure import layer_statistics, predictions, require_causal
+from hf_qknorm.stats.measure import evaluate, predictions, require_causal
+
+JUDGED: Final = 8  # of so many sequences one judges schemes and knees
+SWEPT: Final = tuple(knee for knee in KNEES if knee >= 1)
 
 
 def inspect_model(
@@ -47,7 +51,8 @@ def inspect_model(
     """Measure the attention of a model, patched or not, on `data` (as for `calibrate`), and advise a scheme.
 
     The model is left as it was. Shares of large logits are relative to `cap`, by default the model's own cap, or 50. An
-    unpatched model is also measured with the schemes that may suit it, and with the knees that `calibrate` tries.
+    unpatched model is also measured with the schemes that may suit it, and with the knees that `calibrate` tries, on an
+    eighth of the sequences: in all this takes about four forward passes.
 
     Raises ValueError for a model that can't be patched, data with fewer than 16 tokens to predict, a cap that is not a
     finite number > 0, a length that is not possible, and logits that are not finite.
@@ -64,13 +69,14 @@ def inspect_model(
     scheme = model.config.scheme if isinstance(model, QKNormModel) else None
     with _evaluating(model):
         with _patched(model, SCHEMES["none"]) if scheme is None else nullcontext():
-            measured = _measure(model, batches, cap)
-            base, patched = predictions(model, batches)
+            measured, base, patched = _measure(model, batches, cap, compared=scheme is not None)
             bounds = {name: bound for name, bound in logit_bounds(model).items() if bound is not None}
             gains = {name: pair for name, pair in largest_gains(model).items() if pair != (None, None)}
         if scheme is None and base is not None:
-            measured = replace(measured, trials=_scheme_trials(model, batches, measured))
-            measured = replace(measured, knees=_knee_trials(model, batches, measured))
+            judged = _judged(batches)
+            kept: list[ModelOutput] = []  # of the unpatched model
+            measured = replace(measured, trials=_scheme_trials(model, judged, measured, kept))
+            measured = replace(measured, knees=_knee_trials(model, batches, judged, measured))
     return Inspection(
         model=model.name_or_path or type(model).__name__,
         model_type=model.config.model_type,
@@ -119,18 +125,31 @@ def inspect_checkpoint(
             return inspect_model(model, [batch], max_tokens=tokens, cap=cap, batch_size=sequences, length=length)
 
 
-def _measure(model: Any, batches: Batches, cap: float | None) -> Measurements:
+def _measure(
+    model: Any, batches: Batches, cap: float | None, *, compared: bool
+) -> tuple[Measurements, Prediction | None, Prediction | None]:
+    """The measurements of a patched model, and its predictions unpatched and patched, from one or two passes.
+
+    If not `compared`, the scheme changes nothing.
+    """
     layers = patched_layers(model)
     first, scheme = next(iter(layers.values())), model.config.scheme
     cap = cap or first.softcap or CAP
-    found = layer_statistics(model, batches, cap)
+    base, own, _, found = evaluate(model, batches, cap, compared=compared)
+    base = base if compared else own
     for name, layer in found.items():
         if not all(map(math.isfinite, (*layer.max_logit, *layer.entropy))):
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
     even = {name: _even_entropy(layer, batches) for name, layer in layers.items()}
     normed = first.has_own_norms or None not in (scheme.q, scheme.k)
     bound, latent = worst_bound(model), first.family.latent
-    return Measurements(found, cap, even, scheme, normed, latent, first.softcap, bound=bound)
+    return Measurements(found, cap, even, scheme, normed, latent, first.softcap, bound=bound), base, own
+
+
+def _judged(batches: Batches) -> Batches:
+    """An eighth of the sequences, at least one."""
+    rows = [(batch, i) for batch in batches for i in range(len(batch["input_ids"]))]
+    return [{name: x[i : i + 1] for name, x in batch.items()} for batch, i in rows[::JUDGED]]
 
 
 def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
@@ -141,7 +160,9 @@ def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
     return float(visible.double().log().mean())
 
 
-def _scheme_trials(model: PreTrainedModel, batches: Batches, measured: Measurements) -> dict[Scheme, Prediction]:
+def _scheme_trials(
+    model: PreTrainedModel, batches: Batches, measured: Measurements, kept: list[ModelOutput]
+) -> dict[Scheme, Prediction]:
     """The predictions of an unpatched model with each scheme that may suit it, with fresh gains."""
     caps = (measured.cap, wide_cap(measured.largest, measured.cap)) if measured.own_cap is None else ()
     schemes = [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
@@ -149,29 +170,29 @@ def _scheme_trials(model: PreTrainedModel, batches: Batches, measured: Measureme
     trials = {}
     for scheme in schemes:
         with _patched(model, scheme):
-            _, patched = predictions(model, batches)
+            _, patched = predictions(model, batches, kept)
         if patched is not None:
             trials[scheme] = patched
     return trials
 
 
-def _knee_trials(model: PreTrainedModel, batches: Batches, measured: Measurements) -> KneeTrials | None:
+def _knee_trials(
+    model: PreTrainedModel, batches: Batches, judged: Batches, measured: Measurements
+) -> KneeTrials | None:
     """Costs and bounds of knees on an unpatched model; None if its queries and keys can't be normed.
 
-    Gains are computed from one half of the batches and judged on the other; a single batch serves as both.
+    Gains are computed from all batches, and judged on a part of them: they follow from two numbers a layer.
     """
     scheme = knee_scheme(measured)
     if family_of(model.config).refusal(model.config, scheme) is not None:
         return None
-    half = len(batches) // 2
-    held_out, fitted = batches[:half] or batches, batches[half:]
     with _patched(model, scheme):
-        base, fresh = predictions(model, held_out)
+        base, fresh = predictions(model, judged)
         if base is None or fresh is None:
             return None
-        swept = sweep_knees(model, fitted, held_out, partial(worst_bound, model))
+        swept = sweep_knees(model, batches, judged, partial(worst_bound, model), SWEPT)
     trials = (KneeTrial(knee, at.loss - base.loss, at.kl, bound) for knee, (at, bound) in swept.items())
-    return KneeTrials(scheme, fresh.loss - base.loss, tolerance(base, fresh), tuple(trials))
+    return KneeTrials(scheme, fresh.loss - base.loss, LIMIT, tuple(trials))
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import torch
+from transformers.utils import ModelOutput
 
-from hf_qknorm.convert.gains import ClosedFormGains, mean_powers, named_norms
+from hf_qknorm.convert.gains import ClosedFormGains, expected_powers, named_norms
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.reports.records import Prediction
@@ -21,8 +22,10 @@ from hf_qknorm.stats.measure import predictions
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-KNEES: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-TOLERATED_SHARE, TOLERATED_NATS = 0.01, 0.005  # the default limit: a share of fresh gains' cost, at least these nats
+KNEES: Final = (0.0, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
+SHARPNESS: Final = 8  # of the norms that a search sets
+LIMIT: Final = 0.005  # nats per token that a conversion may cost by default
+MARGIN: Final = 1.5  # on the knee: text of another kind has longer vectors
 
 
 def cost(base: Prediction, patched: Prediction) -> float:
@@ -33,33 +36,34 @@ def cost(base: Prediction, patched: Prediction) -> float:
     return max(patched.loss - base.loss, patched.kl)
 
 
-def tolerance(base: Prediction, fresh: Prediction) -> float:
-    """The default limit on the cost, in nats, given the predictions of the model unpatched and with fresh gains."""
-    return max(TOLERATED_SHARE * cost(base, fresh), TOLERATED_NATS)
+def with_margin(knee: float) -> float:
+    """The smallest of `KNEES` that is `MARGIN` times a knee, or the largest of them; 0 stays 0."""
+    return next((one for one in KNEES if one >= MARGIN * knee), KNEES[-1])
 
 
 def search_knee(
-    gains: ClosedFormGains, held_out: Batches, base: Prediction, fresh: Prediction, max_cost: float | None
+    gains: ClosedFormGains, held_out: Batches, base: Prediction, max_cost: float | None
 ) -> dict[float, Prediction]:
-    """Set the smallest of `KNEES` whose cost on `held_out` is at most `max_cost` nats; return the predictions by knee.
+    """Set the knee `with_margin` over the smallest of `KNEES` whose cost on `held_out` is at most `max_cost` nats.
 
-    The cost falls as the knee grows, so the search bisects. By default the limit is `tolerance`. If every knee costs
-    more than that, because of a cap for example, the smallest knee within `tolerance` of the largest one's cost is set.
+    Returns the predictions by knee. The cost falls as the knee grows, so the search bisects. The default is `LIMIT`. If
+    every knee costs more than that, because of a cap for example, the largest one's cost is added to it.
 
     Raises ValueError if every knee costs more than a given `max_cost`.
     """
     tried: dict[float, Prediction] = {}
+    kept: list[ModelOutput] = []
 
     def cost_at(knee: float) -> float:
         if knee not in tried:
             gains.apply(knee)
-            tried[knee] = gains.ranks.broadcast(predictions(gains.model, held_out)[1])
+            tried[knee] = gains.ranks.broadcast(predictions(gains.model, held_out, kept)[1])
         return cost(base, tried[knee])
 
     def place_of(limit: float) -> int:
         return bisect_left(KNEES, True, key=lambda knee: cost_at(knee) <= limit)
 
-    limit = tolerance(base, fresh) if max_cost is None else max_cost
+    limit = LIMIT if max_cost is None else max_cost
     place = place_of(limit)
     if place == len(KNEES):
         largest = KNEES[-1]
@@ -79,9 +83,11 @@ def search_knee(
         logger.warning(
             "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f). Another part of the scheme, such "
             "as its cap, costs that much. The knee is set to %g, which costs hardly more",
-            limit, largest, least, seen.loss, base.loss, KNEES[place],
+            limit, largest, least, seen.loss, base.loss, with_margin(KNEES[place]),
         )  # fmt: skip
-    gains.apply(KNEES[place])
+    chosen = with_margin(KNEES[place])
+    cost_at(chosen)
+    gains.apply(chosen)
     return dict(sorted(tried.items()))
 
 
@@ -90,19 +96,27 @@ def sweep_knees(
 ) -> dict[float, tuple[Prediction, T]]:
     """The predictions on `held_out`, and the result of `measure`, at each knee, with closed-form gains from `fitted`.
 
-    One pass over `fitted` serves all knees. The model is left as it was. Raises ValueError for a model without a
-    language-modelling head.
+    The norms are as sharp as `calibrate` makes them. One pass over `fitted` serves all knees. The model is left as it
+    was. Raises ValueError for a model without a language-modelling head.
     """
     with restored_attention(model):
-        gains = ClosedFormGains(model, fitted, mean_powers(model, held_out), knees)
-        swept = {}
+        sharpen(model)
+        gains = ClosedFormGains(model, fitted, expected_powers(model, held_out), knees)
+        swept: dict[float, tuple[Prediction, T]] = {}
+        kept: list[ModelOutput] = []
         for knee in knees:
             gains.apply(knee)
-            patched = predictions(model, held_out)[1]
+            patched = predictions(model, held_out, kept)[1]
             if patched is None:
                 raise ValueError(f"{type(model).__name__} predicts no tokens, and knees are compared by predictions")
             swept[knee] = (patched, measure())
     return swept
+
+
+def sharpen(model: Any) -> None:
+    """Reset a patched model's norms to plain ones; with a knee their sharpness is the scheme's own, or `SHARPNESS`."""
+    own = model.config.scheme.sharpness
+    apply_knee(model, 0.0, dict.fromkeys(named_norms(model), 1.0), SHARPNESS if own == 1 else own)
 
 
 @contextmanager

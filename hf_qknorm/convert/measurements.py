@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import compress, count
 from typing import Any
 
+from hf_qknorm.convert.knees import with_margin
 from hf_qknorm.reports.records import LayerStatistics, Prediction, to_json
 from hf_qknorm.scheme import SCHEMES, Scheme
 
@@ -47,8 +48,9 @@ class KneeTrials:
 
     @property
     def chosen(self) -> KneeTrial | None:
-        """The smallest knee whose cost is within the limit; None if all cost more."""
-        return next((trial for trial in self.trials if trial.cost <= self.limit), None)
+        """The trial of the knee that `calibrate` sets, with a margin; None if all cost more than the limit."""
+        least = next((trial.knee for trial in self.trials if trial.cost <= self.limit), None)
+        return None if least is None else next(x for x in self.trials if x.knee == with_margin(least))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data, with the chosen knee as a number."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.class_names import TYPE_PREFIX
@@ -20,8 +21,9 @@ from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Numbers, Prediction
 from hf_qknorm.stats.bounds import logit_bounds
 from hf_qknorm.stats.distributed import ONE_PROCESS, Batches, Ranks, full_tensor
-from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, logit_statistics, watched_layers
+from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, watched_layers
 
+MOST_KEPT = 1_000_000_000
 LENGTHS = {"rms_q": "q_norm", "rms_k": "k_norm"}  # lengths of vectors, by the norm that takes them
 
 
@@ -71,11 +73,17 @@ def evaluate(
     return Evaluation(base, own, _plain_numbers(before, ranks), _plain_numbers(after, ranks))
 
 
-def predictions(model: Any, batches: Batches) -> tuple[Prediction, Prediction] | tuple[None, None]:
-    """The predictions of a patched model, unpatched and patched; None twice without a language-modelling head."""
+def predictions(
+    model: Any, batches: Batches, kept: list[ModelOutput] | None = None
+) -> tuple[Prediction, Prediction] | tuple[None, None]:
+    """The predictions of a patched model, unpatched and patched; None twice without a language-modelling head.
+
+    The first call with a list `kept` adds the unpatched model's outputs for the first batches to it, up to `MOST_KEPT`
+    bytes of logits; later calls on the same batches read them in place of a forward pass.
+    """
     if model.get_output_embeddings() is None:
         return None, None
-    return _predictions(model, batches, lambda is_unpatched: None)
+    return _predictions(model, batches, lambda is_unpatched: None, kept=kept)
 
 
 def loss_of(model: Any, batches: Batches) -> float:
@@ -88,7 +96,11 @@ def loss_of(model: Any, batches: Batches) -> float:
 
 @torch.no_grad()
 def _predictions(
-    model: Any, batches: Batches, watch: Callable[[bool], None], compared: bool = True
+    model: Any,
+    batches: Batches,
+    watch: Callable[[bool], None],
+    compared: bool = True,
+    kept: list[ModelOutput] | None = None,
 ) -> tuple[Prediction, Prediction] | tuple[None, None]:
     """`predictions`, with a call of `watch(is_unpatched)` before each forward pass.
 
@@ -96,14 +108,18 @@ def _predictions(
     """
     predicts = model.get_output_embeddings() is not None
     sums = torch.zeros(6, dtype=torch.float64)
-    for batch in batches:
+    for place, batch in enumerate(batches):
         inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
         watch(False)
         base = own = model(**inputs, use_cache=False)
-        if compared:
+        if kept is not None and place < len(kept):
+            base = kept[place]
+        elif compared:
             watch(True)
             with as_unpatched(model):
                 base = model(**inputs, use_cache=False)
+            if kept is not None and place == len(kept) and sum(x.logits.nbytes for x in (*kept, base)) <= MOST_KEPT:
+                kept.append(base)
         real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
         labels = inputs.get("labels")
         for row in range(len(real)) if predicts else ():  # a whole batch's logits in fp32, twice, may be gigabytes
@@ -134,16 +150,6 @@ def _row_sums(base: Tensor, own: Tensor, ids: Tensor, real: Tensor, labels: Tens
     kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)[real].sum()
     same = (p.argmax(-1) == q.argmax(-1))[real].sum()
     return torch.stack([base_nll, own_nll, targets.sum(), kl, same, real.sum()]).double().cpu()
-
-
-@torch.no_grad()
-def layer_statistics(model: Any, batches: Batches, cap: float) -> dict[str, LayerStatistics]:
-    """The attention statistics of a patched model by layer; shares of large logits are relative to `cap`."""
-    with logit_statistics(model, cap) as watched:
-        for batch in batches:
-            inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
-            model.base_model(**inputs, use_cache=False)
-    return _plain_numbers(watched, ONE_PROCESS)
 
 
 def _plain_numbers(watched: Mapping[str, LogitStatistics], ranks: Ranks) -> dict[str, LayerStatistics]:

@@ -17,7 +17,7 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import beyond_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.stats.bounds import logit_bound
-from hf_qknorm.stats.measure import layer_reports, layer_statistics
+from hf_qknorm.stats.measure import evaluate, layer_reports
 
 HEADS, DIM = 3, 16
 WIDE = Scheme(q="rms", k="rms", width="all")
@@ -99,7 +99,7 @@ def test_one_head_may_reach_the_bound():
 
 def test_statistics_are_those_of_each_head():
     model = patch_model(sharp_model("llama"), replace(WIDE, knee=1.0))
-    found = layer_statistics(model, [make_batch("plain", labels=False)], cap=50.0)
+    found = evaluate(model, [make_batch("plain", labels=False)], cap=50.0, compared=False).after
     report = next(iter(layer_reports(model, {}, found).values()))
     assert len(report.gain_q) == len(report.after.rms_q) == len(report.after.beyond_q) == 4
     assert len(report.gain_k) == len(report.after.rms_k) == len(report.after.beyond_k) == 2

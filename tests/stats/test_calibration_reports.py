@@ -14,7 +14,7 @@ from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.stats.bounds import logit_bound
-from hf_qknorm.stats.measure import layer_statistics
+from hf_qknorm.stats.measure import evaluate
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -71,8 +71,8 @@ def test_reports_have_statistics_before_and_after_and_gains():
     model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", gain="per_head"))
     report = calibrate(model, batches, method="moments")
     with as_unpatched(model):
-        before = layer_statistics(model, batches[:1], 50.0)  # of three batches, one is for the evaluation
-    after = layer_statistics(model, batches[:1], 50.0)
+        before = evaluate(model, batches[:1], 50.0, compared=False).after  # of three batches, one is for the evaluation
+    after = evaluate(model, batches[:1], 50.0, compared=False).after
     assert list(report.layers) == list(patched_layers(model))
     for name, layer in patched_layers(model).items():
         got = report.layers[name]
@@ -89,7 +89,7 @@ def test_reports_have_bounds_and_shares_beyond_the_knee():
     batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
     model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", knee=1.0))
     report = calibrate(model, batches, method="moments")
-    after = layer_statistics(model, batches[:1], 50.0)
+    after = evaluate(model, batches[:1], 50.0, compared=False).after
     for name, layer in patched_layers(model).items():
         got = report.layers[name]
         assert got.bound == logit_bound(layer) > max(got.after.max_logit)

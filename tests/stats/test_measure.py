@@ -9,7 +9,7 @@ from tables import BATCHES, make_batch, randomise, real, sharp_model
 from hf_qknorm import logit_statistics, patch_model
 from hf_qknorm.convert.fit import divergence
 from hf_qknorm.model.attention import as_unpatched
-from hf_qknorm.stats.measure import layer_statistics, predictions
+from hf_qknorm.stats.measure import evaluate, predictions
 
 
 def batch_of(kind):
@@ -82,7 +82,7 @@ def test_layer_statistics_equal_logit_statistics():
     with torch.no_grad(), logit_statistics(model, cap=3.0) as watched:
         for batch in batches:
             model(**batch)
-    got = layer_statistics(model, batches, 3.0)
+    got = evaluate(model, batches, 3.0, compared=False).after
     assert list(got) == list(watched)
     for name, seen in watched.items():
         for field in ("max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k"):
