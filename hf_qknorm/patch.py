@@ -66,7 +66,7 @@ def patch_model(
     if picked is not None:
         return _patch_tower(model, *picked, scheme, attn_implementation)
     family = family_of(model.config)
-    scheme = scheme.resolve(family.norm)
+    scheme = scheme.resolve()
     check_scheme(model.config.model_type, model.config, scheme)
     require_own_forward(model, family)
     if not scheme.changes_nothing:

@@ -37,8 +37,9 @@ STORED: Final = ("q", "k", "v", "gain", "bias", "p", "scale", "softcap", "pre_no
 class Scheme:
     """The norms of queries, keys and values, and the scale and cap of the attention logits.
 
-    `q`, `k`, `v` are the norm over head_dim of each projection: "rms", "layer", "l2", "lp", "auto" (the norm that the
-    model itself uses, resolved when a model is patched) or None. The norm is applied before RoPE and the KV cache.
+    `q`, `k`, `v` are the norm over head_dim of each projection: "rms", "layer", "l2", "lp", "auto" ("rms" once a model
+    is patched: LayerNorm loses the mean of each head for good) or None. The norm is applied before RoPE and the KV
+    cache.
     `width` is "head" (each head is normed by itself) or "all": one norm over all heads of a token, `[H·D]`, as in
     OLMo 2 (arXiv 2501.00656). Queries, keys and values are still normed apart.
     `gain` is "shared" (`[D]`, as in Qwen3; with width="all" `[H·D]`, as in OLMo 2), "per_head" (`[H, D]`), "scalar"
@@ -152,9 +153,9 @@ class Scheme:
         """Whether attention is the model's own, as with "none"."""
         return not (self.norms or self.learned) and self.scale is self.softcap is self.length_scale is None
 
-    def resolve(self, norm: str) -> Scheme:
-        """Return the scheme with "auto" replaced by `norm`, the norm that the model itself uses."""
-        q, k, v = (norm if named == "auto" else named for named in (self.q, self.k, self.v))
+    def resolve(self) -> Scheme:
+        """Return the scheme with "rms" in place of "auto"."""
+        q, k, v = ("rms" if named == "auto" else named for named in (self.q, self.k, self.v))
         return dataclasses.replace(self, q=q, k=k, v=v)
 
     def has_bias(self, norm: str) -> bool:

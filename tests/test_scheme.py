@@ -25,15 +25,14 @@ def test_presets_survive_json(name: str) -> None:
 
 
 @every_preset
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_presets_resolve_to_the_models_norm(name: str, norm: str) -> None:
-    preset, resolved = SCHEMES[name], SCHEMES[name].resolve(norm)
+def test_presets_resolve_to_rms(name: str) -> None:
+    preset, resolved = SCHEMES[name], SCHEMES[name].resolve()
     assert "auto" not in resolved.norms
     for field in ("q", "k", "v"):
         before, after = getattr(preset, field), getattr(resolved, field)
-        assert after == (norm if before == "auto" else before)
+        assert after == ("rms" if before == "auto" else before)
     assert dataclasses.replace(resolved, q=preset.q, k=preset.k, v=preset.v) == preset
-    assert resolved.resolve("layer") == resolved
+    assert resolved.resolve() == resolved
 
 
 PUBLISHED = {
@@ -88,10 +87,10 @@ def test_every_scheme_survives_json(scheme: Scheme) -> None:
     assert str(again) == str(scheme)
 
 
-@given(schemes(), st.sampled_from(list(NORMS)))
-def test_every_scheme_resolves(scheme: Scheme, norm: str) -> None:
-    resolved = scheme.resolve(norm)
-    assert resolved.norms == tuple(norm if named == "auto" else named for named in scheme.norms)
+@given(schemes())
+def test_every_scheme_resolves(scheme: Scheme) -> None:
+    resolved = scheme.resolve()
+    assert resolved.norms == tuple("rms" if named == "auto" else named for named in scheme.norms)
 
 
 @every_preset
@@ -121,7 +120,7 @@ def test_a_knee_is_written_and_read(knee: float) -> None:
     assert Scheme.stored(json.loads(json.dumps(scheme.to_dict()))) == scheme
     assert scheme != dataclasses.replace(scheme, knee=0)
     assert f"knee={float(knee)}" in str(scheme)
-    assert scheme.resolve("layer").knee == knee
+    assert scheme.resolve().knee == knee
 
 
 @pytest.mark.parametrize("norm", [*NORMS, "auto"])

@@ -173,7 +173,8 @@ def _open_convertible(src: str | Path, options: Options, allow_pickle: bool) -> 
                 f"{source.name} is converted already ({source.config.scheme}): convert the original checkpoint instead"
             )
         try:
-            options = replace(options, scheme=options.scheme.resolve(family_of(source.config).norm))
+            family_of(source.config)  # raises for a type that is not supported
+            options = replace(options, scheme=options.scheme.resolve())
             sequence_length(source.config, options.length)
             check_scheme(model_type, source.config, options.scheme)
         except ValueError as error:

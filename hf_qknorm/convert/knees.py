@@ -36,9 +36,9 @@ def cost(base: Prediction, patched: Prediction) -> float:
     return max(patched.loss - base.loss, patched.kl)
 
 
-def with_margin(knee: float) -> float:
-    """The smallest of `KNEES` that is `MARGIN` times a knee, or the largest of them; 0 stays 0."""
-    return next((one for one in KNEES if one >= MARGIN * knee), KNEES[-1])
+def with_margin(knee: float, knees: Sequence[float] = KNEES) -> float:
+    """The smallest of these knees, in ascending order, that is at least `MARGIN` times `knee`; or the largest."""
+    return next((one for one in knees if one >= MARGIN * knee), knees[-1])
 
 
 def search_knee(

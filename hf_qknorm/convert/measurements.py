@@ -49,8 +49,9 @@ class KneeTrials:
     @property
     def chosen(self) -> KneeTrial | None:
         """The trial of the knee that `calibrate` sets, with a margin; None if all cost more than the limit."""
+        by_knee = {trial.knee: trial for trial in self.trials}
         least = next((trial.knee for trial in self.trials if trial.cost <= self.limit), None)
-        return None if least is None else next(x for x in self.trials if x.knee == with_margin(least))
+        return None if least is None else by_knee[with_margin(least, [*by_knee])]
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data, with the chosen knee as a number."""

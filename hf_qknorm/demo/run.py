@@ -146,9 +146,9 @@ def _prepare(settings: Settings, scheme: Scheme) -> tuple[Any, Batches, Any]:
             raise ValueError(
                 f"{source.name} is converted already ({source.config.scheme}): give the original checkpoint"
             )
-        family = family_of(source.config)
+        family_of(source.config)  # raises for a type that is not supported
         require_causal(source.config)
-        check_scheme(source.config.model_type, source.config, scheme.resolve(family.norm))
+        check_scheme(source.config.model_type, source.config, scheme.resolve())
         tokenizer = load_tokenizer(source.folder)
         batches = _batches(tokenizer, settings, default_length(source.config))
         check_batches([{"input_ids": batch} for batch in batches["held_out"]], source.config)

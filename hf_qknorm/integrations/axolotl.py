@@ -169,7 +169,7 @@ def _check_same(cfg: Any, model_type: str, stored: qk.Scheme) -> None:
     name = cfg.get("qk_norm_scheme")
     if name is None:
         return
-    wanted = qk.Scheme.of(name).resolve(qk.FAMILIES[model_type].norm)
+    wanted = qk.Scheme.of(name).resolve()
     given, found = (replace(scheme, knee=0.0, sharpness=1) for scheme in (wanted, stored))
     if given != found:
         raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from hf_qknorm.families import FAMILIES, check_scheme
+from hf_qknorm.families import check_scheme
 from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX, types_of
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.config_checks import check_settings, config_errors, config_file
@@ -73,8 +73,7 @@ class QKNormConfig(_Config):
 
     def set_scheme(self, scheme: Scheme, stated_cap: float | None = None) -> None:
         """Set the scheme and its cap. `stated_cap` is the cap that the config already holds, or None."""
-        family = FAMILIES[self.base_model_type]
-        scheme = scheme.resolve(family.norm)
+        scheme = scheme.resolve()
         check_scheme(self.base_model_type, self, scheme)
         if has_own_cap(type(self)) and self.qk_norm_base is None:
             self.qk_norm_base = {"attn_logit_softcapping": self.attn_logit_softcapping}

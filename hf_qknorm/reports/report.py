@@ -90,8 +90,9 @@ class Calibration:
 
     @property
     def title(self) -> str:
-        """The method and the knee."""
-        return self.method + (f", knee {self.scheme.knee:g}" if self.scheme.knee else "")
+        """The method, the knee and its sharpness."""
+        sharp = f", sharpness {self.scheme.sharpness}" if self.scheme.sharpness > 1 else ""
+        return self.method + (f", knee {self.scheme.knee:g}{sharp}" if self.scheme.knee else "")
 
     @property
     def bound(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -12,12 +13,13 @@ from tables import MODEL_TYPES, fingerprint, sharp_model
 from tiny import tiny_model
 
 from hf_qknorm import SCHEMES, Scheme, calibrate, inspect_model, patch_model, unpatch_model
+from hf_qknorm.convert.inspect import SWEPT
 from hf_qknorm.convert.inspection_plots import heat_map
-from hf_qknorm.convert.knees import KNEES
+from hf_qknorm.convert.knees import LIMIT, SHARPNESS, with_margin
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.stats.bounds import logit_bound
-from hf_qknorm.stats.measure import layer_statistics, predictions
+from hf_qknorm.stats.measure import evaluate, predictions
 
 CAP = Scheme(softcap=50.0)
 
@@ -42,7 +44,7 @@ def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
     patch_model(model.eval(), "none", attn_implementation="hf_qknorm")
     batches = [{"input_ids": x} for x in (batch, tokens(1, 12))]
     assert found.base == predictions(model, batches)[0]
-    for name, layer in layer_statistics(model, batches, 50.0).items():
+    for name, layer in evaluate(model, batches, 50.0, compared=False).after.items():
         for field in ("max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k"):
             assert getattr(found.layers[name], field) == pytest.approx(getattr(layer, field), rel=1e-5, abs=1e-6)
     assert {risk.layer for risk in found.risks} == set(patched_layers(model))
@@ -58,7 +60,7 @@ def test_schemes_that_may_suit_the_model_are_tried(family):
     assert list(found.trials) == expected
     for scheme, prediction in found.trials.items():
         patch_model(model, scheme, attn_implementation="hf_qknorm")
-        assert predictions(model, [{"input_ids": batch}])[1] == prediction
+        assert predictions(model, [{"input_ids": batch[:1]}])[1] == prediction  # one sequence of eight is judged
         unpatch_model(model)
     if not has.own_norms:
         assert found.trials[SCHEMES["qk_norm"]].kl > 0.01
@@ -77,22 +79,26 @@ def test_knees_are_tried_where_queries_and_keys_can_be_normed(family):
     if FAMILIES[family].own_norms:
         assert found is None
         return
-    assert [trial.knee for trial in found.trials] == list(KNEES)
+    assert [trial.knee for trial in found.trials] == list(SWEPT)
     assert [trial.bound for trial in found.trials] == sorted(trial.bound for trial in found.trials)
     assert found.scheme == (SCHEMES["qk_norm"] if FAMILIES[family].own_cap else SCHEMES["qk_norm_cap"])
-    assert found.jump == pytest.approx(jump(model, batches[:2], found.scheme), abs=1e-6)
-    assert found.limit >= max(0.01 * found.jump, 0.005)
-    assert found.chosen is next((trial for trial in found.trials if trial.cost <= found.limit), None)
-    patch_model(model, found.scheme, attn_implementation="hf_qknorm")
-    report = calibrate(model, [batch["input_ids"] for batch in batches[2:]], "moments", knee=4.0)
-    assert found.trials[4].bound == pytest.approx(report.bound, rel=1e-3)
-    loss = predictions(model, batches[:2])
-    assert found.trials[4].rise == pytest.approx(loss[1].loss - loss[0].loss, abs=1e-3)
+    judged = [{"input_ids": batches[0]["input_ids"][:1]}]  # one of eight
+    assert found.jump == pytest.approx(jump(model, judged, found.scheme), abs=1e-6)
+    assert found.limit == LIMIT
+    least = next((trial.knee for trial in found.trials if trial.cost <= found.limit), None)
+    assert (found.chosen and found.chosen.knee) == (least and with_margin(least))
+    sharp = dataclasses.replace(found.scheme, sharpness=SHARPNESS)
+    patch_model(model, sharp, attn_implementation="hf_qknorm")
+    report = calibrate(model, [batch["input_ids"] for batch in batches], "moments", knee=4.0)
+    trial = found.trials[SWEPT.index(4.0)]
+    assert trial.bound == pytest.approx(report.bound, rel=1e-3)
+    loss = predictions(model, judged)
+    assert trial.rise == pytest.approx(loss[1].loss - loss[0].loss, abs=1e-3)
 
 
 def test_a_model_with_a_latent_is_advised_norms_and_told_their_price_in_serving():
     found = inspect_model(sharp_model("deepseek_v3"), [tokens(2, 20)])
-    assert [trial.knee for trial in found.knees.trials] == list(KNEES)
+    assert [trial.knee for trial in found.knees.trials] == list(SWEPT)
     assert found.advice.scheme == SCHEMES["qk_norm_cap"]
     assert "a server has to cache one number more" in "".join(found.advice.reasons)
 
@@ -160,7 +166,7 @@ def test_the_json_file_holds_all_fields(tmp_path):
     assert [risk["layer"] for risk in data["risks"]] == [risk.layer for risk in found.risks]
     assert [Scheme.from_dict(trial["scheme"]) for trial in data["trials"]] == list(found.trials)
     assert data["knees"]["limit"] == found.knees.limit
-    assert [trial["knee"] for trial in data["knees"]["trials"]] == list(KNEES)
+    assert [trial["knee"] for trial in data["knees"]["trials"]] == list(SWEPT)
     assert data["knees"]["chosen"] == (found.knees.chosen and found.knees.chosen.knee)
 
 

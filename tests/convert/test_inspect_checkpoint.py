@@ -36,7 +36,7 @@ def test_a_checkpoint_is_inspected_on_a_text(checkpoint):
     patched = patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "qk_norm")
     patched.save_pretrained(checkpoint)
     again = inspect_checkpoint(str(checkpoint), texts=str(text), tokens=600)
-    assert again.scheme == SCHEMES["qk_norm"].resolve("rms")
+    assert again.scheme == SCHEMES["qk_norm"].resolve()
     assert again.model_type == "qknorm_llama"
 
 

@@ -164,9 +164,9 @@ def test_the_plot_of_knees_has_points_lines_and_the_chosen_knee(monkeypatch, tmp
     assert list(curve.get_xdata()) == [36, 70, 170, 300]
     assert list(curve.get_ydata()) == [0.4, 0.08, 0.005, 0.002]
     filled = [point.get_markerfacecolor() == point.get_color() for point in points]
-    assert filled == [False, False, True, False]
+    assert filled == [False, False, False, True]
     labels = [text.get_text() for text in axes.texts]
-    assert {"knee 0", "knee 1", "knee 4, chosen", "knee 8"} < set(labels)
+    assert {"knee 0", "knee 1", "knee 4", "knee 8, chosen"} < set(labels)
 
 
 def test_an_inspection_without_knees_is_refused(tmp_path):

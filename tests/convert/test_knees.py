@@ -13,7 +13,7 @@ from tiny import tiny_model
 from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.convert import knees
 from hf_qknorm.convert.gains import ClosedFormGains, NormSums, mean_powers, named_norms
-from hf_qknorm.convert.knees import KNEES, search_knee, sweep_knees, tolerance
+from hf_qknorm.convert.knees import KNEES, LIMIT, SHARPNESS, search_knee, sweep_knees, with_margin
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
@@ -130,41 +130,62 @@ class Recorded:
         self.tried.append(knee)
 
 
-BASE, FRESH = Prediction(2.0), Prediction(3.0, kl=0.8)
+BASE = Prediction(2.0)
 
 
 @pytest.mark.parametrize("by", ["loss", "kl"])
 @pytest.mark.parametrize("most", [None, 0.02, 0.2])
 @pytest.mark.parametrize("first", range(len(KNEES)))
-def test_the_search_ends_with_the_smallest_knee_that_keeps_loss_and_predictions(first, most, by, monkeypatch):
-    limit = tolerance(BASE, FRESH) if most is None else most
+def test_the_search_ends_above_the_smallest_knee_that_keeps_loss_and_predictions(first, most, by, monkeypatch):
+    limit = LIMIT if most is None else most
     costs = {knee: limit * (0.9 if i >= first else 1.1) for i, knee in enumerate(KNEES)}
 
     def predicted(knee: float) -> Prediction:
         return Prediction(2.0 + costs[knee]) if by == "loss" else Prediction(1.9, kl=costs[knee])
 
     found = Recorded(monkeypatch, predicted)
-    tried = search_knee(found, [], BASE, FRESH, most)
-    assert found.tried[-1] == KNEES[first]
+    tried = search_knee(found, [], BASE, most)
+    chosen = with_margin(KNEES[first])
+    assert found.tried[-1] == chosen
     assert tried[KNEES[first]] == predicted(KNEES[first])
-    assert len(tried) <= 4
+    assert tried[chosen] == predicted(chosen)
+    assert len(tried) <= 5
     assert [*tried] == sorted(tried)
 
 
-def test_the_tolerance_is_a_share_of_the_cost_of_fresh_gains_or_a_few_thousandths():
-    assert tolerance(Prediction(1.6), Prediction(2.6, kl=0.9)) == pytest.approx(0.01)
-    assert tolerance(Prediction(6.2), Prediction(6.1, kl=0.9)) == pytest.approx(0.009)
-    assert tolerance(Prediction(1.6), Prediction(1.7, kl=0.1)) == 0.005
+def test_the_margin_is_half_of_the_knee():
+    found = {knee: with_margin(knee) for knee in (0.0, 0.5, 1.0, 2.0, 3.0, 32.0)}
+    assert found == {0.0: 0.0, 0.5: 1.0, 1.0: 1.5, 2.0: 3.0, 3.0: 6.0, 32.0: 32.0}
+    assert with_margin(2.0, (0.0, 2.0, 8.0)) == 8.0
+
+
+@pytest.mark.parametrize("own", [1, 4])
+def test_a_search_sets_sharp_norms_that_keep_the_mean_length(own):
+    scheme = Scheme(q="rms", k="lp", p=3.0, gain="per_head", bias=True, sharpness=own)
+    model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
+    data = batches(12)
+    report = calibrate(model, data, max_loss_increase=1e-3)
+    found = model.config.scheme
+    assert report.scheme == found
+    assert found.knee >= 1
+    assert found.sharpness == (SHARPNESS if own == 1 else own)
+    for norm in named_norms(model).values():
+        assert norm.sharpness == found.sharpness
+        assert not norm.bias.any()
+        power = norm.mean_power()
+        x = torch.randn(3, norm.head_dim, dtype=torch.float64)
+        x = x * (power / x.abs().pow(norm.order).mean(-1, keepdim=True)) ** (1 / norm.order)
+        torch.testing.assert_close(norm(x[:, None].expand(-1, len(norm.weight), -1))[:, 0], x, rtol=1e-5, atol=0)
 
 
 def test_if_all_knees_cost_too_much_the_smallest_near_the_lowest_cost_is_set(monkeypatch, caplog):
     found = Recorded(monkeypatch, lambda knee: Prediction(2.3 + 0.004 / (1 + knee), kl=0.1))
     with caplog.at_level(logging.WARNING, logger="hf_qknorm"):
-        search_knee(found, [], BASE, Prediction(2.5, kl=0.4), None)
+        search_knee(found, [], BASE, None)
     assert found.tried[-1] == 0
     assert "no knee costs less than 0.0050 nats: 32 costs 0.3001 (loss 2.3001 over 2.0000)" in caplog.text
     with pytest.raises(ValueError, match=r"the knee 32 costs 0.3001 nats .* more than max_loss_increase=0.01"):
-        search_knee(found, [], BASE, Prediction(2.5, kl=0.4), 0.01)
+        search_knee(found, [], BASE, 0.01)
 
 
 @pytest.mark.parametrize("start", [0.0, 2.0])

@@ -37,7 +37,7 @@ def test_every_scheme_has_a_card(tmp_path, scheme, family, report):
         ast.parse(block)
     for part in ("## Use", "## Changes", "## Calibration", "## Limits", "@software{hf_qknorm"):
         assert part in text
-    resolved = SCHEMES[scheme].resolve("layer" if family == "gpt2" else "rms")
+    resolved = SCHEMES[scheme].resolve()
     assert ("RMSNorm" in text) is ("rms" in resolved.norms)
     assert ("LayerNorm" in text) is ("layer" in resolved.norms)
     assert ("50·tanh(x/50)" in text) is (resolved.softcap == 50)

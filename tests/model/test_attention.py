@@ -74,7 +74,7 @@ def test_a_layer_computes_the_scheme(model_type, name):
             length = output.shape[1]
             distance = torch.arange(length)[:, None] - torch.arange(length)
             seen = (distance >= 0) & (distance < (layer.window or length)) & real(batch)[:, None, None]
-            expected = written_out(layer, scheme.resolve(layer.family.norm), arguments, seen)
+            expected = written_out(layer, scheme.resolve(), arguments, seen)
             assert_near(output[real(batch)], expected[real(batch)], 1e-5, backend)
 
 

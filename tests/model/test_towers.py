@@ -109,7 +109,7 @@ def test_the_whole_checkpoint_has_the_patched_tower(case, tmp_path):
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert type(again) is type(model)
-    assert again.config.text_config.scheme == SCHEMES["qk_norm_cap"].resolve("rms")
+    assert again.config.text_config.scheme == SCHEMES["qk_norm_cap"].resolve()
     assert again.config.text_config._attn_implementation == "hf_qknorm"
     assert torch.equal(logits(again, batch), logits(model, batch))
     assert_identical(step(unpatch_model(model), batch), expected)
