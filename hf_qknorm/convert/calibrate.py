@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_qknorm.convert.fit import check_movable, fit_gains
 from hf_qknorm.convert.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
-from hf_qknorm.convert.knees import KNEES, restored_attention, search_knee, sharpen
+from hf_qknorm.convert.knees import KNEES, restored_attention, search_knee, search_outputs, sharpen
 from hf_qknorm.convert.text import batches_for, check_batches, context_length, longest_sequence
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_name
@@ -78,9 +78,11 @@ def calibrate(
     `knee` is a number (0 for plain norms, which export needs) or "auto": 1.5 times the least of `convert.knees.KNEES`
     that costs at most `max_loss_increase` nats per token (by default 0.005) on batches that the pass leaves out; the
     margin is for text of other kinds. The cost is the rise in loss, or the KL from the unpatched model if that is
-    larger. The search sets a sharpness of 8 where the scheme's is 1, RMSNorm's form, whose knee costs more at any
-    bound. None means "auto" if no method is given and the scheme has gains, keeps the norm in front of attention, and
-    has no knee; otherwise the scheme's knee. With ten batches or more, "auto" takes about two forward passes a batch.
+    larger; a model that predicts no tokens is judged by the relative error of its last hidden states, of at most 0.05
+    (`output_error` in the report). The search sets a sharpness of 8 where the scheme's is 1, RMSNorm's form, whose knee
+    costs more at any bound. None means "auto" if no method is given and the scheme has gains, keeps the norm in front
+    of attention, and has no knee; otherwise the scheme's knee. With ten batches or more, "auto" takes about two forward
+    passes a batch.
 
     A PEFT model is calibrated with its adapters in place, and its trained copies of the norms are set. With
     DistributedDataParallel, FSDP2 and tensor parallelism every rank makes the call, with its share of the batches or
@@ -103,13 +105,15 @@ def calibrate(
     """
     ranks, bare = ranks_of(model), unwrap(model)
     method, knee = resolve_method(_scheme_of(bare), method, knee, max_loss_increase)
-    _check_supported(bare, method, knee)
-    options: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
-    batches = batches_for(bare, data, tokenizer, labels=is_bidirectional(bare.config), **options)
+    _check_supported(bare, method, max_loss_increase)
+    cut: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
+    batches = batches_for(bare, data, tokenizer, labels=is_bidirectional(bare.config), **cut)
     sample = _Sample.of(bare, gather_batches(batches, max_tokens, ranks))
     cap = bare.config.attn_logit_softcapping or CAP
     with restored_attention(bare, only_on_error=True):
-        fresh, tried = _set_norms(bare, sample, ranks, method=method, knee=knee, limit=max_loss_increase, steps=steps)
+        fresh, tried, error = _set_norms(
+            bare, sample, ranks, method=method, knee=knee, limit=max_loss_increase, steps=steps
+        )
         compared = evaluate(bare, sample.held_out, cap, ranks)
         before, after = compared.base, compared.own
         _check_rise(before, after, max_loss_increase)
@@ -134,6 +138,7 @@ def calibrate(
         knees=tried,
         length=longest_sequence(sample.whole),
         context=context_length(bare.config),
+        output_error=error,
     )
     report = ranks.broadcast(report)
     set_record(bare, report.to_dict())
@@ -159,8 +164,12 @@ class _Sample(NamedTuple):
 
 def _set_norms(
     model: Any, sample: _Sample, ranks: Ranks, *, method: str, knee: Knee, limit: float | None, steps: int
-) -> tuple[Prediction | None, dict[float, Prediction]]:
-    """Set knee, gains and biases; return the predictions with fresh gains, and those with each knee of a search."""
+) -> tuple[Prediction | None, dict[float, Prediction], float | None]:
+    """Set knee, gains and biases.
+
+    Returns the predictions with fresh gains, those with each knee of a search, and the error of the hidden states if
+    the search was by these.
+    """
     whole, fitted, held_out = sample
 
     def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
@@ -169,17 +178,21 @@ def _set_norms(
     _reset_norms(model, whole)
     base, fresh = predictions(model, held_out)
     tried: dict[float, Prediction] = {}
+    error = None
     if isinstance(knee, str):
-        assert base is not None
         sharpen(model)
-        tried = search_knee(closed_form(fitted, *KNEES), held_out, base, limit)
+        gains = closed_form(fitted, *KNEES)
+        if base is None:
+            error = search_outputs(gains, held_out)
+        else:
+            tried = search_knee(gains, held_out, base, limit)
     elif method != "ones" or knee:
         text = whole if method == "moments" else fitted[:START_BATCHES]
         closed_form(text, float(knee)).apply(float(knee), gains=method != "ones")
     if method.startswith("fit"):
         _warn_of_short_text(model.config.scheme.length_scale, longest_sequence(whole))
         fit_gains(model, fitted, held_out, steps=steps, projections=method == "fit_qk")
-    return fresh, tried
+    return fresh, tried, error
 
 
 def _check_rise(before: Prediction | None, after: Prediction | None, limit: float | None) -> None:
@@ -241,7 +254,7 @@ def _scheme_of(model: Any) -> Scheme:
         if towers:
             raise ValueError(
                 f"of {type(model).__name__} only a tower is patched, {towers[0]}: calibrate the tower, as "
-                f"calibrate(model.{towers[0]}, data, knee=4)"
+                f"calibrate(model.{towers[0]}, data)"
             )
         raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
     return model.config.scheme
@@ -256,8 +269,8 @@ def _check_labels(model: Any, batches: Batches) -> None:
         )
 
 
-def _check_supported(model: Any, method: str, knee: Knee) -> None:
-    """Raise ValueError for a model that can't be calibrated by this method with this knee."""
+def _check_supported(model: Any, method: str, limit: float | None) -> None:
+    """Raise ValueError for a model that can't be calibrated by this method, or judged by this limit."""
     if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:  # no encoder of text
         require_causal(model.config)
     if model.config.qk_norm_blend is not None:
@@ -278,9 +291,9 @@ def _check_supported(model: Any, method: str, knee: Knee) -> None:
         )
     if folds or method == "fit_qk":
         check_movable(model, 'method="fit_qk"' if method == "fit_qk" else "a scheme with pre_norm=False")
-    if (fits or knee == "auto") and model.get_output_embeddings() is None:
-        argument = 'knee="auto"' if knee == "auto" else f'method="{method}"'
+    if (fits or limit is not None) and model.get_output_embeddings() is None:
+        argument = f'method="{method}"' if fits else f"max_loss_increase={limit:g}"
         raise ValueError(
-            f"{type(model).__name__} predicts no tokens, which {argument} compares: calibrate the causal language "
-            "model, or use knee=4"
+            f"{type(model).__name__} predicts no tokens, which {argument} compares: leave it out, or calibrate the "
+            "language model"
         )

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.reports.records import Prediction
 from hf_qknorm.stats.distributed import Batches, reshard
-from hf_qknorm.stats.measure import predictions
+from hf_qknorm.stats.measure import output_error, predictions
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -25,6 +26,7 @@ T = TypeVar("T")
 KNEES: Final = (0.0, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
 SHARPNESS: Final = 8  # of the norms that a search sets
 LIMIT: Final = 0.005  # nats per token that a conversion may cost by default
+OUTPUT_LIMIT: Final = 0.05  # of the relative error of hidden states; vectors with it have a cosine above 0.998
 MARGIN: Final = 1.5  # on the knee: text of another kind has longer vectors
 
 
@@ -60,11 +62,8 @@ def search_knee(
             tried[knee] = gains.ranks.broadcast(predictions(gains.model, held_out, kept)[1])
         return cost(base, tried[knee])
 
-    def place_of(limit: float) -> int:
-        return bisect_left(KNEES, True, key=lambda knee: cost_at(knee) <= limit)
-
     limit = LIMIT if max_cost is None else max_cost
-    place = place_of(limit)
+    place = _place_of(limit, cost_at)
     if place == len(KNEES):
         largest = KNEES[-1]
         least, seen = cost_at(largest), tried[largest]
@@ -79,7 +78,7 @@ def search_knee(
                 f"{seen.kl:.4f}), more than max_loss_increase={max_cost:g}. A higher or no cap costs less, as does a "
                 "norm on queries alone (q_norm); or raise max_loss_increase"
             )
-        place = place_of(least + limit)
+        place = _place_of(least + limit, cost_at)
         logger.warning(
             "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f). Another part of the scheme, such "
             "as its cap, costs that much. The knee is set to %g, which costs hardly more",
@@ -89,6 +88,36 @@ def search_knee(
     cost_at(chosen)
     gains.apply(chosen)
     return dict(sorted(tried.items()))
+
+
+def search_outputs(gains: ClosedFormGains, held_out: Batches) -> float:
+    """Set the knee of a model without predictions, by its last hidden states; return their relative error.
+
+    The knee is `with_margin` over the smallest of `KNEES` whose error on `held_out` is at most `OUTPUT_LIMIT`. Raises
+    ValueError if every knee has a larger one.
+    """
+
+    @cache
+    def error_at(knee: float) -> float:
+        gains.apply(knee)
+        return gains.ranks.broadcast(output_error(gains.model, held_out))
+
+    place = _place_of(OUTPUT_LIMIT, error_at)
+    if place == len(KNEES):
+        raise ValueError(
+            f"the knee {KNEES[-1]:g} changes the last hidden states by {error_at(KNEES[-1]):.1%}, more than "
+            f"{OUTPUT_LIMIT:.0%}: another part of the scheme, such as its cap, does that. A higher or no cap changes "
+            "less; or give a knee"
+        )
+    chosen = with_margin(KNEES[place])
+    error = error_at(chosen)
+    gains.apply(chosen)
+    return error
+
+
+def _place_of(limit: float, cost_at: Callable[[float], float]) -> int:
+    """The place of the smallest of `KNEES` that costs at most the limit, or their number."""
+    return bisect_left(KNEES, True, key=lambda knee: cost_at(knee) <= limit)
 
 
 def sweep_knees(

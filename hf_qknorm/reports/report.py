@@ -24,7 +24,7 @@ MEASURED = "measured"  # the method of a report on the patched model alone
 KNEES = 1_000  # limit on the knees in a report
 TENSOR_NAME = 500  # characters
 TENSORS = 1_000_000  # limit on the tensors that it has digests of
-OMITTED = ("knees", "stale", "weights", "length", "context")  # from JSON where they are empty
+OMITTED = ("knees", "stale", "weights", "length", "context", "output_error")  # from JSON where they are empty
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Calibration:
     number of tokens of the data, `judged` the number of them that all this was measured on, in sequences of up to
     `length`; `context` is the longest sequence that the model is for (None where unknown). `base_model` and `dataset`
     are the Hub names of the model and the text, None for local ones. `knees` has the prediction with each knee that was
-    tried; the chosen one is `scheme.knee`.
+    tried; the chosen one is `scheme.knee`. `output_error` is the relative error of the last hidden states, where the
+    knee was found by these: for a model without a language-modelling head.
 
     The method "measured" stands for a measurement of the patched model alone, as after training: `base`, `ones` and
     what else describes the unpatched model are None. `weights` has digests of the measured weights by tensor
@@ -67,6 +68,7 @@ class Calibration:
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     length: int | None = dataclasses.field(default=None, repr=False)
     context: int | None = dataclasses.field(default=None, repr=False)
+    output_error: float | None = None
 
     @property
     def base_loss(self) -> float | None:
@@ -114,7 +116,8 @@ class Calibration:
             loss = "" if self.chosen is None else f"loss {self.chosen.loss:.3f} "
             return f"{self.title}: {loss}on {self.tokens:,} tokens{bound}"
         if self.base is None or self.ones is None or self.chosen is None:
-            return f"{self.title}: gains from {self.tokens:,} tokens{bound}"
+            error = "" if self.output_error is None else f"; hidden states change by {self.output_error:.2%}"
+            return f"{self.title}: gains from {self.tokens:,} tokens{error}{bound}"
         kept = "" if self.kept is None else f" ({self.kept:.1%} of the jump removed)"
         return (
             f"{self.title}: loss {self.base.loss:.3f} unpatched, {self.ones.loss:.3f} with fresh gains, "

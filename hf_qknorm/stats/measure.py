@@ -86,6 +86,21 @@ def predictions(
     return _predictions(model, batches, lambda is_unpatched: None, kept=kept)
 
 
+@torch.no_grad()
+def output_error(model: Any, batches: Batches) -> float:
+    """The relative error of a patched model's last hidden states: ‖patched − unpatched‖ / ‖unpatched‖, all tokens."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for batch in batches:
+        inputs = {key: value.to(input_device(model)) for key, value in batch.items() if key != "labels"}
+        own = model.base_model(**inputs, use_cache=False).last_hidden_state
+        with as_unpatched(model):
+            base = model.base_model(**inputs, use_cache=False).last_hidden_state
+        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool().to(base.device)
+        parts = (own - base)[real], base[real]
+        sums += torch.stack([part.double().square().sum() for part in parts]).cpu()
+    return float((sums[0] / sums[1]).sqrt())
+
+
 def loss_of(model: Any, batches: Batches) -> float:
     """The loss of a patched model in nats per token. Raises ValueError without a language-modelling head."""
     own, _ = _predictions(model, batches, lambda is_unpatched: None, compared=False)

@@ -275,9 +275,6 @@ def test_a_model_whose_loss_is_not_finite_is_refused():
         calibrate(model, batches(2))
 
 
-def test_schemes_and_models_without_a_knee_are_refused():
+def test_schemes_without_a_knee_are_refused():
     with pytest.raises(ValueError, match="a norm with a knee keeps part of the scale"):
         calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches(2), knee=4)
-    with pytest.raises(ValueError, match='predicts no tokens, which knee="auto" compares'):
-        calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), batches(2))
-    calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), batches(2), knee=4)

@@ -69,7 +69,7 @@ def check_checkpoint(folder: Path, report: dict) -> None:
     calibration = Calibration.load(folder / "qk_norm_report.json")
     assert calibration.chosen == Calibration.from_dict(report["calibration"]).chosen
     scheme = AutoModelForCausalLM.from_pretrained(folder).config.scheme
-    assert scheme == calibration.scheme == replace(SCHEMES["qk_norm_cap"].resolve(), knee=scheme.knee)
+    assert scheme == calibration.scheme == replace(SCHEMES["qk_norm_cap"].resolve(), knee=scheme.knee, sharpness=8)
     assert AutoTokenizer.from_pretrained(folder).decode([1, 2])
     card = (folder / "README.md").read_text()
     assert "without calibration text" not in card

@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, str]] = {
     "temperature, fused": ("gpt2", {}, Scheme(**LEARNED), "the learned temperature of each head would be lost"),
     "mixtral-cap": ("mixtral", {}, "soft_cap", "the cap of 50 would be lost.*llama with a cap"),
     "qwen3-cap": ("qwen3", {}, "soft_cap", "the cap of 50 would be lost"),
-    "gpt2": ("gpt2", {}, "qk_norm", r"norms \(q=layer, k=layer\) would be lost"),
+    "gpt2": ("gpt2", {}, "qk_norm", r"norms \(q=rms, k=rms\) would be lost"),
     "gpt2-scale": ("gpt2", {}, Scheme(scale=1.0), "scale=1 would be lost: gpt2 has no projection of the queries alone"),
     "serial-neox": ("gpt_neox", {"use_parallel_residual": False}, LAYER, "attention and MLP are in parallel there"),
     "partial-phi3": (

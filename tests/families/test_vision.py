@@ -62,7 +62,7 @@ def test_norm_and_cap(case, tmp_path):
     """It trains every new parameter, saves and loads by its Auto class, and is unpatched."""
     model, batch = made(case), batches(case)[-1]
     before, expected = fingerprint(model), step(model, batch)
-    randomise(patch_model(model, replace(SCHEMES["qk_norm_cap"], softcap=2.0)))
+    randomise(patch_model(model, replace(SCHEMES["qk_norm_cap"], q="layer", k="layer", softcap=2.0)))
     result = step(model, batch)
     assert all(torch.isfinite(x).all() for x in result.values())
     assert (result["out"] - expected["out"]).abs().max() > 1e-3, "norm and cap act"
