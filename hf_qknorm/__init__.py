@@ -40,13 +40,14 @@ _LATE = {
     "export.native": ("NativeExport", "export_native"),
     "hub.push": ("push_to_hub",),
     "model.adapters": ("peft_modules_to_save",),
+    "model.knees": ("set_knee",),
     "patch": ("patch_model", "unpatch_model"),
     "standalone.generate": ("add_standalone",),
     "stats.logit_statistics": ("LogitStatistics", "logit_statistics"),
     "reports.report": ("Calibration",),
     "training.blend": ("BlendSchedule", "CapSchedule", "set_blend", "set_cap"),
     "training.clip": ("QKClip",),
-    "training.knee": ("KneeSchedule", "set_knee"),
+    "training.knee": ("KneeSchedule",),
     "training.logit_monitor": ("LogitMonitor",),
     "training.muon": ("MuonClip",),
     "training.quack": ("QuacK",),
@@ -61,13 +62,14 @@ if TYPE_CHECKING:
     from hf_qknorm.export.native import NativeExport, export_native
     from hf_qknorm.hub.push import push_to_hub
     from hf_qknorm.model.adapters import peft_modules_to_save
+    from hf_qknorm.model.knees import set_knee
     from hf_qknorm.patch import patch_model, unpatch_model
     from hf_qknorm.reports.report import Calibration
     from hf_qknorm.standalone.generate import add_standalone
     from hf_qknorm.stats.logit_statistics import LogitStatistics, logit_statistics
     from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
     from hf_qknorm.training.clip import QKClip
-    from hf_qknorm.training.knee import KneeSchedule, set_knee
+    from hf_qknorm.training.knee import KneeSchedule
     from hf_qknorm.training.logit_monitor import LogitMonitor
     from hf_qknorm.training.muon import MuonClip
     from hf_qknorm.training.quack import QuacK

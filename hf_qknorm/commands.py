@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from hf_qknorm.checkpoint.destinations import check_apart, check_files
 from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
+from hf_qknorm.convert.measured_export import export_measured
 from hf_qknorm.convert.text import check_text
 from hf_qknorm.export.native import export_native
 from hf_qknorm.families import table
@@ -82,8 +83,17 @@ def _push(options: Namespace) -> None:
 
 
 def _export(options: Namespace) -> None:
+    if options.texts is None:
+        for name in ("max_loss_increase", "length"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for a measurement: give --texts TEXT as well")
+    places = (options.source, options.destination)
     with _reported(user_path(options.destination, "the destination")):
-        print(export_native(options.source, options.destination, overwrite=options.overwrite))
+        if options.texts is None:
+            print(export_native(*places, overwrite=options.overwrite))
+        else:
+            names = ("max_loss_increase", "tokens", "length", "overwrite")
+            print(export_measured(*places, options.texts, **{name: getattr(options, name) for name in names}))
 
 
 def _inspect(options: Namespace) -> None:

@@ -146,10 +146,17 @@ def _add_monitor(commands: Any) -> None:
 def _add_export(commands: Any) -> None:
     about = "write a patched checkpoint as a plain model of transformers, if one computes exactly the same"
     removed = "Norms whose removal in training is finished (a knee of infinity) are folded into the projections."
-    add = commands.add_parser("export", help=about, description=f"{about}. {removed}").add_argument
+    ended = "With --texts, norms that still act are taken off too, and the loss is measured before and after."
+    add = commands.add_parser("export", help=about, description=f"{about}. {removed} {ended}").add_argument
     add("source", metavar="SRC", help="a folder with a patched checkpoint")
     add("destination", metavar="DST", help="a new folder")
     add("--overwrite", action="store_true", help=OVERWRITE)
+    text = "take off norms that still act, and measure the cost on this text, a file, a folder or a Hub dataset"
+    add("--texts", metavar="TEXT", help=text)
+    add("--tokens", type=COUNT, default=16_384, help="with --texts, how many tokens to use, by default %(default)s")
+    add("--length", type=COUNT, metavar="TOKENS", help=f"with --texts, {LENGTHS}")
+    limit = "with --texts, export nothing if the loss rises by more nats per token; by default it is printed alone"
+    add("--max-loss-increase", type=FINITE, metavar="NATS", help=limit)
 
 
 def _add_card(commands: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers, require_patched
-from hf_qknorm.model.knees import NO_NORM
+from hf_qknorm.model.knees import NO_NORM, set_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.scheme import LEARNED, Scheme
@@ -117,11 +118,12 @@ def without_norms(scheme: Scheme) -> Scheme:
     return Scheme(**{field: getattr(scheme, field) for field in KEPT})
 
 
-def fold_constant_norms(plan: TensorPlan, source: Source) -> Any:
+def fold_constant_norms(plan: TensorPlan, source: Source, *, end: bool = False) -> Any:
     """Fold the norms of the source's checkpoint into the plan's projections; return its config without them.
 
-    Raises ValueError as `constant_norms` does, for tensors that are stored under other names than the model's, and for
-    projections in 16 bits, which the fold would round again.
+    With `end`, norms that still act become constant factors before. Raises ValueError as `constant_norms` does, for
+    tensors that are stored under other names than the model's, and, without `end`, for projections in 16 bits, which
+    the fold would round again.
     """
     with torch.device("meta"):
         model: Any = source.model_class(copy.deepcopy(source.config))
@@ -130,13 +132,17 @@ def fold_constant_norms(plan: TensorPlan, source: Source) -> Any:
         for norm_name, norm in head_norms(layer).items():
             names = (f"{stored}.{norm_name}.{key}" for key in norm.state_dict())
             norm.load_state_dict({key.rpartition(".")[2]: plan.reader(key)() for key in names}, assign=True)
+    if end:
+        check_norms(patched_layers(model))
+        set_knee(model, math.inf)
     for constant in constant_norms(model):
         stored = source.stored_name(model, constant.layer)
         layer = model.get_submodule(constant.layer)
         projection = next(part for part in layer.family.style.weights if getattr(layer, part) is constant.projection)
         for kind in ("weight", "bias"):
             if (name := f"{stored}.{projection}.{kind}") in plan:
-                plan.require_wide(name, "the constant factors of its norms would be folded into it")
+                if not end:
+                    plan.require_wide(name, "the constant factors of its norms would be folded into it")
                 plan.change(name, constant.folded)
         plan.drop(*(f"{stored}.{constant.name}.{key}" for key in constant.norm.state_dict()))
     config = copy.deepcopy(source.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,14 @@ class NativeExport:
         return f"{self.source} → {self.destination}: {self.architecture}, which transformers loads without hf_qknorm"
 
 
-def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, overwrite: bool = False) -> NativeExport:
+def export_native(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    end_norms: bool = False,
+    check_result: Callable[[Path], None] = lambda folder: None,
+) -> NativeExport:
     """Export the patched checkpoint in the folder `src` to the new folder `dst` as one of transformers' own models.
 
     RMS norms on q and k of a Llama, Mistral, Phi-3 or Qwen 2 give a Qwen 3, of a Mixtral a Qwen 3 MoE; over all heads
@@ -59,6 +67,10 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
     remains is exported as a model without norms. Logits are equal to the bit, or up to rounding in float32 if tensors
     are scaled or an expert is made.
     Tensors keep their dtypes and are never all in memory; tokenizer, generation config and licence are copied.
+
+    With `end_norms`, norms that still act are replaced by constant factors too, which is no longer exact: sharp norms
+    that bound few vectors cost little (`convert.measured_export` measures it). `check_result` is called with the
+    finished folder before it is put in place, and may raise.
 
     Raises ValueError, with the reason and a remedy, if no model of transformers computes the same; FileExistsError if
     `dst` exists (with `overwrite`: and holds anything but a checkpoint) or holds `src`; FileNotFoundError or ValueError
@@ -80,8 +92,8 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
         try:
             plan = TensorPlan(source.weights)
             patched = source.config
-            if patched.scheme.knee >= NO_NORM:
-                patched = fold_constant_norms(plan, source)
+            if patched.scheme.knee >= NO_NORM or end_norms:
+                patched = fold_constant_norms(plan, source, end=end_norms)
             target = find_target(patched)
             with config_errors(str(folder / CONFIG), source.config.model_type, source.config.architectures):
                 for transform in target.transforms:
@@ -102,6 +114,7 @@ def export_native(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, o
             check_readable(out, folder)
             source.weights.rewrite(out, plan.planned)
             source.check_unchanged()
+            check_result(out)
     return NativeExport(folder, destination, target.model_type, config.architectures[0])
 
 

@@ -226,8 +226,8 @@ def _lost(target: Target, scheme: Scheme) -> str | None:
     if scheme.knee:
         return (
             f"the knee of {scheme.knee:g} would be lost: one eps serves all norms there, and each norm with a knee has "
-            "its own. Lower it to 0 in training (KneeSchedule), calibrate with knee=0, or remove the norms in training "
-            "(KneeSchedule(target=math.inf))"
+            "its own. Take the norms off (hf-qknorm export --texts measures the cost), remove them in training "
+            "(KneeSchedule(target=math.inf)), lower the knee to 0 in training (KneeSchedule), or calibrate with knee=0"
         )
     if scheme.v is not None:
         return "the norm of the values would be lost: convert with a scheme on q and k alone, such as qk_norm"

@@ -4,6 +4,9 @@ Let P be the mean |x|ᵖ of a norm's inputs in calibration text, and ε = knee·
 length of vectors much shorter than (knee·P)^(1/p), up to a constant, and bounds longer ones as the norm without a knee
 does. For RMSNorm this is its usual ε with a large value. A sharpness s has (mean |x|ᵖ)ˢ + εˢ under the root, and its
 s-th root: shorter vectors keep their length more exactly, and longer ones are bounded alike.
+
+`set_knee` multiplies each gain by the ratio of the new divisor of a vector with mean |x|ᵖ = P to the old one, so that
+this vector keeps its length.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ from itertools import chain
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_qknorm.model.additions import device_and_dtype
-from hf_qknorm.model.attention import head_norms, norm_copies, patched_layers
+from hf_qknorm.model.attention import QKNormAttention, head_norms, norm_copies, patched_layers, require_patched
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 
@@ -59,6 +62,51 @@ def apply_knee(model: Any, knee: float, powers: Powers, sharpness: int | None = 
         norm.set_knee(knee, power, device)
 
 
+@torch.no_grad()
+def set_knee(model: nn.Module, knee: float) -> None:
+    """Set the knee of a patched and calibrated model, in place, between two steps of training.
+
+    Gains are rescaled so that a vector of the calibration's mean length keeps its length. Where the keys have no gain
+    (gain="scalar"), the queries' gain takes the keys' factor. A knee of 0 ends this for good: the ε buffers and the
+    calibration's means are removed from the model and later checkpoints. A knee of ∞ is stored as 2³⁰: the norms then
+    multiply by a constant, and `remove_norms` can fold them away.
+
+    The optimizer must step the model's own weights: copies such as DeepSpeed's would overwrite the gains. PEFT's copies
+    of a norm are changed too; an adapter's file does not hold the knee, so merge the adapter and save the whole model.
+
+        >>> _ = qk.calibrate(qk.patch_model(model, "qk_norm"), texts, knee=4.0)
+        >>> qk.set_knee(model, 2.0)
+        >>> model.config.scheme.knee
+        2.0
+
+    Raises ValueError, with the model unchanged, for a model that is not patched, has no knee, or has no gains
+    (gain="none"), for gains that are offloaded, sharded by ZeRO-3 or flattened by FSDP 1, for gains in float16 that
+    would overflow, and for an invalid knee.
+    """
+    layers, knee = require_patched(model), min(knee, NO_NORM)
+    if knee == knee_of(model):
+        return
+    check_gains(layers)
+    dataclasses.replace(next(iter(layers.values())).scheme, knee=knee)  # raises for an invalid knee
+    powers = powers_of(model)
+    scaled: list[tuple[HeadNorm, float]] = []
+    for name, layer in layers.items():
+        factors = {n: _factor(norm, powers[name, n], knee) for n, norm in head_norms(layer).items()}
+        copies = norm_copies(layer)
+        if copies.keys() >= {"q_norm", "k_norm"} and copies["k_norm"][0].weight is None:
+            factors["q_norm"] *= factors["k_norm"]
+        scaled += [(norm, factors[n]) for n, norms in copies.items() for norm in norms if norm.weight is not None]
+    _check_range(scaled)
+    apply_knee(model, knee, powers)
+    for norm, factor in scaled:
+        _scale_gain(norm, factor)
+
+
+def knee_of(model: nn.Module) -> float:
+    """The knee of a patched model; 0 for the plain scheme. Raises ValueError for a model that is not patched."""
+    return next(iter(require_patched(model).values())).scheme.knee
+
+
 def powers_of(model: Any) -> dict[tuple[str, str], float]:
     """Return the mean |x|ᵖ behind each norm's knee. Raises ValueError for norms without a knee."""
     layers = patched_layers(model).items()
@@ -90,3 +138,58 @@ def beyond_knee(norm: HeadNorm, x: Tensor) -> Tensor:
     _, size = centred_and_size(norm, norm.vectors(x))
     size = size.expand(x.shape[:-1])
     return size > torch.as_tensor(norm.eps, dtype=size.dtype, device=size.device).pow(norm.order / 2)
+
+
+def check_gains(layers: dict[str, QKNormAttention]) -> None:
+    """Raise ValueError for norms without a knee, or without gains that can be rescaled here."""
+    for name, layer in layers.items():
+        if not layer.scheme.knee:
+            raise ValueError(
+                "this model has no knee to change, and no calibration that measured its vectors: "
+                "calibrate(model, data, knee=...) sets one, and start_removal(model, data) prepares norms for removal"
+            )
+        if layer.scheme.gain == "none":
+            raise ValueError(
+                'gain="none": the norms have no gains to compensate another knee. Calibrate with the knee that you '
+                'want, or patch with gain="shared"'
+            )
+        for weight in (norm.weight for norm in chain(*norm_copies(layer).values()) if norm.weight is not None):
+            # ZeRO-3 sets ds_id on parameters; FSDP 1 replaces parameters by views that are none
+            if weight.is_meta or hasattr(weight, "ds_id") or not isinstance(weight, nn.Parameter):
+                raise ValueError(
+                    f"the gains of {name} cannot be rescaled (offloaded, or sharded by ZeRO-3 or FSDP 1): set "
+                    "the knee before that, or shard by FSDP 2 or with use_orig_params=True"
+                )
+
+
+def _check_range(scaled: list[tuple[HeadNorm, float]]) -> None:
+    """Raise ValueError for gains in float16 that their factors would make infinite."""
+    for norm, factor in scaled:
+        weight: Any = norm.weight
+        if weight.dtype == torch.float16 and float(weight.abs().max()) * factor > torch.finfo(torch.float16).max:
+            raise ValueError(
+                f"a gain in float16 would be multiplied by {factor:.4g}, beyond its range: train in float32 or bfloat16"
+            )
+
+
+def _factor(norm: HeadNorm, power: float, knee: float) -> float:
+    """The factor on a gain that keeps the length of a vector of mean |x|ᵖ `power` at another knee."""
+    return norm.keeping_gain(knee, power) / norm.keeping_gain(norm.knee, power)
+
+
+def _scale_gain(norm: HeadNorm, factor: float) -> None:
+    """Multiply the norm's gain; while there is a knee, the buffer `rest` holds the product's rounding error in 16 bits.
+
+    Without it, the errors of many small steps would add up to several units in the last place.
+    """
+    weight: Any = norm.weight
+    if weight.dtype.itemsize > 2:
+        weight.mul_(factor)
+        return
+    rest: Any = norm._buffers.get("rest")
+    exact = (weight.float() if rest is None else weight.float() + rest) * factor
+    weight.copy_(exact)
+    if norm.knee:
+        norm.register_buffer("rest", exact - weight.float(), persistent=False)
+    elif rest is not None:
+        del norm.rest

@@ -26,14 +26,13 @@ from hf_qknorm.convert.text import batches_for, check_batches
 from hf_qknorm.export.constant_norms import SIDES, check_norms, constant_norms, sides, without_norms
 from hf_qknorm.model.attention import head_biases, head_norms, patched_layers, require_patched
 from hf_qknorm.model.in_memory import mark_in_memory
-from hf_qknorm.model.knees import apply_knee, centred_and_size
+from hf_qknorm.model.knees import apply_knee, centred_and_size, set_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats.distributed import Batches
 from hf_qknorm.stats.head_weights import attention_head_weights, parameter_factors
 from hf_qknorm.stats.measure import loss_of
-from hf_qknorm.training.knee import set_knee
 
 logger = logging.getLogger(__name__)
 

@@ -16,23 +16,28 @@ logger = logging.getLogger(__name__)
 
 
 class Schedule(ABC, TrainerCallback, ExportableState):
-    """Moves a number of the model to `target`, over the first `share` of the run, or its first `steps` if given.
+    """Moves a number of the model to `target`, over a `share` of the run, or over `steps` if given.
 
-    The path is fixed when it begins: the first step, the number there, and the length in steps. trainer_state.json
-    holds it, so that a resumed run of any length follows the same path. If the arguments differ from the checkpoint's,
-    a new path begins at the present step and number; `share` is then that of the steps left. Within a run, and from a
-    run to the one that resumes it, the number never moves away from the target.
+    It begins with the run, or behind the part `after` of it. The path is fixed then: the first step, the number there,
+    and the length in steps. trainer_state.json holds it, so that a resumed run of any length follows the same path. If
+    the arguments differ from the checkpoint's, a new path begins at the present step and number; `share` and `after`
+    are then parts of the steps left. Within a run, and from a run to the one that resumes it, the number never moves
+    away from the target.
     """
 
     target: float
     noun: ClassVar[str]  # the number's name in the log
 
-    def __init__(self, share: float, steps: int | None) -> None:
+    def __init__(self, share: float, steps: int | None, after: float = 0.0) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"share={share} of the run: expected more than 0 and at most 1")
+        if not 0 <= after < 1 or (steps is None and after + share > 1):
+            raise ValueError(
+                f"after={after} of the run: expected at least 0 and less than 1, and with share={share} at most 1"
+            )
         if steps is not None and not steps >= 1:
             raise ValueError(f"steps={steps}: expected the length of the schedule, at least 1, or None to use share")
-        self.share, self.steps = share, steps
+        self.share, self.steps, self.after = share, steps, after
         self.begin = 0  # the path's first step
         self.start: float | None = None  # the number at the path's beginning
         self.length: float | None = None  # of the path, in steps
@@ -69,7 +74,7 @@ class Schedule(ABC, TrainerCallback, ExportableState):
 
     def done(self, step: int, steps: int) -> float:
         """The part of the schedule before step `step` (the first is 0) of a run of `steps`, from 0 to 1."""
-        return min(step / self._length(steps), 1.0)
+        return min(max(step - self.after * steps, 0) / self._length(steps), 1.0)
 
     def state(self) -> dict[str, Any]:
         """The schedule's entry in trainer_state.json."""
@@ -96,7 +101,7 @@ class Schedule(ABC, TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         assert self.start is not None
         assert self.length is not None
-        done = min((state.global_step - self.begin) / self.length, 1.0)
+        done = min(max(state.global_step - self.begin, 0) / self.length, 1.0)
         further = min if self.target < self.start else max
         self.value = further(self.path(done, self.start), self.present(kwargs["model"]))
         self.put(kwargs["model"], self.value)
@@ -105,14 +110,15 @@ class Schedule(ABC, TrainerCallback, ExportableState):
         return float(self.steps or max(self.share * steps, 1))
 
     def _begin(self, step: int, start: float, steps: int) -> None:
-        """Begin a path at a step, with `steps` of the run ahead."""
-        self.begin, self.start, self.value, self.length = step, start, start, self._length(steps)
+        """Fix the path of a schedule that is given at a step, with `steps` of the run ahead."""
+        self.begin, self.length = step + round(self.after * steps), self._length(steps)
+        self.start = self.value = start
 
     def _resume(self, model: nn.Module, state: TrainerState, entry: Mapping[str, Any]) -> str:
         """Follow the path of a checkpoint, or begin another if the arguments differ. Returns the event for the log."""
         found, step = entry["attributes"], state.global_step
         self.value = self.restore(model, found, 0.0 if self.steps else self.done(step, state.max_steps))
-        before = {**self.arguments, "steps": None, **entry["args"]}  # older versions had no `steps`
+        before = {**self.arguments, "steps": None, "after": 0.0, **entry["args"]}  # older versions had neither
         if changed := {name: value for name, value in self.arguments.items() if value != before[name]}:
             self._begin(step, self.value, state.max_steps - step)
             return f"begins again at step {step} ({', '.join(f'{name}={value}' for name, value in changed.items())})"

@@ -17,8 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_qknorm import BlendSchedule, CapSchedule, KneeSchedule, patch_model, start_removal
-from hf_qknorm.model.knees import NO_NORM
-from hf_qknorm.training.knee import knee_of
+from hf_qknorm.model.knees import NO_NORM, knee_of
 from hf_qknorm.training.removal import START
 from hf_qknorm.training.schedule import Schedule
 

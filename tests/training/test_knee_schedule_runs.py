@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kneed import KNEE, RMS, kneed, logits, plain, without_gain, wrapped
+from kneed import KNEE, kneed, logits, plain, without_gain, wrapped
 from short_runs import StopAt, assert_equal_weights, trainer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 
 from hf_qknorm import KneeSchedule
-from hf_qknorm.model.knees import powers_of
-from hf_qknorm.training import knee as knees
+from hf_qknorm.model.knees import NO_NORM, knee_of, powers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 
@@ -26,7 +26,7 @@ class Record(TrainerCallback):
         self.seen: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seen.append(knees.knee_of(kwargs["model"]))
+        self.seen.append(knee_of(kwargs["model"]))
 
 
 def run(model: PreTrainedModel, folder: Path, *callbacks: TrainerCallback, **options: Any) -> Trainer:
@@ -36,32 +36,45 @@ def run(model: PreTrainedModel, folder: Path, *callbacks: TrainerCallback, **opt
     return made
 
 
-WAY = [4.0, 2.25, 1.0, 0.25, 0.0, 0.0, 0.0, 0.0]
+LOWERED = ({}, [4.0, 2.25, 1.0, 0.25, 0.0, 0.0, 0.0, 0.0])
+OPENED = ({"share": 0.5, "target": math.inf, "after": 0.5}, [4.0] * 5 + [4.8579, 9.0, 33.1421])  # 10/(1 + cos πu) − 1
 
 
 @pytest.mark.parametrize("stop", [3, 6])
-def test_a_resumed_run_equals_an_uninterrupted_one(stop, tmp_path):
+@pytest.mark.parametrize(("options", "way"), [LOWERED, OPENED], ids=["lowered", "opened"])
+def test_a_resumed_run_equals_an_uninterrupted_one(options, way, stop, tmp_path):
     whole, record = kneed(), Record()
-    run(whole, tmp_path / "whole", KneeSchedule(), record).train()
-    assert record.seen == WAY
-    run(kneed(), tmp_path / "parts", KneeSchedule(), StopAt(stop)).train()
+    run(whole, tmp_path / "whole", KneeSchedule(**options), record).train()
+    assert record.seen == pytest.approx(way, rel=1e-4)
+    assert whole.config.scheme.knee == (NO_NORM if options else 0)
+    run(kneed(), tmp_path / "parts", KneeSchedule(**options), StopAt(stop)).train()
     checkpoint = tmp_path / "parts" / f"checkpoint-{stop}"
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert loaded.config.scheme.knee == WAY[stop]
+    assert loaded.config.scheme.knee == record.seen[stop]
     for resumed in (kneed(), loaded):  # the initial model, and the one in the checkpoint
-        record = Record()
-        run(resumed, tmp_path / "parts", KneeSchedule(), record).train(resume_from_checkpoint=str(checkpoint))
-        assert record.seen == WAY[stop:]
-        assert resumed.config.scheme == whole.config.scheme == RMS
+        again = Record()
+        run(resumed, tmp_path / "parts", KneeSchedule(**options), again).train(resume_from_checkpoint=str(checkpoint))
+        assert again.seen == record.seen[stop:]
+        assert resumed.config.scheme == whole.config.scheme
         assert list(resumed.state_dict()) == list(whole.state_dict())
         assert_equal_weights(resumed, whole)
+
+
+@pytest.mark.parametrize("options", [{"share": 0.25}, {"steps": 25}])
+def test_a_schedule_begins_behind_a_part_of_the_run(options):
+    schedule = KneeSchedule(target=math.inf, after=0.75, **options)
+    knees = [schedule.at(step, 100, 3.0) for step in (0, 75, 76, 88, 99, 100)]
+    assert knees[:2] == [3.0, 3.0]
+    assert knees[-1] == NO_NORM
+    assert knees == sorted(knees)
+    assert 3 <= knees[2] < knees[3] < knees[4] < NO_NORM
 
 
 def test_a_checkpoint_during_the_schedule_loads_unchanged(tmp_path):
     model = kneed()
     run(model, tmp_path, KneeSchedule(share=1.0, target=1.0), StopAt(4)).train()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
-    assert 1 < knees.knee_of(loaded) == knees.knee_of(model) < KNEE
+    assert 1 < knee_of(loaded) == knee_of(model) < KNEE
     assert torch.equal(logits(loaded.eval()), logits(model.eval()))
     assert powers_of(loaded) == pytest.approx(powers_of(kneed()))
 
@@ -69,6 +82,9 @@ def test_a_checkpoint_during_the_schedule_loads_unchanged(tmp_path):
 def test_refused_settings():
     with pytest.raises(ValueError, match=r"share=0 of the run: expected more than 0"):
         KneeSchedule(share=0)
+    for after, share in ((-0.1, 0.5), (1.0, 0.5), (0.75, 0.5)):
+        with pytest.raises(ValueError, match=f"after={after} of the run: expected .* with share={share} at most 1"):
+            KneeSchedule(share=share, after=after)
     for target in (-1.0, float("nan")):
         with pytest.raises(ValueError, match=f"target={target}: expected a knee"):
             KneeSchedule(target=target)

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_qknorm import KneeSchedule, Scheme, calibrate, patch_model, remove_norms, set_knee, start_removal
 from hf_qknorm.model.attention import head_norms, patched_layers
-from hf_qknorm.model.knees import NO_NORM, powers_of
-from hf_qknorm.training.knee import knee_of
+from hf_qknorm.model.knees import NO_NORM, knee_of, powers_of
 from hf_qknorm.training.removal import START, _as_llama
 
 TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]

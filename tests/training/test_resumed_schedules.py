@@ -18,8 +18,8 @@ from tiny import tiny_model
 from transformers import TrainerCallback
 
 from hf_qknorm import BlendSchedule, CapSchedule, KneeSchedule, patch_model, set_blend, set_cap, set_knee
+from hf_qknorm.model.knees import knee_of
 from hf_qknorm.training import schedule
-from hf_qknorm.training.knee import knee_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import KneeSchedule, export_native, set_knee
+from hf_qknorm.model import knees
 from hf_qknorm.model.attention import head_norms, patched_layers
-from hf_qknorm.training import knee as knees
+from hf_qknorm.training.knee import LEVELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 
@@ -99,8 +100,8 @@ def test_a_knee_of_zero_is_exported_as_qwen3(tmp_path):
 def test_gains_in_16_bits_do_not_accumulate_rounding_errors(dtype):
     model, direct = kneed("layer").to(dtype), kneed("layer").to(dtype)
     schedule = KneeSchedule(share=1.0)
-    for step in range(knees.LEVELS + 1):
-        set_knee(model, schedule.at(step, knees.LEVELS, KNEE))
+    for step in range(LEVELS + 1):
+        set_knee(model, schedule.at(step, LEVELS, KNEE))
     set_knee(direct, 0.0)
     for norm, other in zip(norms(model), norms(direct), strict=True):
         apart = (norm.weight.float() - other.weight.float()).abs() / other.weight.float().abs()
@@ -116,7 +117,7 @@ def test_an_unchanged_knee_reads_nothing_from_the_device(monkeypatch):
     set_knee(model, KNEE)
     schedule = KneeSchedule(share=0.5)
     way = [schedule.at(step, 10_000, KNEE) for step in range(10_000)]
-    assert len(set(way)) == knees.LEVELS + 1
+    assert len(set(way)) == LEVELS + 1
     assert (way[0], way[4999] > 0, way[5000], way[-1]) == (KNEE, True, 0.0, 0.0)
     assert way == sorted(way, reverse=True)
     assert KneeSchedule(share=1.0, target=1.5).at(10, 10, KNEE) == 1.5
