@@ -11,6 +11,7 @@ batches depend on the seed.
 - "kept": the knee stays to the end.
 - "last quarter", "last half": the knee is c/(1 − u), u from 0 to 1 over that part of the run.
 - "by the rate": the knee is c over the cosine's share of the rate: 10 c at the last step.
+- "KneeSchedule": `KneeSchedule(0.25, math.inf, after=0.75)`, which was built after the runs of the arms above.
 
 At the end the norms are removed: `set_knee(model, inf)` and `remove_norms`. The cost of a removal is the loss behind it
 less the loss before it. Rates (the best rate of the unpatched model, three and ten times that), seeds, arms and the
@@ -36,11 +37,11 @@ from run_log import Row, provenance
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm import Scheme, calibrate, logit_statistics, patch_model, remove_norms, set_knee
+from hf_qknorm import KneeSchedule, Scheme, calibrate, logit_statistics, patch_model, remove_norms, set_knee
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss, train
 
-OPENINGS = ("last quarter", "last half", "by the rate")
+OPENINGS = ("last quarter", "last half", "by the rate", "KneeSchedule")
 ARMS = ("unpatched", "kept", *OPENINGS)
 KNEE, SCHEME = 3.0, Scheme(q="rms", k="rms", sharpness=8)
 STEPS, WARMUP, BATCH, LENGTH = 300, 30, 4, 128
@@ -73,6 +74,8 @@ class Texts:
 
 def opened(arm: str, step: int, steps: int) -> float:
     """The knee before a step of a run; the rate is that of `hf_qknorm.demo.training.train`."""
+    if arm == "KneeSchedule":
+        return KneeSchedule(0.25, math.inf, after=0.75).at(step, steps, KNEE)
     if arm == "by the rate":
         return KNEE / (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
     start = {"last quarter": 0.75, "last half": 0.5}.get(arm, 1.0) * steps
