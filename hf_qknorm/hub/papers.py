@@ -61,7 +61,8 @@ def papers_of(scheme: Scheme, latent: bool = False) -> list[Paper]:
 def short_description(scheme: Scheme) -> str:
     """Return the scheme in a few words, for example "QK norm and a logit cap"."""
     letters = "".join(letter for letter, norm in zip("QKV", (scheme.q, scheme.k, scheme.v), strict=True) if norm)
-    parts = [f"{letters} norm" + (f" (knee {scheme.knee:g})" if scheme.knee else "")] if letters else []
+    knee = f" (knee {scheme.knee:g})" if scheme.knee else ""
+    parts = [f"{'sharp ' if knee and scheme.sharpness > 1 else ''}{letters} norm{knee}"] if letters else []
     parts += ["a logit cap"] if scheme.softcap is not None else []
     parts += ["a learned temperature"] if scheme.temperature is not None else []
     parts += ["learned sinks"] if scheme.sinks is not None else []
@@ -98,6 +99,13 @@ def change_sentences(scheme: Scheme, latent: bool = False) -> list[str]:
             f"These norms have a **knee** of {scheme.knee:g}: their ε, otherwise a guard against a division by 0, is "
             f"{scheme.knee:g} times the {mean} of calibration text (a buffer of each norm, `q_norm.eps`). A vector "
             f"whose {mean} is much smaller keeps its length; the length of longer ones is bounded."
+        )
+    if scheme.knee and scheme.sharpness > 1:
+        s = scheme.sharpness
+        sentences.append(
+            f"They have a **sharpness** of {s}: with m the {mean}, they divide by a root of (ε^{s} + m^{s})^(1/{s}) in "
+            "place of ε + m, so that vectors below the knee keep their length almost exactly, and hardly any other "
+            "output changes."
         )
     if scheme.scale is not None:
         sentences.append(f"The products of queries and keys are multiplied by {scheme.scale:g}, not by 1/√head_dim.")

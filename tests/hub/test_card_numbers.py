@@ -87,6 +87,13 @@ def test_a_card_states_the_text_that_judged_the_model(tmp_path, method, judged, 
     assert f"by the method `{method}`" in text
 
 
+def test_a_card_names_sharp_norms(tmp_path):
+    checkpoint(tmp_path, Scheme(q="rms", k="rms", knee=3.0, sharpness=8))
+    text = render_card(tmp_path)
+    assert "with sharp QK norm (knee 3)" in text
+    assert "They have a **sharpness** of 8: with m the mean square, they divide by a root of (ε^8 + m^8)^(1/8)" in text
+
+
 def test_a_card_has_knee_and_bound(tmp_path):
     checkpoint(tmp_path, Scheme(q="rms", k="lp", p=3.0, softcap=50.0, knee=4.0))
     report = edit(tmp_path, knees={2.0: Prediction(1.5), 4.0: Prediction(1.482)})
