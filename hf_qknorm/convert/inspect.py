@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,7 +17,7 @@ from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert import text
 from hf_qknorm.convert.advice import advise, knee_scheme, wide_cap
 from hf_qknorm.convert.inspection import Inspection
-from hf_qknorm.convert.knees import KNEES, LIMIT, sweep_knees
+from hf_qknorm.convert.knees import KNEES, LIMIT, MARGIN, tried_knees
 from hf_qknorm.convert.measured_checkpoint import loaded_with_text
 from hf_qknorm.convert.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
 from hf_qknorm.families import family_of
@@ -76,7 +75,7 @@ def inspect_model(
             judged = _judged(batches)
             kept: list[ModelOutput] = []  # of the unpatched model
             measured = replace(measured, trials=_scheme_trials(model, judged, measured, kept))
-            measured = replace(measured, knees=_knee_trials(model, batches, judged, measured))
+            measured = replace(measured, knees=_knee_trials(model, judged, measured, kept))
     return Inspection(
         model=model.name_or_path or type(model).__name__,
         model_type=model.config.model_type,
@@ -177,22 +176,29 @@ def _scheme_trials(
 
 
 def _knee_trials(
-    model: PreTrainedModel, batches: Batches, judged: Batches, measured: Measurements
+    model: PreTrainedModel, batches: Batches, measured: Measurements, kept: list[ModelOutput]
 ) -> KneeTrials | None:
     """Costs and bounds of knees on an unpatched model; None if its queries and keys can't be normed.
 
-    Gains are computed from all batches, and judged on a part of them: they follow from two numbers a layer.
+    Gains follow from two numbers a layer, so the batches that judge set them too. The sweep goes up to the knee that
+    `calibrate` would set, or on to one that costs a tenth of the limit.
     """
     scheme = knee_scheme(measured)
     if family_of(model.config).refusal(model.config, scheme) is not None:
         return None
+    trials: list[KneeTrial] = []
     with _patched(model, scheme):
-        base, fresh = predictions(model, judged)
+        base, fresh = predictions(model, batches, kept)
         if base is None or fresh is None:
             return None
-        swept = sweep_knees(model, batches, judged, partial(worst_bound, model), SWEPT)
-    trials = (KneeTrial(knee, at.loss - base.loss, at.kl, bound) for knee, (at, bound) in swept.items())
-    return KneeTrials(scheme, fresh.loss - base.loss, LIMIT, tuple(trials))
+        with tried_knees(model, batches, batches, SWEPT, kept) as predicted:
+            for knee in SWEPT:
+                at = predicted(knee)
+                trials.append(KneeTrial(knee, at.loss - base.loss, at.kl, worst_bound(model)))
+                found = KneeTrials(scheme, fresh.loss - base.loss, LIMIT, tuple(trials))
+                if found.chosen is not None and knee >= MARGIN * found.least and trials[-1].cost <= LIMIT / 10:
+                    break
+    return found
 
 
 @contextmanager

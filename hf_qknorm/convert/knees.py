@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from transformers.utils import ModelOutput
@@ -21,7 +21,6 @@ from hf_qknorm.stats.distributed import Batches, reshard
 from hf_qknorm.stats.measure import output_error, predictions
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 KNEES: Final = (0.0, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 SHARPNESS: Final = 8  # of the norms that a search sets
@@ -120,26 +119,32 @@ def _place_of(limit: float, cost_at: Callable[[float], float]) -> int:
     return bisect_left(KNEES, True, key=lambda knee: cost_at(knee) <= limit)
 
 
-def sweep_knees(
-    model: Any, fitted: Batches, held_out: Batches, measure: Callable[[], T], knees: Sequence[float] = KNEES
-) -> dict[float, tuple[Prediction, T]]:
-    """The predictions on `held_out`, and the result of `measure`, at each knee, with closed-form gains from `fitted`.
+@contextmanager
+def tried_knees(
+    model: Any,
+    fitted: Batches,
+    held_out: Batches,
+    knees: Sequence[float] = KNEES,
+    kept: list[ModelOutput] | None = None,
+) -> Iterator[Callable[[float], Prediction]]:
+    """Yield a function that sets one of `knees`, with closed-form gains from `fitted`, and predicts `held_out`.
 
-    The norms are as sharp as `calibrate` makes them. One pass over `fitted` serves all knees. The model is left as it
-    was. Raises ValueError for a model without a language-modelling head.
+    The norms are as sharp as `calibrate` makes them. One pass over `fitted` serves all knees; `kept` is as for
+    `predictions`. The model is left as it was. Raises ValueError for one without a language-modelling head.
     """
+    kept = [] if kept is None else kept
     with restored_attention(model):
         sharpen(model)
         gains = ClosedFormGains(model, fitted, expected_powers(model, held_out), knees)
-        swept: dict[float, tuple[Prediction, T]] = {}
-        kept: list[ModelOutput] = []
-        for knee in knees:
+
+        def tried(knee: float) -> Prediction:
             gains.apply(knee)
             patched = predictions(model, held_out, kept)[1]
             if patched is None:
                 raise ValueError(f"{type(model).__name__} predicts no tokens, and knees are compared by predictions")
-            swept[knee] = (patched, measure())
-    return swept
+            return patched
+
+        yield tried
 
 
 def sharpen(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress, count
@@ -50,8 +51,12 @@ class KneeTrials:
     def chosen(self) -> KneeTrial | None:
         """The trial of the knee that `calibrate` sets, with a margin; None if all cost more than the limit."""
         by_knee = {trial.knee: trial for trial in self.trials}
-        least = next((trial.knee for trial in self.trials if trial.cost <= self.limit), None)
-        return None if least is None else by_knee[with_margin(least, [*by_knee])]
+        return by_knee[with_margin(self.least, [*by_knee])] if math.isfinite(self.least) else None
+
+    @property
+    def least(self) -> float:
+        """The smallest knee that costs at most the limit; infinite if all cost more."""
+        return min((trial.knee for trial in self.trials if trial.cost <= self.limit), default=math.inf)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data, with the chosen knee as a number."""

@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
@@ -123,7 +124,7 @@ def _predictions(
     """
     predicts = model.get_output_embeddings() is not None
     sums = torch.zeros(6, dtype=torch.float64)
-    for place, batch in enumerate(batches):
+    for place, batch in enumerate(progress_bar(batches, desc="measure", unit="batch")):
         inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
         watch(False)
         base = own = model(**inputs, use_cache=False)

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
 from hf_qknorm.convert.calibrate import METHODS
-from hf_qknorm.convert.knees import KNEES, sweep_knees
+from hf_qknorm.convert.knees import KNEES, tried_knees
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss, train
 
@@ -123,8 +123,8 @@ def methods(story: Story) -> None:
 
     def swept() -> Row:
         fitted, judged = ([{"input_ids": batch} for batch in part] for part in (story.batches(1, TEXT), story.judged))
-        found = sweep_knees(story.patched(SHARED), fitted, judged, lambda: None)
-        return {f"{knee:g}": own.loss for knee, (own, _) in found.items()}
+        with tried_knees(story.patched(SHARED), fitted, judged) as predicted:
+            return {f"{knee:g}": predicted(knee).loss for knee in KNEES}
 
     defaults = default_calls(story)
     knees = story.get("methods", swept, call="knees", seed=1)

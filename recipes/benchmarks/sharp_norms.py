@@ -5,7 +5,7 @@
 
 Each model is calibrated on 20 sequences of 512 tokens from the first nine tenths of its text, and compared with the
 unpatched model on 6 sequences of the last tenth, and of each other text: the `--others` but its own, sources of Python,
-and, where the tokenizer has a template for chats, the last tenth of its text as one. "rise" is that of the loss, "KL"
+and, where the tokenizer has a template for chats, the lines of the last tenth as one. "rise" is that of the loss, "KL"
 the divergence from the unpatched model, both in nats per token; "bound" is the largest |logit| that any input can have.
 
 - The grid has `qk_norm` at each sharpness and fixed knees, with gains in closed form.
@@ -78,7 +78,7 @@ class Story:
         held_out = text[int(len(text) * 0.9) :]
         texts = {"held-out": held_out, "Python": load_text(None, limit=100_000)}
         if self.tokenizer.chat_template:
-            turns = [part for part in held_out.split("\n\n") if part.strip()]
+            turns = [line.strip() for line in held_out.splitlines() if line.strip()]
             roles = ("user", "assistant")
             chat = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns[: len(turns) // 2 * 2])]
             texts["chat"] = self.tokenizer.apply_chat_template(chat, tokenize=False)

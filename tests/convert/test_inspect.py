@@ -79,7 +79,9 @@ def test_knees_are_tried_where_queries_and_keys_can_be_normed(family):
     if FAMILIES[family].own_norms:
         assert found is None
         return
-    assert [trial.knee for trial in found.trials] == list(SWEPT)
+    tried = [trial.knee for trial in found.trials]
+    assert tried == list(SWEPT[: len(tried)])
+    assert len(tried) == len(SWEPT) or (tried[-1] >= found.chosen.knee and found.trials[-1].cost <= LIMIT / 10)
     assert [trial.bound for trial in found.trials] == sorted(trial.bound for trial in found.trials)
     assert found.scheme == (SCHEMES["qk_norm"] if FAMILIES[family].own_cap else SCHEMES["qk_norm_cap"])
     judged = [{"input_ids": batches[0]["input_ids"][:1]}]  # one of eight
@@ -89,8 +91,8 @@ def test_knees_are_tried_where_queries_and_keys_can_be_normed(family):
     assert (found.chosen and found.chosen.knee) == (least and with_margin(least))
     sharp = dataclasses.replace(found.scheme, sharpness=SHARPNESS)
     patch_model(model, sharp, attn_implementation="hf_qknorm")
-    report = calibrate(model, [batch["input_ids"] for batch in batches], "moments", knee=4.0)
-    trial = found.trials[SWEPT.index(4.0)]
+    report = calibrate(model, judged, "moments", knee=tried[-1])
+    trial = found.trials[-1]
     assert trial.bound == pytest.approx(report.bound, rel=1e-3)
     loss = predictions(model, judged)
     assert trial.rise == pytest.approx(loss[1].loss - loss[0].loss, abs=1e-3)
@@ -98,7 +100,7 @@ def test_knees_are_tried_where_queries_and_keys_can_be_normed(family):
 
 def test_a_model_with_a_latent_is_advised_norms_and_told_their_price_in_serving():
     found = inspect_model(sharp_model("deepseek_v3"), [tokens(2, 20)])
-    assert [trial.knee for trial in found.knees.trials] == list(SWEPT)
+    assert found.knees.chosen.knee in SWEPT
     assert found.advice.scheme == SCHEMES["qk_norm_cap"]
     assert "a server has to cache one number more" in "".join(found.advice.reasons)
 
@@ -166,7 +168,7 @@ def test_the_json_file_holds_all_fields(tmp_path):
     assert [risk["layer"] for risk in data["risks"]] == [risk.layer for risk in found.risks]
     assert [Scheme.from_dict(trial["scheme"]) for trial in data["trials"]] == list(found.trials)
     assert data["knees"]["limit"] == found.knees.limit
-    assert [trial["knee"] for trial in data["knees"]["trials"]] == list(SWEPT)
+    assert [trial["knee"] for trial in data["knees"]["trials"]] == [trial.knee for trial in found.knees.trials]
     assert data["knees"]["chosen"] == (found.knees.chosen and found.knees.chosen.knee)
 
 

@@ -13,7 +13,7 @@ from tiny import tiny_model
 from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.convert import knees
 from hf_qknorm.convert.gains import ClosedFormGains, NormSums, mean_powers, named_norms
-from hf_qknorm.convert.knees import KNEES, LIMIT, SHARPNESS, search_knee, sweep_knees, with_margin
+from hf_qknorm.convert.knees import KNEES, LIMIT, SHARPNESS, search_knee, tried_knees, with_margin
 from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
@@ -217,13 +217,16 @@ def test_an_error_or_an_interrupt_restores_the_norms(start, monkeypatch):
         torch.testing.assert_close(after[name], value, rtol=1e-6, atol=0, msg=name)
 
 
-def test_a_sweep_measures_every_knee_and_leaves_the_model_as_it_was():
+def test_trials_set_every_knee_and_leave_the_model_as_it_was():
     model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
     data = batches(4)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = sweep_knees(model, data[1:], data[:1], lambda: model.config.scheme.knee)
-    assert [measured for _, measured in found.values()] == [*found] == [*KNEES]
-    assert all(math.isfinite(own.loss) and own.kl >= 0 for own, _ in found.values())
+    with tried_knees(model, data[1:], data[:1]) as predicted:
+        for knee in KNEES:
+            own = predicted(knee)
+            assert model.config.scheme.knee == knee
+            assert math.isfinite(own.loss)
+            assert own.kl >= 0
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
