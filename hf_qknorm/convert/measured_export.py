@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert.measured_checkpoint import loaded_with_text
 from hf_qknorm.convert.text import batches_for, check_text, sequence_length
@@ -47,7 +48,9 @@ def export_measured(
     means no limit), and all that `export_native` raises.
     """
     check_text(texts)
-    before = _loss(user_path(src, "src"), texts, tokens, length)
+    folder, destination = user_path(src, "src"), user_path(dst, "dst")
+    check_folder(destination, overwrite=overwrite, sources=[folder])
+    before = _loss(folder, texts, tokens, length)
     losses: list[float] = []
 
     def check(folder: Path) -> None:

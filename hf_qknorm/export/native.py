@@ -92,7 +92,7 @@ def export_native(
         try:
             plan = TensorPlan(source.weights)
             patched = source.config
-            if patched.scheme.knee >= NO_NORM or end_norms:
+            if patched.scheme.knee >= NO_NORM or (end_norms and patched.scheme.norms):
                 patched = fold_constant_norms(plan, source, end=end_norms)
             target = find_target(patched)
             with config_errors(str(folder / CONFIG), source.config.model_type, source.config.architectures):

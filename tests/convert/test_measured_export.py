@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm import Scheme, calibrate, cli, patch_model, remove_norms
+from hf_qknorm import Scheme, calibrate, cli, export_native, patch_model, remove_norms, set_knee
 from hf_qknorm.convert.measured_export import export_measured
 from hf_qknorm.stats.measure import loss_of
 
@@ -73,10 +75,30 @@ def test_a_cap_stays(llama, corpus):
     assert found.after == pytest.approx(found.before, abs=0.05)
 
 
+@pytest.mark.parametrize("scheme", [Scheme(softcap=30.0), SHARP], ids=["no norms", "removed"])
+def test_what_is_exported_without_a_text_is_measured_too(scheme, llama, corpus):
+    folder, tokenizer = llama.parent / "converted", AutoTokenizer.from_pretrained(llama)
+    model = patch_model(AutoModelForCausalLM.from_pretrained(llama), scheme)
+    if scheme.norms:
+        calibrate(model, [TEXT], tokenizer=tokenizer, length=64, knee=2.0)
+        set_knee(model, math.inf)
+    for saved in (model, tokenizer):
+        saved.save_pretrained(folder)
+    found = export_measured(folder, folder.parent / "measured", corpus)
+    export_native(folder, folder.parent / "plain")
+    assert found.after == pytest.approx(found.before, abs=1e-5)
+    files = [load_file(folder.parent / name / "model.safetensors") for name in ("measured", "plain")]
+    assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
+
+
 def test_plain_norms_and_options_without_a_text_are_refused(llama, corpus, capsys):
     folder, out = converted(llama, SHARP, 0.0), llama.parent / "plain"
     with pytest.raises(ValueError, match="this model has no knee to change"):
         export_measured(folder, out, corpus)
+    folder.parent.joinpath("taken").mkdir()
+    folder.parent.joinpath("taken", "notes.txt").touch()
+    with pytest.raises(FileExistsError, match="taken"):
+        export_measured(folder, folder.parent / "taken", corpus)
     assert cli.main(["export", str(folder), str(out), "--length", "64"]) == 1
     assert "--length is for a measurement: give --texts TEXT as well" in capsys.readouterr().err
     assert not out.exists()
