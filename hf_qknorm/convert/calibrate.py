@@ -8,16 +8,14 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from hf_qknorm.convert.fit import check_movable, fit_gains
+from hf_qknorm.convert.calibration_checks import check_inputs, check_supported, scheme_of
+from hf_qknorm.convert.fit import fit_gains
 from hf_qknorm.convert.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
 from hf_qknorm.convert.knees import KNEES, restored_attention, search_knee, search_outputs, sharpen
 from hf_qknorm.convert.text import batches_for, check_batches, context_length, longest_sequence
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_name
-from hf_qknorm.model.attention import require_base
-from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee
@@ -33,10 +31,17 @@ from hf_qknorm.stats.distributed import (
     is_first_rank,
     ranks_of,
     reshard,
+    token_count,
     unwrap,
 )
 from hf_qknorm.stats.logit_statistics import CAP
-from hf_qknorm.stats.measure import evaluate, is_bidirectional, layer_reports, predictions, require_causal
+from hf_qknorm.stats.measure import (
+    evaluate,
+    is_bidirectional,
+    layer_reports,
+    output_error,
+    predictions,
+)
 
 METHODS = ("ones", "moments", "fit", "fit_qk")
 MAX_TOKENS = 262_144
@@ -64,7 +69,8 @@ def calibrate(
     """Set the knee, gains and biases of a patched model from `data`, in place, and report the effect.
 
     `data` is a list of strings, a `datasets.Dataset`, a file, a folder, the name of a Hub dataset, or an iterable of
-    batches: tensors `[B, T]`, or mappings with "input_ids" and optionally "attention_mask" (padding is ignored). Text
+    batches: tensors `[B, T]`, or mappings with "input_ids" and optionally "attention_mask" (padding is ignored), or
+    with the "pixel_values" `[B, C, H, W]` of an encoder of images, for which `max_tokens` counts images. Text
     is cut into batches `[batch_size, length]`, by default 256 long, or half of the positions where these are learned.
     A model of masked tokens (BERT) needs batches with "labels" too, −100 for tokens that are not masked. At most
     `max_tokens` tokens are used. `tokenizer` is by default the one of `model.name_or_path`.
@@ -104,24 +110,24 @@ def calibrate(
     True
     """
     ranks, bare = ranks_of(model), unwrap(model)
-    method, knee = resolve_method(_scheme_of(bare), method, knee, max_loss_increase)
-    _check_supported(bare, method, max_loss_increase)
+    method, knee = resolve_method(scheme_of(bare), method, knee, max_loss_increase)
+    check_supported(bare, method, max_loss_increase)
     cut: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
-    batches = batches_for(bare, data, tokenizer, labels=is_bidirectional(bare.config), **cut)
+    masked = is_bidirectional(bare.config) and bare.get_output_embeddings() is not None
+    batches = batches_for(bare, data, tokenizer, labels=masked, **cut)
     sample = _Sample.of(bare, gather_batches(batches, max_tokens, ranks))
     cap = bare.config.attn_logit_softcapping or CAP
     with restored_attention(bare, only_on_error=True):
-        fresh, tried, error = _set_norms(
-            bare, sample, ranks, method=method, knee=knee, limit=max_loss_increase, steps=steps
-        )
+        fresh, tried = _set_norms(bare, sample, ranks, method=method, knee=knee, limit=max_loss_increase, steps=steps)
         compared = evaluate(bare, sample.held_out, cap, ranks)
         before, after = compared.base, compared.own
         _check_rise(before, after, max_loss_increase)
         layers = layer_reports(bare, compared.before, compared.after)
+        error = output_error(bare, sample.held_out) if before is None else None
     broadcast_attention(model, ranks)
     if bare.config.scheme.norms:
         mark_in_memory(bare)
-    tokens, judged = (sum(batch["input_ids"].numel() for batch in part) for part in (sample.whole, sample.held_out))
+    tokens, judged = (sum(map(token_count, part)) for part in (sample.whole, sample.held_out))
     from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
     report = Calibration(
         method=method,
@@ -136,7 +142,7 @@ def calibrate(
         base_model=hub_name(str(bare.name_or_path)) if from_hub else None,
         dataset=hub_name(data) if isinstance(data, str) else None,
         knees=tried,
-        length=longest_sequence(sample.whole),
+        length=longest_sequence(sample.whole) or None,
         context=context_length(bare.config),
         output_error=error,
     )
@@ -155,8 +161,7 @@ class _Sample(NamedTuple):
     @classmethod
     def of(cls, model: Any, batches: Batches) -> _Sample:
         """Divide the batches. Raises ValueError for too few tokens to predict, and without labels that are needed."""
-        if is_bidirectional(model.config):
-            _check_labels(model, batches)
+        check_inputs(model, batches)
         check_batches(batches, model.config)
         count = min(LOSS_BATCHES, max(len(batches) // 10, 1))
         return cls(batches, batches[count:] or batches, batches[:count])
@@ -164,12 +169,8 @@ class _Sample(NamedTuple):
 
 def _set_norms(
     model: Any, sample: _Sample, ranks: Ranks, *, method: str, knee: Knee, limit: float | None, steps: int
-) -> tuple[Prediction | None, dict[float, Prediction], float | None]:
-    """Set knee, gains and biases.
-
-    Returns the predictions with fresh gains, those with each knee of a search, and the error of the hidden states if
-    the search was by these.
-    """
+) -> tuple[Prediction | None, dict[float, Prediction]]:
+    """Set knee, gains and biases; return the predictions with fresh gains, and those with each knee of a search."""
     whole, fitted, held_out = sample
 
     def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
@@ -178,12 +179,11 @@ def _set_norms(
     _reset_norms(model, whole)
     base, fresh = predictions(model, held_out)
     tried: dict[float, Prediction] = {}
-    error = None
     if isinstance(knee, str):
         sharpen(model)
         gains = closed_form(fitted, *KNEES)
         if base is None:
-            error = search_outputs(gains, held_out)
+            search_outputs(gains, held_out)
         else:
             tried = search_knee(gains, held_out, base, limit)
     elif method != "ones" or knee:
@@ -192,7 +192,7 @@ def _set_norms(
     if method.startswith("fit"):
         _warn_of_short_text(model.config.scheme.length_scale, longest_sequence(whole))
         fit_gains(model, fitted, held_out, steps=steps, projections=method == "fit_qk")
-    return fresh, tried, error
+    return fresh, tried
 
 
 def _check_rise(before: Prediction | None, after: Prediction | None, limit: float | None) -> None:
@@ -244,56 +244,4 @@ def _warn_of_short_text(scale: int | None, longest: int) -> None:
         logger.warning(
             f"the gains are fitted on sequences of up to {longest} tokens, where length_scale={scale} makes logits "
             f"smaller: the fit makes up for that in the gains, and logits are larger from there on. Give length={scale}"
-        )
-
-
-def _scheme_of(model: Any) -> Scheme:
-    """The scheme of a patched model. Raises ValueError for another model, and names a patched tower in it."""
-    if not isinstance(model, QKNormModel):
-        towers = [name for name, module in model.named_modules() if isinstance(module, QKNormModel)]
-        if towers:
-            raise ValueError(
-                f"of {type(model).__name__} only a tower is patched, {towers[0]}: calibrate the tower, as "
-                f"calibrate(model.{towers[0]}, data)"
-            )
-        raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
-    return model.config.scheme
-
-
-def _check_labels(model: Any, batches: Batches) -> None:
-    """Raise ValueError for batches without labels, which a masked language model is judged by."""
-    if model.get_output_embeddings() is not None and not all("labels" in batch for batch in batches):
-        raise ValueError(
-            f"{type(model).__name__} has bidirectional attention and predicts masked tokens: give batches with "
-            '"input_ids", some of them masked, and "labels", as DataCollatorForLanguageModeling makes them'
-        )
-
-
-def _check_supported(model: Any, method: str, limit: float | None) -> None:
-    """Raise ValueError for a model that can't be calibrated by this method, or judged by this limit."""
-    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:  # no encoder of text
-        require_causal(model.config)
-    if model.config.qk_norm_blend is not None:
-        raise ValueError("this model is in a blend: calibrate it before the blend, or call set_blend(model, 1) first")
-    require_base(model)
-    for (layer, name), norm in named_norms(model).items():
-        if any(p.is_meta for p in norm.parameters()):
-            raise ValueError(
-                f"the gains of {layer}.{name} are offloaded, where new values are lost: load the model into memory, or "
-                "calibrate the original checkpoint while it is converted (convert_checkpoint with max_memory)"
-            )
-    folds = not model.config.scheme.pre_norm and not is_exact(model)
-    fits = method.startswith("fit")
-    if (folds or fits) and any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ValueError(
-            'this model is sharded over several devices, where calibration can train no weights: use method="moments", '
-            f'or calibrate it by "{method}" before it is sharded, and save it'
-        )
-    if folds or method == "fit_qk":
-        check_movable(model, 'method="fit_qk"' if method == "fit_qk" else "a scheme with pre_norm=False")
-    if (fits or limit is not None) and model.get_output_embeddings() is None:
-        argument = f'method="{method}"' if fits else f"max_loss_increase={limit:g}"
-        raise ValueError(
-            f"{type(model).__name__} predicts no tokens, which {argument} compares: leave it out, or calibrate the "
-            "language model"
         )

@@ -220,18 +220,19 @@ def observed_inputs(
 
     Inputs are `[N, ...]`, a row for each token that is not padding; none where `counts` is False.
     """
-    counted: Tensor | None = None
+    counted: Tensor | slice = slice(None)
     without_logits = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
 
     def observe(observer: Callable[[Tensor], None], module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].detach().flatten(0, 1)
-        observer(x if counted is None else x[counted.to(x.device)])
+        observer(x[counted.to(x.device) if isinstance(counted, Tensor) else counted])
 
     @torch.no_grad()
     def run(batch: dict[str, Tensor], counts: bool) -> None:
         nonlocal counted
-        mask = batch.get("attention_mask") if counts else torch.zeros_like(batch["input_ids"])
-        counted = None if mask is None else mask.bool().flatten()
+        mask = batch.get("attention_mask")
+        everything = slice(None) if mask is None else mask.bool().flatten()
+        counted = everything if counts else slice(0)
         with as_unpatched(model) if unpatched else nullcontext():
             inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
             model(**inputs, **without_logits, use_cache=False)

@@ -89,8 +89,8 @@ def search_knee(
     return dict(sorted(tried.items()))
 
 
-def search_outputs(gains: ClosedFormGains, held_out: Batches) -> float:
-    """Set the knee of a model without predictions, by its last hidden states; return their relative error.
+def search_outputs(gains: ClosedFormGains, held_out: Batches) -> None:
+    """Set the knee of a model without predictions, by the relative error of its last hidden states.
 
     The knee is `with_margin` over the smallest of `KNEES` whose error on `held_out` is at most `OUTPUT_LIMIT`. Raises
     ValueError if every knee has a larger one.
@@ -108,10 +108,7 @@ def search_outputs(gains: ClosedFormGains, held_out: Batches) -> float:
             f"{OUTPUT_LIMIT:.0%}: another part of the scheme, such as its cap, does that. A higher or no cap changes "
             "less; or give a knee"
         )
-    chosen = with_margin(KNEES[place])
-    error = error_at(chosen)
-    gains.apply(chosen)
-    return error
+    gains.apply(with_margin(KNEES[place]))
 
 
 def _place_of(limit: float, cost_at: Callable[[float], float]) -> int:

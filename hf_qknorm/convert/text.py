@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 from hf_qknorm.convert.pretrained import load_tokenizer
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
+from hf_qknorm.stats.distributed import token_count
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
+INPUTS = ("input_ids", "pixel_values")  # of the models that calibrate takes
 IGNORED = -100  # the label of a token that a masked language model does not predict
 MIN_TARGETS = 16  # tokens to predict: fewer do not show how a model predicts
 CHARACTERS = 16  # read per token that is asked for: more than tokens have
@@ -175,7 +177,8 @@ def as_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Batches of "input_ids" `[B, T]`, and "attention_mask" if `data` has it, of up to about `max_tokens` tokens.
 
-    With `labels`, batches keep their "labels" too, those of masked tokens.
+    Batches of images, mappings with "pixel_values" `[B, C, H, W]`, are kept up to about `max_tokens` images. With
+    `labels`, batches keep their "labels" too, those of masked tokens.
 
     `data` is a source for `load_text`, a `datasets.Dataset`, or an iterable of strings, of rows (mappings with a text,
     or with "input_ids" `[N]`), or of batches (tensors `[B, T]`, or mappings with them). Strings and rows are joined and
@@ -191,9 +194,8 @@ def as_batches(
         raise ValueError("the calibration data is empty: give texts, or batches with input_ids")
     items = chain([first], items)
     if _is_batch(first):
-        kept = ("input_ids", "attention_mask", *["labels"] * labels)
-        batches = map(partial(_batch_inputs, kept=kept), items)
-        yield from _up_to(max_tokens, batches, size=lambda inputs: inputs["input_ids"].numel())
+        kept = (*INPUTS, "attention_mask", *["labels"] * labels)
+        yield from _up_to(max_tokens, map(partial(_batch_inputs, kept=kept), items), size=token_count)
         return
     ids = _joined_ids(items, load_tokenizer, max_tokens)
     whole = ids[: len(ids) // length * length].view(-1, length)
@@ -216,15 +218,18 @@ def regrouped(batches: Sequence[Mapping[str, Tensor]], most: int, least: int = 8
 
 
 def longest_sequence(batches: Sequence[Mapping[str, Tensor]]) -> int:
-    """The number of tokens of the longest sequence, padding included."""
-    return max(batch["input_ids"].shape[1] for batch in batches)
+    """The number of tokens of the longest sequence, padding included; 0 for images."""
+    return max((batch["input_ids"].shape[1] for batch in batches if "input_ids" in batch), default=0)
 
 
 def check_batches(batches: Sequence[Mapping[str, Tensor]], config: Any) -> None:
     """Raise ValueError for batches with too few tokens to predict, or with tokens outside of the model's vocabulary.
 
-    A token counts if it follows another one in its sequence, and neither is padding; with labels, if it has one.
+    A token counts if it follows another one in its sequence, and neither is padding; with labels, if it has one. Images
+    are not checked.
     """
+    if any("pixel_values" in batch for batch in batches):
+        return
     targets = 0
     for batch in batches:
         real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
@@ -244,6 +249,8 @@ def check_batches(batches: Sequence[Mapping[str, Tensor]], config: Any) -> None:
 
 
 def _is_batch(item: Any) -> bool:
+    if isinstance(item, Mapping) and "pixel_values" in item:
+        return True
     ids = item.get("input_ids") if isinstance(item, Mapping) else item
     return (isinstance(ids, Tensor) and ids.dim() == 2) or (isinstance(ids, list) and isinstance(ids[0], list))
 

@@ -37,8 +37,8 @@ class Calibration:
     number of tokens of the data, `judged` the number of them that all this was measured on, in sequences of up to
     `length`; `context` is the longest sequence that the model is for (None where unknown). `base_model` and `dataset`
     are the Hub names of the model and the text, None for local ones. `knees` has the prediction with each knee that was
-    tried; the chosen one is `scheme.knee`. `output_error` is the relative error of the last hidden states, where the
-    knee was found by these: for a model without a language-modelling head.
+    tried; the chosen one is `scheme.knee`. `output_error` is the relative error of the last hidden states, for a model
+    without a language-modelling head; of an encoder of images `tokens` and `judged` count images, and `length` is None.
 
     The method "measured" stands for a measurement of the patched model alone, as after training: `base`, `ones` and
     what else describes the unpatched model are None. `weights` has digests of the measured weights by tensor
@@ -117,7 +117,8 @@ class Calibration:
             return f"{self.title}: {loss}on {self.tokens:,} tokens{bound}"
         if self.base is None or self.ones is None or self.chosen is None:
             error = "" if self.output_error is None else f"; hidden states change by {self.output_error:.2%}"
-            return f"{self.title}: gains from {self.tokens:,} tokens{error}{bound}"
+            images = self.length is None and self.output_error is not None
+            return f"{self.title}: gains from {self.tokens:,} {'images' if images else 'tokens'}{error}{bound}"
         kept = "" if self.kept is None else f" ({self.kept:.1%} of the jump removed)"
         return (
             f"{self.title}: loss {self.base.loss:.3f} unpatched, {self.ones.loss:.3f} with fresh gains, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -141,6 +141,11 @@ def unwrap(model: nn.Module) -> Any:
     return unwrap_peft(inner)
 
 
+def token_count(batch: Mapping[str, Tensor]) -> int:
+    """The number of a batch's tokens, padding included; of images, their own number."""
+    return batch["input_ids"].numel() if "input_ids" in batch else len(batch["pixel_values"])
+
+
 def gather_batches(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ranks) -> list[dict[str, Tensor]]:
     """The batches of all ranks, up to `max_tokens` tokens: the first of each rank, then the second of each, ….
 
@@ -159,7 +164,7 @@ def gather_batches(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ran
         if tokens >= max_tokens:
             break
         found.append(batch)
-        tokens += batch["input_ids"].numel()
+        tokens += token_count(batch)
     return found
 
 

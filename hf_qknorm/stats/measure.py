@@ -38,8 +38,10 @@ def require_causal(config: Any) -> None:
     """Raise ValueError for a model with bidirectional attention, which next-token losses say nothing about."""
     if is_bidirectional(config):
         remedy = "calibrate(model, batches) with labels of masked tokens calibrates it in memory"
-        if not hasattr(config, "vocab_size") or config.is_encoder_decoder:
+        if config.is_encoder_decoder:
             remedy = "patch it with patch_model, and train it"
+        elif not hasattr(config, "vocab_size"):
+            remedy = "calibrate(model, batches) of images calibrates an encoder of images in memory"
         raise ValueError(
             f"{config.model_type.removeprefix(TYPE_PREFIX)} has bidirectional attention and predicts no next token, "
             f"which is measured here: {remedy}"
@@ -96,7 +98,8 @@ def output_error(model: Any, batches: Batches) -> float:
         own = model.base_model(**inputs, use_cache=False).last_hidden_state
         with as_unpatched(model):
             base = model.base_model(**inputs, use_cache=False).last_hidden_state
-        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool().to(base.device)
+        mask = inputs.get("attention_mask")
+        real = slice(None) if mask is None else mask.bool().to(base.device)
         parts = (own - base)[real], base[real]
         sums += torch.stack([part.double().square().sum() for part in parts]).cpu()
     return float((sums[0] / sums[1]).sqrt())
@@ -136,9 +139,11 @@ def _predictions(
                 base = model(**inputs, use_cache=False)
             if kept is not None and place == len(kept) and sum(x.logits.nbytes for x in (*kept, base)) <= MOST_KEPT:
                 kept.append(base)
+        if not predicts:
+            continue
         real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
         labels = inputs.get("labels")
-        for row in range(len(real)) if predicts else ():  # a whole batch's logits in fp32, twice, may be gigabytes
+        for row in range(len(real)):  # a whole batch's logits in fp32, twice, may be gigabytes
             ids, masked = inputs["input_ids"][row], None if labels is None else labels[row]
             sums += _row_sums(base.logits[row], own.logits[row], ids, real[row], masked)
     if not predicts:

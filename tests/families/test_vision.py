@@ -171,9 +171,9 @@ def test_methods_that_need_next_token_loss_refuse_encoders(case):
     if type_of(case) not in IMAGES and model.get_output_embeddings() is None:
         assert calibrate(model, data, knee=1.0).chosen is None  # there are no predictions to judge gains by
         return
-    message = (
-        "predicts no next token" if type_of(case) in IMAGES else 'predicts masked tokens: give batches with "input'
-    )
+    message = 'takes "pixel_values", and a batch has input_ids'
+    if type_of(case) not in IMAGES:
+        message = 'predicts masked tokens: give batches with "input'
     with pytest.raises(ValueError, match=message):
         calibrate(model, data, method="moments")
 

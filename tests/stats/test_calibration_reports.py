@@ -113,7 +113,8 @@ def test_without_a_language_modelling_head_there_are_no_predictions():
     model = patch_model(tiny_model("llama").base_model, "qk_norm")
     report = calibrate(model, [tokens(2, 20)], method="moments")
     assert (report.base, report.ones, report.chosen, report.loss, report.kl, report.kept) == (None,) * 6
-    assert str(report) == f"moments: gains from 40 tokens; |logit| ≤ {report.bound:.1f} for any input"
+    change = f"hidden states change by {report.output_error:.2%}"
+    assert str(report) == f"moments: gains from 40 tokens; {change}; |logit| ≤ {report.bound:.1f} for any input"
     assert "perplexity" not in report.table()
     assert "layers.0.self_attn" in report.table()
     assert Calibration.from_dict(report.to_dict()) == report
