@@ -104,8 +104,7 @@ def change_sentences(scheme: Scheme, latent: bool = False) -> list[str]:
         s = scheme.sharpness
         sentences.append(
             f"They have a **sharpness** of {s}: with m the {mean}, they divide by a root of (ε^{s} + m^{s})^(1/{s}) in "
-            "place of ε + m, so that vectors below the knee keep their length almost exactly, and hardly any other "
-            "output changes."
+            "place of ε + m, so that vectors below the knee keep their length almost exactly."
         )
     if scheme.scale is not None:
         sentences.append(f"The products of queries and keys are multiplied by {scheme.scale:g}, not by 1/√head_dim.")
