@@ -74,7 +74,7 @@ def inspect_model(
         if scheme is None and base is not None:
             judged = _judged(batches)
             kept: list[ModelOutput] = []  # of the unpatched model
-            measured = replace(measured, trials=_scheme_trials(model, judged, measured, kept))
+            measured = replace(measured, trials=_scheme_trials(model, judged, measured, kept, base.loss))
             measured = replace(measured, knees=_knee_trials(model, judged, measured, kept))
     return Inspection(
         model=model.name_or_path or type(model).__name__,
@@ -160,18 +160,21 @@ def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
 
 
 def _scheme_trials(
-    model: PreTrainedModel, batches: Batches, measured: Measurements, kept: list[ModelOutput]
+    model: PreTrainedModel, batches: Batches, measured: Measurements, kept: list[ModelOutput], loss: float
 ) -> dict[Scheme, Prediction]:
-    """The predictions of an unpatched model with each scheme that may suit it, with fresh gains."""
+    """The predictions of an unpatched model with each scheme that may suit it, with fresh gains.
+
+    The losses are those of all of the text: `loss`, the unpatched model's, and the rise on these batches.
+    """
     caps = (measured.cap, wide_cap(measured.largest, measured.cap)) if measured.own_cap is None else ()
     schemes = [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
     schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]] if not measured.normed else []
     trials = {}
     for scheme in schemes:
         with _patched(model, scheme):
-            _, patched = predictions(model, batches, kept)
-        if patched is not None:
-            trials[scheme] = patched
+            base, patched = predictions(model, batches, kept)
+        if base is not None and patched is not None:
+            trials[scheme] = replace(patched, loss=loss + patched.loss - base.loss)
     return trials
 
 
@@ -180,8 +183,8 @@ def _knee_trials(
 ) -> KneeTrials | None:
     """Costs and bounds of knees on an unpatched model; None if its queries and keys can't be normed.
 
-    Gains follow from two numbers a layer, so the batches that judge set them too. The sweep goes up to the knee that
-    `calibrate` would set, or on to one that costs a tenth of the limit.
+    Gains follow from two numbers a layer, so the batches that judge set them too. The sweep ends at the knee that
+    `calibrate` would set, or at the first beyond it that costs hardly less than the one before.
     """
     scheme = knee_scheme(measured)
     if family_of(model.config).refusal(model.config, scheme) is not None:
@@ -196,7 +199,7 @@ def _knee_trials(
                 at = predicted(knee)
                 trials.append(KneeTrial(knee, at.loss - base.loss, at.kl, worst_bound(model)))
                 found = KneeTrials(scheme, fresh.loss - base.loss, LIMIT, tuple(trials))
-                if found.chosen is not None and knee >= MARGIN * found.least and trials[-1].cost <= LIMIT / 10:
+                if knee >= MARGIN * found.least and trials[-2].cost - trials[-1].cost <= LIMIT / 10:
                     break
     return found
 

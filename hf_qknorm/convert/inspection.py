@@ -132,12 +132,11 @@ class Inspection:
             return ()
         rows = [["knee", "loss rises by", "KL", "bound on |logit|", ""]]
         for trial in knees.trials:
-            note = f"← the smallest that costs at most {knees.limit:.3f}" * (trial is knees.chosen)
+            note = f"← chosen, with a margin over the smallest at most {knees.limit:.3f}" * (trial is knees.chosen)
             rows.append([f"{trial.knee:g}", f"{trial.rise:+.3f}", f"{trial.kl:.3f}", bound_cell(trial.bound), note])
         reading = (
-            f"{scheme_name(knees.scheme)}, calibrated in one pass over half of the text and judged on the other, by "
-            f"knee\n(largest |logit| seen unpatched: {self.largest:.1f}; fresh gains and no knee: "
-            f"{knees.jump:+.3f}):"
+            f"{scheme_name(knees.scheme)}, calibrated and judged on an eighth of the sequences, by knee\n"
+            f"(largest |logit| seen unpatched: {self.largest:.1f}; fresh gains and no knee: {knees.jump:+.3f}):"
         )
         return (reading, Table(rows))
 
