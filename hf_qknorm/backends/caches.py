@@ -22,6 +22,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from hf_qknorm.families.style import add_to_cache
 from hf_qknorm.ops.registration import is_intercepted
 from hf_qknorm.ops.types import LayerCache
 
@@ -86,20 +87,22 @@ def room(cache: Any, index: int, new: Tensor) -> Room | None:
     return _behind(layer, new) if _is_growing(layer, new) and not is_intercepted((new,)) else None
 
 
-def update(cache: Any, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def update(
+    cache: Any, index: int, keys: Tensor, values: Tensor, options: dict[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
     """A layer's keys and values `[B, Hk, S, D]`, with the new ones `[B, Hk, T, D]` behind the earlier ones.
 
     It is `cache.update`, which copies no earlier keys where a dynamic layer has room, and nothing needs a gradient. Of
-    a layer in another dtype, as where autocast begins or ends, the result has the dtype of the new ones.
+    a layer in another dtype, as where autocast begins or ends, the result has the dtype of the new ones. `options` are
+    the further arguments of the attention function, to which a paged cache adds its own.
     """
     into = None if torch.is_grad_enabled() or keys.shape != values.shape else room(cache, index, keys)
     if into is None or into.layer is None:
         stored = _stored(cache, index, keys.dtype)
         if stored == keys.dtype:
-            updated: tuple[Tensor, Tensor] = cache.update(keys, values, index)
-            return updated
+            return add_to_cache(cache, keys, values, index, options)
         with torch.autocast(keys.device.type, enabled=False):  # which can't join fp16 and bf16
-            all_keys, all_values = cache.update(keys.to(stored), values.to(stored), index)
+            all_keys, all_values = add_to_cache(cache, keys.to(stored), values.to(stored), index, options)
         return all_keys.to(keys.dtype), all_values.to(values.dtype)
     count, (all_keys, all_values, _) = keys.shape[2], into.cache
     all_keys[:, :, -count:], all_values[:, :, -count:] = keys, values

@@ -82,11 +82,12 @@ def _pad_to_widest(heads: Heads) -> Heads:
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Raise ValueError for arguments of some models' attention that would change the result."""
-    if arguments.get("cache") is not None:
-        raise ValueError(
-            "hf_qknorm attention does not support the argument 'cache', a paged cache for continuous batching: call "
-            "generate, or without a cap set_attn_implementation('sdpa') before"
-        )
+    for name in ("cache", "block_table"):  # the first in transformers before 5.24
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"hf_qknorm attention does not support the argument {name!r} of a paged cache for continuous batching: "
+                "call generate, or without a cap set_attn_implementation('sdpa') before"
+            )
 
 
 def is_ranges(mask: Tensor) -> bool:

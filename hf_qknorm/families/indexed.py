@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_qknorm.families import gated, latent, normed
 from hf_qknorm.families.separate import output
-from hf_qknorm.families.style import SINKS, Projected, Style
+from hf_qknorm.families.style import CACHE, SINKS, Projected, Style
 
 SELECTED = "its queries see a selection of keys, whose number does not grow with the length"
 
@@ -54,7 +54,7 @@ def forward(
     chosen = prev_topk_indices
     if module.indexer is not None:
         inputs = hidden_states, queries, position_embeddings, attention_mask[:, 0], kwargs.get("position_ids")
-        chosen = module.indexer(*inputs, past_key_values=past_key_values)
+        chosen = module.indexer(*inputs, **{CACHE: past_key_values})
     if chosen is not None and dense(module):
         rest = torch.ones(attention_mask[:, 0].shape, dtype=torch.bool, device=chosen.device)
         attention_mask = hide(attention_mask, rest.scatter(-1, chosen.long(), False)[:, None])

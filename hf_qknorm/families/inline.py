@@ -155,9 +155,11 @@ def forward_xlm(
     mask: Tensor,
     cache: Any = None,
     output_attentions: bool = False,
+    past_key_values: Any = None,
 ) -> tuple[Tensor, ...]:
     """XLM: a mask `[B, S]`, or where the model is causal `[B, T, S]`, of the keys to see."""
     visible = (mask != 0)[:, None] if mask.dim() == 3 else (mask != 0)[:, None, None].expand(-1, -1, x.shape[1], -1)
+    cache = past_key_values if cache is None else cache
     out, weights = shared(x, visible, past_key_values=cache, output_attentions=output_attentions)
     return (out, weights) if output_attentions else (out,)
 

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.accelerate_hooks import set_module_class
 from hf_qknorm.model.additions import NORM_FIELDS, add_parameters, device_and_dtype
 from hf_qknorm.model.config_checks import no_attention_error
@@ -37,6 +38,8 @@ def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.is_unchanged:
             return base.forward(self, *args, **kwargs)
+        if CACHE in kwargs:
+            kwargs["past_key_values"] = kwargs.pop(CACHE)
         if adapter is None:
             return PlainAttention.forward(self, *args, **kwargs)
         return adapter(partial(PlainAttention.forward, self), self, *args, **kwargs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.kernel_attention import QKNormAttention
 
@@ -17,7 +19,8 @@ from hf_qknorm.model.kernel_attention import QKNormAttention
 def check_continuous_batching(model: PreTrainedModel) -> None:
     """Raise ValueError if continuous batching can't run a patched model, or would compute another attention.
 
-    A forward of one token shows the heads that each layer caches, and the arguments that reach its attention.
+    A forward of one token shows the heads that each layer caches, and whether the paged cache's arguments, such as
+    `read_index`, reach its attention.
     """
     refused: dict[str, str] = {}
     for name, layer in patched_layers(model).items():
@@ -27,17 +30,21 @@ def check_continuous_batching(model: PreTrainedModel) -> None:
             refused[name] = f"it drops the cap on the attention logits (softcap={layer.softcap:g})"
         elif layer.scheme.sinks is not None:
             refused[name] = f"it drops the learned sinks (sinks={layer.scheme.sinks!r})"
+        elif layer.is_unchanged and not _gives_arguments(layer.base_class):
+            refused[name] = (
+                f"{layer.base_class.__name__}, which computes the scheme none, gives a paged cache no arguments"
+            )
         elif layer.family.style.inline:
             refused[name] = f"{layer.base_class.__name__} has no paged cache"
     if not refused:
         size = _paged_heads(model)
         with _attention_seen(model) as seen:
-            model(torch.zeros(1, 1, dtype=torch.long, device=model.device), cache=None, use_cache=False)
+            model(torch.zeros(1, 1, dtype=torch.long, device=model.device), read_index=None, use_cache=False)
         for name, (key, value, options) in seen.items():
             if options.get("position_bias") is not None:
                 refused[name] = "it drops the position bias that this model adds to its logits"
-            elif "cache" not in options:
-                refused[name] = "this model does not pass the paged cache on to its attention"
+            elif "read_index" not in options:
+                refused[name] = "this model does not pass the arguments of the paged cache on to its attention"
             elif {size} != {(x.shape[1], x.shape[3]) for x in (key, value)}:
                 got = f"{key.shape[1]} keys of {key.shape[3]} and values of {value.shape[3]}"
                 refused[name] = f"the paged cache holds {size[0]} heads of {size[1]}, and this model caches {got}"
@@ -46,6 +53,11 @@ def check_continuous_batching(model: PreTrainedModel) -> None:
             f"continuous batching can't run {type(model).__name__}: {reason} (layer {name}). Call generate instead, "
             "with a batch of padded prompts"
         )
+
+
+def _gives_arguments(attention: type[nn.Module]) -> bool:
+    """Whether a model's own attention passes its arguments to a paged cache: GPT-NeoX's of 5.24 does not."""
+    return CACHE != "cache" or CACHE in signature(attention.forward).parameters
 
 
 def _paged_heads(model: PreTrainedModel) -> tuple[int, int]:

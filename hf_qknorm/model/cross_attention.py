@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_qknorm.families.style import add_to_cache
+
 
 def attend_across(
     layer: Any, hidden_states: Tensor, states: Tensor, mask: Tensor | None, cache: Any, options: dict[str, Any]
@@ -26,7 +28,7 @@ def attend_across(
     else:
         k, v = layer.normed("k_norm", k.transpose(1, 2)), layer.normed("v_norm", v.transpose(1, 2))
         if stored is not None:
-            k, v = stored.update(k.to(v.dtype), v, slot)
+            k, v = add_to_cache(stored, k.to(v.dtype), v, slot, options)
         if filled is not None:
             filled[slot] = True
     options = options | {"is_causal": False}

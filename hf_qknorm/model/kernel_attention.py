@@ -44,12 +44,12 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         q, k = choice.norm_rope(self, heads)
         q = self._length_scaled(q, options)
         if cache is not None:
-            k, v = caches.update(cache, slot, k, v)
+            k, v = caches.update(cache, slot, k, v, options)
         self._show(q, k, v, mask, options)
         return functions.attend(self, Heads(q, k, v), mask, **options)
 
-    def _update(self, cache: Any, slot: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return caches.update(cache, slot, k, v)
+    def _update(self, cache: Any, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return caches.update(cache, self.family.style.slot(self, **options), k, v, options)
 
     def _norm_rotate(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]

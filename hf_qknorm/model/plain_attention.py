@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family
+from hf_qknorm.families.style import add_to_cache
 from hf_qknorm.model.cross_attention import attend_across
 from hf_qknorm.model.head_bias import HeadBias, scaled_heads
 from hf_qknorm.model.length_scale import scaled_queries
@@ -100,16 +101,15 @@ class PlainAttention(nn.Module):
         if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
             q, k = q.to(v.dtype), k.to(v.dtype)
         if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
-            k, v = self._update(cache, style.slot(self, **options), k, v)
+            k, v = self._update(cache, k, v, options)
         if style.expand is not None:
             k, v = style.expand(self, k, v, **options)
             q, k = q.to(v.dtype), k.to(v.dtype)
         return self._call_backend(q, k, v, mask, options)
 
-    def _update(self, cache: Any, slot: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The cache's keys and values with the new ones."""
-        updated: tuple[Tensor, Tensor] = cache.update(k, v, slot)
-        return updated
+    def _update(self, cache: Any, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The cache's keys and values with the new ones; a paged cache changes `options`."""
+        return add_to_cache(cache, k, v, self.family.style.slot(self, **options), options)
 
     def _norm_rotate(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_qknorm.families.style import CACHE
+
 if TYPE_CHECKING:  # the mixin precedes a model's own class
     from transformers import PreTrainedModel as _Model
 else:
@@ -28,15 +30,16 @@ class CountsCached(_Model):
     ) -> Any:
         """Run the model's own forward, with positions that continue those in the cache if none are given."""
         tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if position_ids is None and past_key_values is not None and tokens is not None:
+        cache = kwargs.pop(CACHE, past_key_values)
+        if position_ids is None and cache is not None and tokens is not None:
             new = torch.arange(tokens.shape[1], device=tokens.device)
-            position_ids = (new + past_key_values.get_seq_length())[None]
+            position_ids = (new + cache.get_seq_length())[None]
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            **{CACHE: cache},
             **kwargs,
         )

@@ -29,6 +29,7 @@ from markdown_table import publish
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import patch_model
+from hf_qknorm.families.style import CACHE
 
 UNPATCHED: Final = "unpatched"
 VARIANTS: Final = {  # scheme, and the ratio to aim for
@@ -89,10 +90,10 @@ def work(made: dict[str, Any], size: Size) -> dict[str, tuple[int, Calls]]:
     def step(model: Any, cached: int) -> Callable[[], Any]:
         """A call that adds a token to the cache, of `cached` tokens at the start, and cuts it back at twice as many."""
         cache = DynamicCache(config=model.config)
-        model(torch.zeros(1, cached, dtype=torch.int64), past_key_values=cache)
+        model(torch.zeros(1, cached, dtype=torch.int64), **{CACHE: cache})
 
         def call() -> None:
-            model(token, past_key_values=cache)
+            model(token, **{CACHE: cache})
             if cache.get_seq_length() == 2 * cached:
                 cache.crop(-cached)
 

@@ -44,6 +44,7 @@ from triton.runtime.driver import driver
 
 from hf_qknorm import patch_model
 from hf_qknorm.backends import choice
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import fused_checks
 from hf_qknorm.ops.cpu.use import SWITCH
 
@@ -140,12 +141,12 @@ def calls_of(scheme: str | None, attention: str) -> dict[str, Callable[[], Any]]
 
     @torch.no_grad()
     def decode_static() -> None:
-        module(**masked, past_key_values=static)
+        module(**masked, **{CACHE: static})
         static.layers[0].cumulative_length.fill_(ROOM // 2)
 
     @torch.no_grad()
     def decode_dynamic() -> None:
-        module(**step, past_key_values=dynamic)
+        module(**step, **{CACHE: dynamic})
         if growing.keys.shape[2] == ROOM:
             growing.keys = growing.values = keys
 

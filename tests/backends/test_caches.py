@@ -166,8 +166,8 @@ def test_inference_mode_and_gradients_may_follow() -> None:
 class Own(DynamicCache):
     """A cache whose `update` returns other keys."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(key_states, value_states, layer_idx, *args)
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, layer_idx, **kwargs)
         return keys * 2, values
 
 

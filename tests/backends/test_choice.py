@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from hf_qknorm import SCHEMES, patch_model
 from hf_qknorm.backends import choice
 from hf_qknorm.backends.functions import attend
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import flex, library
 from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.trust import first_use
@@ -119,9 +120,9 @@ def outcome(model: PreTrainedModel, backend: str) -> dict[str, Tensor]:
     with torch.no_grad():
         for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=16)):
             for i, piece in enumerate(tokens.split([8, 1], dim=1)):
-                found[f"{type(cache).__name__} {i}"] = model(input_ids=piece, past_key_values=cache).logits
-        cache = model(input_ids=tokens[:, :8]).past_key_values
-    found["with gradients"] = model(input_ids=tokens[:, 8:], past_key_values=cache).logits.detach()
+                found[f"{type(cache).__name__} {i}"] = model(input_ids=piece, **{CACHE: cache}).logits
+        cache = model(input_ids=tokens[:, :8])[CACHE]
+    found["with gradients"] = model(input_ids=tokens[:, 8:], **{CACHE: cache}).logits.detach()
     return found
 
 

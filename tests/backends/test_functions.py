@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.backends.functions import CAP_BACKENDS, REGISTERED
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.cpu import build
 
@@ -109,9 +110,9 @@ def test_packed_rows_by_their_lengths(model):
             actual = model(**{**batch, "use_cache": use_cache}, **lengths).logits
             assert_near(actual, expected, TOLERANCE, f"{backend}, cache {use_cache}")
     first, rest = batch["input_ids"].split([8, LENGTH - 8], dim=1)
-    cache = model(input_ids=first, use_cache=True).past_key_values
+    cache = model(input_ids=first, use_cache=True)[CACHE]
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
-        model(input_ids=rest, past_key_values=cache, **lengths)
+        model(input_ids=rest, **{CACHE: cache}, **lengths)
 
 
 @needs_compiler
@@ -160,7 +161,7 @@ def test_a_full_pass_in_pieces(model_type, backend):
     model.set_attn_implementation(backend)
     tokens = make_batch("plain")["input_ids"]
     cache = DynamicCache()
-    pieces = [model(input_ids=piece, past_key_values=cache).logits for piece in tokens.split([6, 7, 1, 1, 1, 4], dim=1)]
+    pieces = [model(input_ids=piece, **{CACHE: cache}).logits for piece in tokens.split([6, 7, 1, 1, 1, 4], dim=1)]
     assert_near(torch.cat(pieces, dim=1), model(input_ids=tokens).logits, TOLERANCE)
 
 

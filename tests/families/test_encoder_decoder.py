@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model, unpatch_model
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 
 TOLERANCE = 1e-4
@@ -179,7 +180,7 @@ def test_the_cache_holds_the_encoder_s_normed_keys(model_type):
     model = randomise(patch_model(made(model_type), "qk_norm"))
     source = batch_for(model_type, labels=False)
     result = model(**source, decoder_input_ids=torch.arange(3, 8).expand(2, -1), use_cache=True)
-    states, cache = result.encoder_last_hidden_state, result.past_key_values.cross_attention_cache
+    states, cache = result.encoder_last_hidden_state, result[CACHE].cross_attention_cache
     across = [layer for name, layer in patched_layers(model).items() if "encoder_attn" in name or "EncDec" in name]
     assert len(across) == 2
     for index, layer in enumerate(across):

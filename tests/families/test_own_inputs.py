@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import MoshiForConditionalGeneration, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 
 TOLERANCE = 1e-4
@@ -70,8 +71,8 @@ def in_steps(model: PreTrainedModel, batch: dict[str, Any], first: int = 8) -> T
             inputs["position_ids"] = torch.arange(start, stop)[None]
         if start == 0 or model.config.model_type.endswith("musicgen_decoder"):  # others have them in the cache
             inputs |= others
-        out = model(**inputs, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(**inputs, **{CACHE: cache}, use_cache=True)
+        cache = out[CACHE]
         found.append(out.logits[:, -1])
     return torch.stack(found[1:], 1)
 

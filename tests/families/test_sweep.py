@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.plain_attention import PlainAttention
@@ -184,9 +185,9 @@ def test_steps_without_positions(case):
     model, ids = made(case), make_batch("plain", labels=False)["input_ids"]
     patch_model(model, "qk_norm_cap" if takes(case, "qk_norm_cap") else "soft_cap")
     prompt = model(ids[:, :8], use_cache=True)
-    if "past_key_values" not in prompt or case in CHANCE:
+    if CACHE not in prompt or case in CHANCE:
         pytest.skip("it returns no cache, or selects keys by chance")
-    cache = {"past_key_values": prompt.past_key_values, "use_cache": True}
+    cache = {CACHE: prompt[CACHE], "use_cache": True}
     steps = [model(token, **cache).logits for token in ids[:, 8:].split(1, 1)]
     assert_near(torch.cat(steps, 1), model(ids, use_cache=False).logits[:, 8:], TOLERANCE)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, masking_utils
 
 from hf_qknorm.backends.calls import is_ranges, structure
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import reference
 
 CREATE: dict[str, Callable[..., Any]] = {
@@ -47,7 +48,7 @@ def create(
 ) -> Any:
     """The mask that a model of these settings passes to its layers."""
     hidden = torch.zeros(2, length, 1)
-    return CREATE[kind](settings, hidden, padding, past_key_values=cache, **options)
+    return CREATE[kind](settings, hidden, padding, **{CACHE: cache}, **options)
 
 
 def transformers_own(kind: str, settings: Any, *args: Any, **options: Any) -> Tensor:

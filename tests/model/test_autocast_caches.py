@@ -20,6 +20,7 @@ from kernel_models import DEVICE
 
 from hf_qknorm import logit_statistics, patch_model
 from hf_qknorm.backends.functions import REGISTERED
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops.cpu import build
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -63,7 +64,7 @@ def logits_of(model: PreTrainedModel, dtypes: tuple[Any, ...], kind: str, cache:
     for piece, dtype in zip(tokens.split(PIECES, 1), dtypes, strict=True):
         end += piece.shape[1]
         with nullcontext() if dtype is None else torch.autocast(DEVICE, dtype):
-            logits.append(model(piece, attention_mask=mask[:, :end].long(), past_key_values=filled).logits)
+            logits.append(model(piece, attention_mask=mask[:, :end].long(), **{CACHE: filled}).logits)
         assert logits[-1].dtype == (dtype or model.dtype)
     return torch.cat([x.to(model.dtype) for x in logits], 1)[mask]
 

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.knees import apply_knee, powers_of
 
 MODELS = [(t, "qk_norm_cap" if applies(t, SCHEMES["qk_norm_cap"]) else "soft_cap") for t in MODEL_TYPES]
@@ -129,9 +130,9 @@ def test_a_compiled_step_after_a_right_padded_prompt():
         "attention_mask": torch.nn.functional.pad(prompt["attention_mask"], (0, 1), value=1),
         "position_ids": prompt["attention_mask"].sum(1, keepdim=True),
     }
-    caches = [model(**prompt).past_key_values for _ in range(2)]
+    caches = [model(**prompt)[CACHE] for _ in range(2)]
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    actual, expected = (f(**step, past_key_values=x).logits for f, x in zip((compiled, model), caches, strict=True))
+    actual, expected = (f(**step, **{CACHE: x}).logits for f, x in zip((compiled, model), caches, strict=True))
     assert_near(actual, expected, TOLERANCE)
 
 

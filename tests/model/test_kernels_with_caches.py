@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="needs Triton, which comes with torch on CU
 from kernel_models import DEVICE, assert_same, batch, counted, outputs, patched
 from tiny import tiny_config
 
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.operators import FUSED_ATTENTION, FUSED_STEP
 
@@ -56,8 +57,8 @@ def test_gradients_flow_through_the_cache() -> None:
     for backend in ("hf_qknorm_triton", "hf_qknorm_eager"):
         model.set_attn_implementation(backend)
         model.zero_grad()
-        cache = model(first, use_cache=True).past_key_values
-        logits = model(rest, past_key_values=cache).logits
+        cache = model(first, use_cache=True)[CACHE]
+        logits = model(rest, **{CACHE: cache}).logits
         logits.sin().sum().backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append({"logits": logits.detach(), **grads})
@@ -83,7 +84,7 @@ def test_a_full_pass_in_pieces(model_type: str, kind: str) -> None:
     model.set_attn_implementation("hf_qknorm_triton")
     whole = model(tokens, use_cache=False).logits
     cache = caches(model.config)[kind]
-    pieces = [model(piece, past_key_values=cache).logits for piece in tokens.split([6, 1, 7, 1, 5], 1)]
+    pieces = [model(piece, **{CACHE: cache}).logits for piece in tokens.split([6, 1, 7, 1, 5], 1)]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
 
 
@@ -97,10 +98,10 @@ def test_compiled_steps_into_a_static_cache() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     cache = StaticCache(model.config, max_cache_len=32)
-    pieces = [model(tokens[:, :6], past_key_values=cache).logits]
+    pieces = [model(tokens[:, :6], **{CACHE: cache}).logits]
     for i in range(6, 9):
         places = torch.full((2, 1), i, device=DEVICE)
-        pieces.append(compiled(tokens[:, i : i + 1], past_key_values=cache, position_ids=places).logits)
+        pieces.append(compiled(tokens[:, i : i + 1], **{CACHE: cache}, position_ids=places).logits)
     torch.testing.assert_close(torch.cat(pieces, 1), whole[:, :9], rtol=1e-4, atol=1e-4)
 
 
@@ -111,15 +112,15 @@ def test_a_cache_that_was_reset_or_cut_back_is_used_anew() -> None:
     tokens = batch("plain")["input_ids"]
     expected = model(tokens, use_cache=False).logits
     for cache in caches(model.config).values():
-        model(tokens[:, 4:], past_key_values=cache)
+        model(tokens[:, 4:], **{CACHE: cache})
         cache.reset()
         if cache.get_seq_length():
             continue  # transformers 5.17 keeps the keys of a dynamic cache, as zeros
-        torch.testing.assert_close(model(tokens, past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(tokens, **{CACHE: cache}).logits, expected, rtol=1e-4, atol=1e-4)
     cache = DynamicCache()
-    model(tokens[:, :5], past_key_values=cache)
+    model(tokens[:, :5], **{CACHE: cache})
     cache.crop(-5)
-    torch.testing.assert_close(model(tokens, past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(tokens, **{CACHE: cache}).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there an assertion on the device ends the process")
@@ -131,16 +132,16 @@ def test_a_token_beyond_a_static_cache_is_an_error(backend: str) -> None:
     model.set_attn_implementation(backend)
     tokens = batch("plain")["input_ids"][:, :9]
     cache = StaticCache(model.config, max_cache_len=8)
-    model(tokens[:, :8], past_key_values=cache)
+    model(tokens[:, :8], **{CACHE: cache})
     before = [x.clone() for x in (cache.layers[0].keys, cache.layers[0].values)]
     with pytest.raises(IndexError, match="out"):
-        model(tokens[:, 8:], past_key_values=cache, position_ids=torch.tensor([[8]]))
+        model(tokens[:, 8:], **{CACHE: cache}, position_ids=torch.tensor([[8]]))
     assert torch.equal(cache.layers[0].keys, before[0])
     assert torch.equal(cache.layers[0].values, before[1])
     if backend == "hf_qknorm_triton":
         assert int(cache.layers[0].cumulative_length) == 8
     with pytest.raises(IndexError, match="out"):
-        model(tokens, past_key_values=StaticCache(model.config, max_cache_len=8))
+        model(tokens, **{CACHE: StaticCache(model.config, max_cache_len=8)})
 
 
 @torch.no_grad()
@@ -149,9 +150,9 @@ def test_a_cache_of_another_batch_is_refused() -> None:
     model.set_attn_implementation("hf_qknorm_triton")
     tokens = batch("plain")["input_ids"]
     cache = StaticCache(model.config, max_cache_len=32)
-    model(tokens[:1, :8], past_key_values=cache)
+    model(tokens[:1, :8], **{CACHE: cache})
     with pytest.raises(ValueError, match=r"k \[2, .* do not fit a cache of keys \[1, .*batch"):
-        model(tokens[:, 8:9], past_key_values=cache)
+        model(tokens[:, 8:9], **{CACHE: cache})
 
 
 @torch.no_grad()
@@ -164,9 +165,9 @@ def test_a_static_cache_takes_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, outs = batch("plain")["input_ids"][:, :9], []
     for seed in (0, 0, 1):
         cache = StaticCache(model.config, max_cache_len=16)
-        model(tokens[:, :8], past_key_values=cache)
+        model(tokens[:, :8], **{CACHE: cache})
         torch.manual_seed(seed)
-        outs.append(model(tokens[:, 8:], past_key_values=cache).logits)
+        outs.append(model(tokens[:, 8:], **{CACHE: cache}).logits)
         assert int(cache.layers[0].cumulative_length) == 9
     assert torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[0], outs[2])
@@ -229,12 +230,12 @@ def test_a_graph_over_kept_keys_sees_the_next_step(backend: str, kind: str) -> N
     cache, tokens = caches(model.config)[kind], batch("plain")["input_ids"]
     with torch.no_grad():
         for piece in tokens[:, :8].split([6, 1, 1], 1):
-            model(piece, past_key_values=cache)
+            model(piece, **{CACHE: cache})
     kept = cache.layers[0].keys
     weight, expected = torch.zeros_like(kept, requires_grad=True), kept.clone()
     result = (kept * weight).sum()
     with torch.no_grad():
-        model(tokens[:, 8:9], past_key_values=cache)
+        model(tokens[:, 8:9], **{CACHE: cache})
     if kind == "static":
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             result.backward()

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.families import known_families
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.tensor_parallel import plan_norms
 
@@ -123,7 +124,7 @@ def test_the_absorbed_form_is_the_same(kind):
     with attended(layer) as seen:
         out = model(**make_batch("plain", labels=False), output_attentions=True)
     hook.remove()
-    cached = out.past_key_values.layers[layer.layer_idx]
+    cached = out[CACHE].layers[layer.layer_idx]
     (latent, turned), width = (cached.keys[:, 0], cached.values), layer.qk_nope_head_dim
     up, up_values = up_projections(layer)
 

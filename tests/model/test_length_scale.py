@@ -18,6 +18,7 @@ import hf_qknorm as qk
 from hf_qknorm import SCHEMES, Scheme
 from hf_qknorm.export.targets import find_target
 from hf_qknorm.families import FAMILIES, check_scheme, known_families
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.length_scale import largest_factor, length_factors
 from hf_qknorm.model.plain_attention import PlainAttention
@@ -112,7 +113,7 @@ def test_a_cache_left_padding_and_packing_count_the_tokens_that_a_query_sees(mod
     full = logits(model, ids)
     with torch.no_grad():
         first = model(input_ids=ids[:, :9], use_cache=True)
-        rest = model(input_ids=ids[:, 9:], past_key_values=first.past_key_values)
+        rest = model(input_ids=ids[:, 9:], **{CACHE: first[CACHE]})
     torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), full, rtol=1e-4, atol=1e-5)
     padded = torch.cat([ids.new_full((1, 5), 3), ids], 1)
     mask = torch.ones_like(padded)

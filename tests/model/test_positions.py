@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.models.bamba.modeling_bamba import BambaMixer
 
 from hf_qknorm import patch_model, unpatch_model
+from hf_qknorm.families.style import CACHE
 
 PROMPT = 8
 EXACT = 1e-13
@@ -46,7 +47,7 @@ def in_steps(model: Any, batch: dict[str, Any], size: int = 1, cache: Any = None
         piece = {name: x[:, start:stop] for name, x in batch.items() if name != "attention_mask"}
         piece |= {"attention_mask": batch["attention_mask"][:, :stop]} if "attention_mask" in batch else {}
         piece |= {"position_ids": torch.arange(start, stop)[None]} if positions else {}
-        found.append(model(**piece, past_key_values=cache, use_cache=True)[0])
+        found.append(model(**piece, **{CACHE: cache}, use_cache=True)[0])
     return torch.cat(found, 1)
 
 
@@ -80,7 +81,7 @@ def test_given_positions_stay():
 
 def test_a_call_without_tokens_is_refused_by_the_model():
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
-        made("none").base_model(past_key_values=DynamicCache())
+        made("none").base_model(**{CACHE: DynamicCache()})
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from tables import sharp_model
 from transformers import PreTrainedModel
 
 from hf_qknorm import patch_model
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops.cpu import build
 
 BACKENDS = (
@@ -40,8 +41,8 @@ def model(backend: str | None, model_type: str = "llama") -> PreTrainedModel:
 def run(made: PreTrainedModel, length: int, cache: str, **inputs: Any) -> torch.Tensor:
     """Logits for `length` tokens: without a cache, with an empty one, or as a continuation."""
     ids = torch.arange(3, 3 + BATCH * length).view(BATCH, length)
-    past = made(torch.ones(BATCH, FILLED, dtype=torch.long)).past_key_values if cache == "filled" else None
-    return made(ids, past_key_values=past, use_cache=cache != "none", **inputs).logits
+    past = made(torch.ones(BATCH, FILLED, dtype=torch.long))[CACHE] if cache == "filled" else None
+    return made(ids, **{CACHE: past}, use_cache=cache != "none", **inputs).logits
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import patch_model
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import as_unpatched
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.cpu import norm_rope, use
@@ -199,7 +200,7 @@ def step(model: LlamaForCausalLM) -> None:
     """Eight tokens, and a step of generation."""
     ids = torch.arange(9)[None]
     with torch.no_grad():
-        model(ids[:, 8:], past_key_values=model(ids[:, :8], use_cache=True).past_key_values)
+        model(ids[:, 8:], **{CACHE: model(ids[:, :8], use_cache=True)[CACHE]})
 
 
 @pytest.mark.parametrize("scheme", ["qk_norm", "qk_norm_cap", "q_norm"])
@@ -210,13 +211,13 @@ def test_models_take_it_for_a_step_of_generation(scheme, calls):
     with_gradients = made(ids).logits
     with torch.no_grad():
         assert torch.equal(made(ids, use_cache=True).logits, with_gradients)
-        cache = made(ids[:, :8]).past_key_values
+        cache = made(ids[:, :8])[CACHE]
         assert not calls
-        last = made(ids[:, 8:], past_key_values=cache).logits
+        last = made(ids[:, 8:], **{CACHE: cache}).logits
         assert len(calls) == 4
         torch.testing.assert_close(last[:, 0], with_gradients[:, -1], atol=1e-5, rtol=1e-5)
         with as_unpatched(made):
-            made(ids[:, 8:], past_key_values=cache)
+            made(ids[:, 8:], **{CACHE: cache})
         assert len(calls) == 4
 
 
