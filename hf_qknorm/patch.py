@@ -21,6 +21,7 @@ from hf_qknorm.model.configs import check_names, derived_architectures
 from hf_qknorm.model.derived import QKNormModel, derived_config, set_model_class, use_derived_classes
 from hf_qknorm.model.fold import check_foldable, fold_pre_norms
 from hf_qknorm.model.in_memory import InMemoryName, mark_in_memory, unmark
+from hf_qknorm.model.knees import record_powers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.record import drop_record
 from hf_qknorm.model.tensor_parallel import plan_norms, unplan_norms
@@ -87,6 +88,7 @@ def patch_model(
             set_config(owner, config)
         use_derived_classes(model)
         install(model, family, scheme)
+        record_powers(model)
         plan_norms(model)
         model.qk_norm_base_backend = base_backend
         if backend is not None:
@@ -196,7 +198,7 @@ def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig
     patched.__class__ = derived_config(config.model_type)
     for name in ("model_type", "auto_map"):  # a loaded config holds the type and code of the unpatched model
         vars(patched).pop(name, None)
-    patched.qk_norm = patched.qk_norm_base = patched.qk_norm_blend = None
+    patched.qk_norm = patched.qk_norm_base = patched.qk_norm_blend = patched.qk_norm_powers = None
     patched.attn_logit_softcapping = getattr(config, "attn_logit_softcapping", None)
     patched.set_scheme(scheme)
     patched.architectures = derived_architectures(patched)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +133,9 @@ def convert_checkpoint(
         check_space(destination, make_plan(source, destination, options).size, str(destination))
         report: Calibration | None = None
         values: dict[str, Tensor] = {}
+        powers: Any = None
         if calibration is not None:
-            report, values, names = _calibrate(source, options, calibration, destination)
+            report, values, names, powers = _calibrate(source, options, calibration, destination)
             options = replace(options, scheme=report.scheme)
         new, tensors = new_tensors(source, options)
         tensors |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
@@ -143,6 +143,7 @@ def convert_checkpoint(
             for file in source.files:
                 copy_file(source.folder, file, folder)
             config = converted_config(source, options.scheme)
+            config.qk_norm_powers = powers
             if options.standalone:
                 set_auto_map(config)
             config.save_pretrained(folder)
@@ -202,10 +203,11 @@ def _write_card(folder: Path, source: Source) -> None:
 
 def _calibrate(
     source: Source, options: Options, calibration: Any, destination: Path
-) -> tuple[Calibration, dict[str, Tensor], list[str]]:
+) -> tuple[Calibration, dict[str, Tensor], list[str], Any]:
     """Load, patch and calibrate the model.
 
-    Returns the report, the new or changed values by their stored names, and the names of the model's tensors.
+    Returns the report, the new or changed values by their stored names, the names of the model's tensors, and the
+    powers behind its knee.
     """
     tokenizer, length = partial(load_tokenizer, source.folder), sequence_length(source.config, options.length)
     batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=MAX_TOKENS))
@@ -223,17 +225,17 @@ def _calibrate(
         report = calibrate(model, batches, options.method, knee=options.knee, max_loss_increase=limit)
         dataset = hub_name(calibration) if isinstance(calibration, str) else None
         report = replace(report, base_model=hub_name(source.name), dataset=dataset)
-        return report, _changed_values(source, options, model), [*own_tensors(model)]
+        return report, _changed_values(source, options, model), [*own_tensors(model)], model.config.qk_norm_powers
 
 
 def _changed_values(source: Source, options: Options, model: Any) -> dict[str, Tensor]:
-    """Return gains, biases and knees, and the projections' weights if those changed, by their stored names."""
+    """Return gains and biases, and the projections' weights if those changed, by their stored names."""
     values: dict[str, Tensor] = {}
     for name, layer in patched_layers(model).items():
         parts = [*head_norms(layer), *(layer.family.style.weights if options.changes_projections else ())]
         prefix = source.stored_name(model, name) if parts else ""
         for part in parts:
             module = layer.get_submodule(part)
-            for kind, tensor in chain(module.named_parameters(), module.named_buffers()):
+            for kind, tensor in module.named_parameters():
                 values[f"{prefix}.{part}.{kind}"] = tensor.detach()
     return values

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,8 @@ class Plan:
     """The plan of a conversion: its source, destination and scheme, and the tensors and files that it touches.
 
     Tensors: `added` (of `added_parameters` numbers), `changed`, `removed`; `unused` ones are copied, although the model
-    does not read them; `knees` are added too if the calibration finds a knee above 0. Files: `files` are copied, `left`
-    are not; of these, `unread` hold weights that transformers does not read either; `written` are written anew. `size`
-    is in bytes.
+    does not read them. Files: `files` are copied, `left` are not; of these, `unread` hold weights that transformers
+    does not read either; `written` are written anew. `size` is in bytes.
 
     >>> plan = qk.plan_conversion("llama", "converted", "qk_norm")
     >>> plan.added[0], plan.removed
@@ -93,7 +91,6 @@ class Plan:
     size: int
     unread: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    knees: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -119,8 +116,6 @@ class Plan:
             "leaves out": ", ".join(self.left) or "nothing",
             "writes": ", ".join(self.written),
         }
-        if self.knees:
-            lines["knee"] = f"found by calibration; above 0 it adds {listed(self.knees)}"
         if self.unread:
             lines["not read"] = f"{', '.join(self.unread)}: transformers reads other files of this folder"
         if self.unused:
@@ -132,8 +127,6 @@ def make_plan(source: Source, dst: Path, options: Options) -> Plan:
     """Return the plan of a conversion. Raises ValueError, naming file and tensor, if the model would lack a tensor."""
     weights, scheme = source.weights, options.scheme
     new, tensors = new_tensors(source, options)
-    most = replace(options, scheme=replace(scheme, knee=1.0)) if options.knee == "auto" else options
-    with_knee, largest = new_tensors(source, most)
     model_class = derived_model(source.model_class)
     unused = check_complete(model_class, converted_config(source, scheme), tensors, weights.folder)
     added = tuple(name for name in new if name not in weights)
@@ -151,10 +144,9 @@ def make_plan(source: Source, dst: Path, options: Options) -> Plan:
         removed=tuple(sorted(name for name in weights.stored if name not in tensors)),
         files=tuple(str(file) for file in source.files if file != Path(CARD)),
         left=tuple(sorted(p.name for p in source.folder.iterdir() if p.is_file() and p.name not in taken)),
-        size=sum(tensor.nbytes for tensor in largest.values()) + copied,
+        size=sum(tensor.nbytes for tensor in tensors.values()) + copied,
         unread=source.unread,
         unused=unused,
-        knees=tuple(name for name in with_knee if name not in new),
         written=tuple(_written(source, options)),
     )
 
@@ -199,11 +191,10 @@ def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor],
         projections = [f"{prefix}.{part}" for part in layer.family.style.weights]
         file, dtype = weights.stored[f"{projections[0]}.weight"].file, weights.dtype(f"{projections[0]}.weight")
         for norm_name, norm in head_norms(layer).items():
-            values = {"weight": norm.initial_gain, "bias": 0.0, "eps": norm.scheme_eps}
-            for kind, tensor in chain(norm.named_parameters(), norm.named_buffers()):
-                shape, written = tuple(tensor.shape), tensor.dtype if kind == "eps" else dtype
-                make = partial(torch.full, shape, values[kind])
-                new[f"{prefix}.{norm_name}.{kind}"] = NewTensor(file, shape, written, make)
+            for kind, parameter in norm.named_parameters():
+                shape = tuple(parameter.shape)
+                make = partial(torch.full, shape, norm.initial_gain if kind == "weight" else 0.0)
+                new[f"{prefix}.{norm_name}.{kind}"] = NewTensor(file, shape, dtype, make)
         for name, module in head_biases(layer).items():
             shape = tuple(module.bias.shape)
             new[f"{prefix}.{name}.bias"] = NewTensor(file, shape, dtype, partial(torch.full, shape, module.initial))

@@ -97,7 +97,7 @@ def change_sentences(scheme: Scheme, latent: bool = False) -> list[str]:
         mean = mean_in_knee(scheme)
         sentences.append(
             f"These norms have a **knee** of {scheme.knee:g}: their ε, otherwise a guard against a division by 0, is "
-            f"{scheme.knee:g} times the {mean} of calibration text (a buffer of each norm, `q_norm.eps`). A vector "
+            f"{scheme.knee:g} times the {mean} of calibration text (`qk_norm_powers` in config.json). A vector "
             f"whose {mean} is much smaller keeps its length; the length of longer ones is bounded."
         )
     if scheme.knee and scheme.sharpness > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from hf_qknorm.families import check_scheme
 from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX, types_of
 from hf_qknorm.files.formatting import shorten
+from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.config_checks import check_settings, config_errors, config_file
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.standalone.generate import write_standalone_code
@@ -21,7 +23,7 @@ if TYPE_CHECKING:  # the mixin precedes a family's own config class and uses its
 else:
     _Config = object
 
-OWN_SETTINGS: Final = ("qk_norm", "qk_norm_base", "qk_norm_blend", "attn_logit_softcapping")
+OWN_SETTINGS: Final = ("qk_norm", "qk_norm_base", "qk_norm_blend", "qk_norm_powers", "attn_logit_softcapping")
 BASE_FIELDS: Final = {"attn_logit_softcapping": "a cap"}
 BLEND_FIELDS: Final = {"norms": "true or false", "softcap": "a cap"}
 
@@ -34,6 +36,7 @@ class QKNormConfig(_Config):
     `qk_norm_base` is the cap that the scheme replaced in a family with a cap of its own, for `unpatch_model`.
     `qk_norm_blend` is None, or during a blend (`hf_qknorm.training.blend`) whether the norms are blended, and the
     final cap; `qk_norm` then holds the current cap.
+    `qk_norm_powers` is None, or has the mean |x|ᵖ in calibration text of each norm with a knee, by layer and norm.
     `saves_as_base` is True for a model patched with a scheme that changes nothing: it is saved as its base type.
     Raises ValueError if a setting is malformed, contradicts another, or the family can't have the scheme.
     """
@@ -41,6 +44,7 @@ class QKNormConfig(_Config):
     qk_norm: Any
     qk_norm_base: Any
     qk_norm_blend: Any
+    qk_norm_powers: Any
     attn_logit_softcapping: float | None
     base_model_type: ClassVar[str]
     saves_as_base = False
@@ -54,12 +58,18 @@ class QKNormConfig(_Config):
         self.validate()  # the base class's own validators, which a derived dataclass does not inherit
         _check_cap("qk_norm_base", self.qk_norm_base, BASE_FIELDS)
         _check_cap("qk_norm_blend", self.qk_norm_blend, BLEND_FIELDS)
+        _check_powers(self)
         self.architectures = derived_architectures(self)
         if stored_type == self.model_type:
             _check_stored_base(self)
         if self.qk_norm is not None:
             scheme = Scheme.of(self.qk_norm) if stored_type is None else Scheme.stored(self.qk_norm)
             self.set_scheme(scheme, stated_cap=self.attn_logit_softcapping)
+            if self.qk_norm_powers is not None and not scheme.knee:
+                raise ValueError(
+                    f"{config_file(self)} has qk_norm_powers, and qk_norm has no knee: the gains belong to norms with "
+                    "one. Restore the config.json that was saved with the weights"
+                )
 
     @property
     def scheme(self) -> Scheme:
@@ -207,6 +217,23 @@ def _check_stored_base(config: Any) -> None:
             f'config.json: "qk_norm_base" is {shorten(config.qk_norm_base)}, expected {expected} for model_type '
             f"{config.model_type!r}. Restore the config.json that was saved with the weights"
         )
+
+
+def _check_powers(config: Any) -> None:
+    """Raise ValueError unless `qk_norm_powers` is None, or has a finite number ≥ 0 for each norm of each layer."""
+    powers = config.qk_norm_powers
+    if powers is None:
+        return
+    layers = powers.items() if isinstance(powers, dict) else [("", powers)]
+    for layer, norms in layers:
+        for norm, value in norms.items() if isinstance(norms, dict) else [("", norms)]:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if norm not in NORM_FIELDS or not number or not 0 <= value < math.inf:
+                raise ValueError(
+                    f"{config_file(config)}: qk_norm_powers is {shorten(value)} for {shorten(f'{layer}.{norm}')}, "
+                    f"expected a finite number ≥ 0 for each of {', '.join(NORM_FIELDS)} of a layer. Restore the "
+                    "config.json that was saved with the weights"
+                )
 
 
 def _check_cap(name: str, value: Any, fields: dict[str, str]) -> None:

@@ -31,9 +31,7 @@ def check_continuous_batching(model: PreTrainedModel) -> None:
         elif layer.scheme.sinks is not None:
             refused[name] = f"it drops the learned sinks (sinks={layer.scheme.sinks!r})"
         elif layer.is_unchanged and not _gives_arguments(layer.base_class):
-            refused[name] = (
-                f"{layer.base_class.__name__}, the model's own, gives a paged cache no arguments"
-            )
+            refused[name] = f"{layer.base_class.__name__}, the model's own, gives a paged cache no arguments"
         elif layer.family.style.inline:
             refused[name] = f"{layer.base_class.__name__} has no paged cache"
     if not refused:

@@ -30,10 +30,12 @@ from hf_qknorm.model.config_owners import config_owners
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.continuous_batching import check_continuous_batching
 from hf_qknorm.model.head_bias import HeadBias
+from hf_qknorm.model.knees import record_powers, restore_powers
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.positions import CountsCached
 from hf_qknorm.model.record import load_record, write_record
+from hf_qknorm.model.stored_eps import expect_eps, take_eps
 from hf_qknorm.model.tensor_parallel import plan_norms
 from hf_qknorm.standalone.generate import set_auto_map
 
@@ -66,6 +68,7 @@ class QKNormModel(_Model):
             super().__init__(config, *args, **kwargs)
             use_derived_classes(self)
             install(self, family, scheme)
+            restore_powers(self)
         if family.style.inline:
             config._attn_implementation_internal = self.get_correct_attn_implementation(backend)
         plan_norms(self)
@@ -130,6 +133,7 @@ class QKNormModel(_Model):
         """Save as transformers does, with the report of a calibration; a push includes the stand-alone code."""
         if push_to_hub:
             set_auto_map(self.config)
+        record_powers(self)
         if not getattr(self, "_hf_peft_config_loaded", False):  # else only the adapter is saved
             write_record(self, Path(save_directory), state_dict, self.should_save_on_this_rank(is_main_process))
         kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict, "push_to_hub": push_to_hub}
@@ -167,10 +171,11 @@ class QKNormModel(_Model):
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Load as transformers does; check dtypes before they are cast, and shapes before transformers does."""
-        check_stored(model, state_dict, checkpoint_files)
+        expect_eps(model, check_stored(model, state_dict, checkpoint_files))
         load = super()._load_pretrained_model
         info, offloaded = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         check_shapes(model, info.mismatched_keys, others=not load_config.ignore_mismatched_sizes)
+        take_eps(model, info.missing_keys)
         return info, offloaded
 
 
@@ -193,7 +198,7 @@ def set_model_class(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
 def derived_config(model_type: str) -> type[PretrainedConfig]:
     """Return the derived config class of a model type: `QKNormLlamaConfig` for "llama"."""
     base = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
-    fields: dict[str, Any] = {"qk_norm": Any, "qk_norm_base": Any, "qk_norm_blend": Any}
+    fields: dict[str, Any] = dict.fromkeys(("qk_norm", "qk_norm_base", "qk_norm_blend", "qk_norm_powers"), Any)
     if not hasattr(base, "attn_logit_softcapping"):
         fields["attn_logit_softcapping"] = float | None
     namespace: dict[str, Any] = {

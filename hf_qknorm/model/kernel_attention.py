@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hf_qknorm.backends import caches, choice, functions
 from hf_qknorm.backends.calls import is_padded_ranges
+from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.head_bias import scaled_norm
-from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention, active_copy
 from hf_qknorm.model.rotary import kernel_rotary
@@ -18,8 +18,20 @@ from hf_qknorm.ops.cpu import norm_rope, use
 from hf_qknorm.ops.types import Heads, Norm
 
 
-class QKNormAttention(KneeStateDict, PlainAttention):
+class QKNormAttention(PlainAttention):
     """The shared attention forward, with norm, RoPE and attention in one kernel where the backend has it."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Load as PyTorch does. An ε of a norm without a knee is an error with `strict=False` (Trainer, PEFT) too."""
+        *_, errors = args
+        for name in NORM_FIELDS:
+            if f"{prefix}{name}.eps" in state_dict and not self.scheme.knee:
+                errors.append(
+                    f"{prefix}{name}.eps is in the weights, and the norm has no knee. Load the checkpoint by "
+                    "from_pretrained, or the adapter into the model that it was trained on"
+                )
+        load: Any = super()._load_from_state_dict
+        load(state_dict, prefix, *args)
 
     def _norm_rotate_attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
@@ -74,7 +86,8 @@ class QKNormAttention(KneeStateDict, PlainAttention):
             return None
         if self.family.style.prescaled or torch.compiler.is_compiling() or not use.is_ready():
             return None
-        q_norm, k_norm = self._kernel_norm("q_norm"), self._kernel_norm("k_norm")
+        cpu = torch.device("cpu")
+        q_norm, k_norm = self._kernel_norm("q_norm", cpu), self._kernel_norm("k_norm", cpu)
         if q_norm is None or k_norm is None or q_norm.kind == k_norm.kind == "none":  # bypassed: the model's own RoPE
             return None
         return q_norm, k_norm
@@ -106,14 +119,14 @@ class QKNormAttention(KneeStateDict, PlainAttention):
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that the kernel applies to it; a norm that it can't apply is applied here."""
-        norm = self._kernel_norm(name)
+        norm = self._kernel_norm(name, x.device)
         return (self.normed(name, x), Norm()) if norm is None else (x, norm)
 
-    def _kernel_norm(self, name: str) -> Norm | None:
-        """The norm of that name, the identity if there is none; None for one over all heads, or with hooks."""
+    def _kernel_norm(self, name: str, device: torch.device) -> Norm | None:
+        """The norm of that name on a device, the identity without one; None for one over all heads, or with hooks."""
         module: Any = self._modules.get(name)
         norm = active_copy(module)
         if norm is None:
             return Norm()
         unhooked = is_unhooked(norm) and (norm is module or is_unhooked(module))
-        return norm.as_norm() if unhooked and type(norm) is HeadNorm and not norm.wide else None
+        return norm.as_norm(device) if unhooked and type(norm) is HeadNorm and not norm.wide else None

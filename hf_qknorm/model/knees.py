@@ -20,8 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.model.additions import device_and_dtype
 from hf_qknorm.model.attention import QKNormAttention, head_norms, norm_copies, patched_layers, require_patched
+from hf_qknorm.model.config_checks import config_file
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 
@@ -35,8 +35,8 @@ def apply_knee(model: Any, knee: float, powers: Powers, sharpness: int | None = 
 
     The sharpness stays as it is if it is None.
 
-    Raises ValueError, before anything changes, for a knee that the scheme can't have, an offloaded knee, and a power
-    that is negative or not finite.
+    Raises ValueError, before anything changes, for a knee that the scheme can't have, and a power that is negative or
+    not finite.
     """
     layers = patched_layers(model)
     schemes = {
@@ -44,22 +44,59 @@ def apply_knee(model: Any, knee: float, powers: Powers, sharpness: int | None = 
         for name, layer in layers.items()
     }
     norms = [
-        (norm, powers[name, norm_name], schemes[name].sharpness, device_and_dtype(layer)[0])
+        (norm, powers[name, norm_name], schemes[name].sharpness)
         for name, layer in layers.items()
         for norm_name, copies in norm_copies(layer).items()
         for norm in copies
     ]
-    for norm, power, _, _ in norms:
-        norm.check_present()
-        if knee:
-            norm.eps_of(knee, power)
+    for norm, power, _ in norms if knee else ():
+        norm.eps_of(knee, power)
     for name, layer in layers.items():
         config: Any = layer.config
         config.set_scheme(schemes[name])
         layer.scheme = schemes[name]
-    for norm, power, sharp, device in norms:
+    for norm, power, sharp in norms:
         norm.scheme_sharpness = sharp
-        norm.set_knee(knee, power, device)
+        norm.set_knee(knee, power)
+    record_powers(model)
+
+
+def record_powers(model: Any) -> None:
+    """Write the mean |x|ᵖ behind each norm's knee into the configs of a patched model's layers, None without a knee."""
+    layers = patched_layers(model)
+    held = [getattr(model, "config", None), *(layer.config for layer in layers.values())]
+    for config in {id(config): config for config in held}.values():
+        own = {name: head_norms(layer) for name, layer in layers.items() if type(layer.config) is type(config)}
+        powers = {name: {n: norm.mean_power() for n, norm in norms.items() if norm.knee} for name, norms in own.items()}
+        if own:
+            config.qk_norm_powers = powers if any(powers.values()) else None
+
+
+def restore_powers(model: Any) -> None:
+    """Set the norms of a model that was built from its config to the mean |x|ᵖ in it, if it has them.
+
+    Raises ValueError for a norm with a knee whose power is missing.
+    """
+    for name, layer in patched_layers(model).items():
+        config: Any = layer.config
+        if config.qk_norm_powers is None:
+            continue
+        found = _of_layer(name, config.qk_norm_powers)
+        for norm_name, norm in head_norms(layer).items():
+            if norm.knee and norm_name not in found:
+                raise ValueError(
+                    f"{config_file(config)}: qk_norm_powers lacks {norm_name} of {name}, whose knee needs the mean of "
+                    "its inputs. Restore the config.json that was saved with the weights"
+                )
+            norm.set_knee(norm.knee, found.get(norm_name, 1.0))
+
+
+def _of_layer(name: str, powers: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]:
+    """The powers of the layer `name`, which may have other prefixes in the model that they were measured in."""
+    if name in powers:
+        return powers[name]
+    similar = [key for key in powers if key.endswith(f".{name}") or name.endswith(f".{key}")]
+    return powers[similar[0]] if len(similar) == 1 else {}
 
 
 @torch.no_grad()
@@ -67,7 +104,7 @@ def set_knee(model: nn.Module, knee: float) -> None:
     """Set the knee of a patched and calibrated model, in place, between two steps of training.
 
     Gains are rescaled so that a vector of the calibration's mean length keeps its length. Where the keys have no gain
-    (gain="scalar"), the queries' gain takes the keys' factor. A knee of 0 ends this for good: the ε buffers and the
+    (gain="scalar"), the queries' gain takes the keys' factor. A knee of 0 ends this for good: the
     calibration's means are removed from the model and later checkpoints. A knee of ∞ is stored as 2³⁰: the norms then
     multiply by a constant, and `remove_norms` can fold them away.
 

@@ -37,17 +37,17 @@ def skip_load_checks() -> Iterator[None]:
         _SKIPPED.reset(token)
 
 
-def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None) -> None:
-    """Raise ValueError for norm parameters that are not floating point of 16 bits or more, and for an invalid ε.
+def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None) -> bool:
+    """Whether the weights hold the ε of norms, as those of version 0.2 and older do.
 
-    A knee's ε is invalid if it is not finite or below the scheme's. The check comes before loading, which casts the
-    weights: rounded gains would change the result.
+    Raises ValueError for norm parameters that are not floating point of 16 bits or more, and for an ε that is not
+    finite or below the scheme's. The check comes before loading, which casts the weights: rounded gains would change
+    the result.
     """
     layers = patched_layers(model).values()
     norms = {name: norm.scheme_eps for layer in layers for name, norm in head_norms(layer).items()}
-    if not norms:
-        return
-    for where, name, tensor in _tensors(state_dict, files or []):
+    has_eps = False
+    for where, name, tensor in _tensors(state_dict, files or []) if norms else ():
         *_, norm, parameter = ["", *name.split(".")]
         if norm not in norms or parameter not in PARAMETERS:
             continue
@@ -58,9 +58,11 @@ def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, file
                 f"{where}: {shorten(name)} has dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}: norms are "
                 "never quantised. Restore the weights"
             )
+        has_eps |= parameter == "eps"
         shape = tensor.get_shape() if sliced else list(tensor.shape)
         if parameter == "eps" and not shape and (problem := eps_problem(tensor[...], norms[norm])):
             raise ValueError(f"{where}: {shorten(name)} {problem}")
+    return has_eps
 
 
 def _tensors(state_dict: dict[str, Any] | None, files: list[str]) -> Iterator[tuple[str, str, Any]]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_qknorm.model.knee_state_dict import local_tensor
 from hf_qknorm.ops.apply_norm import apply_norm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import smooth_maximum
@@ -24,9 +23,12 @@ class HeadNorm(nn.Module):
     entries that are normed together.
     The gain is `weight`: `[D]` (shared; `[H·D]` if `wide`), `[H, D]` (per head), `[1]` (scalar) or None; `bias` has
     its shape.
-    `eps` is the scheme's, a float. With a `knee` it is a buffer, `[]` in fp32 for every dtype of the model, filled by
+    `eps` is the scheme's, a float. With a `knee` it is a tensor `[]` in fp32 for every dtype of the model, filled by
     `set_knee`: eps^(p/2) = scheme.eps^(p/2) + knee·`power`, where `power` is the mean |x|ᵖ of the norm's inputs in
-    calibration text (1 without calibration), and p is the `order`. The `sharpness` is the scheme's with a knee, else 1.
+    calibration text (1 without calibration), and p is the `order`. It is no buffer, so that casts, sharding and the
+    meta device leave it as it is: the config holds knee and power. It moves to the device of its input at the first
+    use there. State dicts hold it beside a gain, which is right for this ε alone, unless the gain is sharded or on the
+    meta device. The `sharpness` is the scheme's with a knee, else 1.
     `blend` b is a buffer during a blend: x becomes x + b·(y − x), where y is `rescale` times the normed x.
     `rescale` replaces the scheme's scale of the logits, which the attention applies only after the blend.
     `loaded_blend` is that of the gain last loaded by `load_state_dict`, 1 outside of a blend, None before.
@@ -65,7 +67,7 @@ class HeadNorm(nn.Module):
             value = torch.empty(shape, device=device, dtype=dtype) if shape and wanted else None
             self.register_parameter(name, None if value is None else nn.Parameter(value))
         self.register_buffer("blend", None)
-        self.set_knee(scheme.knee, device=device)
+        self.set_knee(scheme.knee)
         self.reset_parameters()
 
     @property
@@ -79,10 +81,9 @@ class HeadNorm(nn.Module):
         return self.scheme_sharpness if isinstance(self.eps, Tensor) else 1  # a graph has no guard on the knee
 
     def mean_power(self) -> float:
-        """Return the mean |x|ᵖ in calibration text. Raises ValueError without a knee, or if the knee is offloaded."""
+        """Return the mean |x|ᵖ in calibration text. Raises ValueError without a knee."""
         if not self.knee:
             raise ValueError("a norm without a knee keeps no mean of its inputs: calibrate(model, data) again")
-        self.check_present()
         half = self.order / 2
         return max(float(self.eps) ** half - self.scheme_eps**half, 0.0) / self.knee  # ε is rounded: no mean is below 0
 
@@ -106,58 +107,55 @@ class HeadNorm(nn.Module):
         return (size * (self.channels if NORMS[self.norm].summed else 1)) ** (1 / self.order)
 
     @torch.no_grad()
-    def set_knee(self, knee: float, power: float = 1.0, device: torch.device | None = None) -> None:
+    def set_knee(self, knee: float, power: float = 1.0) -> None:
         """Set the norm's knee, for a mean |x|ᵖ of `power`. A knee of 0 restores the scheme's eps.
 
-        An existing buffer is filled in place, for graphs that read it. A new one is made on `device`, by default the
-        gain's. Raises ValueError, before anything changes, if fp32 can't hold ε, and for an offloaded buffer, which
-        would not keep the change.
+        An existing tensor is filled in place, for graphs that read it. Raises ValueError, before anything changes, if
+        fp32 can't hold ε.
         """
-        self.check_present()
         if not knee:
-            del self.eps
             self.eps, self.knee = self.scheme_eps, 0.0
             return
         eps, self.knee = self.eps_of(knee, power), knee
         if isinstance(self.eps, Tensor):
             self.eps.fill_(eps)
-            return
-        del self.eps
-        device = device or (None if self.weight is None else self.weight.device)
-        self.register_buffer("eps", torch.full((), eps, dtype=torch.float32, device=device))
+        else:
+            self.eps = torch.full((), eps, dtype=torch.float32, device="cpu")
 
-    def check_present(self) -> None:
-        """Raise ValueError if the knee's eps is not in memory."""
-        if isinstance(self.eps, Tensor) and self.eps.is_meta:
-            raise ValueError(
-                "the eps of a norm is on the meta device: load the model without offload_buffers=True, or load its "
-                "weights first"
-            )
+    @torch.no_grad()
+    def take_eps(self, stored: Tensor) -> None:
+        """Take a stored ε, of the norm's knee. Raises ValueError for an impossible one."""
+        if problem := eps_problem(stored, self.scheme_eps):
+            raise ValueError(f"eps {problem}")
+        assert isinstance(self.eps, Tensor)
+        self.eps.fill_(float(stored))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = self.eps
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if isinstance(before, Tensor) and isinstance(self.eps, Tensor):
-            if self.eps.dtype != before.dtype:
-                self.eps = before.to(self.eps.device)  # casting a model leaves its knees in fp32
-            if before.is_meta and not self.eps.is_meta:
-                self.set_knee(self.knee)  # `to_empty` leaves it uninitialised
-        return self
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = self.weight
+        if self.knee and weight is not None and not (weight.is_meta or isinstance(weight, DTensor)):
+            destination[f"{prefix}eps"] = self.eps
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load as PyTorch does, but refuse an eps of another shape (PyTorch takes its first entry) or value."""
+        """Load as PyTorch does, and take the ε of a knee."""
         *_, errors = args
-        stored = state_dict.get(f"{prefix}eps") if isinstance(self.eps, Tensor) else None
-        if stored is not None and (problem := eps_problem(local_tensor(stored), self.scheme_eps)):
-            errors.append(f"{prefix}eps {problem}")
-            return
+        stored = state_dict.get(f"{prefix}eps") if self.knee else None
+        if stored is not None and not stored.is_meta:
+            try:
+                self.take_eps(stored)
+            except ValueError as error:
+                errors.append(f"{prefix}{error}")
         if f"{prefix}weight" in state_dict:
             blend = state_dict.get(f"{prefix}blend", torch.ones(()))
-            self.loaded_blend = None if blend.is_meta or blend.shape else float(local_tensor(blend))
+            self.loaded_blend = None if blend.is_meta or blend.shape else float(blend)
         load: Any = super()._load_from_state_dict
-        load(state_dict, prefix, *args)
-        if isinstance(self.eps, Tensor):
-            self.eps = local_tensor(self.eps).float()  # `assign=True` takes the dtype too
+        load({key: x for key, x in state_dict.items() if key != f"{prefix}eps" or not self.knee}, prefix, *args)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle as PyTorch does. In pickles of older versions the knee's ε is a buffer."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if (stored := self._buffers.pop("eps", None)) is not None:
+            self.eps = stored
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -170,24 +168,29 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bypass:
             return x
-        y = apply_norm(self.vectors(x), self.as_norm())
+        y = apply_norm(self.vectors(x), self.as_norm(x.device))
         return y.view_as(x) if self.wide else y
 
     def vectors(self, x: Tensor) -> Tensor:
         """Return heads `[..., H, D]` as the vectors that the norm divides by their size: `[..., 1, H·D]` if `wide`."""
         return x.flatten(-2).unsqueeze(-2) if self.wide else x
 
-    def as_norm(self) -> Norm:
-        """Return the norm of `vectors` in the form that the operators take."""
+    def as_norm(self, device: torch.device) -> Norm:
+        """Return the norm of `vectors` on that device, in the form that the operators take."""
         if self.bypass:
             return Norm()
+        eps = self.eps
+        if isinstance(eps, Tensor) and eps.device != device:
+            eps = eps.to(device)
+            if type(eps) is Tensor and not eps.is_meta and not eps.is_inference():  # not of a trace
+                self.eps = eps
         weight, bias = _local(self._held("weight")), _local(self._held("bias"))
         blend = self._buffers["blend"]
         if blend is None:
-            return Norm(self.norm, weight, bias, None, self.eps, self.p, self.sharpness)
+            return Norm(self.norm, weight, bias, None, eps, self.p, self.sharpness)
         gain = blend.new_ones(1) if weight is None else weight
         bias = None if bias is None else bias * self.rescale
-        return Norm(self.norm, gain * self.rescale, bias, blend, self.eps, self.p, self.sharpness)
+        return Norm(self.norm, gain * self.rescale, bias, blend, eps, self.p, self.sharpness)
 
     def _held(self, name: str) -> Any:
         """The parameter of that name, without the search of `nn.Module`, which takes as long as a small operator.
@@ -202,11 +205,11 @@ class HeadNorm(nn.Module):
         blend = ""
         if self.blend is not None:
             blend = ", blend" if self.blend.is_meta else f", blend={float(self.blend):.3g}"
-        eps = "buffer" if isinstance(self.eps, Tensor) and self.eps.is_meta else f"{float(self.eps):g}"
         knee = f", knee={self.knee:g}" + (f", sharpness={self.sharpness}" if self.sharpness > 1 else "")
         knee = knee if self.knee else ""
         width = ", width=all" if self.wide else ""
-        return f"{self.norm}{order}{width}, gain={gain}, bias={self.bias is not None}, eps={eps}{knee}{blend}"
+        bias, eps = self.bias is not None, f"{float(self.eps):g}"
+        return f"{self.norm}{order}{width}, gain={gain}, bias={bias}, eps={eps}{knee}{blend}"
 
 
 def eps_problem(eps: Tensor, least: float) -> str | None:

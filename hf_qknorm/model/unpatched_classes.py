@@ -13,8 +13,8 @@ from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
-from hf_qknorm.model.knee_state_dict import loading
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
+from hf_qknorm.model.stored_eps import expect_eps, take_eps
 
 
 class UnpatchedClassError(ValueError):
@@ -29,7 +29,6 @@ def check_config(config: PretrainedConfig, settings: dict[str, Any]) -> None:
         raise _refusal(where, settings["model_type"], type(config).__name__)
 
 
-@loading()
 def load_checked(
     load: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -40,9 +39,10 @@ def load_checked(
         stored = _stored_type(Path(file).with_name("config.json"))
         if isinstance(stored, str) and stored.startswith(TYPE_PREFIX):
             raise _refusal(str(Path(file).parent), stored, type(model).__name__)
-    check_stored(model, state_dict, checkpoint_files)  # this check and the two below are for patched towers
+    expect_eps(model, check_stored(model, state_dict, checkpoint_files))  # the checks from here on are for towers
     info, offloaded = load(model, state_dict, checkpoint_files, *args, **kwargs)
     check_shapes(model, info.mismatched_keys)
+    take_eps(model, info.missing_keys)
     check_loaded(model, info.missing_keys, info.unexpected_keys)
     return info, offloaded
 

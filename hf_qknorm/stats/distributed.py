@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_qknorm.model.adapters import unwrap_peft
-from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.knees import apply_knee, knee_of, powers_of
 from hf_qknorm.model.tensor_parallel import shards_heads
 
 Batches = Sequence[dict[str, Tensor]]
@@ -170,13 +171,15 @@ def gather_batches(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ran
 
 @torch.no_grad()
 def broadcast_attention(model: nn.Module, ranks: Ranks) -> None:
-    """Copy the first rank's attention parameters and knees to the other ranks' copies of the model."""
+    """Copy the first rank's attention parameters and powers to the other ranks' copies of the model."""
     if ranks.data is None or _fsdp_modules(model):
         return
     for layer in patched_layers(model).values():
-        knees = (norm.eps for norm in head_norms(layer).values() if isinstance(norm.eps, Tensor))
-        for tensor in (*layer.parameters(), *knees):
+        for tensor in layer.parameters():
             dist.broadcast(tensor.data, group=ranks.data, group_src=0)
+    bare = unwrap(model)
+    if knee := knee_of(bare):
+        apply_knee(bare, knee, ranks.broadcast(powers_of(bare)))
 
 
 def _all_reduce(x: Tensor, group: Any) -> Tensor:

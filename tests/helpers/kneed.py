@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from safetensors.torch import load_file
 from tables import make_batch, randomise, sharp_model
 from tiny import tiny_model
 from torch import Tensor
@@ -88,6 +91,22 @@ def wrapped(model: PreTrainedModel) -> peft.PeftModel:
         if parameter.requires_grad:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
     return adapted
+
+
+def eps_of(model: Any) -> dict[str, Tensor]:
+    """The ε of a patched model's norms with a knee, by the names that older versions gave them in the weights."""
+    modules = model.named_modules()
+    found = {f"{name}.eps": m.eps for name, m in modules if isinstance(m, HeadNorm) and isinstance(m.eps, Tensor)}
+    return {name: eps.clone() for name, eps in found.items()}
+
+
+def as_older(folder: Path) -> list[str]:
+    """Change a checkpoint to the format of versions 0.1 and 0.2, with ε in the weights alone; return their names."""
+    config = json.loads((folder / "config.json").read_text())
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        part.pop("qk_norm_powers", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return [name for name in load_file(folder / "model.safetensors") if name.endswith(".eps")]
 
 
 def without_gain() -> PreTrainedModel:

@@ -22,6 +22,7 @@ from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import PARTS
 from hf_qknorm.families.style import Style
 from hf_qknorm.model.head_bias import HeadBias
+from hf_qknorm.model.knees import record_powers
 from hf_qknorm.model.norms import HeadNorm
 
 # Those that most tests run over. Every other family goes through tests/families/test_sweep.py alone.
@@ -146,6 +147,7 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     for module in model.modules():
         if isinstance(module, HeadBias):
             module.bias.copy_(torch.randn(module.bias.shape, generator=generator) * 0.5)
+    record_powers(model)
     return model
 
 

@@ -26,6 +26,7 @@ from distributed_run import (
     gradients,
     made,
 )
+from kneed import eps_of
 from pair import of_task, run_once, run_pairs
 from safetensors.torch import load_file
 from short_runs import assert_equal_weights
@@ -90,10 +91,10 @@ def test_a_sharded_model_saves_a_whole_checkpoint_in_several_files(case, way, ra
     assert_equal_weights(loaded, expected)
 
 
-def test_mixed_precision_leaves_knees_in_fp32(process_group):
-    """A run also continues from a sharded state dict."""
+def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
+    """A sharded state dict holds no ε, which is neither sharded nor loaded: the config holds the powers."""
     model = made("knee")
-    expected = {name: eps.clone() for name, eps in model.named_buffers() if name.endswith(".eps")}
+    expected = eps_of(model)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in (*model.model.layers, model):
@@ -101,16 +102,11 @@ def test_mixed_precision_leaves_knees_in_fp32(process_group):
     model(**make_batch("plain")).loss.backward()
     state = get_model_state_dict(model)
     again = fully_shard(made("knee"), mesh=mesh, mp_policy=policy)
-    for name, eps in again.named_buffers():
-        if name in expected:
-            eps.fill_(1.0)
     set_model_state_dict(again, state)
+    assert len(expected) == 6
     for sharded in (model, again):
-        buffers = dict(sharded.named_buffers())
-        assert len(expected) == 6
-        for name, eps in expected.items():
-            assert buffers[name].dtype == torch.float32
-            assert torch.equal(buffers[name], eps), name
+        assert eps_of(sharded) == expected
+        assert {eps.dtype for eps in eps_of(sharded).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", ["dealt", "same"])
@@ -141,10 +137,12 @@ def test_calibration_of_a_sharded_model_is_that_of_one_process(name, case, way, 
     results = ran(f"{name} {case}")
     folder = results / f"{name} {case} {way} calibrated"
     found = load_file(folder / SINGLE)
-    expected = model.state_dict()
+    expected = {name: value for name, value in model.state_dict().items() if not name.endswith(".eps")}
     assert found.keys() == expected.keys()
     for key, value in expected.items():  # a sharded matrix product may round differently
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
+    knees = eps_of(AutoModelForCausalLM.from_pretrained(folder))
+    torch.testing.assert_close(knees, eps_of(model), rtol=1e-5, atol=0)
     reports = [(results / f"{name} {case} {way} {rank}.json").read_text() for rank in range(2)]
     assert reports[0] == reports[1]
     assert repr(report.scheme) in reports[0]
