@@ -27,7 +27,7 @@ from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.names import CARD, CONFIG
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.model.config_checks import config_errors
-from hf_qknorm.model.configs import QKNormConfig
+from hf_qknorm.model.configs import OWN_SETTINGS, QKNormConfig
 from hf_qknorm.model.knees import NO_NORM
 from hf_qknorm.standalone.notice import NOTICES
 
@@ -130,7 +130,8 @@ def _check_config(folder: Path, config: Any) -> None:
 def _target_config(config: Any, target: Target) -> Any:
     """Return the target's config: the settings that it shares with the source's, and its own."""
     settings = config.to_dict()
-    for key in ("qk_norm", "qk_norm_base", "qk_norm_blend", "auto_map", "model_type", "architectures", *NOTICES):
+    own = (name for name in OWN_SETTINGS if name.startswith("qk_norm"))
+    for key in (*own, "auto_map", "model_type", "architectures", *NOTICES):
         settings.pop(key, None)
     target_class = CONFIG_MAPPING[target.model_type]
     base = config.base_model_type

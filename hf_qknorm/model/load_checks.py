@@ -37,6 +37,11 @@ def skip_load_checks() -> Iterator[None]:
         _SKIPPED.reset(token)
 
 
+def are_skipped() -> bool:
+    """Whether the caller of `from_pretrained` makes the checks of missing tensors."""
+    return _SKIPPED.get()
+
+
 def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None) -> bool:
     """Whether the weights hold the ε of norms, as those of version 0.2 and older do.
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.config_checks import config_file
-from hf_qknorm.model.load_checks import check_loaded
+from hf_qknorm.model.load_checks import are_skipped, check_loaded
 
 ROUNDING: Final = 0.01  # of a cast to 16 bits by another tool
 
@@ -22,7 +22,7 @@ def expect_eps(model: PreTrainedModel, has_eps: bool) -> None:
     for name, layer in patched_layers(model).items():
         config: Any = layer.config
         norms = [norm for norm in head_norms(layer).values() if norm.knee]
-        if norms and not has_eps and config.qk_norm_powers is None:
+        if norms and not has_eps and config.qk_norm_powers is None and not are_skipped():
             raise ValueError(
                 f"{config_file(config)} has a knee of {layer.scheme.knee:g} and no qk_norm_powers, the means that it "
                 f"multiplies; nor do the weights hold eps for {name}. Restore the config.json that was saved with the "

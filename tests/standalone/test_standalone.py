@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import WITHOUT_PACKAGE, child
+from kneed import as_older
 from safetensors.torch import load_file, save_file
 from tables import MODEL_TYPES, applies, as_loaded, make_batch, randomise, sharp_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -103,6 +104,7 @@ for folder in sys.argv[1:]:
 def test_without_the_package_an_invalid_knee_is_refused(tmp_path):
     for case, (change, _) in WRONG_KNEES.items():
         made("llama with a knee").save_pretrained(tmp_path / case)
+        as_older(tmp_path / case)
         add_standalone(tmp_path / case)
         weights = load_file(tmp_path / case / "model.safetensors")
         change(weights, "model.layers.1.self_attn.k_norm.eps")
