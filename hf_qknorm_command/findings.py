@@ -17,7 +17,7 @@ PROJECT = "hf-qknorm"
 TESTED: Final[dict[str, tuple[str, str]]] = {
     "python": ("3.11", "3.11"),
     "torch": ("2.11", "2.13"),
-    "transformers": ("5.17", "5.23"),
+    "transformers": ("5.17", "5.24"),
     "accelerate": ("1.15", "1.15"),
     "peft": ("0.21", "0.21"),
     "safetensors": ("0.8", "0.8"),
@@ -61,7 +61,7 @@ def check_version(name: str, number: str | None, needed: str) -> Finding:
     >>> check_version("transformers", "5.9.0", ">=5.17,<6").level
     'problem'
     >>> str(check_version("transformers", "5.99.0", ">=5.17,<6"))
-    'transformers     NOTE: 5.99.0, which is untested: the tests have run with 5.17 to 5.23'
+    'transformers     NOTE: 5.99.0, which is untested: the tests have run with 5.17 to 5.24'
     """
     wanted = Requirement(f"{name}{needed}").specifier
     if number is None:

@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from adapters import needs_add_adapter
 from tables import MODEL_TYPES, fingerprint, sharp_model
 from tiny import TINY
 from torch import nn
@@ -67,6 +68,7 @@ def test_a_peft_model():
     assert "get_peft_model" in refuse(model)
 
 
+@needs_add_adapter
 def test_a_model_with_adapters():
     model = sharp_model("llama")
     model.add_adapter(LORA)

@@ -82,7 +82,7 @@ def room(cache: Any, index: int, new: Tensor) -> Room | None:
     if not getattr(layer, "is_initialized", False):
         return None
     if type(layer) is StaticLayer:
-        fits = layer.keys.device == new.device and layer.keys.dtype == new.dtype
+        fits = all(x.device == new.device and x.dtype == new.dtype for x in (layer.keys, layer.values))
         return Room(LayerCache(layer.keys, layer.values, layer.cumulative_length)) if fits else None
     return _behind(layer, new) if _is_growing(layer, new) and not is_intercepted((new,)) else None
 
@@ -98,11 +98,11 @@ def update(
     """
     into = None if torch.is_grad_enabled() or keys.shape != values.shape else room(cache, index, keys)
     if into is None or into.layer is None:
-        stored = _stored(cache, index, keys.dtype)
-        if stored == keys.dtype:
+        k_dtype, v_dtype = _stored(cache, index, keys, values)
+        if (k_dtype, v_dtype) == (keys.dtype, values.dtype):
             return add_to_cache(cache, keys, values, index, options)
         with torch.autocast(keys.device.type, enabled=False):  # which can't join fp16 and bf16
-            all_keys, all_values = add_to_cache(cache, keys.to(stored), values.to(stored), index, options)
+            all_keys, all_values = add_to_cache(cache, keys.to(k_dtype), values.to(v_dtype), index, options)
         return all_keys.to(keys.dtype), all_values.to(values.dtype)
     count, (all_keys, all_values, _) = keys.shape[2], into.cache
     all_keys[:, :, -count:], all_values[:, :, -count:] = keys, values
@@ -110,12 +110,18 @@ def update(
     return all_keys, all_values
 
 
-def _stored(cache: Any, index: int, new: torch.dtype) -> torch.dtype:
-    """The dtype in which a layer stores keys of another: a static one its own, a dynamic one the wider of the two."""
+def _stored(cache: Any, index: int, keys: Tensor, values: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes in which a layer stores keys and values: a static one its own, a dynamic one the wider of the two.
+
+    Those of keys and values may differ since transformers 5.24: without the patch, autocast makes fp32 keys.
+    """
     layer: Any = cache.layers[index] if _is_plain(cache) and index < len(cache.layers) else None
     if type(layer) not in PLAIN_LAYERS or not layer.is_initialized:
-        return new
-    return layer.keys.dtype if isinstance(layer, StaticLayer) else torch.promote_types(layer.keys.dtype, new)
+        return keys.dtype, values.dtype
+    own = layer.keys.dtype, layer.values.dtype
+    if isinstance(layer, StaticLayer):
+        return own
+    return torch.promote_types(own[0], keys.dtype), torch.promote_types(own[1], values.dtype)
 
 
 def _is_plain(cache: Any) -> bool:

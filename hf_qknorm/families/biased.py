@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.families import normed
 from hf_qknorm.families.separate import output
-from hf_qknorm.families.style import OWN_SCALE, QKV, Projected, Rotated, Style, split_heads
+from hf_qknorm.families.style import CACHE, OWN_SCALE, QKV, Projected, Rotated, Style, split_heads
 
 
 def forward_inkling(
@@ -38,7 +38,7 @@ def forward_inkling(
 def project_inkling(
     module: Any, hidden_states: Tensor, state: Any = None, conv_mask: Tensor | None = None
 ) -> Projected:
-    arguments = {"past_key_values": state, "conv_mask": conv_mask}
+    arguments = {CACHE: state, "conv_mask": conv_mask}
     q = split_heads(module, module.q_proj(hidden_states))
     k = split_heads(module, module.k_sconv(module.k_proj(hidden_states), **arguments))
     v = split_heads(module, module.v_sconv(module.v_proj(hidden_states), **arguments))

@@ -1,4 +1,6 @@
-"""Decoders whose attention modules compute attention themselves: GPT-J, GPT-Neo, XGLM and others.
+"""Decoders whose attention modules compute attention themselves: GPT-Neo, XGLM and others.
+
+GPT-J and CodeGen are among them before transformers 5.24.
 
 Each `attend` function repeats the model's own computation, for the backend "eager". It takes q `[B, H, T, D]`, k and v
 `[B, Hk, S, D]` and the mask, and returns `[B, T, H, D]` and the weights.
@@ -18,7 +20,7 @@ from hf_qknorm.families import fused, separate
 from hf_qknorm.families.learned import output as output_c_proj
 from hf_qknorm.families.partial import rotate_part
 from hf_qknorm.families.separate import output_out_proj
-from hf_qknorm.families.style import NO_POSITIONS, QKV, Projected, Rotated, Style, split_heads
+from hf_qknorm.families.style import FROM_5_24, NO_POSITIONS, QKV, Projected, Rotated, Style, split_heads
 
 Attended = tuple[Tensor, Tensor]
 
@@ -50,10 +52,15 @@ def heads(module: Any) -> tuple[int, int, int]:
 def rotate_sinusoidal(
     module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, *, position_ids: Any, **arguments: Any
 ) -> Rotated:
-    """GPT-J and CodeGen: the module holds sines and cosines, and rotates the first `rotary_dim` channels."""
-    if module.embed_positions.device != position_ids.device:
-        module.embed_positions = module.embed_positions.to(position_ids.device)
-    sin, cos = module.embed_positions[position_ids].to(k.dtype).expand(q.shape[0], -1, -1).chunk(2, dim=-1)
+    """GPT-J and CodeGen: the first `rotary_dim` channels rotate, by sines and cosines.
+
+    Before transformers 5.24 the module holds these itself.
+    """
+    if positions is None:
+        if module.embed_positions.device != position_ids.device:
+            module.embed_positions = module.embed_positions.to(position_ids.device)
+        positions = module.embed_positions[position_ids].to(k.dtype).expand(q.shape[0], -1, -1).chunk(2, dim=-1)
+    sin, cos = positions
     q, k = (_rotated(module, x.transpose(1, 2), sin, cos).transpose(1, 2) for x in (q, k))
     return q, k, v
 
@@ -169,17 +176,15 @@ def forward_japanese(shared: Callable[..., Any], module: Any, *args: Any, **kwar
     return *shared(*args, **kwargs), module.dense_bias
 
 
-GPTJ = Style(
-    separate.project,
-    dropped,
-    QKV,
-    inline=True,
-    rotate=rotate_sinusoidal,
-    dropout=lambda module: module.attn_dropout.p,
-    eager=lambda module: attend_by_method,
-    heads=attention_heads,
-    scale=lambda module: 1.0 / module.scale_attn,
-)
+GPTJ = Style(separate.project, dropped, QKV, rotate=rotate_sinusoidal, heads=attention_heads)
+if not FROM_5_24:
+    GPTJ = replace(
+        GPTJ,
+        inline=True,
+        dropout=lambda module: module.attn_dropout.p,
+        eager=lambda module: attend_by_method,
+        scale=lambda module: 1.0 / module.scale_attn,
+    )
 CODEGEN = replace(GPTJ, project=project_codegen, weights=("qkv_proj",), interleaved=lambda module: None)
 GPT_NEO = Style(
     separate.project,

@@ -21,7 +21,7 @@ from hf_qknorm.families.style import Projected, Rotated, Style
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
     """Return the queries, the latent as a single key head, and the key that rotates as a single value head."""
-    if module.q_lora_rank is None:
+    if getattr(module, "q_lora_rank", None) is None:  # Bailing's module lacks it before transformers 5.24
         q = module.q_proj(hidden_states)
     else:
         q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
@@ -71,8 +71,8 @@ def project_longcat(module: Any, hidden_states: Tensor) -> Projected:
 
 
 def project_bailing(module: Any, hidden_states: Tensor) -> Projected:
-    """Bailing: no latent for the queries. The output's gate for each head is computed from the input."""
-    return *with_latent(module, module.q_proj(hidden_states), hidden_states), hidden_states
+    """Bailing: the output's gate for each head is computed from the input."""
+    return *project(module, hidden_states), hidden_states
 
 
 def output_bailing(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:

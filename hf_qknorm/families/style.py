@@ -15,13 +15,14 @@ Projected = tuple[Any, ...]
 Rotated = tuple[Tensor, Tensor, Tensor]
 
 QKV: Final = ("q_proj", "k_proj", "v_proj")
+FROM_5_24: Final = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)  # transformers' version
 # transformers' name for the cache in a forward. Before 5.24, `cache` was that of continuous batching alone.
-CACHE: Final = "cache" if (*map(int, transformers.__version__.split(".")[:2]),) >= (5, 24) else "past_key_values"
+CACHE: Final = "cache" if FROM_5_24 else "past_key_values"
 
 
 def add_to_cache(cache: Any, k: Tensor, v: Tensor, slot: int, options: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
     """A layer's keys and values with the new ones, as transformers adds them; a paged cache changes `options`."""
-    added = {"kwargs": {} if options is None else options} if CACHE == "cache" else {}
+    added = {"kwargs": {} if options is None else options} if FROM_5_24 else {}
     updated: tuple[Tensor, Tensor] = cache.update(k, v, slot, **added)
     return updated
 

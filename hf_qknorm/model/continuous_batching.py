@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.families.style import CACHE
+from hf_qknorm.families.style import CACHE, FROM_5_24
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.kernel_attention import QKNormAttention
 
@@ -55,7 +55,7 @@ def check_continuous_batching(model: PreTrainedModel) -> None:
 
 def _gives_arguments(attention: type[nn.Module]) -> bool:
     """Whether a model's own attention passes its arguments to a paged cache: GPT-NeoX's of 5.24 does not."""
-    return CACHE != "cache" or CACHE in signature(attention.forward).parameters
+    return not FROM_5_24 or CACHE in signature(attention.forward).parameters
 
 
 def _paged_heads(model: PreTrainedModel) -> tuple[int, int]:

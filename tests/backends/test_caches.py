@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from growing_caches import LAYERS, WINDOW, append, assert_same, cache_of, states, tokens
+from tables import assert_near
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from hf_qknorm.backends.caches import ALIGNED, LEAST_ROOM, MOST_ROOM, SHARE, is_empty, room, update
 
@@ -64,6 +65,22 @@ def test_values_of_another_width_are_copied() -> None:
     for _ in range(2):
         grown = update(cache, 0, keys, values[..., :2])
     assert_same(grown, (torch.cat([keys, keys], 2), torch.cat([values, values], 2)[..., :2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [DynamicLayer, lambda: StaticLayer(16)])
+@torch.no_grad()
+def test_keys_and_values_may_be_stored_in_two_dtypes(make: Callable[[], Any], dtype: torch.dtype) -> None:
+    """As transformers 5.24 stores those of a model without the patch under autocast."""
+    cache, new = cache_of(make()), tuple(x.to(dtype) for x in tokens(2, 1))
+    layer = cache.layers[0]
+    layer.values = layer.values.bfloat16()
+    before = [x[:, :, :7].clone() for x in (layer.keys, layer.values)]
+    for got, old, added in zip(update(cache, 0, *new), before, new, strict=True):
+        assert got.dtype == dtype
+        assert_same(got[:, :, :7], old.to(dtype))
+        assert_near(got[:, :, 7:9], added, 0.02)  # rounded to bfloat16 at most
+    assert layer.keys.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", LAYERS)

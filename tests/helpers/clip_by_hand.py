@@ -11,6 +11,7 @@ from tables import real
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 
 
@@ -32,7 +33,7 @@ class Recorder:
 
     def keeping(self, name: str) -> Any:
         def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.inputs[name] = args, {key: value for key, value in kwargs.items() if "past" not in key}  # no cache
+            self.inputs[name] = args, {key: value for key, value in kwargs.items() if key not in (CACHE, "layer_past")}
 
         return keep
 

@@ -21,6 +21,7 @@ from kernel_models import DEVICE
 from hf_qknorm import logit_statistics, patch_model
 from hf_qknorm.backends.functions import REGISTERED
 from hf_qknorm.families.style import CACHE
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.cpu import build
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -33,7 +34,7 @@ DTYPES = {  # autocast's for each piece; None without it
     "in turns": (BRAIN, None, BRAIN),
 }
 CACHES: dict[str, Any] = {
-    "dynamic": lambda config: DynamicCache(),
+    "dynamic": lambda config: DynamicCache(config=LlamaConfig(num_hidden_layers=1)),
     "sliding": lambda config: DynamicCache(config=config),
     "static": lambda config: StaticCache(LlamaConfig(num_hidden_layers=1), max_cache_len=32),
     "static, sliding": lambda config: StaticCache(config, max_cache_len=32),
@@ -61,6 +62,9 @@ def logits_of(model: PreTrainedModel, dtypes: tuple[Any, ...], kind: str, cache:
     batch = make_batch(kind, labels=False)
     tokens, mask = (x[:, : sum(PIECES)].to(DEVICE) for x in (batch["input_ids"], real(batch)))
     filled, logits, end = CACHES[cache](model.config), [], 0
+    if not patched_layers(model):  # transformers 5.24 stores values in autocast's dtype, and can't join two of these
+        config = model.config
+        filled.early_initialization(2, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
     for piece, dtype in zip(tokens.split(PIECES, 1), dtypes, strict=True):
         end += piece.shape[1]
         with nullcontext() if dtype is None else torch.autocast(DEVICE, dtype):

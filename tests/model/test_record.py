@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import needs_add_adapter
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -181,6 +182,7 @@ def test_a_report_that_can_not_be_read_is_left_out_with_a_warning(tmp_path, text
     assert str(tmp_path / REPORT) in caplog.text
 
 
+@needs_add_adapter
 def test_an_adapter_is_saved_without_the_report(tmp_path):
     model, _ = calibrated()
     model.add_adapter(LoraConfig(target_modules=["q_proj"]))

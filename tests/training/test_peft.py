@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from adapters import needs_add_adapter
 from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -126,6 +127,7 @@ def test_an_adapter_of_a_model_with_its_own_norms_loads(tmp_path):
     assert all(torch.equal(loaded[name], gain) for name, gain in trained.items())
 
 
+@needs_add_adapter
 def test_adapters_added_by_transformers_add_adapter():
     model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
     before = model(**make_batch("left")).logits
@@ -135,7 +137,7 @@ def test_adapters_added_by_transformers_add_adapter():
     assert not torch.allclose(model(**make_batch("left")).logits, before, atol=1e-2)
 
 
-@pytest.mark.parametrize("way", ["get_peft_model", "add_adapter"])
+@pytest.mark.parametrize("way", ["get_peft_model", pytest.param("add_adapter", marks=needs_add_adapter)])
 def test_an_adapter_does_not_lead_to_the_unpatched_model(way, tmp_path, caplog, monkeypatch):
     """The name of its base model says which folder belongs there; the scheme "none" changes no base model.
 
