@@ -20,6 +20,7 @@ from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.scheme import LEARNED, Scheme
 from hf_qknorm.stats.head_weights import HeadWeights, attention_head_weights
 
+STORED: Final = ("weight", "bias", "eps")  # of a norm, in the weights
 SIDES: Final = {"q": "q_norm", "k": "k_norm"}
 KEPT: Final = ("softcap", "length_scale", *LEARNED)  # fields of a scheme that its norms have no part in
 
@@ -130,8 +131,9 @@ def fold_constant_norms(plan: TensorPlan, source: Source, *, end: bool = False) 
     for name, layer in patched_layers(model).items():
         stored = source.stored_name(model, name)
         for norm_name, norm in head_norms(layer).items():
-            names = (f"{stored}.{norm_name}.{key}" for key in norm.state_dict())
-            norm.load_state_dict({key.rpartition(".")[2]: plan.reader(key)() for key in names}, assign=True)
+            names = {kind: f"{stored}.{norm_name}.{kind}" for kind in STORED}
+            found = {kind: plan.reader(name)() for kind, name in names.items() if name in plan}
+            norm.load_state_dict(found, assign=True)
     if end:
         check_norms(patched_layers(model))
         set_knee(model, math.inf)
@@ -144,7 +146,7 @@ def fold_constant_norms(plan: TensorPlan, source: Source, *, end: bool = False) 
                 if not end:
                     plan.require_wide(name, "the constant factors of its norms would be folded into it")
                 plan.change(name, constant.folded)
-        plan.drop(*(f"{stored}.{constant.name}.{key}" for key in constant.norm.state_dict()))
+        plan.drop(*(f"{stored}.{constant.name}.{kind}" for kind in STORED))
     config = copy.deepcopy(source.config)
     config.set_scheme(without_norms(config.scheme))
     return config

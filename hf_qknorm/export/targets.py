@@ -8,10 +8,10 @@ olmoe             RMSNorm over all heads on q and k, in a block with its norms b
                   experts, of which a model without experts needs one
 vaultgemma        a cap on the logits, no norms on q and k; gains as weight + 1, embeddings times √hidden_size
 
-No model has norms with a knee, each with its own eps, or both norms and a cap: Gemma 3's config can state a cap, but
-its attention does not apply it. OLMo 2 and 3 norm q and k over all heads, but their blocks norm the outputs of
-attention and MLP, not the inputs. HunYuan's norms come after RoPE; StableLM and Cohere have LayerNorm where Llama has
-RMSNorm.
+A knee of sharpness 1 is a larger ε in each norm, which moves to the projections: with x times √(eps/ε), the model's one
+eps has its effect. No model has both norms and a cap: Gemma 3's config can state a cap, but its attention does not
+apply it. OLMo 2 and 3 norm q and k over all heads, but their blocks norm the outputs of attention and MLP, not the
+inputs. HunYuan's norms come after RoPE; StableLM and Cohere have LayerNorm where Llama has RMSNorm.
 """
 
 from __future__ import annotations
@@ -223,11 +223,11 @@ def _named(target: Target) -> str:
 
 def _lost(target: Target, scheme: Scheme) -> str | None:
     """Return what of a scheme would be lost in a target with the same kinds of norms and cap."""
-    if scheme.knee:
+    if scheme.knee and scheme.sharpness > 1:
         return (
-            f"the knee of {scheme.knee:g} would be lost: one eps serves all norms there, and each norm with a knee has "
-            "its own. Take the norms off (hf-qknorm export --texts measures the cost), remove them in training "
-            "(KneeSchedule(target=math.inf)), lower the knee to 0 in training (KneeSchedule), or calibrate with knee=0"
+            f"the sharpness of {scheme.sharpness} would be lost: its norms have RMSNorm's own form. Convert with a "
+            "fixed knee (--knee 16), which leaves the sharpness at 1; or take the norms off (hf-qknorm export --texts "
+            "measures the cost), or lower the knee to 0 in training (KneeSchedule)"
         )
     if scheme.v is not None:
         return "the norm of the values would be lost: convert with a scheme on q and k alone, such as qk_norm"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_qknorm.export.tensor_plan import TensorPlan
+from hf_qknorm.model.knees import power_of
 from hf_qknorm.ops import norms
 
 KINDS = ("weight", "bias")
@@ -123,16 +124,31 @@ def _times_by_head(read: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.T
 
 
 def align_eps(plan: TensorPlan, config: Any) -> None:
-    """Replace the scheme's eps by the model's: with q and k scaled by a, eps·a² under the root has the same effect."""
-    own, eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_eps, config.scheme.eps
-    if math.isclose(own, eps):
-        return
-    factor = (own / eps) ** 0.5
-    reason = (
-        f"the scheme's eps={eps:g} is not the model's {own:g}, which its counterpart has in all norms, so that the "
-        f"projections of q and k would be scaled by {factor:.4g} (a scheme with Scheme(..., eps={own:g}) avoids that)"
-    )
-    _scale(plan, config, ("q_proj", "k_proj"), factor, reason)
+    """Replace the ε of each norm by the model's eps: with x scaled by a, ε·a² under the root has the same effect."""
+    own, scheme = getattr(config, "rms_norm_eps", None) or config.layer_norm_eps, config.scheme
+    for layer in range(config.num_hidden_layers):
+        for letter in "qk":
+            eps = stored_eps(plan, config, layer, letter) if scheme.knee else scheme.eps
+            plan.drop(f"{attention(layer)}{letter}_norm.eps")
+            if math.isclose(own, eps):
+                continue
+            factor = (own / eps) ** 0.5
+            reason = (
+                f"the norm's eps={eps:g} is not the model's {own:g}, which its counterpart has in all norms, so that "
+                f"the projection would be scaled by {factor:.4g}"
+            )
+            hint = "" if scheme.knee else f" (a scheme with Scheme(..., eps={own:g}) avoids that)"
+            for name in (f"{attention(layer)}{letter}_proj.{kind}" for kind in KINDS):
+                if name in plan:
+                    plan.scale(name, factor, reason + hint)
+
+
+def stored_eps(plan: TensorPlan, config: Any, layer: int, letter: str) -> float:
+    """Return the ε of a norm with a knee, by the config's powers; versions 0.1 and 0.2 have it in the weights."""
+    if config.qk_norm_powers is None:
+        return float(plan.reader(f"{attention(layer)}{letter}_norm.eps")())
+    name = next((name for name in config.qk_norm_powers if str(layer) in name.split(".")), attention(layer))
+    return float(config.scheme.eps + config.scheme.knee * power_of(config, name, f"{letter}_norm"))
 
 
 def share_gains(plan: TensorPlan, config: Any) -> None:

@@ -79,24 +79,24 @@ def restore_powers(model: Any) -> None:
     """
     for name, layer in patched_layers(model).items():
         config: Any = layer.config
-        if config.qk_norm_powers is None:
-            continue
-        found = _of_layer(name, config.qk_norm_powers)
-        for norm_name, norm in head_norms(layer).items():
-            if norm.knee and norm_name not in found:
-                raise ValueError(
-                    f"{config_file(config)}: qk_norm_powers lacks {norm_name} of {name}, whose knee needs the mean of "
-                    "its inputs. Restore the config.json that was saved with the weights"
-                )
-            norm.set_knee(norm.knee, found.get(norm_name, 1.0))
+        for norm_name, norm in head_norms(layer).items() if config.qk_norm_powers is not None else ():
+            norm.set_knee(norm.knee, power_of(config, name, norm_name))
 
 
-def _of_layer(name: str, powers: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]:
-    """The powers of the layer `name`, which may have other prefixes in the model that they were measured in."""
-    if name in powers:
-        return powers[name]
-    similar = [key for key in powers if key.endswith(f".{name}") or name.endswith(f".{key}")]
-    return powers[similar[0]] if len(similar) == 1 else {}
+def power_of(config: Any, layer: str, norm: str) -> float:
+    """The mean |x|ᵖ that a config has for a norm of a layer. Raises ValueError if it has none.
+
+    The layer's name may have another prefix than in the model that was measured, as in a model without its head.
+    """
+    powers: Any = config.qk_norm_powers or {}
+    similar = [key for key in powers if key.endswith(f".{layer}") or layer.endswith(f".{key}")]
+    found = powers.get(layer) or (powers[similar[0]] if len(similar) == 1 else {})
+    if norm not in found:
+        raise ValueError(
+            f"{config_file(config)}: qk_norm_powers lacks {norm} of {layer}, whose knee needs the mean of its inputs. "
+            "Restore the config.json that was saved with the weights"
+        )
+    return float(found[norm])
 
 
 @torch.no_grad()

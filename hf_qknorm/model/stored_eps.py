@@ -43,7 +43,7 @@ def take_eps(model: PreTrainedModel, missing: set[str]) -> None:
     for name, layer in patched_layers(model).items():
         config: Any = layer.config
         for norm_name, norm in head_norms(layer).items():
-            if "eps" not in norm._buffers:
+            if "eps" not in norm._buffers or are_skipped():
                 continue
             stored: Any = norm._buffers.pop("eps")
             norm.eps = vars(norm).pop("eps_of_config")

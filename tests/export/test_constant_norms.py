@@ -88,7 +88,10 @@ def saved(folder: Path, model: Any, knee: float = NO_NORM) -> None:
 
 # A patched model, its knee, and the message of the refusal.
 REFUSED: dict[str, tuple[Any, float, str]] = {
-    "on its way": (lambda: kneed(), NO_NORM / 2, r"the knee of 5.\S+ would be lost.*export --texts measures"),
+    "on its way": (
+        lambda: patch_model(sharp_model("llama"), dataclasses.replace(RMS, sharpness=8)), 4.0,
+        "the sharpness of 8 would be lost.*export --texts measures",
+    ),
     "on its way, no target": (
         lambda: patch_model(sharp_model("gpt2"), "qk_norm"), 4.0, "or whose norms training has removed"
     ),

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from kneed import as_older
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tables import MODEL_TYPES, as_loaded, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -55,6 +57,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme, str]] = {
     "phi3": ("phi3", EPS, RMS, "qwen3"),
     "mixtral": ("mixtral", {"sliding_window": None} | EPS, RMS, "qwen3_moe"),
     "mixtral-window": ("mixtral", EPS, RMS, "qwen3_moe"),
+    "llama-knee": ("llama", EPS | {"attention_bias": True}, replace(RMS, knee=4.0), "qwen3"),
+    "llama-knee-l2": ("llama", EPS, Scheme(q="l2", k="rms", knee=16.0), "qwen3"),
+    "phi3-knee": ("phi3", {"sliding_window": None} | EPS, replace(RMS, knee=4.0), "qwen3"),
+    "mixtral-knee": ("mixtral", EPS, replace(RMS, knee=4.0), "qwen3_moe"),
+    "gpt_neox-knee": ("gpt_neox", {}, replace(LAYER, knee=4.0), "phi"),
+    "llama-all-heads-knee": ("llama", EPS, replace(WIDE, knee=4.0), "olmoe"),
     "llama-all-heads": ("llama", EPS | {"rope_parameters": YARN}, WIDE, "olmoe"),
     "llama-all-heads-eps": ("llama", {"rms_norm_eps": 1e-3, "attention_bias": True}, WIDE, "olmoe"),
     "llama-all-heads-scalar": ("llama", EPS, replace(WIDE, gain="scalar", scale=0.3), "olmoe"),
@@ -123,6 +131,19 @@ def test_an_export_computes_the_same(tmp_path, case):
     if scheme != SCHEMES["none"]:
         unpatched = logits(unpatch_model(patched), "plain")
         assert (logits(native, "plain") - unpatched).abs().max() > 0.01, "the comparison can fail"
+
+
+@pytest.mark.parametrize("case", ["llama-knee", "gpt_neox-knee"])
+def test_an_older_checkpoint_with_a_knee_exports_the_same(tmp_path, case):
+    model_type, settings, scheme, _ = CASES[case]
+    save_patched(tmp_path / "ours", model_type, settings, scheme)
+    export_native(tmp_path / "ours", tmp_path / "theirs")
+    assert as_older(tmp_path / "ours")
+    export_native(tmp_path / "ours", tmp_path / "again")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "again"))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-6, atol=0)
 
 
 LOAD = """

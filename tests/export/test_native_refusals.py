@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from folders import configure, edit
+from kneed import as_older
 from safetensors.torch import load_file
 from tables import sharp_model
 from test_native import CASES, EPS, LAYER, LEARNED, RMS, WIDE, save_patched
@@ -96,6 +97,7 @@ def test_tensors_that_the_patched_model_ignores_are_copied(tmp_path):
 @pytest.mark.parametrize("eps", [0.0, -1.0, float("nan")])
 def test_an_impossible_knee_is_refused_by_name(eps, tmp_path):
     save_patched(tmp_path / "ours", "llama", EPS, replace(RMS, knee=4.0))
+    as_older(tmp_path / "ours")
     name = f"{SECOND}.self_attn.k_norm.eps"
     edit(tmp_path / "ours", lambda t: t.update({name: torch.tensor(eps)}))
     message = "holds NaN" if eps != eps else f"is {eps:g}, expected a finite number ≥ 1e-06, the scheme's eps"
@@ -103,9 +105,18 @@ def test_an_impossible_knee_is_refused_by_name(eps, tmp_path):
         export_native(tmp_path / "ours", tmp_path / "theirs")
 
 
+def test_an_older_checkpoint_without_an_eps_is_refused(tmp_path):
+    save_patched(tmp_path / "ours", "llama", EPS, replace(RMS, knee=4.0))
+    as_older(tmp_path / "ours")
+    name = f"{SECOND}.self_attn.k_norm.eps"
+    edit(tmp_path / "ours", lambda t: t.pop(name))
+    with pytest.raises(ValueError, match=f"model.safetensors: {name} is missing. Restore the weights"):
+        export_native(tmp_path / "ours", tmp_path / "theirs")
+
+
 def test_a_factor_that_no_dtype_can_hold_is_refused(tmp_path):
     patch_model(sharp_model("llama", rms_norm_eps=1e-300), "qk_norm").save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match="q_proj.weight would be multiplied by 1e-147: the scheme's eps=1e-06 is not"):
+    with pytest.raises(ValueError, match="q_proj.weight would be multiplied by 1e-147: the norm's eps=1e-06 is not"):
         export_native(tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -114,8 +125,8 @@ def test_a_factor_that_no_dtype_can_hold_is_refused(tmp_path):
 REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, str]] = {
     **{
         f"{model_type}-knee": (
-            model_type, {}, replace(LAYER if model_type == "gpt_neox" else RMS, knee=4.0),
-            f"{targets[0].model_type} would be its counterpart, but the knee of 4 would be lost: one eps .*knee=0",
+            model_type, {}, replace(LAYER if model_type == "gpt_neox" else RMS, knee=4.0, sharpness=8),
+            f"{targets[0].model_type} would be its counterpart, but the sharpness of 8 would be lost: .*--knee 16",
         )
         for model_type, targets in TARGETS.items()
     },
