@@ -60,9 +60,7 @@ class Source:
 
     def check_gains(self) -> None:
         """Raise ValueError, naming file and tensor, for an impossible gain, bias or knee of a head's norm."""
-        scheme = getattr(self.config, "scheme", None)
-        least = scheme.eps if scheme else torch.finfo(torch.float32).tiny
-        in_weights = scheme and scheme.knee and self.config.qk_norm_powers is None  # as versions 0.1 and 0.2 store ε
+        least = self.config.scheme.eps if hasattr(self.config, "scheme") else torch.finfo(torch.float32).tiny
         for name in filter(NORM.search, self.weights.stored):
             values, where = self.weights.read(name), self.folder / self.weights.stored[name].file
             if not values.float().isfinite().all():
@@ -72,9 +70,6 @@ class Source:
                 )
             if name.endswith(".eps") and (problem := eps_problem(values, least)):
                 raise ValueError(f"{where}: {name} {problem}")
-            eps = f"{name.removesuffix('.weight')}.eps"
-            if in_weights and name.endswith(".weight") and eps not in self.weights.stored:
-                raise ValueError(f"{where}: {eps} is missing. Restore the weights that belong to {CONFIG}")
 
     def stored_name(self, model: Any, name: str) -> str:
         """Return the name in the weights of the patched model's attention layer `name`: the base prefix may differ.

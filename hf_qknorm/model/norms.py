@@ -68,6 +68,8 @@ class HeadNorm(nn.Module):
             self.register_parameter(name, None if value is None else nn.Parameter(value))
         self.register_buffer("blend", None)
         self.set_knee(scheme.knee)
+        if self.weight is not None and self.weight.is_meta:
+            self.expect_eps()
         self.reset_parameters()
 
     @property
@@ -122,6 +124,12 @@ class HeadNorm(nn.Module):
         else:
             self.eps = torch.full((), eps, dtype=torch.float32, device="cpu")
 
+    def expect_eps(self) -> None:
+        """Let a loader find the ε in the weights, by a buffer of that name, which nothing computes with."""
+        if self.knee:  # the attribute precedes the buffer
+            device = None if self.weight is None else self.weight.device
+            self._buffers["eps"] = torch.empty((), dtype=torch.float32, device=device)
+
     @torch.no_grad()
     def take_eps(self, stored: Tensor) -> None:
         """Take a stored ε, of the norm's knee. Raises ValueError for an impossible one."""
@@ -139,6 +147,7 @@ class HeadNorm(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load as PyTorch does, and take the ε of a knee."""
         *_, errors = args
+        self._buffers.pop("eps", None)  # a state dict may lack it
         stored = state_dict.get(f"{prefix}eps") if self.knee else None
         if stored is not None and not stored.is_meta:
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_qknorm.model.attention import head_norms, patched_layers
@@ -15,7 +14,7 @@ ROUNDING: Final = 0.01  # of a cast to 16 bits by another tool
 
 
 def expect_eps(model: PreTrainedModel, has_eps: bool) -> None:
-    """Give norms with a knee a buffer for the ε in the weights, if they hold any; see `take_eps`.
+    """Let transformers load the ε in the weights, if they hold any; see `take_eps`.
 
     Raises ValueError for a knee with neither ε in the weights nor powers in the config.
     """
@@ -28,40 +27,37 @@ def expect_eps(model: PreTrainedModel, has_eps: bool) -> None:
                 f"multiplies; nor do the weights hold eps for {name}. Restore the config.json that was saved with the "
                 "weights"
             )
-        device = next(layer.parameters()).device
-        for norm in norms if has_eps else ():
-            vars(norm)["eps_of_config"] = vars(norm).pop("eps")
-            norm.register_buffer("eps", torch.empty((), dtype=torch.float32, device=device))
+        for norm in norms:
+            norm.expect_eps()
 
 
 def take_eps(model: PreTrainedModel, missing: set[str]) -> None:
-    """Remove the buffers of `expect_eps`. Powers that the config lacks, as of versions 0.1 and 0.2, come from them.
+    """Compare the loaded ε of each norm with the config's, or take it if the config has no powers (versions 0.1, 0.2).
 
-    `missing` are the tensors that the weights lack; those of the buffers are removed from it. Raises ValueError for an
-    ε that contradicts the config, and for one that neither the config nor this process has.
+    `missing` are the tensors that the weights lack; those that the config makes up for are removed from it. Raises
+    ValueError for an ε that contradicts the config, and for one that neither the config nor this process has.
     """
     for name, layer in patched_layers(model).items():
         config: Any = layer.config
         for norm_name, norm in head_norms(layer).items():
-            if "eps" not in norm._buffers or are_skipped():
+            if "eps" not in norm._buffers:
+                continue
+            key, in_config = f"{name}.{norm_name}.eps", config.qk_norm_powers is not None
+            if are_skipped() and not in_config:
                 continue
             stored: Any = norm._buffers.pop("eps")
-            norm.eps = vars(norm).pop("eps_of_config")
-            key, in_config = f"{name}.{norm_name}.eps", config.qk_norm_powers is not None
-            absent = stored.is_meta or not stored or key in missing
-            if not in_config and key in missing:
-                check_loaded(model, {key}, ())
-            elif not in_config and absent:
+            absent = key in missing or stored.is_meta or not stored
+            if in_config:
+                missing.discard(key)
+            check_loaded(model, missing & {key}, ())
+            if absent and not in_config:
                 raise ValueError(
                     f"{key} of version 0.2 or older is not in this process's memory: load the checkpoint once as a "
                     "whole, without offloading and FSDP, and save it with save_pretrained"
                 )
-            missing.discard(key)
-            if absent:
-                continue
             if not in_config:
                 norm.take_eps(stored)
-            elif abs(float(stored) / float(norm.eps) - 1) > ROUNDING:
+            elif not absent and abs(float(stored) / float(norm.eps) - 1) > ROUNDING:
                 raise ValueError(
                     f"{key} is {float(stored):g} in the weights, and {float(norm.eps):g} by the knee and the "
                     f"qk_norm_powers of {config_file(config)}. Restore the config.json that was saved with the weights"

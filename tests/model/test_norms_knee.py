@@ -138,7 +138,6 @@ def test_the_meta_device_takes_gains_and_not_the_knee() -> None:
             torch.float32,
             pytest.approx(18),
         )
-        assert list(module.state_dict()) == ["weight"]
         module.to_empty(device="cpu").reset_parameters()
         assert module.half()(draw().half()).isfinite().all()
     with META:
