@@ -18,7 +18,7 @@ from transformers import (
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
 from hf_qknorm.families import FAMILIES
-from hf_qknorm.families.style import CACHE
+from hf_qknorm.families.style import FROM_5_24
 from hf_qknorm.model.attention import patched_layers
 
 NEW = 6
@@ -31,15 +31,15 @@ TRIED = {name: scheme for name, scheme in SCHEMES.items() if scheme.softcap is N
     "temperature": replace(NORMS, temperature="learned"),
     "length scale": replace(NORMS, length_scale=8),
 }
-TYPES = ("gpt2", "gpt_neox", "llama", "mistral")
+TYPES = ("gpt2", "gpt_neox", "llama", "mistral", *(("gptj",) if FROM_5_24 else ()))
 CASES = [(t, name) for t in TYPES for name, scheme in TRIED.items() if applies(t, scheme)]
-if CACHE == "cache":  # GPT-NeoX's own attention fails there
+if FROM_5_24:  # GPT-NeoX's own attention fails there
     CASES.remove(("gpt_neox", "none"))
 
 
 def model_of(model_type: str, scheme: str | Scheme, backend: str | None) -> PreTrainedModel:
     model = sharp_model(model_type)
-    if model_type in ("gpt2", "gpt_neox"):  # their own configs lack it, and all heads have keys
+    if model_type in ("gpt2", "gpt_neox", "gptj"):  # their own configs lack it, and all heads have keys
         vars(model.config).pop("num_key_value_heads", None)
     return randomise(patch_model(model, scheme, attn_implementation=backend))
 
@@ -95,7 +95,7 @@ def test_it_is_refused_before_it_starts(case: str) -> None:
     assert all(layer.observers == watch for layer in patched_layers(model).values())
 
 
-@pytest.mark.skipif(CACHE != "cache", reason="GPT-NeoX's own attention serves a paged cache in this transformers")
+@pytest.mark.skipif(not FROM_5_24, reason="GPT-NeoX's own attention serves a paged cache in this transformers")
 def test_an_own_attention_without_arguments_for_the_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="GPTNeoXAttention, .* gives a paged cache no arguments"):
         model_of("gpt_neox", "none", "sdpa").init_continuous_batching()
@@ -111,7 +111,7 @@ def test_a_capped_layer_names_the_way_out() -> None:
     """As in a multimodal model, whose own class checks nothing."""
     model = model_of("llama", "qk_norm_cap", None)
     with pytest.raises(ValueError, match="a paged cache .* call generate"):
-        model(torch.tensor([PROMPTS[0]]), **{"block_table" if CACHE == "cache" else "cache": object()})
+        model(torch.tensor([PROMPTS[0]]), **{"block_table" if FROM_5_24 else "cache": object()})
 
 
 @pytest.mark.slow
