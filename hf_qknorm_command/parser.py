@@ -105,7 +105,7 @@ def _add_convert(commands: Any) -> None:
     add("--scheme", default="qk_norm_cap", type=parse_scheme, help=schemes)
     text = "text to calibrate gains and knee on: a file, a folder, or the name of a Hub dataset"
     add("--calibrate", dest="calibration", metavar="TEXT", help=text)
-    methods = "with --calibrate, how gains are computed: moments (in closed form, the default), fit, fit_qk or ones"
+    methods = "with --calibrate, how gains are computed: moments (in closed form, the default) or ones"
     add("--method", type=parse_method, help=methods)
     knees = "with --calibrate, how much of the vectors' length the norms keep: by default the least that keeps the loss"
     add("--knee", type=parse_knee, metavar="auto|NUMBER", help=f"{knees}, or with --method the scheme's")

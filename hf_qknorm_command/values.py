@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 MOST = 10**12  # tokens or steps
@@ -41,18 +41,19 @@ def parse_knee(text: str) -> float | str:
 def parse_preset(text: str) -> str:
     from hf_qknorm.scheme import SCHEMES
 
-    return _one_of([name for name in SCHEMES if name != "none"], text)
+    names = [name for name in SCHEMES if name != "none"]
+    if text not in names:
+        raise argparse.ArgumentTypeError(f"invalid choice: {_short(text)} (choose from {', '.join(names)})")
+    return text
 
 
 def parse_method(text: str) -> str:
-    from hf_qknorm.convert.calibrate import METHODS
+    from hf_qknorm.convert.calibrate import check_method
 
-    return _one_of(METHODS, text)
-
-
-def _one_of(names: Sequence[str], text: str) -> str:
-    if text not in names:
-        raise argparse.ArgumentTypeError(f"invalid choice: {_short(text)} (choose from {', '.join(names)})")
+    try:
+        check_method(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 

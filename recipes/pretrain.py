@@ -26,15 +26,14 @@ from text_trainer import (
 )
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
+from hf_qknorm.convert.calibrate import METHODS
 
 
 @dataclass
 class Options(BaseOptions):
     """The recipe's options, beside the Trainer's arguments."""
 
-    method: str = field(
-        default="moments", metadata={"choices": ["ones", "moments", "fit"]}
-    )  # not fit_qk, which changes the weights
+    method: str = field(default="moments", metadata={"choices": list(METHODS)})
     share: float = field(
         default=0.5, metadata={"help": "share of the run over which the scheme is blended in; 0: at once"}
     )

@@ -68,7 +68,7 @@ COMMON = [  # what every command that takes a checkpoint refuses as one
     ("BROKEN", "model.safetensors is truncated or corrupted"),
     ("", "is empty, which would mean the working directory"),
 ]
-CALIBRATING = {"--max-loss-increase": "0.1", "--knee": "4", "--method": "fit", "--max-memory": "9GB"}
+CALIBRATING = {"--max-loss-increase": "0.1", "--knee": "4", "--method": "ones", "--max-memory": "9GB"}
 ERRORS = [
     (["demo", "--data", "./nowhere.txt"], NOWHERE),
     (["demo", "--data", "EMPTY"], "EMPTY: no text in it"),
@@ -180,7 +180,7 @@ USAGE = [
         for text in ("0", "-8GB", "much", "8XB", "")
     ),
     (["convert", "x", "y", "--max-memory", "9" * 400], "argument --max-memory: expected a size as 8GB"),
-    (["convert", "x", "y", "--method", "magic"], "argument --method: invalid choice: 'magic'"),
+    (["convert", "x", "y", "--method", "fit"], "--method: unknown method 'fit': expected one of ones, moments"),
     (["convert", "x", "y", "--scheme", "QK_NORM"], "unknown scheme 'QK_NORM', did you mean 'qk_norm'? Presets: none"),
     (["convert", "x", "y", "--scheme", '{"q": rms}'], f"{JSON}7, 'rms}}': Expecting value"),
     (["convert", "x", "y", "--scheme", '{"q": "rms"'], f"{JSON}12, its end: Expecting ',' delimiter"),

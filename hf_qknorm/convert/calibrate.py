@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -10,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from hf_qknorm.convert.calibration_checks import check_inputs, check_supported, scheme_of
-from hf_qknorm.convert.fit import fit_gains
 from hf_qknorm.convert.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
 from hf_qknorm.convert.knees import KNEES, restored_attention, search_knee, search_outputs, sharpen
 from hf_qknorm.convert.text import batches_for, check_batches, context_length, longest_sequence
@@ -28,7 +26,6 @@ from hf_qknorm.stats.distributed import (
     Ranks,
     broadcast_attention,
     gather_batches,
-    is_first_rank,
     ranks_of,
     reshard,
     token_count,
@@ -43,14 +40,12 @@ from hf_qknorm.stats.measure import (
     predictions,
 )
 
-METHODS = ("ones", "moments", "fit", "fit_qk")
+METHODS = ("ones", "moments")
 MAX_TOKENS = 262_144
-START_BATCHES = 16  # enough for the gains that a fit starts from
+FOLD_BATCHES = 16  # enough for the mean σ that folded projections are scaled to
 LOSS_BATCHES = 8  # the most batches, of at most a tenth of all, that are held out to judge gains and knee by
 
 Knee = float | Literal["auto"]
-
-logger = logging.getLogger(__name__)
 
 
 def calibrate(
@@ -64,7 +59,6 @@ def calibrate(
     max_tokens: int = MAX_TOKENS,
     batch_size: int = 8,
     length: int | None = None,
-    steps: int = 120,
 ) -> Calibration:
     """Set the knee, gains and biases of a patched model from `data`, in place, and report the effect.
 
@@ -77,11 +71,9 @@ def calibrate(
 
     `method` selects how gains are computed. "moments", the default, is the closed form: per channel the least-squares
     fit of the model's own projection by its normalised self, x ≈ gain·norm(x) + bias, from one pass over the text.
-    "fit" starts there and trains the gains alone, for at most `steps` steps, to predict what the unpatched model
-    predicts. "fit_qk" also trains the projections to queries and keys, for good: `unpatch_model` no longer restores
-    the model. "ones" resets the gains.
+    "ones" resets the gains.
 
-    `knee` is a number (0 for plain norms, which export needs) or "auto": 1.5 times the least of `convert.knees.KNEES`
+    `knee` is a number, as an export needs (0 for plain norms), or "auto": 1.5 times the least of `convert.knees.KNEES`
     that costs at most `max_loss_increase` nats per token (by default 0.005) on batches that the pass leaves out; the
     margin is for text of other kinds. The cost is the rise in loss, or the KL from the unpatched model if that is
     larger; a model that predicts no tokens is judged by the relative error of its last hidden states, of at most 0.05
@@ -98,9 +90,8 @@ def calibrate(
 
     Raises ValueError for data with fewer than 16 tokens to predict; a model that is not patched, is in a blend, or is
     sharded by DeepSpeed; a method or knee that is not possible; a loss that rises by more than `max_loss_increase`; a
-    search or fit without a language-modelling head; a fit of a sharded model; folded norms (`pre_norm=False`) that a
-    checkpoint did not keep; offloaded gains; and projections to be trained that are offloaded, quantised or under
-    adapters.
+    limit on the loss without a language-modelling head; folded norms (`pre_norm=False`) that a checkpoint did not keep;
+    offloaded gains; and biases behind folded norms in projections that are sharded or under adapters.
 
     >>> model = qk.patch_model(model, "qk_norm")
     >>> report = qk.calibrate(model, texts)
@@ -111,14 +102,14 @@ def calibrate(
     """
     ranks, bare = ranks_of(model), unwrap(model)
     method, knee = resolve_method(scheme_of(bare), method, knee, max_loss_increase)
-    check_supported(bare, method, max_loss_increase)
+    check_supported(bare, max_loss_increase)
     cut: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
     masked = is_bidirectional(bare.config) and bare.get_output_embeddings() is not None
     batches = batches_for(bare, data, tokenizer, labels=masked, **cut)
     sample = _Sample.of(bare, gather_batches(batches, max_tokens, ranks))
     cap = bare.config.attn_logit_softcapping or CAP
     with restored_attention(bare, only_on_error=True):
-        fresh, tried = _set_norms(bare, sample, ranks, method=method, knee=knee, limit=max_loss_increase, steps=steps)
+        fresh, tried = _set_norms(bare, sample, ranks, method=method, knee=knee, limit=max_loss_increase)
         compared = evaluate(bare, sample.held_out, cap, ranks)
         before, after = compared.base, compared.own
         _check_rise(before, after, max_loss_increase)
@@ -168,7 +159,7 @@ class _Sample(NamedTuple):
 
 
 def _set_norms(
-    model: Any, sample: _Sample, ranks: Ranks, *, method: str, knee: Knee, limit: float | None, steps: int
+    model: Any, sample: _Sample, ranks: Ranks, *, method: str, knee: Knee, limit: float | None
 ) -> tuple[Prediction | None, dict[float, Prediction]]:
     """Set knee, gains and biases; return the predictions with fresh gains, and those with each knee of a search."""
     whole, fitted, held_out = sample
@@ -187,11 +178,7 @@ def _set_norms(
         else:
             tried = search_knee(gains, held_out, base, limit)
     elif method != "ones" or knee:
-        text = whole if method == "moments" else fitted[:START_BATCHES]
-        closed_form(text, float(knee)).apply(float(knee), gains=method != "ones")
-    if method.startswith("fit"):
-        _warn_of_short_text(model.config.scheme.length_scale, longest_sequence(whole))
-        fit_gains(model, fitted, held_out, steps=steps, projections=method == "fit_qk")
+        closed_form(whole, float(knee)).apply(float(knee), gains=method != "ones")
     return fresh, tried
 
 
@@ -204,6 +191,15 @@ def _check_rise(before: Prediction | None, after: Prediction | None, limit: floa
         )
 
 
+def check_method(method: str | None) -> None:
+    """Raise ValueError for an unknown method, with the way out for the trained gains of earlier versions."""
+    if method not in (None, *METHODS):
+        raise ValueError(
+            f"unknown method {shorten(method)}: expected one of {', '.join(METHODS)}. Leave it out for predictions "
+            "closest to the unpatched model's; for an export give a knee, as knee=16 (--knee 16)"
+        )
+
+
 def resolve_method(
     scheme: Scheme, method: str | None, knee: Knee | None, max_loss_increase: float | None
 ) -> tuple[str, Knee]:
@@ -211,8 +207,7 @@ def resolve_method(
 
     Raises ValueError for an unknown method, a knee that the scheme can't have, and a limit that is not finite.
     """
-    if method not in (None, *METHODS):
-        raise ValueError(f"unknown method {shorten(method)}: expected one of {', '.join(METHODS)}")
+    check_method(method)
     if max_loss_increase is not None and not math.isfinite(max_loss_increase):
         raise ValueError(f"max_loss_increase={max_loss_increase} is no limit: expected a finite number, or None")
     if isinstance(knee, str) and knee != "auto":
@@ -235,13 +230,4 @@ def _reset_norms(model: Any, batches: Batches) -> None:
     for norm in norms.values():
         norm.reset_parameters()
     if not model.config.scheme.pre_norm and not is_exact(model):
-        rescale_folded_weights(model, batches[:START_BATCHES])
-
-
-def _warn_of_short_text(scale: int | None, longest: int) -> None:
-    """Log a warning of a fit on text that is shorter than the scheme's length scale."""
-    if scale is not None and longest < scale and is_first_rank():
-        logger.warning(
-            f"the gains are fitted on sequences of up to {longest} tokens, where length_scale={scale} makes logits "
-            f"smaller: the fit makes up for that in the gains, and logits are larger from there on. Give length={scale}"
-        )
+        rescale_folded_weights(model, batches[:FOLD_BATCHES])

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from hf_qknorm.convert.fit import check_movable
 from hf_qknorm.convert.gains import named_norms
 from hf_qknorm.convert.text import INPUTS
-from hf_qknorm.model.attention import require_base
+from hf_qknorm.model.adapters import is_adapter_layer
+from hf_qknorm.model.attention import patched_layers, require_base
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.scheme import Scheme
@@ -46,8 +46,8 @@ def check_inputs(model: Any, batches: Batches) -> None:
         )
 
 
-def check_supported(model: Any, method: str, limit: float | None) -> None:
-    """Raise ValueError for a model that can't be calibrated by this method, or judged by this limit."""
+def check_supported(model: Any, limit: float | None) -> None:
+    """Raise ValueError for a model that can't be calibrated, or judged by this limit."""
     if model.main_input_name not in INPUTS or model.config.is_encoder_decoder:
         require_causal(model.config)
     if model.config.qk_norm_blend is not None:
@@ -59,18 +59,25 @@ def check_supported(model: Any, method: str, limit: float | None) -> None:
                 f"the gains of {layer}.{name} are offloaded, where new values are lost: load the model into memory, or "
                 "calibrate the original checkpoint while it is converted (convert_checkpoint with max_memory)"
             )
-    folds = not model.config.scheme.pre_norm and not is_exact(model)
-    fits = method.startswith("fit")
-    if (folds or fits) and any(isinstance(p, DTensor) for p in model.parameters()):
+    if not model.config.scheme.pre_norm and not is_exact(model):
+        _check_scalable(model)
+    if limit is not None and model.get_output_embeddings() is None:
         raise ValueError(
-            'this model is sharded over several devices, where calibration can train no weights: use method="moments", '
-            f'or calibrate it by "{method}" before it is sharded, and save it'
+            f"{type(model).__name__} predicts no tokens, which max_loss_increase={limit:g} compares: leave it out, or "
+            "calibrate the language model"
         )
-    if folds or method == "fit_qk":
-        check_movable(model, 'method="fit_qk"' if method == "fit_qk" else "a scheme with pre_norm=False")
-    if (fits or limit is not None) and model.get_output_embeddings() is None:
-        argument = f'method="{method}"' if fits else f"max_loss_increase={limit:g}"
+
+
+def _check_scalable(model: Any) -> None:
+    """Raise ValueError if the projections that norms were folded into are sharded or under adapters."""
+    if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
-            f"{type(model).__name__} predicts no tokens, which {argument} compares: leave it out, or calibrate the "
-            "language model"
+            "this model is sharded over several devices, where calibration can't scale the projections of a scheme "
+            "with pre_norm=False: calibrate it before it is sharded, and save it"
+        )
+    layers = patched_layers(model).values()
+    if any(is_adapter_layer(layer.get_submodule(part)) for layer in layers for part in layer.family.style.weights):
+        raise ValueError(
+            "a scheme with pre_norm=False scales projections, and some are under adapters, which do not save them: "
+            "calibrate before you add adapters"
         )

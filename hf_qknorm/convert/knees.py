@@ -14,7 +14,6 @@ import torch
 from transformers.utils import ModelOutput
 
 from hf_qknorm.convert.gains import ClosedFormGains, expected_powers, named_norms
-from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.reports.records import Prediction
 from hf_qknorm.stats.distributed import Batches, reshard
@@ -152,12 +151,12 @@ def sharpen(model: Any) -> None:
 
 @contextmanager
 def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[None]:
-    """Restore a patched model's norms and projections on exit, or with `only_on_error` after an exception only.
+    """Restore a patched model's norms on exit, or with `only_on_error` after an exception only.
 
     The model is in eval mode for the duration.
     """
     reshard(model)
-    training, layers = model.training, patched_layers(model).values()
+    training = model.training
     model.eval()
     scheme, norms = model.config.scheme, named_norms(model)
     powers = {key: norm.mean_power() if norm.knee else 1.0 for key, norm in norms.items()}
@@ -171,7 +170,6 @@ def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[N
         if restore:
             reshard(model)
             apply_knee(model, scheme.knee, powers, scheme.sharpness)
-            values += [pair for layer in layers for pair in layer.base_weights]
             with torch.no_grad():
                 for parameter, value in values:
                     parameter.copy_(value)
@@ -180,5 +178,3 @@ def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[N
                 if rest is not None:
                     norm.register_buffer("rest", rest, persistent=False)
         model.train(training)
-        for layer in layers:
-            vars(layer).pop("base_weights", None)

@@ -61,7 +61,7 @@ class Options:
     @property
     def changes_projections(self) -> bool:
         """Whether the calibration changes the projections' weights."""
-        return self.method == "fit_qk" or (self.method is not None and not self.scheme.pre_norm)
+        return self.method is not None and not self.scheme.pre_norm
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor],
     scheme, weights = options.scheme, source.weights
     new: dict[str, NewTensor] = {}
     kept: dict[str, StoredTensor | NewTensor] = {**weights.stored}
-    if not (scheme.norms or scheme.learned) and scheme.pre_norm and not options.changes_projections:
+    if not (scheme.norms or scheme.learned) and scheme.pre_norm:
         return new, kept  # a cap has no tensors
     for prefix, pre_norm, layer in _stored_layers(source, scheme):
         projections = [f"{prefix}.{part}" for part in layer.family.style.weights]
@@ -198,9 +198,6 @@ def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor],
         for name, module in head_biases(layer).items():
             shape = tuple(module.bias.shape)
             new[f"{prefix}.{name}.bias"] = NewTensor(file, shape, dtype, partial(torch.full, shape, module.initial))
-        if options.changes_projections:
-            names = (f"{projection}.{kind}" for projection in projections for kind in ("weight", "bias"))
-            new |= {key: _as_stored(weights, key) for key in names if key in weights}
         if not scheme.pre_norm:
             for kind in ("weight", "bias"):
                 kept.pop(f"{pre_norm}.{kind}", None)
@@ -208,6 +205,9 @@ def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor],
                 key, transposed = f"{projection}.weight", isinstance(layer.get_submodule(part), Conv1D)
                 folded = partial(_folded, weights, key, pre_norm, layer, transposed)
                 new[key] = replace(_as_stored(weights, key), make=folded)
+                bias = f"{projection}.bias"
+                if options.changes_projections and bias in weights:
+                    new[bias] = _as_stored(weights, bias)
     return new, kept | new
 
 

@@ -203,7 +203,6 @@ def as_unpatched(model: nn.Module) -> Iterator[None]:
     require_base(model)
     changes: list[tuple[Any, str, Any]] = []
     for name, layer in patched_layers(model).items():
-        changes += [(parameter, "data", base) for parameter, base in layer.base_weights]
         changes += [(norm, "bypass", True) for norm in chain(*norm_copies(layer).values())]
         changes.append((layer, "scheme", replace(NONE)))  # not NONE itself: hooks on the norms see their inputs
         if layer.removed_norm:

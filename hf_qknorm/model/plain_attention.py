@@ -42,7 +42,6 @@ class PlainAttention(nn.Module):
     removed_norm: tuple[nn.Module, ...] = ()  # in a tuple it is no submodule, and checkpoints leave it out
     observers: tuple[Callable[..., None], ...] = ()  # oldest first
     blending: bool = False
-    base_weights: tuple[tuple[nn.Parameter, Tensor], ...] = ()  # parameters, and their values before a fit moves them
 
     config: Any
     attn_logit_softcapping: float | None

@@ -114,9 +114,8 @@ class _BlendSchedule(Schedule):
 class BlendSchedule(_BlendSchedule):
     """Trainer callback: brings the scheme in, norms and cap, over the first `share` of the run, by `set_blend`.
 
-    Calibrate the model before, by "moments" or "fit": with fitting gains the model changes less on the way. "fit_qk"
-    changes the unpatched model too. `shape` is "linear" or "cosine". In a bare loop, call
-    `set_blend(model, schedule.at(step, steps))` before each step.
+    Calibrate the model before, by "moments": with fitting gains the model changes less on the way. `shape` is "linear"
+    or "cosine". In a bare loop, call `set_blend(model, schedule.at(step, steps))` before each step.
 
     The blend starts at 0, or at that of a model that is in a blend. `steps` gives the length in steps, in place of
     `share`. Checkpoints hold the length: a run that is resumed with another `max_steps` keeps it. Resumed with other

@@ -30,7 +30,6 @@ STARTS = {
     "soft_cap": Start("soft_cap"),
     "ones": Start("qk_norm_cap"),
     "knee": Start("qk_norm_cap", {"knee": "auto"}),
-    "fit_qk": Start("qk_norm_cap", {"method": "fit_qk", "knee": 0.0}),
 }
 
 
@@ -71,7 +70,6 @@ ARMS = {
     "qk_norm_cap, ones": Arm("ones"),
     "qk_norm_cap, knee": Arm("knee"),
     "qk_norm_cap, knee lowered": Arm("knee", lowered=0.5),
-    "qk_norm_cap, fit_qk": Arm("fit_qk"),
     "QK-Clip 30": Arm(optimizer=partial(qk_clip, threshold=30.0)),
     "QK-Clip 100": Arm(optimizer=partial(qk_clip, threshold=100.0)),
     "Muon": Arm(optimizer=partial(muon, threshold=None)),

@@ -21,7 +21,6 @@ STYLES = {
     "qk_norm_cap, ones": ("#7aa6c2", "--", "v"),
     "qk_norm_cap, knee": ("#2a7f9e", "-", "v"),
     "qk_norm_cap, knee lowered": ("#12476b", "-", "^"),
-    "qk_norm_cap, fit_qk": ("#55b6a5", "-", "D"),
     "QK-Clip 30": ("#d9a441", "-", "P"),
     "QK-Clip 100": ("#d9a441", "--", "P"),
     "Muon": ("#8d5a97", "-", "X"),

@@ -3,9 +3,9 @@
     python recipes/benchmarks/conversion.py --checkpoint ../shared/checkpoints/llama-shakespeare \
         --text ../shared/data/tinyshakespeare.txt --part methods
 
-Parts: methods, training, cost, fits, fold, blend. `conversion_texts.py` has the parts on texts and positions,
+Parts: methods, training, cost, fold, blend. `conversion_texts.py` has the parts on texts and positions,
 `conversion_tried.py` and `conversion_knees.py` further experiments. Calibration draws batches of 8×256 tokens from the
-first nine tenths of the text. Losses are over batches of the last tenth: 12 for knees and texts, 6 for training, fits
+first nine tenths of the text. Losses are over batches of the last tenth: 12 for knees and texts, 6 for training
 and folds. The share of the jump removed is (ones − method) / (ones − base). Prints Markdown; finished runs are stored
 in `--runs`.
 
@@ -31,18 +31,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
-from hf_qknorm.convert.calibrate import METHODS
 from hf_qknorm.convert.knees import KNEES, tried_knees
 from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss, train
 
 BATCH, LENGTH = 8, 256
-FITTED = 128  # 8 judge, 120 are fitted to
+BATCHES = 128  # of a calibration without a knee
 TEXT = 32  # batches of the default call
 SEEDS = (1, 2, 3)  # of the calibration's text, or of the training's
 QK = {"q": "auto", "k": "auto"}
-SHARED, PER_HEAD = Scheme(**QK), Scheme(**QK, gain="per_head")
-BIASED = Scheme(**QK, gain="per_head", bias=True)
+SHARED = Scheme(**QK)
 BLENDED, RATE = 120, 3e-4
 
 
@@ -66,14 +64,14 @@ class Story:
         seen, unseen = (tokenize(self.tokenizer, part) for part in (characters[:cut], characters[cut:]))
         return seen, unseen
 
-    def batches(self, seed: int, count: int = FITTED, length: int = LENGTH) -> list[Tensor]:
+    def batches(self, seed: int, count: int = BATCHES, length: int = LENGTH) -> list[Tensor]:
         return sample_batches(self.seen, count, BATCH, length, seed=seed)
 
-    def patched(self, scheme: Scheme | str, method: str = "ones", steps: int = 120) -> Any:
+    def patched(self, scheme: Scheme | str, method: str = "ones") -> Any:
         """Return a model with gains from a method, without a knee."""
         model = patch_model(copy.deepcopy(self.base), scheme)
         if method != "ones":
-            calibrate(model, self.calibration, method=method, max_tokens=2**20, steps=steps)
+            calibrate(model, self.calibration, method=method, max_tokens=2**20)
         return model.eval()
 
     def converted(self, batches: list[Tensor], **options: Any) -> Any:
@@ -173,9 +171,7 @@ def chosen(rows: list[Row]) -> str:
 
 
 def training(story: Story) -> None:
-    """Measure further training: unpatched, from the default call, and from fresh gains (the baseline of the price of
-    a fit).
-    """
+    """Measure further training: unpatched, from the default call, and from fresh gains."""
     starts: dict[str, Callable[[], Any]] = {
         "unpatched": lambda: story.patched("none"),
         "`calibrate(model, data)`": lambda: story.converted(story.batches(1, TEXT)),
@@ -207,39 +203,14 @@ def cost(story: Story) -> None:
     print(f"\n{story.name}: {spread(passes, '.2f')} passes over the text, {spread(ratios, '.2f')} times a pass's time")
 
 
-def fits(story: Story) -> None:
-    """Measure fits with a knee of 0, for each form of the gains, and their price."""
-    head(story, "gains, method")
-    for label, scheme in (("shared", SHARED), ("per head", PER_HEAD), ("per head, bias", BIASED)):
-        for method in ("moments", "fit", "fit_qk"):
-            story.row(f"{label}, `{method}`", scheme, story.patched(scheme, method))
-    plain, patched = story.patched("none"), story.patched(SHARED)
-
-    def training_steps() -> float:
-        start = time.perf_counter()
-        train(plain, story.training[:5], rate=RATE, desc="training")
-        return (time.perf_counter() - start) / 5
-
-    steps = [training_steps()]
-    start = time.perf_counter()
-    calibrate(patched, story.calibration, "fit", max_tokens=2**20)
-    seconds = time.perf_counter() - start
-    steps.append(training_steps())
-    step = statistics.mean(steps)
-    print(
-        f"\na fit, its start, checks and report: {seconds:.0f} s, {seconds / step:.0f} training steps of {step:.2f} s"
-    )
-
-
 def fold(story: Story) -> None:
     """Measure qkv_norm, which folds the norm in front of attention away."""
     head(story, "`qkv_norm`, method")
     scheme = Scheme(q="auto", k="auto", v="auto", pre_norm=False)
     fresh = mean_loss(story.patched(scheme), story.held_out)
-    for method in ("moments", "fit", "fit_qk"):
-        story.row(f"folded, `{method}`", scheme, story.patched(scheme, method), fresh)
+    story.row("folded, `moments`", scheme, story.patched(scheme, "moments"), fresh)
     kept = Scheme(q="auto", k="auto", v="auto")
-    story.row("the norm kept, `fit`", kept, story.patched(kept, "fit"), fresh)
+    story.row("the norm kept, `moments`", kept, story.patched(kept, "moments"), fresh)
 
 
 def blend(story: Story) -> None:
@@ -248,10 +219,10 @@ def blend(story: Story) -> None:
     print(f"\n| held-out loss after step | {' | '.join(map(str, steps))} |\n|---|{'---:|' * len(steps)}")
     control = continued(story, story.patched("none"), None)
     runs = {"unpatched control": control}
-    for scheme, method in (*(("qk_norm", method) for method in METHODS), ("qk_norm_cap", "fit")):
+    for scheme, method in (("qk_norm", "ones"), ("qk_norm", "moments"), ("qk_norm_cap", "moments")):
         model, schedule = story.patched(scheme, method), BlendSchedule(share=0.5)
         runs[f"`{scheme}`, blend over 60 steps, gains from `{method}`"] = continued(story, model, schedule)
-    runs["`qk_norm`, no blend, gains from `fit`"] = continued(story, story.patched("qk_norm", "fit"), None)
+    runs["`qk_norm`, no blend, gains from `moments`"] = continued(story, story.patched("qk_norm", "moments"), None)
     for label, losses in runs.items():
         worst = max(loss - other for loss, other in zip(losses, control, strict=True))
         note = "" if losses is control else f" (end {losses[-1] - control[-1]:+.4f}, worst {worst:+.4f})"
@@ -291,4 +262,4 @@ def run(parts: list[Callable[[Story], None]], text: str | None) -> None:
 
 
 if __name__ == "__main__":
-    run([methods, training, cost, fits, fold, blend], __doc__)
+    run([methods, training, cost, fold, blend], __doc__)

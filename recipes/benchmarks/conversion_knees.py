@@ -1,4 +1,4 @@
-"""Compare extensions of a single knee: other statistics, other gains, other splits, a fit after it.
+"""Compare extensions of a single knee: other statistics, other gains, other splits.
 
     python recipes/benchmarks/conversion_knees.py --checkpoint ../shared/checkpoints/llama-shakespeare \
         --text ../shared/data/tinyshakespeare.txt --part knees
@@ -22,11 +22,9 @@ import torch
 import torch.nn.functional as F
 from conversion import BATCH, LENGTH, SHARED, Story, run
 from least_squares import Key, norms, put, solve, squares
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import Tensor
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.convert.fit import fit_gains
 from hf_qknorm.convert.text import sample_batches
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.model.norms import HeadNorm
@@ -43,7 +41,7 @@ class Judge:
 
     def __init__(self, story: Story) -> None:
         self.base = story.base
-        self.fitted = [{"input_ids": batch} for batch in story.calibration]
+        self.fitted = [{"input_ids": batch} for batch in story.calibration[:FITTED]]
         self.batches = sample_batches(story.unseen, JUDGED, BATCH, LENGTH, seed=0)
         self.targets = [self.log_probabilities(self.base, batch) for batch in self.batches]
         self.loss = self.mean_loss(self.targets)
@@ -75,14 +73,14 @@ class Judge:
         """A model with these knees, and gains from moments."""
         model = patch_model(copy.deepcopy(self.base), scheme)
         put(model, epsilons(knee, self.seen(model)))
-        solve(model, self.fitted[:FITTED])
+        solve(model, self.fitted)
         return model
 
     def seen(self, model: Any) -> dict[Key, Tensor]:
         """`squares` in the fitted batches: those of models with the same norms are the same."""
         kinds = tuple((key, norm.norm) for key, norm in norms(model).items())
         if kinds not in self.squares:
-            self.squares[kinds] = squares(model, self.fitted[:FITTED])
+            self.squares[kinds] = squares(model, self.fitted)
         return self.squares[kinds]
 
     def plain_kl(self, bound: float) -> float:
@@ -201,34 +199,11 @@ def saturating(norm: HeadNorm, eps: float, order: float) -> Callable[[Tensor], T
     return forward
 
 
-class Exponential(nn.Module):
-    """ε as the exponential of a parameter, for a fit."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.exp()
-
-    def right_inverse(self, x: Tensor) -> Tensor:
-        return x.log()
-
-
-def fits(judge: Judge) -> None:
-    """Compare short fits after the closed form: of the gains, and of gains and knees."""
-    for knees, steps, knee in itertools.product((False, True), (20, 40), KNEES):
-        model = judge.plain(knee)
-        for norm in norms(model).values() if knees else ():
-            eps = nn.Parameter(norm.eps.clone())
-            del norm.eps
-            norm.eps = eps
-            parametrize.register_parametrization(norm, "eps", Exponential())
-        fit_gains(model, judge.fitted[8:], judge.fitted[:8], steps=steps)
-        judge.row(f"gains{' and knees' if knees else ''} fitted for {steps} steps, {knee:g}", model)
-
-
 def knees(story: Story) -> None:
     """Run all comparisons."""
     judge = Judge(story)
     judge.head()
-    for part in (statistics, schemes, shapes, fits):
+    for part in (statistics, schemes, shapes):
         part(judge)
 
 

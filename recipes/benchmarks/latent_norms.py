@@ -42,7 +42,6 @@ from hf_qknorm.stats.measure import predictions
 WAYS: Final[dict[str, tuple[str | None, float | str]]] = {
     "fresh gains": ("ones", 0.0),
     "moments": ("moments", 0.0),
-    "fit": ("fit", 0.0),
     "moments, knee 2": ("moments", 2.0),
     "moments, knee 4": ("moments", 4.0),
     "auto": ("moments", "auto"),

@@ -19,8 +19,8 @@ alphabet, shuffled text, or natural text. The result is the share of the second 
 that the model thinks most likely.
 
 Arms: the scheme qk_norm_cap, calibrated on 128 rows of 256 from the first nine tenths of the text, by moments with
-fixed knees and with the knee that `calibrate` finds; by `fit` (120 steps of 4×256) without a knee; knee 0 and the found
-knee on the same number of tokens in rows of the longest length; and a cap alone. "Length scale" is
+fixed knees and with the knee that `calibrate` finds; knee 0 and the found knee on the same number of tokens in rows of
+the longest length; and a cap alone. "Length scale" is
 `Scheme(length_scale=256)`: queries multiplied by log n / log 256, for the unpatched model, knee 0 and the found knee.
 
 After training: the model that copies, by the same arms with and without a length scale, is trained on for 120 steps at

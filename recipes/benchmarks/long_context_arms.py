@@ -18,13 +18,12 @@ from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 
 @dataclass(frozen=True)
 class Arm:
-    """A conversion: a scheme, its knee and method of calibration, whether the text for it has the longest rows, and
-    whether the scheme has a length scale.
+    """A conversion: a scheme and its knee, whether the text for it has the longest rows, and whether the scheme has a
+    length scale.
     """
 
     scheme: str = "qk_norm_cap"
     knee: float | str = 0.0
-    method: str = "moments"
     longest: bool = False
     length_scale: bool = False
 
@@ -37,7 +36,6 @@ ARMS = {
     "knee 4": Arm(knee=4.0),
     "knee 8": Arm(knee=8.0),
     "found knee": Arm(knee="auto"),
-    "`fit`, knee 0": Arm(method="fit"),
     "knee 0, longest rows": Arm(longest=True),
     "found knee, longest rows": Arm(knee="auto", longest=True),
     "unpatched, length scale": Arm("none", length_scale=True),
@@ -53,7 +51,6 @@ class Size:
     length: int = 256
     rows: int = 64
     calibrated: int = 128
-    steps: int = 120  # of `fit`
     span: int = 32
     tokens: int = 4096  # a distance
     short: Stage = Stage(1500, 16, 64)
@@ -72,7 +69,7 @@ class Size:
 
 
 SIZES = {
-    "quick": Size(length=32, rows=2, calibrated=8, steps=2, span=8, tokens=64, short=Stage(2, 4, 32),
+    "quick": Size(length=32, rows=2, calibrated=8, span=8, tokens=64, short=Stage(2, 4, 32),
                   mixed=Stage(2, 2, 64)),
     "full": Size(),
 }  # fmt: skip
@@ -114,7 +111,7 @@ def convert(model: Any, arm: Arm, seen: Tensor, size: Size) -> None:
     if arm.longest:
         count = size.calibrated * size.length // length
         batches = sample_batches(seen, count, 1, length, seed=1)
-    calibrate(model, batches, arm.method, knee=arm.knee, max_tokens=2**20, steps=size.steps)  # type: ignore[arg-type]
+    calibrate(model, batches, "moments", knee=arm.knee, max_tokens=2**20)  # type: ignore[arg-type]
 
 
 def measure(model: Any, held_out: Tensor, size: Size, count: int, kinds: Sequence[str] = KINDS[:1]) -> Row:

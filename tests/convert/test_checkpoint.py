@@ -94,10 +94,10 @@ def test_which_files_are_copied(llama, tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "preset", "method"),
     [
-        ("llama", "qk_norm_cap", "fit_qk"),
+        ("llama", "qk_norm_cap", "moments"),
         ("llama", "qkv_norm", "moments"),
         ("gpt2", "qk_norm_cap", "ones"),
-        ("gpt2", "qkv_norm", "fit"),
+        ("gpt2", "qkv_norm", "moments"),
     ],
 )
 def test_a_calibrated_conversion(model_type, preset, method, tmp_path):
@@ -117,15 +117,13 @@ def test_a_calibrated_conversion(model_type, preset, method, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     moved = {name for name, value in base.items() if name in state and not torch.equal(value, state[name])}
     assert moved <= set(stored)
-    assert bool(stored) == (method == "fit_qk" or preset == "qkv_norm")
+    assert bool(stored) == (preset == "qkv_norm")
     saved = json.loads((tmp_path / "out" / "qk_norm_report.json").read_text())
     assert Calibration.from_dict(saved).loss == report.loss
 
 
 @pytest.mark.parametrize("model_type", slow_but(["llama"], ["llama", "gpt2"]))
-@pytest.mark.parametrize(
-    "options", [{"knee": 2}, {"method": "fit", "knee": 0.5}, {"method": "ones", "knee": 1}, {}], ids=str
-)
+@pytest.mark.parametrize("options", [{"knee": 2}, {"method": "ones", "knee": 1}, {}], ids=str)
 def test_a_knee_is_written(options, model_type, tmp_path):
     """The config has the powers, and ε is in float32, whatever the model's dtype."""
     model = trained_like(model_type, vocab_size=300).bfloat16()

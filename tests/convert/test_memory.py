@@ -140,11 +140,11 @@ def test_converted_weights_need_room_on_the_disk(model_type, tmp_path, monkeypat
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_weights_on_the_disk_are_not_fitted(tmp_path, limited):
+def test_norms_are_not_folded_into_weights_on_the_disk(tmp_path, limited):
     folder = tiny(tmp_path)
     limited(least(folder))
-    with pytest.raises(ValueError, match=r'"fit_qk" moves weights, and some are offloaded: use method="fit"'):
-        convert_checkpoint(folder, tmp_path / "out", "qk_norm", calibration=BATCHES, method="fit_qk")
+    with pytest.raises(ValueError, match="pre_norm=False folds a norm into weights that are not in memory"):
+        convert_checkpoint(folder, tmp_path / "out", "qkv_norm", calibration=BATCHES)
     assert os.listdir(tmp_path) == ["source"]
 
 

@@ -189,10 +189,9 @@ def test_the_cache_holds_the_encoder_s_normed_keys(model_type):
         assert_near(cache.layers[index].keys, layer.k_norm(key.view(2, -1, heads, width)).transpose(1, 2), 1e-6)
 
 
-@pytest.mark.parametrize("method", ["moments", "fit"])
-def test_a_decoder_alone_is_calibrated_without_its_cross_attention(method, tmp_path):
+def test_a_decoder_alone_is_calibrated_without_its_cross_attention(tmp_path):
     model = patch_model(sharp_model("bart"), "qk_norm")
-    report = calibrate(model, [torch.arange(3, 35)[None]] * 2, method=method, steps=2)
+    report = calibrate(model, [torch.arange(3, 35)[None]] * 2, method="moments")
     assert list(report.layers) == [f"model.decoder.layers.{i}.self_attn" for i in range(2)]
     gains = {name: norm.weight for name, norm in model.named_modules() if name.endswith(("q_norm", "k_norm"))}
     assert all(("self_attn" in name) == bool((gain != 1).any()) for name, gain in gains.items())

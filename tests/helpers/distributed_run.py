@@ -51,8 +51,6 @@ CASES: dict[str, tuple[str, Scheme]] = {
 CALIBRATIONS: dict[str, dict[str, Any]] = {
     "searched": {},
     "moments": {"method": "moments", "knee": 2},
-    "fit": {"method": "fit", "steps": 4},
-    "fit_qk": {"method": "fit_qk", "steps": 4},
 }
 SHARDED_CALIBRATIONS = list(product(("searched", "moments"), ("shared", "per head")))
 FSDP2_YAML = Path(__file__).parents[2] / "recipes" / "accelerate" / "fsdp2.yaml"

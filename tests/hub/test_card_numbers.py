@@ -39,7 +39,7 @@ def test_a_card_has_the_numbers_of_the_report(tmp_path):
         base=Prediction(1.476),
         ones=Prediction(2.41, 0.8, 0.6),
         chosen=Prediction(1.5312, 0.05, 0.925),
-        method="fit",
+        method="fit",  # of earlier versions
         tokens=262_144,
         judged=16_384,
     )

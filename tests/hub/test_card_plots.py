@@ -34,7 +34,7 @@ def test_any_numbers_can_be_drawn(tmp_path, layers, value):
     side = LayerStatistics((value, 1.0), (value, 2.0), *(((0.0, 0.0),) * 4))
     found = {f"layers.{i}": LayerReport(side, side, None, None, value) for i in range(layers)}
     predictions = Prediction(2.0), Prediction(value), Prediction(min(value, 3.0))
-    report = Calibration("fit", 10, SCHEMES["qk_norm"].resolve(), 50.0, *predictions, found)
+    report = Calibration("moments", 10, SCHEMES["qk_norm"].resolve(), 50.0, *predictions, found)
     assert draw_report(report, tmp_path) == [LOSS_PLOT, LOGITS_PLOT]
     for name, width in ((LOSS_PLOT, 1050), (LOGITS_PLOT, 1425)):
         assert imread(tmp_path / name).shape[1] == width

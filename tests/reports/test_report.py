@@ -24,13 +24,13 @@ def example(layers: int = 2) -> Calibration:
         for i in range(layers)
     }
     predictions = Prediction(1.415), Prediction(1.905, 0.5, 0.6), Prediction(1.531, 0.1097, 0.9)
-    return Calibration("fit", 199_936, SCHEMES["soft_cap"], 50.0, *predictions, reports)
+    return Calibration("moments", 199_936, SCHEMES["soft_cap"], 50.0, *predictions, reports)
 
 
 def test_the_text_and_the_properties():
     report = example()
     assert str(report) == (
-        "fit: loss 1.415 unpatched, 1.905 with fresh gains, 1.531 calibrated on 199,936 tokens "
+        "moments: loss 1.415 unpatched, 1.905 with fresh gains, 1.531 calibrated on 199,936 tokens "
         "(76.3% of the jump removed); KL 0.1097"
     )
     assert (report.base_loss, report.fresh_loss, report.loss, report.kl) == (1.415, 1.905, 1.531, 0.1097)
@@ -45,7 +45,7 @@ def test_the_text_and_the_properties():
 def test_the_table_has_predictions_and_the_worst_layers():
     table = example(layers=15).table()
     lines = [line.split() for line in table.splitlines()]
-    assert ["fit", "1.531", "4.62", "0.1097", "90.0%"] in lines
+    assert ["moments", "1.531", "4.62", "0.1097", "90.0%"] in lines
     cells = "60.0 → 22.0 - 0.50 → 2.00 20.00% → 0.00% 2, 2 1.5, -"
     assert lines.index(["layers.14", *cells.split()]) < next(i for i, x in enumerate(lines) if x[:1] == ["layers.13"])
     assert "layers.2 " not in table
@@ -134,6 +134,14 @@ def changed(path: str, value: object) -> dict:
     return data
 
 
+@pytest.mark.parametrize("method", ["fit", "fit_qk"])
+def test_a_report_by_a_method_of_earlier_versions_loads(method, tmp_path):
+    report = dataclasses.replace(example(), method=method)
+    report.save(tmp_path / "report.json")
+    assert Calibration.load(tmp_path / "report.json") == report
+    assert str(report).startswith(f"{method}: loss 1.415 unpatched")
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -141,7 +149,7 @@ def changed(path: str, value: object) -> dict:
         ("method", ..., "report.method is missing"),
         ("method", 3, "report.method is 3, expected a name"),
         ("speed", 3, "report.speed is unknown"),
-        ("method", "| fit |", "report.method is '| fit |', expected a name"),
+        ("method", "| moments |", "report.method is '| moments |', expected a name"),
         ("tokens", 1.5, "report.tokens is 1.5, expected a whole number"),
         ("tokens", -1, "report.tokens is -1, expected a whole number"),
         ("judged", True, "report.judged is True, expected a whole number"),
@@ -152,7 +160,7 @@ def changed(path: str, value: object) -> dict:
         ("cap", float("nan"), "report.cap is nan, expected a finite number > 0"),
         ("cap", 10**400, "report.cap is 1000.*, expected a number that a float can hold"),
         ("base", 3.0, "report.base is 3.0, expected a mapping"),
-        ("base", None, "report.base is null, expected numbers with the method 'fit'"),
+        ("base", None, "report.base is null, expected numbers with the method 'moments'"),
         ("ones", None, "report.ones is null, expected numbers"),
         ("chosen", None, "report.base is not null, expected null"),
         ("method", "measured", "report.base is not null, expected null with the method 'measured'"),

@@ -82,7 +82,7 @@ NAMED = {
     "speed": 1,
     "base_model": "\u202egpt2",
     "dataset": "a/<b>",
-    "method": "| fit |",
+    "method": "| moments |",
     "ones/loss": math.inf,
     "chosen/kl": math.nan,
     "layers/layers.0/after/entropy": [1.0, math.nan],

@@ -30,13 +30,13 @@ from kneed import eps_of
 from pair import of_task, run_once, run_pairs
 from safetensors.torch import load_file
 from short_runs import assert_equal_weights
-from tables import make_batch
+from tables import make_batch, sharp_model
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_qknorm import Calibration, calibrate
+from hf_qknorm import Calibration, calibrate, patch_model
 from hf_qknorm.files.names import REPORT, SINGLE
 from hf_qknorm.model.record import is_changed
 
@@ -151,12 +151,11 @@ def test_calibration_of_a_sharded_model_is_that_of_one_process(name, case, way, 
     assert not is_changed(written.weights, found)
 
 
-def test_training_a_sharded_models_gains_is_refused(process_group):
-    model = fully_shard(made("shared"), mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
-    with pytest.raises(
-        ValueError, match='sharded over several devices.* use method="moments", or calibrate it by "fit"'
-    ):
-        calibrate(model, calibration_batches(), "fit")
+def test_calibrating_folded_biases_of_a_sharded_model_is_refused(process_group):
+    folded = patch_model(sharp_model("gpt2"), "qkv_norm")
+    model = fully_shard(folded, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="sharded over several devices, .* pre_norm=False: calibrate it before"):
+        calibrate(model, calibration_batches())
     partitioned = made("shared")
     partitioned.lm_head.weight.ds_id = 0  # DeepSpeed's attribute under ZeRO-3
     with pytest.raises(

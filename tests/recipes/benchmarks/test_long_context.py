@@ -80,7 +80,7 @@ def test_a_lesson_holds_its_span_twice():
 
 
 def test_all_arms_are_measured_and_logged(text, tmp_path, monkeypatch):
-    few = ("unpatched", "found knee", "`fit`, knee 0", "knee 0, longest rows", "unpatched, length scale")
+    few = ("unpatched", "found knee", "knee 0, longest rows", "unpatched, length scale")
     monkeypatch.setattr(long_context, "ARMS", {arm: long_context.ARMS[arm] for arm in few})
     trained = dict.fromkeys(long_context_training.TRAINED, ("unpatched",))
     monkeypatch.setattr(long_context_training, "TRAINED", trained)
