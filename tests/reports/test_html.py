@@ -78,7 +78,7 @@ def inspection(name: str = "tiny") -> qk.Inspection:
 def plan(name: str = "source") -> Plan:
     added = tuple(f"model.layers.{i}.self_attn.q_norm.weight" for i in range(2))
     files = ("tokenizer.json", f"{name}.txt")
-    return Plan(name, "out", "llama", SCHEMES["qk_norm"], 1000, added, 32, (), (), files, (), 10**9, knees=added)
+    return Plan(name, "out", "llama", SCHEMES["qk_norm"], 1000, added, 32, (), (), files, (), 10**9)
 
 
 MADE = {"calibration": calibration, "inspection": inspection, "plan": plan}
