@@ -121,8 +121,8 @@ def test_gains_that_are_not_finite_are_not_written(llama, tmp_path, monkeypatch)
     calibrated = checkpoint._calibrate
 
     def broken(*arguments: Any) -> Any:
-        report, values, names = calibrated(*arguments)
-        return report, values | {name: value * torch.nan for name, value in list(values.items())[:1]}, names
+        report, values, *others = calibrated(*arguments)
+        return report, values | {name: value * torch.nan for name, value in list(values.items())[:1]}, *others
 
     monkeypatch.setattr(checkpoint, "_calibrate", broken)
     with pytest.raises(ValueError, match=r"self_attn.q_norm.weight would hold NaN or infinity in float32: nothing was"):

@@ -46,7 +46,7 @@ def test_the_gains_are_not_quantised(name, saved):
                 gain = layer.get_parameter(f"{norm}.{kind}")
                 assert torch.equal(gain.float(), value.to(gain.dtype).float())
                 assert gain.is_floating_point()
-            eps = layer.get_buffer(f"{norm}.eps")
+            eps = layer.get_submodule(norm).eps
             assert eps.dtype == torch.float32
             assert torch.equal(eps, expected.eps)
     if name == "8 bit":  # four bits of random weights leave too little to compare

@@ -63,11 +63,11 @@ def test_one_graph_serves_every_knee():
     batch = {**make_batch("left", labels=False), "use_cache": False}
     counter, powers, found = CompileCounterWithBackend("aot_eager"), powers_of(model), []
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for knee, graphs in ((4.0, 1), (0.5, 1), (32.0, 1), (0.0, 2)):  # a number in place of a buffer is another graph
+    for knee in (4.0, 0.5, 32.0, 0.0):
         apply_knee(model, knee, powers)
         found.append(compiled(**batch).logits)
         assert_near(found[-1], model(**batch).logits, TOLERANCE)
-        assert counter.frame_count == graphs
+        assert (counter.frame_count == 1) == (knee > 0)  # a number in place of a tensor is another graph
     assert not any(torch.allclose(x, found[0], atol=1e-3) for x in found[1:])
 
 
@@ -76,7 +76,7 @@ def test_an_exported_model_holds_its_knees():
     model = randomise(patch_model(sharp_model("llama"), TRIED["knee"]))
     batch = {**make_batch("left", labels=False), "use_cache": False}
     program = torch.export.export(model, (), batch, strict=False)
-    assert sum(name.endswith("_norm.eps") for name in program.state_dict) == 6
+    assert sum(name.endswith("_norm.eps") for name in program.constants) == 6
     assert_near(program.module()(**batch).logits, model(**batch).logits, TOLERANCE)
 
 

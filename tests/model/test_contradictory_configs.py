@@ -35,9 +35,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an edited cap": ({"attn_logit_softcapping": 4.0}, "attn_logit_softcapping=4.0 contradicts"),
     "a base cap": ({"qk_norm_base": {"attn_logit_softcapping": 9.0}}, '"qk_norm_base" is .*9.0.*, expected null'),
     "a blend without buffers": ({"qk_norm_blend": BLEND}, "missing from the weights, first .*k_norm.blend"),
-    "a knee without buffers": (
+    "a knee without means": (
         {"qk_norm": replace(PLAIN, knee=4.0).to_dict()},
-        "4 norm parameters are missing from the weights, first .*k_norm.eps.*knee=4.0",
+        "has a knee of 4 and no qk_norm_powers, .* nor do the weights hold eps for model.layers.0.self_attn",
     ),
     "a negative knee": ({"qk_norm": {**PLAIN.to_dict(), "knee": -1}}, "knee=-1. is not possible: expected a finite"),
     "a knee without a norm": (
