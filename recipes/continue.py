@@ -9,8 +9,9 @@ Each run trains the model for 300 steps of 4×128 tokens (`--size cpu`): AdamW w
 Muon, 30 steps of warm-up, a cosine to a tenth of the rate, gradients clipped at 1, no dropout, bf16 autocast over fp32
 weights, in training and judging. Within a seed all arms see the same batches; nothing else depends on the seed, so that
 the spread over seeds does not cover other models and texts. The held-out loss is over 16 batches of 8×128 tokens from
-the last tenth of the new text. Knee and gains come from the text that the model knows, with norms of sharpness 8. QuacK's τ is the one of 0.1,
-0.3, 1 and 3 with the smallest mean loss at the second and the fourth rate, with a seed that is not used again.
+the last tenth of the new text. Knee and gains come from the text that the model knows, with norms of sharpness 8.
+QuacK's τ is the one of 0.1, 0.3, 1 and 3 with the smallest mean loss at the second and the fourth rate, with a seed
+that is not used again.
 
 The rules, fixed before the runs. An arm's best rate has the smallest mean loss over the seeds. An arm "ends better" if
 its loss at its best rate is below the unpatched model's at that one's best rate by more than twice the standard error,
