@@ -128,7 +128,8 @@ def make_plan(source: Source, dst: Path, options: Options) -> Plan:
     weights, scheme = source.weights, options.scheme
     new, tensors = new_tensors(source, options)
     model_class = derived_model(source.model_class)
-    unused = check_complete(model_class, converted_config(source, scheme), tensors, weights.folder)
+    plain = converted_config(source, replace(scheme, knee=0.0))  # a knee has no tensors, and its powers come later
+    unused = check_complete(model_class, plain, tensors, weights.folder)
     added = tuple(name for name in new if name not in weights)
     taken = {CONFIG, *weights.files, *map(str, source.files), *([INDEX] if weights.index is not None else [])}
     copied = sum((source.folder / file).stat().st_size for file in source.files)

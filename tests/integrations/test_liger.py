@@ -55,7 +55,10 @@ TYPES = [model_type for model_type in KNOWN if model_type not in {*BROKEN, OTHER
 # Their kernels for experts take long to interpret.
 SLOW = {"deepseek_v2", "deepseek_v3", "hunyuan_v1_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"}
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning"),  # peft uses the old name
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),  # as Liger 0.8.5 does
+]
 
 
 @pytest.fixture(autouse=True)
