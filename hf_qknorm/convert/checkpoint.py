@@ -229,13 +229,13 @@ def _calibrate(
 
 
 def _changed_values(source: Source, options: Options, model: Any) -> dict[str, Tensor]:
-    """Return gains and biases, and the projections' weights if those changed, by their stored names."""
+    """Return gains, biases and ε, and the projections' weights if those changed, by their stored names."""
     values: dict[str, Tensor] = {}
     for name, layer in patched_layers(model).items():
         parts = [*head_norms(layer), *(layer.family.style.weights if options.changes_projections else ())]
         prefix = source.stored_name(model, name) if parts else ""
         for part in parts:
             module = layer.get_submodule(part)
-            for kind, tensor in module.named_parameters():
-                values[f"{prefix}.{part}.{kind}"] = tensor.detach()
+            for kind, tensor in module.state_dict().items():
+                values[f"{prefix}.{part}.{kind}"] = tensor
     return values

@@ -128,8 +128,7 @@ def make_plan(source: Source, dst: Path, options: Options) -> Plan:
     weights, scheme = source.weights, options.scheme
     new, tensors = new_tensors(source, options)
     model_class = derived_model(source.model_class)
-    plain = converted_config(source, replace(scheme, knee=0.0))  # a knee has no tensors, and its powers come later
-    unused = check_complete(model_class, plain, tensors, weights.folder)
+    unused = check_complete(model_class, converted_config(source, scheme), tensors, weights.folder)
     added = tuple(name for name in new if name not in weights)
     taken = {CONFIG, *weights.files, *map(str, source.files), *([INDEX] if weights.index is not None else [])}
     copied = sum((source.folder / file).stat().st_size for file in source.files)
@@ -196,6 +195,9 @@ def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor],
                 shape = tuple(parameter.shape)
                 make = partial(torch.full, shape, norm.initial_gain if kind == "weight" else 0.0)
                 new[f"{prefix}.{norm_name}.{kind}"] = NewTensor(file, shape, dtype, make)
+            if norm.knee:
+                make = partial(torch.full, (), norm.scheme_eps)
+                new[f"{prefix}.{norm_name}.eps"] = NewTensor(file, (), torch.float32, make)
         for name, module in head_biases(layer).items():
             shape = tuple(module.bias.shape)
             new[f"{prefix}.{name}.bias"] = NewTensor(file, shape, dtype, partial(torch.full, shape, module.initial))

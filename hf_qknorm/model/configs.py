@@ -64,8 +64,9 @@ class QKNormConfig(_Config):
             _check_stored_base(self)
         if self.qk_norm is not None:
             scheme = Scheme.of(self.qk_norm) if stored_type is None else Scheme.stored(self.qk_norm)
+            powers = self.qk_norm_powers
             self.set_scheme(scheme, stated_cap=self.attn_logit_softcapping)
-            if self.qk_norm_powers is not None and not scheme.knee:
+            if powers is not None and not scheme.knee:
                 raise ValueError(
                     f"{config_file(self)} has qk_norm_powers, and qk_norm has no knee: the gains belong to norms with "
                     "one. Restore the config.json that was saved with the weights"
@@ -99,6 +100,8 @@ class QKNormConfig(_Config):
             )
         self.qk_norm = scheme.to_dict()
         self.attn_logit_softcapping = cap
+        if not scheme.knee:
+            self.qk_norm_powers = None
         if not scheme.changes_nothing:
             self.__dict__.pop("saves_as_base", None)
 
@@ -128,6 +131,8 @@ class QKNormConfig(_Config):
         config_dict = dict(config_dict)
         if given.get("qk_norm") is not None:
             given["qk_norm"] = Scheme.of(given["qk_norm"]).to_dict()
+            if not given["qk_norm"].get("knee"):
+                config_dict.pop("qk_norm_powers", None)
             if config_dict.get("model_type") == cls.model_type:  # an unpatched model's config has the model's own cap
                 config_dict.pop("attn_logit_softcapping", None)
         file = str(Path(kwargs.get("name_or_path", "")) / "config.json")

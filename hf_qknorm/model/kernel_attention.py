@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hf_qknorm.backends import caches, choice, functions
 from hf_qknorm.backends.calls import is_padded_ranges
-from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.head_bias import scaled_norm
+from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention, active_copy
 from hf_qknorm.model.rotary import kernel_rotary
@@ -18,20 +18,8 @@ from hf_qknorm.ops.cpu import norm_rope, use
 from hf_qknorm.ops.types import Heads, Norm
 
 
-class QKNormAttention(PlainAttention):
+class QKNormAttention(KneeStateDict, PlainAttention):
     """The shared attention forward, with norm, RoPE and attention in one kernel where the backend has it."""
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load as PyTorch does. An ε of a norm without a knee is an error with `strict=False` (Trainer, PEFT) too."""
-        *_, errors = args
-        for name in NORM_FIELDS:
-            if f"{prefix}{name}.eps" in state_dict and not self.scheme.knee:
-                errors.append(
-                    f"{prefix}{name}.eps is in the weights, and the norm has no knee. Load the checkpoint by "
-                    "from_pretrained, or the adapter into the model that it was trained on"
-                )
-        load: Any = super()._load_from_state_dict
-        load(state_dict, prefix, *args)
 
     def _norm_rotate_attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]

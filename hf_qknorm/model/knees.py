@@ -12,6 +12,7 @@ this vector keeps its length.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain
@@ -26,6 +27,8 @@ from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 
 NO_NORM: Final = 2.0**30  # from this knee on, a norm differs from a constant factor by less than a rounding in fp32
+
+WRAPPERS: Final = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of a norm's inputs, by the names of its layer and of the norm
 
@@ -66,21 +69,31 @@ def record_powers(model: Any) -> None:
     layers = patched_layers(model)
     held = [getattr(model, "config", None), *(layer.config for layer in layers.values())]
     for config in {id(config): config for config in held}.values():
-        own = {name: head_norms(layer) for name, layer in layers.items() if type(layer.config) is type(config)}
+        alike = (item for item in layers.items() if type(item[1].config) is type(config))
+        own = {_clean(name): head_norms(layer) for name, layer in alike}
         powers = {name: {n: norm.mean_power() for n, norm in norms.items() if norm.knee} for name, norms in own.items()}
         if own:
             config.qk_norm_powers = powers if any(powers.values()) else None
 
 
-def restore_powers(model: Any) -> None:
-    """Set the norms of a model that was built from its config to the mean |x|ᵖ in it, if it has them.
+def _clean(name: str) -> str:
+    """A layer's name without the parts that activation checkpointing, FSDP 1, DDP and torch.compile add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS).removeprefix("module.")
 
-    Raises ValueError for a norm with a knee whose power is missing.
+
+def restore_powers(model: Any) -> None:
+    """Set the norms of a model that was built from its config to the mean |x|ᵖ in it.
+
+    Without it, on the meta device, ε is NaN until the weights of an older checkpoint bring it. Raises ValueError for a
+    norm with a knee whose power is missing.
     """
     for name, layer in patched_layers(model).items():
         config: Any = layer.config
-        for norm_name, norm in head_norms(layer).items() if config.qk_norm_powers is not None else ():
-            norm.set_knee(norm.knee, power_of(config, name, norm_name))
+        for norm_name, norm in head_norms(layer).items() if layer.scheme.knee else ():
+            if config.qk_norm_powers is not None:
+                norm.set_knee(norm.knee, power_of(config, name, norm_name))
+            elif norm.weight is not None and norm.weight.is_meta and isinstance(norm.eps, Tensor):
+                norm.eps.fill_(math.nan)
 
 
 def power_of(config: Any, layer: str, norm: str) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_qknorm.model.knee_state_dict import local_tensor
 from hf_qknorm.ops.apply_norm import apply_norm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import smooth_maximum
@@ -27,8 +28,8 @@ class HeadNorm(nn.Module):
     `set_knee`: eps^(p/2) = scheme.eps^(p/2) + knee·`power`, where `power` is the mean |x|ᵖ of the norm's inputs in
     calibration text (1 without calibration), and p is the `order`. It is no buffer, so that casts, sharding and the
     meta device leave it as it is: the config holds knee and power. It moves to the device of its input at the first
-    use there. State dicts hold it beside a gain, which is right for this ε alone, unless the gain is sharded or on the
-    meta device. The `sharpness` is the scheme's with a knee, else 1.
+    use there. State dicts hold it too, beside the gain that is right for this ε alone. The `sharpness` is the scheme's
+    with a knee, else 1.
     `blend` b is a buffer during a blend: x becomes x + b·(y − x), where y is `rescale` times the normed x.
     `rescale` replaces the scheme's scale of the logits, which the attention applies only after the blend.
     `loaded_blend` is that of the gain last loaded by `load_state_dict`, 1 outside of a blend, None before.
@@ -140,23 +141,25 @@ class HeadNorm(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight = self.weight
-        if self.knee and weight is not None and not (weight.is_meta or isinstance(weight, DTensor)):
+        destination.pop(f"{prefix}eps", None)  # of `expect_eps`
+        if self.knee:
             destination[f"{prefix}eps"] = self.eps
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load as PyTorch does, and take the ε of a knee."""
-        *_, errors = args
-        self._buffers.pop("eps", None)  # a state dict may lack it
+        _, _, missing, _, errors = args
+        self._buffers.pop("eps", None)
         stored = state_dict.get(f"{prefix}eps") if self.knee else None
         if stored is not None and not stored.is_meta:
             try:
-                self.take_eps(stored)
+                self.take_eps(local_tensor(stored))
             except ValueError as error:
                 errors.append(f"{prefix}{error}")
+        elif self.knee and stored is None and f"{prefix}weight" in state_dict:
+            missing.append(f"{prefix}eps")  # the gain is of a norm without a knee
         if f"{prefix}weight" in state_dict:
             blend = state_dict.get(f"{prefix}blend", torch.ones(()))
-            self.loaded_blend = None if blend.is_meta or blend.shape else float(blend)
+            self.loaded_blend = None if blend.is_meta or blend.shape else float(local_tensor(blend))
         load: Any = super()._load_from_state_dict
         load({key: x for key, x in state_dict.items() if key != f"{prefix}eps" or not self.knee}, prefix, *args)
 

@@ -13,6 +13,7 @@ from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
+from hf_qknorm.model.knee_state_dict import loading
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.stored_eps import expect_eps, take_eps
 
@@ -29,6 +30,7 @@ def check_config(config: PretrainedConfig, settings: dict[str, Any]) -> None:
         raise _refusal(where, settings["model_type"], type(config).__name__)
 
 
+@loading()
 def load_checked(
     load: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
 ) -> Any:

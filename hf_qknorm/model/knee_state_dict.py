@@ -1,0 +1,69 @@
+"""The knees' ε in a patched layer's state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+_LOADING = ContextVar("transformers is loading a checkpoint", default=False)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Mark that transformers is loading a checkpoint into a model."""
+    token = _LOADING.set(True)
+    try:
+        yield
+    finally:
+        _LOADING.reset(token)
+
+
+class KneeStateDict(nn.Module):
+    """A mixin for layers whose norms may have a knee: adapts state dicts to FSDP, and checks loaded ones."""
+
+    config: Any
+    scheme: Any
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return PyTorch's state dict. In a sharded layer on the meta device, a knee's eps is a replicated DTensor.
+
+        accelerate's `fsdp_cpu_ram_efficient_loading` reads the mesh of each tensor, to send it there from rank 0.
+        While transformers loads a checkpoint, eps stays a plain tensor: it would shard a DTensor along an axis.
+        """
+        state = super().state_dict(*args, **kwargs)
+        mesh: Any = next((p.device_mesh for p in self.parameters() if isinstance(p, DTensor) and p.is_meta), None)
+        for key in () if mesh is None or _LOADING.get() else _eps_keys(state, kwargs.get("prefix", "")):
+            local = state[key].to("meta")
+            state[key] = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Load as PyTorch does. An eps of a norm without a knee is an error with `strict=False` (Trainer, PEFT) too.
+
+        The config forgets its powers, which may be of another calibration: the next save writes those of the weights.
+        """
+        *_, errors = args
+        for key in _eps_keys(state_dict, prefix):
+            self.config.qk_norm_powers = None
+            if not self.scheme.knee:
+                errors.append(
+                    f"{key} is in the weights, and the norm has no knee. Load the checkpoint by from_pretrained, or "
+                    "the adapter into the model that it was trained on"
+                )
+        load: Any = super()._load_from_state_dict
+        load(state_dict, prefix, *args)
+
+
+def _eps_keys(state: Any, prefix: str) -> list[str]:
+    """The names of the ε of a layer's norms in a state dict; under PEFT those of copies too."""
+    return [key for key in state if key.startswith(prefix) and key.endswith(".eps") and "_norm." in key]
+
+
+def local_tensor(eps: Tensor) -> Tensor:
+    """Return a knee's eps from a state dict as a plain tensor on its mesh's device type."""
+    return eps.to_local().to(eps.device_mesh.device_type) if isinstance(eps, DTensor) else eps
