@@ -13,9 +13,8 @@ import torch
 from kneed import as_older, eps_of
 from safetensors.torch import load_file, save_file
 from tables import make_batch, randomise, sharp_model
-from test_towers import made as made_tower
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.derived import derived_model
@@ -301,45 +300,3 @@ def test_a_rank_that_reads_no_weights_has_the_powers(checkpoint, monkeypatch, pr
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
     assert_equal_eps(AutoModelForCausalLM.from_pretrained(checkpoint), made())
-
-
-@pytest.fixture
-def llava(tmp_path: Path) -> Path:
-    """A multimodal model whose text tower has knees, and whose vision tower has norms without."""
-    model = patch_model(made_tower("llava"), Scheme(q="rms", k="rms", knee=4.0))
-    patch_model(model, "qk_norm", tower="vision_tower")
-    randomise(model).save_pretrained(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("change", [lambda folder: None, as_older], ids=["now", "older"])
-def test_a_tower_saves_and_loads_its_knees(change, llava):
-    expected = eps_of(AutoModelForImageTextToText.from_pretrained(llava))
-    change(llava)
-    again = eps_of(AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float16))
-    assert again == expected
-    assert len(expected) == 4
-    assert {eps.dtype for eps in again.values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("harm", HARMED)
-def test_an_invalid_eps_of_a_tower_is_refused(harm, llava):
-    stored = next(name for name in as_older(llava) if name.endswith("layers.1.self_attn.k_norm.eps"))
-    change, message = HARMED[harm]
-
-    def change_stored(weights: dict[str, Tensor]) -> None:
-        weights[NAME] = weights.pop(stored)
-        change(weights)
-        if NAME in weights:
-            weights[stored] = weights.pop(NAME)
-
-    edit_weights(llava, change_stored)
-    with pytest.raises(ValueError, match=message.replace("{name}", r"[\w.]*layers\.1\.self_attn\.k_norm\.eps")):
-        AutoModelForImageTextToText.from_pretrained(llava)
-
-
-def test_a_towers_scheme_without_a_knee(llava):
-    as_older(llava)
-    edit_config(llava, lambda config: config["text_config"]["qk_norm"].pop("knee"))
-    with pytest.raises(ValueError, match=r"4 norm parameters are in the weights but not in the scheme, .*k_norm\.eps"):
-        AutoModelForImageTextToText.from_pretrained(llava)
