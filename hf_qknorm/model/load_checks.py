@@ -43,7 +43,7 @@ def are_skipped() -> bool:
 
 
 def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None) -> bool:
-    """Whether the weights hold the ε of norms, as those of version 0.2 and older do.
+    """Whether the weights hold the ε of norms.
 
     Raises ValueError for norm parameters that are not floating point of 16 bits or more, and for an ε that is not
     finite or below the scheme's. The check comes before loading, which casts the weights: rounded gains would change
