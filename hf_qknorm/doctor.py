@@ -14,13 +14,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_qknorm.backends.choice import Choice, choose
+from hf_qknorm.backends.implementations import TRITON, Choice, choose
 from hf_qknorm.files.cache_folder import folder
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import build, use
 from hf_qknorm.ops.error_budget import Verdict, verdict
 from hf_qknorm.ops.trust import first_use
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops.types import Call, Heads, Options, Visible
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
 from hf_qknorm_command.findings import Finding
@@ -90,7 +90,7 @@ def _attention(device: torch.device) -> Iterator[Finding]:
     text = "; ".join(found if alike else f"{found} ({', '.join(names)})" for found, names in calls.items())
     q = torch.zeros(1, 4, 16, 64, dtype=torch.bfloat16, device=device)
     reason = library.why_not_fused(q, q, q)
-    failed = reason is None and any(choice.operator is not library.fused_attention for choice in chosen.values())
+    failed = reason is None and any(choice.implementation is not TRITON for choice in chosen.values())
     yield Finding("hf_qknorm", text, "problem" if failed and device.type == "cuda" else "ok")
     yield Finding("hf_qknorm_triton", "runs" if reason is None else f"can't run here: {reason}")
     yield _cpu_kernels()
@@ -116,7 +116,7 @@ def _first_use(device: torch.device) -> Finding:
 def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:
     """The implementation of a training step's attention."""
     q = torch.zeros(1, 4, TOKENS, head_dim, dtype=dtype, device=device, requires_grad=True)
-    return choose(Heads(q, q, q), Visible(), Options(head_dim**-0.5, 50.0, causal=True))
+    return choose(Call(Heads(q, q, q), Visible(), Options(head_dim**-0.5, 50.0, causal=True)))
 
 
 def check_attention(device: torch.device) -> Finding:

@@ -107,12 +107,12 @@ def patch_model(
 
 
 def _backend(model: PreTrainedModel, scheme: Scheme, asked: str | None) -> str | None:
-    """The attention backend to set: the one asked for, or that a cap or sinks need; None for the model's own."""
-    needed = scheme.softcap is not None or scheme.sinks is not None
-    backend = asked or (functions.cap_backend(model.config) if needed else None)
+    """The attention backend to set: the one asked for, or that a cap needs; None for the model's own."""
+    backend = asked or (None if scheme.softcap is None else functions.cap_backend(model.config))
     if backend is None:
         return None
-    functions.check_backend(backend, scheme.softcap, scheme.sinks)
+    if scheme.softcap is not None:
+        functions.check_cap_backend(backend, scheme.softcap)
     return str(model.get_correct_attn_implementation(backend))
 
 

@@ -16,9 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_qknorm
 from hf_qknorm import cli, doctor
-from hf_qknorm.backends import choice, functions
+from hf_qknorm.backends import functions, implementations
 from hf_qknorm.files.cache_folder import folder, make_folder
-from hf_qknorm.ops import library
 from hf_qknorm_command import findings
 from hf_qknorm_command.findings import TESTED, check_version, find_versions
 
@@ -50,7 +49,7 @@ def test_the_doctor_reports_every_topic_as_text_and_as_json(capsys):
 
 
 def test_the_attention_is_the_one_that_the_package_selects(capsys, monkeypatch, caplog):
-    monkeypatch.setattr(choice, "_logged", set())
+    monkeypatch.setattr(implementations, "_logged", set())
     with caplog.at_level("INFO", logger="hf_qknorm"):
         _, found, _ = examined(capsys)
     assert f"hf_qknorm attention {found['hf_qknorm']['text']}" in caplog.text  # the log of the attention that ran
@@ -78,8 +77,8 @@ def test_a_foreign_cache_folder_is_noted(monkeypatch, tmp_path):
 
 
 def test_each_dtype_and_head_dim_is_reported(monkeypatch):
-    kernels = choice.Choice("its Triton kernels", library.fused_attention, None)
-    wrong = choice.Choice("FlexAttention", library.attention, "the self-check failed")
+    kernels = implementations.Choice(implementations.TRITON, None)
+    wrong = implementations.Choice(implementations.FLEX, "the self-check failed")
     monkeypatch.setattr(doctor, "_chosen", lambda device, dtype, d: wrong if dtype == torch.bfloat16 else kernels)
     found = {finding.topic: finding for finding in doctor._attention(torch.device("cpu"))}
     assert found["hf_qknorm"].text == (

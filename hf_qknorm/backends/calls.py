@@ -13,27 +13,15 @@ Nothing here imports transformers: the kernel for the Hub contains this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.ops import library
-from hf_qknorm.ops.types import Heads, Options, Visible
-
-Operator = Callable[[Heads, Visible, Options], Tensor]
+from hf_qknorm.ops.types import Call, Heads, Options, Visible
 
 
-def why_not_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
-    """The reason why the kernels can't take a call of an attention function, or None if they can."""
-    if mask is not None and not is_ranges(mask) and not is_padded_ranges(mask):
-        return f"the mask {list(mask.shape)} is an arbitrary one, and not a range of keys for each query"
-    return library.why_not_fused(query, key, value)
-
-
-def call_operator(
-    operator: Operator,
+def make_call(
     module: nn.Module,
     heads: Heads,
     attention_mask: Tensor | None,
@@ -42,10 +30,10 @@ def call_operator(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Translate the arguments of an attention function into those of an operator, and its output back.
+) -> Call:
+    """The call of an operator, from the heads and the other arguments of an attention function.
 
-    `operator` is `library.attention` or `library.fused_attention`. Returns the output `[B, T, H, D]`, and no weights.
+    Raises ValueError for arguments that no operator takes.
     """
     heads = _in_one_dtype(heads)
     q, k, v = heads[:3]
@@ -53,12 +41,17 @@ def call_operator(
     seen = structure(module, q, k, v, attention_mask, kwargs)
     if seen.key is not k or seen.value is not v:
         heads = heads._replace(k=seen.key, v=seen.value)
-    head_dim, width = q.shape[-1], v.shape[-1]
-    out = operator(
-        heads if head_dim == width else _pad_to_widest(heads),
+    head_dim = q.shape[-1]
+    return Call(
+        heads if head_dim == v.shape[-1] else _pad_to_widest(heads),
         Visible(seen.ranges, s_aux, mask=seen.mask),
         Options(head_dim**-0.5 if scaling is None else scaling, softcap, seen.causal, seen.window, dropout),
     )
+
+
+def as_results(out: Tensor, value: Tensor) -> tuple[Tensor, None]:
+    """An operator's output as the results of an attention function: `[B, T, H, D]`, as wide as `value`, and None."""
+    width = value.shape[-1]
     out = out if out.shape[-1] == width else out[..., :width]
     return out.transpose(1, 2).contiguous(), None
 

@@ -16,13 +16,20 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from hf_qknorm.backends import choice
-from hf_qknorm.backends.calls import Operator, call_operator, is_ranges, refuse_unsupported, structure, why_not_kernels
+from hf_qknorm.backends.calls import (
+    as_results,
+    is_padded_ranges,
+    is_ranges,
+    make_call,
+    refuse_unsupported,
+    structure,
+)
+from hf_qknorm.backends.implementations import NAMED, choose, device_type, log_once, refuse
 from hf_qknorm.backends.masks import structured_mask
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.checks import check_mask
-from hf_qknorm.ops.types import Heads, LayerCache, Options, Visible
+from hf_qknorm.ops.types import Heads
 from hf_qknorm.scheme import Scheme
 
 CAP_BACKENDS: Final = (
@@ -39,14 +46,12 @@ CAP_BACKENDS: Final = (
 )
 # Those that add a position bias to the logits.
 BIAS_BACKENDS: Final = ("eager", "sdpa", "hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager")
-# Those that apply learned sinks; `flex_attention` on a GPU alone.
-SINK_BACKENDS: Final = (*(name for name in CAP_BACKENDS if name.startswith("hf_qknorm")), "eager", "flex_attention")
 # Servers replace the attention function and read the cap from config.attn_logit_softcapping themselves.
 SERVER_BACKENDS: Final = ("vllm", "sglang")
 
 
 def cap_backend(config: Any) -> str:
-    """The default backend of a cap or of learned sinks.
+    """The default backend of a cap.
 
     transformers takes "eager" alone for a config with attention weights.
     """
@@ -78,27 +83,16 @@ def check_bias_backend(name: str) -> None:
         )
 
 
-def check_backend(name: str, softcap: float | None, sinks: str | None) -> None:
-    """Raise ValueError if the backend `name` would drop the cap or the learned sinks of a scheme."""
-    if softcap is not None:
-        check_cap_backend(name, softcap)
-    if sinks is not None and name not in SINK_BACKENDS:
-        raise ValueError(
-            f"attn_implementation={shorten(name)} would drop the learned sinks (sinks={sinks!r}). Backends that apply "
-            f"them: {', '.join(SINK_BACKENDS)}"
-        )
-
-
 def attention_function(
     module: nn.Module, scheme: Scheme, eager: Callable[..., Any]
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function of the module's config; `eager` is the model's eager function.
 
-    The models' eager functions have no cap and no sinks: a scheme with either replaces them.
+    The models' eager functions have no cap: a scheme with one replaces them.
     """
     name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
-    check_backend(name, scheme.softcap, scheme.sinks)
-    if scheme.softcap is not None or scheme.sinks is not None:
+    if scheme.softcap is not None:
+        check_cap_backend(name, scheme.softcap)
         eager = eager_attention
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
@@ -112,104 +106,60 @@ def weights_wanted(options: dict[str, Any]) -> bool:
     return bool(options.get("output_attentions")) or "attentions" in (gathered or ())
 
 
-def takes_raw_heads(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
-) -> bool:
-    """Whether the module's backend norms, rotates and attends in one kernel, and takes this call.
+def takes_raw_heads(module: nn.Module, heads: Heads, mask: Tensor | None, options: dict[str, Any]) -> bool:
+    """Whether the Triton kernels norm, rotate and attend for a layer: by its backend, the heads, and the mask's form.
 
-    "hf_qknorm" does so on CUDA, "hf_qknorm_triton" in Triton's interpreter too.
+    "hf_qknorm" asks for them on CUDA, "hf_qknorm_triton" in Triton's interpreter too.
     """
     name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
-    if name not in ("hf_qknorm", choice.EXPLICIT) or (name == "hf_qknorm" and not choice.on_gpu(query)):
+    if name != "hf_qknorm_triton" and (name != "hf_qknorm" or device_type(heads.q) != "cuda"):
         return False
-    return not weights_wanted(options) and why_not_kernels(query, key, value, mask) is None
-
-
-def attend(module: nn.Module, heads: Heads, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
-    """Attention in the kernels, with the norms and RoPE that the heads still need, if `takes_raw_heads` accepts them.
-
-    Values of raw heads may be narrower than queries and keys, but not wider: a norm would see the padding.
-    """
-    explicit = module.config._attn_implementation == choice.EXPLICIT  # type: ignore[union-attr]
-    operator = choice.kernel_attention if explicit else choice.best_attention
-    return call_operator(operator, module, heads, mask, **kwargs)
-
-
-def takes_step(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
-    """Whether `attend_step` takes a call over a cache with room: without dropout, and with this mask."""
-    if options["dropout"] > 0:
-        return False
-    if mask is None:  # of many queries it means that the cache is empty but for the new keys
-        return query.shape[2] == 1
-    return is_ranges(mask)  # with padding in a trace, keys are copied, before the new ones are written
-
-
-def attend_step(
-    module: nn.Module, heads: Heads, cache: LayerCache, mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """`attend` over a cache with room, to which the new keys and values are written; see `library.fused_step`."""
-
-    def step(seen: Heads, visible: Visible, options: Options) -> Tensor:
-        return choice.step(module, heads, LayerCache(seen.k, seen.v, cache.filled), visible, options)
-
-    return call_operator(step, module, heads._replace(k=cache.keys, v=cache.values), mask, **kwargs)
+    ranges = mask is None or is_ranges(mask) or is_padded_ranges(mask)
+    return ranges and not weights_wanted(options) and library.why_not_fused(*heads[:3]) is None
 
 
 def best_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The first implementation of `choice` that takes the call; `attn_implementation="hf_qknorm"`.
+    """The first of `IMPLEMENTATIONS` that takes the call; `attn_implementation="hf_qknorm"`.
 
     All need memory linear in the length, and together support cap, window, sinks and dropout. For
     `output_attentions=True`, and for the gradient of a position bias or dropout beside one, it is the eager function,
     which holds every logit in memory.
     """
-    if weights_wanted(kwargs):
-        choice.log_once("forms every logit in memory, for output_attentions=True")
-        return eager_attention(module, query, key, value, attention_mask, **kwargs)
     bias = kwargs.get("position_bias")
     # Reentrant checkpointing first runs without gradients: with dropout, both runs must draw the same mask.
-    if bias is not None and (kwargs.get("dropout") or (bias.requires_grad and torch.is_grad_enabled())):
-        choice.log_once("forms every logit in memory, for the gradient of the position bias, or dropout beside it")
+    biased = bias is not None and (kwargs.get("dropout") or (bias.requires_grad and torch.is_grad_enabled()))
+    if biased or weights_wanted(kwargs):
+        log_once("forms every logit in memory, for output_attentions=True, or a position bias with gradient or dropout")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
-    return call_operator(choice.best_attention, module, Heads(query, key, value), attention_mask, **kwargs)
+    call = make_call(module, Heads(query, key, value), attention_mask, **kwargs)
+    choice = choose(call)
+    log_once("runs %s", choice)
+    return as_results(choice.implementation.run(*call), value)
 
 
-def triton_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """The kernels, or a ValueError with the reason; `attn_implementation="hf_qknorm_triton"`."""
-    if kwargs.get("position_bias") is not None:
-        choice.refuse("the model adds a position bias to its logits")
-    choice.refuse(why_not_kernels(query, key, value, attention_mask))
-    return _call_operator(choice.kernel_attention, module, Heads(query, key, value), attention_mask, **kwargs)
+def _named(name: str) -> Callable[..., tuple[Tensor, None]]:
+    """The attention function that takes one implementation, or raises a ValueError with the reason."""
+    implementation = NAMED[name]
 
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        if weights_wanted(kwargs):
+            raise ValueError(
+                f"attn_implementation={name!r} never forms the attention weights that output_attentions=True asks "
+                'for: call model.set_attn_implementation("hf_qknorm_eager") before, or "hf_qknorm", which forms them '
+                "when asked"
+            )
+        call = make_call(module, Heads(query, key, value), attention_mask, **kwargs)
+        reason = implementation.why_not(*call)
+        if reason is not None and kwargs.get("position_bias") is not None:
+            reason = "the model adds a position bias to its logits"
+        refuse(reason, name)
+        return as_results(implementation.run(*call), value)
 
-def cpu_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """The C++ kernels, or a ValueError with the reason; `attn_implementation="hf_qknorm_cpu"`."""
-    return _call_operator(choice.cpp_attention, module, Heads(query, key, value), attention_mask, **kwargs)
-
-
-def tiled_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """A block of queries at a time, in PyTorch, on any device; `attn_implementation="hf_qknorm_tiled"`."""
-    return _call_operator(library.attention, module, Heads(query, key, value), attention_mask, **kwargs)
-
-
-def _call_operator(
-    operator: Operator, module: nn.Module, heads: Heads, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """`call_operator`, for a call that asks for no attention weights."""
-    if weights_wanted(kwargs):
-        name = module.config._attn_implementation  # type: ignore[union-attr]
-        raise ValueError(
-            f"attn_implementation={name!r} never forms the attention weights that output_attentions=True asks for: "
-            'call model.set_attn_implementation("hf_qknorm_eager") before, or "hf_qknorm", which forms them when asked'
-        )
-    return call_operator(operator, module, heads, attention_mask, **kwargs)
+    return attention
 
 
 def eager_attention(
@@ -253,9 +203,7 @@ def eager_attention(
 
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {
     "hf_qknorm": best_attention,
-    "hf_qknorm_triton": triton_attention,
-    "hf_qknorm_cpu": cpu_attention,
-    "hf_qknorm_tiled": tiled_attention,
+    **{name: _named(name) for name in NAMED},
     "hf_qknorm_eager": eager_attention,
 }
 

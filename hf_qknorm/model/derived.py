@@ -90,11 +90,11 @@ class QKNormModel(_Model):
         return cls.base_class.is_custom_code()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Check a backend as transformers does, and refuse one that would drop a cap, sinks or a position bias."""
+        """Check a backend as transformers does, and refuse one that would drop a cap or a position bias."""
         softcap = self.config.scheme.softcap or (self.config.qk_norm_blend or {}).get("softcap")
-        if softcap is not None or self.config.scheme.sinks is not None:
+        if softcap is not None:
             requested_attention = requested_attention or functions.cap_backend(self.config)
-            functions.check_backend(requested_attention, softcap, self.config.scheme.sinks)
+            functions.check_cap_backend(requested_attention, softcap)
         if requested_attention is not None and FAMILIES[self.config.base_model_type].style.bias is not None:
             functions.check_bias_backend(requested_attention)
         return super().get_correct_attn_implementation(requested_attention, is_init_check)

@@ -12,8 +12,6 @@ from hf_qknorm.backends import functions
 from hf_qknorm.families import Family
 from hf_qknorm.families.style import add_to_cache
 from hf_qknorm.model.cross_attention import attend_across
-from hf_qknorm.model.head_bias import HeadBias, scaled_heads
-from hf_qknorm.model.length_scale import scaled_queries
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 NONE = SCHEMES["none"]
@@ -62,14 +60,7 @@ class PlainAttention(nn.Module):
         """
         style, states = self.family.style, kwargs.pop("key_value_states", None)
         cache = layer_past if past_key_values is None else past_key_values
-        kwargs["scaling"], kwargs["sliding_window"] = self.logit_scale, self.window
-        kwargs["dropout"] = style.dropout(self) if self.training else 0.0
-        if (softcap := self.softcap) is not None:
-            kwargs["softcap"] = softcap
-        if self.scheme.sinks is not None:
-            kwargs["s_aux"] = self.head_bias("sink")()
-        elif "sinks" in self._parameters or "sinks" in vars(self):  # hasattr takes as long as a small operator
-            kwargs["s_aux"] = self.sinks
+        self._add_options(kwargs)
         if states is not None:
             out, weights = attend_across(self, hidden_states, states, attention_mask, cache, kwargs)
             return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
@@ -81,30 +72,45 @@ class PlainAttention(nn.Module):
         if cache is not None:
             cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
         positions = position_embeddings if style.rotates(self) else None
-        out, weights = self._norm_rotate_attend(q, k, v, attention_mask, positions, cache, kwargs)
-        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return style.output(self, out, *rest), weights
+        found = self._attend_in_kernels(q, k, v, attention_mask, positions, cache, kwargs)
+        if found is None:
+            q, k, v = self._norm_rotate(q, k, v, positions, cache, kwargs)
+            if style.prescaled:
+                kwargs["scaling"] = 1.0
+            if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
+                q, k = q.to(v.dtype), k.to(v.dtype)
+            if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
+                k, v = self._update(cache, k, v, kwargs)
+            if style.expand is not None:
+                k, v = style.expand(self, k, v, **kwargs)
+                q, k = q.to(v.dtype), k.to(v.dtype)
+            if style.bias is not None:
+                kwargs["position_bias"] = style.bias(self, q, k, v=v, mask=attention_mask, **kwargs)
+            self._show(q, k, v, attention_mask, kwargs)
+            found = self._attention_function()(self, q, k, v, attention_mask, **kwargs)
+        out, weights = found
+        return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous(), *rest), weights
 
-    def _norm_rotate_attend(
+    def _add_options(self, options: dict[str, Any]) -> None:
+        """Add the layer's own options of the attention function to those of the call."""
+        options["scaling"], options["sliding_window"] = self.logit_scale, self.window
+        options["dropout"] = self.family.style.dropout(self) if self.training else 0.0
+        if (softcap := self.softcap) is not None:
+            options["softcap"] = softcap
+        if "sinks" in self._parameters or "sinks" in vars(self):  # hasattr takes as long as a small operator
+            options["s_aux"] = self.sinks
+
+    def _attend_in_kernels(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Norm and rotate q `[B, H, T, D]` and k `[B, Hk, T, D]`, update the cache, and call the backend.
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Attention `[B, T, H, D]` of heads as they are projected, by kernels that norm and rotate; None without."""
+        return None
 
-        Returns `[B, T, H, D]` and the attention weights or None.
-        """
+    def _attention_function(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
         style = self.family.style
-        q, k, v = self._norm_rotate(q, k, v, positions, cache, options)
-        if style.prescaled:
-            options = options | {"scaling": 1.0}
-        q = self._length_scaled(self.tempered(q), options)
-        if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
-            q, k = q.to(v.dtype), k.to(v.dtype)
-        if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
-            k, v = self._update(cache, k, v, options)
-        if style.expand is not None:
-            k, v = style.expand(self, k, v, **options)
-            q, k = q.to(v.dtype), k.to(v.dtype)
-        return self._call_backend(q, k, v, mask, options)
+        another_scale = style.inline and self.logit_scale != self.own_scale  # than the model's own function applies
+        eager = functions.eager_attention if another_scale else style.eager(self)
+        return functions.attention_function(self, self.scheme, eager)
 
     def _update(self, cache: Any, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The cache's keys and values with the new ones; a paged cache changes `options`."""
@@ -113,26 +119,13 @@ class PlainAttention(nn.Module):
     def _norm_rotate(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm and rotate q and k, by the norms' and the model's own functions."""
+        """Norm and rotate q `[B, H, T, D]` and k `[B, Hk, T, D]`, by the norms' and the model's own functions."""
         style = self.family.style
         if style.parts is None:
             q, k = self.normed("q_norm", q), self.normed("k_norm", k)
         if style.prescaled:
             q = q * self.logit_scale
         return style.rotate(self, q, k, v, positions, past_key_values=cache, **options)
-
-    def _call_backend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Show the heads to the observers, and call the config's attention function."""
-        style = self.family.style
-        if style.bias is not None:
-            options = options | {"position_bias": style.bias(self, q, k, v=v, mask=mask, **options)}
-        self._show(q, k, v, mask, options)
-        another_scale = style.inline and self.logit_scale != self.own_scale  # than the model's own function applies
-        eager = functions.eager_attention if another_scale else style.eager(self)
-        attend = functions.attention_function(self, self.scheme, eager)
-        return attend(self, q, k, v, mask, **options)
 
     def _show(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
         """Show the heads `[B, H or Hk, T or S, D]` that attention gets to the observers."""
@@ -143,27 +136,6 @@ class PlainAttention(nn.Module):
         """Apply the scheme's norm of that name to x `[B, H, T, D]`; without such a norm return x itself."""
         norm = self._modules.get(name)
         return x if norm is None or self.has_own_norms else norm(x.transpose(1, 2)).transpose(1, 2)
-
-    def tempered(self, q: Tensor) -> Tensor:
-        """Multiply queries `[B, H, T, D]` by the scheme's temperature, if it has one."""
-        return q if self.scheme.temperature is None else scaled_heads(q, self.head_bias("temperature").factor())
-
-    def head_bias(self, name: str) -> HeadBias:
-        """The layer's `HeadBias` of that name: the active adapter's copy, under PEFT's `modules_to_save`."""
-        found: Any = active_copy(self._modules.get(name))
-        return found
-
-    def _length_scaled(self, q: Tensor, options: dict[str, Any]) -> Tensor:
-        """Multiply rotated queries `[B, H, T, D]` by the scheme's length scale, if it has one."""
-        length = self.scheme.length_scale
-        if length is None:
-            return q
-        return scaled_queries(q, options.get("position_ids"), length, self.window, self._blend())
-
-    def _blend(self) -> Tensor | None:
-        """The blend of the layer's norms; None outside of a blend."""
-        norms: list[Any] = [self._modules.get(name) for name in ("q_norm", "k_norm") if self.blending]
-        return next((norm.blend for norm in norms if norm is not None), None)
 
     @property
     def is_unchanged(self) -> bool:

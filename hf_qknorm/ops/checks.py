@@ -67,6 +67,13 @@ def check_mask(mask: Tensor | None, full: tuple[int, int, int, int]) -> None:
         )
 
 
+def why_not_ranges(visible: Visible) -> str | None:
+    """The reason why an implementation that takes ranges of keys alone can't take a call, or None."""
+    if visible.mask is None:
+        return None
+    return f"the mask {list(visible.mask.shape)} is an arbitrary one, and not a range of keys for each query"
+
+
 def _check_options(options: Options) -> None:
     """Raise ValueError, naming the field, for one out of its range."""
     scale, softcap, causal, window, dropout = options

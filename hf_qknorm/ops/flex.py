@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hf_qknorm.ops.checks import why_not_ranges
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 BLOCK = 128  # queries and keys of a block of FlexAttention's mask
@@ -27,7 +28,7 @@ def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
     """The reason why FlexAttention can't take a call after norm and rotation, or None if it can."""
     q = heads.q
     if visible.mask is not None:
-        return f"the mask {list(visible.mask.shape)} is an arbitrary one, and not a range of keys for each query"
+        return why_not_ranges(visible)
     if options.dropout > 0:
         return "FlexAttention has no dropout"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -142,7 +142,7 @@ def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
     _check_tensors(k, floating=False, v=v, keys=keys, values=values)
 
 
-def check_step(heads: Heads, cache: LayerCache, visible: Visible, options: Options) -> None:
+def check_step(heads: Heads, visible: Visible, options: Options, cache: LayerCache) -> None:
     """Raise ValueError unless these are the arguments of one `fused_step`."""
     q, k, v, q_norm, k_norm, rotary = heads
     keys, values, filled = cache

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hf_qknorm.ops import operators
-from hf_qknorm.ops.checks import refuse_forward_mode
 from hf_qknorm.ops.fused_checks import why_not_fused as why_not_fused
 from hf_qknorm.ops.registration import Operator, Values, flatten, flatten_norms
 from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
@@ -34,8 +33,8 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
             "the mask requires a gradient, which this attention does not compute: detach it, or use "
             'eager attention, such as attn_implementation="hf_qknorm_eager"'
         )
-    values = flatten(heads, with_seed(visible, options, torch.device("cpu")), options)
-    return _call(operators.ATTENTION, values)[0]
+    call = heads, with_seed(visible, options, torch.device("cpu")), options
+    return operators.ATTENTION(flatten(*call), call)[0]
 
 
 def fused_attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
@@ -44,7 +43,8 @@ def fused_attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     T and S may differ for heads that are not raw. Backward keeps raw q, k and v, the output and two numbers for each
     query; its gradients are the same bits on each run.
     """
-    return _fused(heads, visible, options, statistics=False)[0]
+    call = heads, with_seed(visible, options, heads.q.device), options
+    return operators.FUSED_ATTENTION(flatten(*call) | {"statistics": False}, call)[0]
 
 
 class RowStatistics(NamedTuple):
@@ -57,18 +57,18 @@ class RowStatistics(NamedTuple):
 @torch.no_grad()
 def fused_statistics(heads: Heads, visible: Visible, options: Options) -> RowStatistics:
     """Measure the logits of `fused_attention`, without dropout, without gradients, and without a T×S tensor."""
-    _, _, largest, entropy = _fused(heads, visible, options._replace(dropout=0.0), statistics=True)
-    return RowStatistics(largest, entropy)
+    call = heads, visible, options._replace(dropout=0.0)
+    return RowStatistics(*operators.FUSED_ATTENTION(flatten(*call) | {"statistics": True}, call)[2:])
 
 
 def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
     """Norm and rotate q `[B, H, T, D]` and k `[B, Hk, T, D]` in one launch."""
-    return _call(operators.NORM_ROPE_HEADS, {"q": heads.q, "k": heads.k, **flatten_norms(*heads[3:])})
+    return operators.NORM_ROPE_HEADS({"q": heads.q, "k": heads.k, **flatten_norms(*heads[3:])})
 
 
 def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
     """Norm and rotate queries or keys `[B, H, T, D]` alone."""
-    return _call(operators.NORM_ROPE_HEADS, {"q": x, "k": None, **flatten_norms(norm, Norm(), rotary)})[0]
+    return operators.NORM_ROPE_HEADS({"q": x, "k": None, **flatten_norms(norm, Norm(), rotary)})[0]
 
 
 def norm_rope_into(heads: Heads, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -101,16 +101,10 @@ def _call_without_gradient(operator: Operator, values: Values) -> Any:
     """Call an operator that writes to a cache. Raises ValueError if a tensor, such as a gain, requires a gradient."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values.values()):
         raise ValueError("writing to a cache has no gradient: call it under torch.no_grad(), or use norm_rope")
-    results = _call(operator, values)
+    results = operator(values)
     if not torch.compiler.is_compiling():  # kernels write by address: a graph over the cache's tensors is stale now
         increment_version([x for x in map(values.get, LayerCache._fields) if x is not None])
     return results
-
-
-def _fused(heads: Heads, visible: Visible, options: Options, *, statistics: bool) -> tuple[Tensor, ...]:
-    """Output, normaliser and the two of `RowStatistics`, empty unless wanted."""
-    values = flatten(heads, with_seed(visible, options, heads.q.device), options)
-    return _call(operators.FUSED_ATTENTION, {**values, "statistics": statistics})
 
 
 def with_seed(visible: Visible, options: Options, device: torch.device) -> Visible:
@@ -118,8 +112,3 @@ def with_seed(visible: Visible, options: Options, device: torch.device) -> Visib
     if not options.dropout > 0 or visible.seed is not None:
         return visible
     return visible._replace(seed=torch.randint(torch.iinfo(torch.int64).max, (1,), device=device))
-
-
-def _call(operator: Operator, values: Values) -> Any:
-    refuse_forward_mode(values.values())
-    return operator(values)

@@ -11,115 +11,163 @@ from torch import Tensor
 
 from hf_qknorm.ops import fused_checks, tiled
 from hf_qknorm.ops.checks import check_call
-from hf_qknorm.ops.registration import HEADS, NORM_ROPE, OPTIONS, VISIBLE, Operator, Values, call_of, norms_of
+from hf_qknorm.ops.registration import (
+    AS_CALL,
+    AS_NORMS,
+    HEADS,
+    NORM_ROPE,
+    OPTIONS,
+    VISIBLE,
+    Form,
+    Operator,
+    Values,
+    call_of,
+)
 from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible, laid_out
 
 Results = Sequence[Tensor | None]
-Call = tuple[Heads, Visible, Options]
-Norms = tuple[Norm, Norm, Rotary | None]
 PARAMETERS = ("q_gain", "q_bias", "k_gain", "k_bias")  # of the norms
-
-
-def _checked_attention(values: Values) -> Call:
-    call = call_of(values)
-    check_call(*call)
-    return call
-
-
-def _checked_fused(values: Values) -> Call:
-    call = call_of(values)
-    fused_checks.check_attention(*call)
-    if "grad" in values:
-        fused_checks.check_gradients(values["q"], values["grad"], values["out"], values["normaliser"])
-    return call
-
-
-def _checked_norms(values: Values) -> Norms:
-    q, k, norms = values["q"], values["k"], norms_of(values)
-    fused_checks.check_norm_rope(q, k, *norms)
-    if "dq" in values:
-        fused_checks.check_head_gradients(q, k, values["dq"], values["dk"])
-    if "keys" in values:
-        fused_checks.check_cache(k, values["v"], values["keys"], values["values"])
-        fused_checks.check_written(k, values["positions"])
-    return norms
-
-
-def _checked_step(values: Values) -> tuple[Heads, LayerCache, Visible, Options]:
-    heads, visible, options = call_of(values)
-    cache = LayerCache(*(values[x] for x in LayerCache._fields))
-    fused_checks.check_step(heads, cache, visible, options)
-    return heads, cache, visible, options
-
-
-ATTENTION = Operator("attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", _checked_attention)
-ATTENTION_BACKWARD = ATTENTION.derivative(("grad",), ("out", "lse"), (*HEADS, "sinks"))
-FUSED_FIELDS = {**HEADS, **NORM_ROPE, **VISIBLE, **OPTIONS, "statistics": "bool"}
-FUSED_ATTENTION = Operator("fused_attention", FUSED_FIELDS, "(Tensor, Tensor, Tensor, Tensor)", _checked_fused)
-FUSED_ATTENTION_BACKWARD = FUSED_ATTENTION.derivative(("grad",), ("out", "normaliser"), (*HEADS, *PARAMETERS, "sinks"))
 QUERIES_KEYS = {"q": "Tensor", "k": "Tensor?"}
 CACHE = {"v": "Tensor", "keys": "Tensor(a!)", "values": "Tensor(b!)", "positions": "Tensor"}
-NORM_ROPE_HEADS = Operator("norm_rope", QUERIES_KEYS | NORM_ROPE, "(Tensor, Tensor)", _checked_norms)
-NORM_ROPE_BACKWARD = NORM_ROPE_HEADS.derivative(("dq", "dk"), (), (*QUERIES_KEYS, *PARAMETERS))
-NORM_ROPE_INTO = Operator("norm_rope_into", {**QUERIES_KEYS, **CACHE, **NORM_ROPE}, "Tensor", _checked_norms)
 LAYER_CACHE = {"keys": "Tensor(a!)", "values": "Tensor(b!)", "filled": "Tensor(c!)?"}
-FUSED_STEP = Operator("fused_step", HEADS | LAYER_CACHE | NORM_ROPE | VISIBLE | OPTIONS, "Tensor", _checked_step)
+AS_STEP = Form(
+    AS_CALL.fields | LAYER_CACHE.keys(),
+    lambda values: (*call_of(values), LayerCache(*map(values.__getitem__, LayerCache._fields))),
+)
 
-ATTENTION.implement(lambda values, *call: tiled.forward(*call))
-ATTENTION_BACKWARD.implement(
-    lambda v, heads, visible, options: tiled.backward(v["grad"], heads, visible, options, v["out"], v["lse"])
-)
-ATTENTION_BACKWARD.fake(lambda v, *call: (*(v[x].new_empty(v[x].shape) for x in HEADS), _like(v["sinks"])))
-FUSED_ATTENTION_BACKWARD.fake(lambda v, *call: (*(laid_out(v[x]) for x in HEADS), *_parameters(v), _like(v["sinks"])))
-NORM_ROPE_HEADS.fake(lambda v, *norms: [x if x is None else x.new_empty(x.shape) for x in (v["q"], v["k"])])
-NORM_ROPE_BACKWARD.fake(
-    lambda v, *norms: [*(x if x is None else laid_out(x) for x in (v["q"], v["k"])), *_parameters(v)]
-)
-NORM_ROPE_INTO.fake(lambda values, *norms: values["q"].new_empty(values["q"].shape))
-FUSED_STEP.fake(lambda values, *call: laid_out(values["q"]))
+
+def _check_attention(heads: Heads, visible: Visible, options: Options, **results: Tensor) -> None:
+    check_call(heads, visible, options)
+
+
+def _check_fused(heads: Heads, visible: Visible, options: Options, *, statistics: bool, **results: Tensor) -> None:
+    fused_checks.check_attention(heads, visible, options)
+    if results:
+        fused_checks.check_gradients(heads.q, **results)
+
+
+def _check_norms(
+    q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor | None, **gradients: Tensor
+) -> None:
+    fused_checks.check_norm_rope(q, k, q_norm, k_norm, rotary)
+    if gradients:
+        fused_checks.check_head_gradients(q, k, **gradients)
+
+
+def _check_norms_into(
+    q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor, **cache: Tensor
+) -> None:
+    fused_checks.check_norm_rope(q, k, q_norm, k_norm, rotary)
+    fused_checks.check_cache(k, cache["v"], cache["keys"], cache["values"])
+    fused_checks.check_written(k, cache["positions"])
+
+
+ATTENTION = Operator("attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", AS_CALL, _check_attention)
+ATTENTION_BACKWARD = ATTENTION.derivative(("grad",), ("out", "lse"), (*HEADS, "sinks"))
+FUSED_FIELDS = {**HEADS, **NORM_ROPE, **VISIBLE, **OPTIONS, "statistics": "bool"}
+FOUR = "(Tensor, Tensor, Tensor, Tensor)"
+FUSED_ATTENTION = Operator("fused_attention", FUSED_FIELDS, FOUR, AS_CALL, _check_fused)
+FUSED_ATTENTION_BACKWARD = FUSED_ATTENTION.derivative(("grad",), ("out", "normaliser"), (*HEADS, *PARAMETERS, "sinks"))
+NORM_ROPE_HEADS = Operator("norm_rope", QUERIES_KEYS | NORM_ROPE, "(Tensor, Tensor)", AS_NORMS, _check_norms)
+NORM_ROPE_BACKWARD = NORM_ROPE_HEADS.derivative(("dq", "dk"), (), (*QUERIES_KEYS, *PARAMETERS))
+INTO_FIELDS = {**QUERIES_KEYS, **CACHE, **NORM_ROPE}
+NORM_ROPE_INTO = Operator("norm_rope_into", INTO_FIELDS, "Tensor", AS_NORMS, _check_norms_into)
+STEP_FIELDS = HEADS | LAYER_CACHE | NORM_ROPE | VISIBLE | OPTIONS
+FUSED_STEP = Operator("fused_step", STEP_FIELDS, "Tensor", AS_STEP, fused_checks.check_step)
+
+ATTENTION.implement(tiled.forward)
+ATTENTION_BACKWARD.implement(tiled.backward)
 
 
 @ATTENTION.fake
-def _(values: Values, heads: Heads, *_: Any) -> Results:
+def _(heads: Heads, *_: Any) -> Results:
     q = heads.q
     return laid_out(q), q.new_empty((*q.shape[:3], 2), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
+@ATTENTION_BACKWARD.fake
+def _(heads: Heads, visible: Visible, options: Options, **results: Tensor) -> Results:
+    return *(x.new_empty(x.shape) for x in heads[:3]), _like(visible.sinks)
+
+
 @FUSED_ATTENTION.implement
-def _(values: Values, heads: Heads, visible: Visible, options: Options) -> Results:
+def _(heads: Heads, visible: Visible, options: Options, *, statistics: bool) -> Results:
     from hf_qknorm.ops.triton import attention
 
-    return attention.forward(heads, visible.for_kernels(heads.q.shape[0]), options, values["statistics"])
+    return attention.forward(heads, visible.for_kernels(heads.q.shape[0]), options, statistics)
 
 
 @FUSED_ATTENTION.fake
-def _(values: Values, heads: Heads, *_: Any) -> Results:
+def _(heads: Heads, visible: Visible, options: Options, *, statistics: bool) -> Results:
     normaliser = heads.q.new_empty((*heads.q.shape[:3], 2), dtype=torch.float32)
-    row = normaliser.new_empty(heads.q.shape[:3]) if values["statistics"] else None
+    row = normaliser.new_empty(heads.q.shape[:3]) if statistics else None
     return laid_out(heads.q), normaliser, row, _like(row)
 
 
 @FUSED_ATTENTION_BACKWARD.implement
-def _(values: Values, heads: Heads, visible: Visible, options: Options) -> Results:
+def _(
+    heads: Heads, visible: Visible, options: Options, *, statistics: bool, grad: Tensor, out: Tensor, normaliser: Tensor
+) -> Results:
     from hf_qknorm.ops.triton import attention
 
-    visible, normaliser = visible.for_kernels(heads.q.shape[0]), values["normaliser"].contiguous()
-    return attention.backward(values["grad"], heads, visible, options, values["out"], normaliser)
+    visible = visible.for_kernels(heads.q.shape[0])
+    return attention.backward(grad, heads, visible, options, out, normaliser.contiguous())
+
+
+@FUSED_ATTENTION_BACKWARD.fake
+def _(heads: Heads, visible: Visible, options: Options, **others: Any) -> Results:
+    return *map(laid_out, heads[:3]), *_parameters(heads.q_norm, heads.k_norm), _like(visible.sinks)
 
 
 @NORM_ROPE_HEADS.implement
-def _(values: Values, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Results:
+def _(q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor | None) -> Results:
     from hf_qknorm.ops.triton import norm_rope
 
-    return norm_rope.forward(values["q"], values["k"], q_norm, k_norm, rotary)[:2]
+    return norm_rope.forward(q, k, q_norm, k_norm, rotary)[:2]
+
+
+@NORM_ROPE_HEADS.fake
+def _(*norms: Any, q: Tensor, k: Tensor | None) -> Results:
+    return [x if x is None else x.new_empty(x.shape) for x in (q, k)]
 
 
 @NORM_ROPE_BACKWARD.implement
-def _(values: Values, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Results:
+def _(
+    q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor | None, dq: Tensor, dk: Tensor
+) -> Results:
     from hf_qknorm.ops.triton import norm_rope
 
-    q, k = values["q"], values["k"]
-    return norm_rope.backward(values["dq"], None if k is None else values["dk"], q, k, q_norm, k_norm, rotary)
+    return norm_rope.backward(dq, None if k is None else dk, q, k, q_norm, k_norm, rotary)
+
+
+@NORM_ROPE_BACKWARD.fake
+def _(q_norm: Norm, k_norm: Norm, *_: Any, q: Tensor, k: Tensor | None, **gradients: Tensor) -> Results:
+    return [*(x if x is None else laid_out(x) for x in (q, k)), *_parameters(q_norm, k_norm)]
+
+
+@NORM_ROPE_INTO.implement
+def _(q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor, **cache: Tensor) -> Tensor:
+    from hf_qknorm.ops.triton import norm_rope
+
+    into = norm_rope.Cache(cache["keys"], cache["values"], cache["v"], cache["positions"].contiguous())
+    return norm_rope.forward(q, k, q_norm, k_norm, rotary, cache=into).q
+
+
+@NORM_ROPE_INTO.fake
+def _(*norms: Any, q: Tensor, **others: Tensor) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@FUSED_STEP.implement
+def _(heads: Heads, visible: Visible, options: Options, cache: LayerCache) -> Tensor:
+    from hf_qknorm.ops.triton import decode_step
+
+    return decode_step.forward(heads, cache, visible.for_kernels(heads.q.shape[0]), options)
+
+
+@FUSED_STEP.fake
+def _(heads: Heads, *_: Any) -> Tensor:
+    return laid_out(heads.q)
 
 
 def _check_written(values: Values) -> None:
@@ -137,41 +185,26 @@ def _check_room(values: Values) -> None:
 NORM_ROPE_INTO.check_numbers, FUSED_STEP.check_numbers = _check_written, _check_room
 
 
-@NORM_ROPE_INTO.implement
-def _(values: Values, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Tensor:
-    from hf_qknorm.ops.triton import norm_rope
-
-    cache = norm_rope.Cache(values["keys"], values["values"], values["v"], values["positions"].contiguous())
-    return norm_rope.forward(values["q"], values["k"], q_norm, k_norm, rotary, cache=cache).q
-
-
-@FUSED_STEP.implement
-def _(values: Values, heads: Heads, cache: LayerCache, visible: Visible, options: Options) -> Tensor:
-    from hf_qknorm.ops.triton import decode_step
-
-    return decode_step.forward(heads, cache, visible.for_kernels(heads.q.shape[0]), options)
-
-
 @cache
-def _repeating(operator: Operator) -> Callable[[Values], Any]:
+def _repeating(operator: Operator) -> Callable[..., Any]:
     from hf_qknorm.ops.triton import decode_step, plans
 
     growing = {FUSED_ATTENTION: decode_step.growing_attention, FUSED_STEP: decode_step.growing_step}
     return plans.Repeated(operator, growing.get(operator))
 
 
-def _direct(operator: Operator, values: Values) -> Any:
+def _direct(operator: Operator, values: Values, formed: Any = None) -> Any:
     """A call as an earlier one of the same shapes, which takes the host a third of the time."""
-    return _repeating(operator)(values)
+    return _repeating(operator)(values, formed)
 
 
 for repeats in (FUSED_ATTENTION, FUSED_ATTENTION_BACKWARD, NORM_ROPE_HEADS, NORM_ROPE_BACKWARD, FUSED_STEP):
     repeats.direct = partial(_direct, repeats)
 
 
-def _parameters(values: Values) -> Results:
-    """Fake gradients of the norms' parameters; None where there is no parameter, or no norm that uses it."""
-    return [None if values[f"{x[0]}_kind"] == "none" else _like(values[x]) for x in PARAMETERS]
+def _parameters(*norms: Norm) -> Results:
+    """Fake gradients of the norms' gains and biases; None where there is none, or no norm that uses it."""
+    return [None if norm.kind == "none" else _like(x) for norm in norms for x in (norm.gain, norm.bias)]
 
 
 def _like(x: Tensor | None) -> Tensor | None:

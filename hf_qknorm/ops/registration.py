@@ -12,6 +12,7 @@ from torch import _C, Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import torch._dynamo, and so Triton
 
 from hf_qknorm.ops._ops import add_op_namespace_prefix, ops
+from hf_qknorm.ops.checks import refuse_forward_mode
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 # The fields of an operator: the name of each argument, and its type in the schema.
@@ -112,25 +113,35 @@ def is_intercepted(arguments: tuple[Any, ...]) -> bool:
     )
 
 
+class Form(NamedTuple):
+    """How an implementation takes fields of an operator: `of` makes its positional arguments from their values."""
+
+    fields: frozenset[str]
+    of: Callable[[Values], tuple[Any, ...]]
+
+
+AS_CALL: Final = Form(frozenset(_FLAT), call_of)
+AS_NORMS: Final = Form(frozenset(NORM_ROPE), norms_of)
+
+
 class Operator:
     """The operator `name` of these fields, in the namespace of `_ops`.
 
-    Implementation and fake take the values by field, and the arguments that `checked` makes of them; it raises
-    ValueError for values that do not fit. Each None that they return becomes an empty tensor `[0]` in torch's
-    dispatcher: a schema has no optional results.
+    Implementation, fake and `check` take the values of `form`'s fields in its form, and each other field by name.
+    `check` raises ValueError for arguments that do not fit. Each None among an implementation's results becomes an
+    empty tensor `[0]` in torch's dispatcher: a schema has no optional results.
 
-    `run` calls the implementation. `direct` does the same for plain tensors, in less of the host's time where a module
-    replaces it. `check_numbers` runs before either, and may read tensors.
+    `run` checks the arguments and calls the implementation. `direct` does the same for plain tensors, in less of the
+    host's time where a module replaces it. `check_numbers` runs before either, and may read tensors.
     """
 
-    run: Callable[[Values], Any]
-    direct: Callable[[Values], Any]
+    run: Callable[..., Any]  # takes the values, and, where the caller has them, the arguments in the operator's form
+    direct: Callable[..., Any]
 
-    def __init__(
-        self, name: str, fields: dict[str, str], returns: str, checked: Callable[[Values], tuple[Any, ...]]
-    ) -> None:
-        self.name, self.fields, self.checked = add_op_namespace_prefix(name), fields, checked
+    def __init__(self, name: str, fields: dict[str, str], returns: str, form: Form, check: Callable[..., None]) -> None:
+        self.name, self.fields, self.form, self.check = add_op_namespace_prefix(name), fields, form, check
         self.tensors = [field for field, kind in fields.items() if kind.startswith("Tensor")]
+        self.others = [field for field in fields if field not in form.fields]
         self.sequence: type = list if returns == "Tensor[]" else tuple
         self.derive: Derivative | None = None
         self.check_numbers: Callable[[Values], None] = lambda values: None
@@ -138,18 +149,23 @@ class Operator:
         torch.library.define(self.name, f"({schema}) -> {returns}")
         self.overload = getattr(ops, name).default
 
-    def __call__(self, values: Values) -> Any:
+    def __call__(self, values: Values, formed: tuple[Any, ...] | None = None) -> Any:
+        """Call the operator with the values by field; `formed` are the same in its form, if the caller has them.
+
+        Raises NotImplementedError for a tensor that carries a tangent.
+        """
         arguments = self.arguments(values)
+        refuse_forward_mode(arguments)
         if needs_dispatcher(arguments):
             _refuse_functional_gradients(arguments)
             return self.overload(*arguments)
         if not needs_gradient(arguments):
             self.check_numbers(values)
-            return self.direct(values)
+            return self.direct(values, formed)
         if self.derive is None:
             return self.overload(*arguments)
         tensors = map(values.__getitem__, self.tensors)
-        return _Differentiable.apply(self, values, *tensors)  # type: ignore[no-untyped-call]
+        return _Differentiable.apply(self, values, formed, *tensors)  # type: ignore[no-untyped-call]
 
     def arguments(self, values: Values) -> tuple[Any, ...]:
         """The values in the schema's order, without those of other fields."""
@@ -180,8 +196,14 @@ class Operator:
 
         torch.library.register_fake(self.name)(faked)
 
-    def _checked(self, function: Callable[..., Any]) -> Callable[[Values], Any]:
-        return lambda values: function(values, *self.checked(values))
+    def _checked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(values: Values, formed: tuple[Any, ...] | None = None) -> Any:
+            formed = self.form.of(values) if formed is None else formed
+            others = {field: values[field] for field in self.others}
+            self.check(*formed, **others)
+            return function(*formed, **others)
+
+        return run
 
     def _filled(self, values: Values, results: Any) -> Any:
         """The results with an empty tensor for each None."""
@@ -197,7 +219,9 @@ class Operator:
         one is differentiable; else all are.
         """
         own = dict.fromkeys((*upstream, *kept), "Tensor")
-        backward = Operator(f"{self.name.partition('::')[2]}_backward", own | self.fields, "Tensor[]", self.checked)
+        backward = Operator(
+            f"{self.name.partition('::')[2]}_backward", own | self.fields, "Tensor[]", self.form, self.check
+        )
         self.derive = Derivative(self, backward, upstream, kept, gradients)
         derive = self.derive
 
@@ -244,10 +268,10 @@ class _Differentiable(torch.autograd.Function):
     """An operator's call with its derivative, as torch.library makes one, in a fraction of the host's time."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, values: Values, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, operator: Operator, values: Values, formed: Any, *tensors: Tensor | None) -> Any:
         assert operator.derive is not None
         operator.check_numbers(values)
-        results = tuple(operator.direct(values))
+        results = tuple(operator.direct(values, formed))
         operator.derive.keep(ctx, values, results)
         ctx.operator = operator
         return results
@@ -255,7 +279,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         found = ctx.operator.derive(ctx, grads)
-        return (None, None, *(found.get(field) for field in ctx.operator.tensors))
+        return (None, None, None, *(found.get(field) for field in ctx.operator.tensors))
 
 
 def _refuse_functional_gradients(arguments: tuple[Any, ...]) -> None:

@@ -65,7 +65,7 @@ def _forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, lse: Tensor
+    heads: Heads, visible: Visible, options: Options, grad: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks, from `grad` `[B, H, T, D]` and the results of `forward`."""
     (q, k, v, *_), sinks, parts = heads, visible.sinks, shares(heads)

@@ -1,4 +1,4 @@
-"""The arguments of every attention operator: heads with their norms and rotation, visible keys, options."""
+"""The arguments of every attention operator, a `Call`: heads with norms and rotation, visible keys, options."""
 
 from __future__ import annotations
 
@@ -95,6 +95,14 @@ class Options(NamedTuple):
     causal: bool = False
     window: int | None = None
     dropout: float = 0.0
+
+
+class Call(NamedTuple):
+    """One call of an attention operator: its heads, the keys that they see, and its options."""
+
+    heads: Heads
+    visible: Visible
+    options: Options
 
 
 def laid_out(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

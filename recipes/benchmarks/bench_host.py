@@ -43,7 +43,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from hf_qknorm import patch_model
-from hf_qknorm.backends import choice
+from hf_qknorm.backends import implementations
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import fused_checks
 from hf_qknorm.ops.cpu.use import SWITCH
@@ -73,10 +73,10 @@ class Launches:
         """A context in which kernels are compiled for Hopper, and not started."""
         active, load = driver._active, CompiledKernel._init_handles
         here, positions = fused_checks._why_not_here, fused_checks.check_positions
-        on_cpu = choice.KERNELS_ON_CPU
+        on_cpu = implementations.KERNELS_ON_CPU
         driver.set_active(Target(HOPPER))
         CompiledKernel._init_handles = lambda kernel: self._load(kernel)
-        choice.KERNELS_ON_CPU = True
+        implementations.KERNELS_ON_CPU = True
         switch = os.environ.get(SWITCH)
         os.environ[SWITCH] = "0"  # a GPU has no C++ kernels
         fused_checks._why_not_here = lambda device: None
@@ -86,7 +86,7 @@ class Launches:
         finally:
             driver._active, CompiledKernel._init_handles = active, load
             fused_checks._why_not_here, fused_checks.check_positions = here, positions
-            choice.KERNELS_ON_CPU = on_cpu
+            implementations.KERNELS_ON_CPU = on_cpu
             if switch is None:
                 del os.environ[SWITCH]
             else:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.backends.calls import call_operator, why_not_kernels
+from hf_qknorm.backends.calls import as_results, make_call
 from hf_qknorm.backends.spans import CHUNK, read
 from hf_qknorm.ops import library
+from hf_qknorm.ops.checks import why_not_ranges
 from hf_qknorm.ops.types import Heads
 
 __all__ = ["flash_attn_forward", "supports_flash_attn"]
@@ -52,16 +53,17 @@ def flash_attn_forward(
         )
     if softcap is None:
         softcap = getattr(getattr(module, "config", None), "attn_logit_softcapping", None)
-    mask, operator = attention_mask, library.attention
+    mask, attention = attention_mask, library.fused_attention
     reason = library.why_not_fused(query, key, value)
     if reason is None and mask is not None:
         mask = _as_ranges(mask, query.shape[2])
-        reason = why_not_kernels(query, key, value, mask)
-    if reason is None:
-        operator = library.fused_attention
-    elif query.is_cuda and not torch.compiler.is_compiling():
-        _warn_once(reason)
-    return call_operator(operator, module, Heads(query, key, value), mask, softcap=softcap, **kwargs)
+    call = make_call(module, Heads(query, key, value), mask, softcap=softcap, **kwargs)
+    reason = reason or why_not_ranges(call.visible)
+    if reason is not None:
+        attention = library.attention
+        if query.is_cuda and not torch.compiler.is_compiling():
+            _warn_once(reason)
+    return as_results(attention(*call), value)
 
 
 def _as_ranges(mask: Tensor, queries: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2ForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
-from hf_qknorm.backends import choice
+from hf_qknorm.backends import implementations
 from hf_qknorm.backends.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
@@ -171,7 +171,7 @@ def test_weights_that_the_config_asks_for(model_type, tmp_path):
 
 @torch.no_grad()
 def test_forming_the_weights_is_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(choice, "_logged", set())
+    monkeypatch.setattr(implementations, "_logged", set())
     caplog.set_level(logging.INFO, "hf_qknorm")
     model = capped_model("gpt2", "cap")
     for _ in range(2):

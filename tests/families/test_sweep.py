@@ -233,10 +233,10 @@ def test_what_kernels_rotate(case, monkeypatch):
     """The angles that kernels are given turn heads as the model does."""
     if FAMILIES[type_of(case)].rope is None:
         pytest.skip("only the model's own code rotates it")
-    plain, seen = PlainAttention._norm_rotate_attend, []
+    plain, seen = PlainAttention._norm_rotate, []
 
-    def attend(layer: QKNormAttention, q: Tensor, k: Tensor, *rest: Any) -> Any:
-        _, mask, positions, cache, options = rest
+    def rotate(layer: QKNormAttention, q: Tensor, k: Tensor, *rest: Any) -> Any:
+        _, positions, cache, options = rest
         if positions is not None:
             rotary = kernel_rotary(positions, layer.family.rope)
             expected = layer.family.style.rotate(layer, q, k, k, positions, past_key_values=cache, **options)
@@ -245,7 +245,7 @@ def test_what_kernels_rotate(case, monkeypatch):
             seen.append(rotary)
         return plain(layer, q, k, *rest)
 
-    monkeypatch.setattr(PlainAttention, "_norm_rotate_attend", attend)
+    monkeypatch.setattr(PlainAttention, "_norm_rotate", rotate)
     patch_model(made(case), "none")(**make_batch("left"))
     assert seen or case.endswith("-unrotated") or not hasattr(config_of(case), "rope_parameters")
 

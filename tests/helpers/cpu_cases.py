@@ -17,7 +17,7 @@ def cpu_results(case: Case, inputs: Inputs) -> dict[str, Tensor]:
     with torch.no_grad():
         call = (inputs.heads, inputs.visible, case.options)
         out, normaliser = kernels.forward(*call)
-        return named(out, *kernels.backward(inputs.grad, *call, out, normaliser))
+        return named(out, *kernels.backward(*call, inputs.grad, out, normaliser))
 
 
 def linear_memory_terms(case: Case, inputs: Inputs, dropout_mask: Tensor | None) -> dict[str, Tensor]:

@@ -162,7 +162,7 @@ def tiled_results(case: Case, inputs: Inputs) -> dict[str, Tensor]:
     with torch.no_grad():
         call = (inputs.heads, inputs.visible, case.options)
         out, lse = tiled.forward(*call)
-        grads = tiled.backward(inputs.grad, *call, out, lse)
+        grads = tiled.backward(*call, inputs.grad, out, lse)
     return named(out, *grads)
 
 

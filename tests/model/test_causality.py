@@ -128,7 +128,7 @@ def test_a_patch_that_breaks_the_forward_is_undone(monkeypatch):
     def fail(*args: Any, **options: Any) -> Any:
         raise ZeroDivisionError("in our code")
 
-    monkeypatch.setattr(PlainAttention, "_norm_rotate_attend", fail)
+    monkeypatch.setattr(PlainAttention, "_norm_rotate", fail)
     model = sharp_model("llama")
     before = fingerprint(model)
     with pytest.raises(RuntimeError, match="the unpatched model's does not: ZeroDivisionError: in our code"):

@@ -1,5 +1,7 @@
 """Patched models through the fused kernels, against the same models through eager."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tables import BATCHES, KNEES, MODEL_TYPES, sharp_model
@@ -14,6 +16,7 @@ from slow import slow_but
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.backends.functions import REGISTERED
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.ops import reference
@@ -62,7 +65,7 @@ def test_values_of_another_width(width: int, width_v: int, scaling: float | None
 
 
 @pytest.mark.parametrize("gain", ["none", "shared"])
-def test_a_norm_sees_no_padding_where_values_are_wider(gain: str) -> None:
+def test_a_norm_sees_no_padding_where_values_are_wider(gain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch_model(
         sharp_model("llama", num_hidden_layers=1), Scheme(q="rms", k="layer", gain=gain, bias=False, softcap=5.0)
     ).to(DEVICE)
@@ -70,13 +73,17 @@ def test_a_norm_sees_no_padding_where_values_are_wider(gain: str) -> None:
     width = layer.head_dim
     q, k, v = (x.detach().to(DEVICE) for x in make_qkv(1, 4, 2, 9, 9, 2 * width))
     cos, sin = (torch.rand(1, 9, width // 2, device=DEVICE).repeat(1, 1, 2) for _ in range(2))
+    heads = q[..., :width], k[..., :width], v
+    style = replace(
+        layer.family.style,
+        project=lambda *_, **options: tuple(x.transpose(1, 2) for x in heads),
+        output=lambda module, out: out,
+    )
+    monkeypatch.setattr(type(layer), "family", replace(layer.family, style=style))
     found = []
     for backend in ("hf_qknorm_triton", "hf_qknorm_tiled", "hf_qknorm_eager"):
         model.set_attn_implementation(backend)
-        options = {"scaling": layer.logit_scale, "softcap": 5.0}
-        found.append(
-            layer._norm_rotate_attend(q[..., :width], k[..., :width], v, None, (cos, sin), DynamicCache(), options)[0]
-        )
+        found.append(layer(torch.zeros(1, 9, 1), None, (cos, sin), **{CACHE: DynamicCache()})[0])
     for got in found[:2]:
         torch.testing.assert_close(got, found[2])
 

@@ -17,7 +17,7 @@ def largest_of_forward_and_backward(
     with torch.no_grad(), LargestStorage() as largest:
         call = (Heads(q, k, v), Visible(ranges), options)
         out, lse = tiled.forward(*call)
-        tiled.backward(out, *call, out, lse)
+        tiled.backward(*call, out, out, lse)
         tiled.head_statistics(*call)
     return largest.elements
 

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.checks import check_call, refuse_forward_mode
+from hf_qknorm.ops.checks import check_call, refuse_forward_mode, why_not_ranges
 from hf_qknorm.ops.cpu import kernels
 from hf_qknorm.ops.library import with_seed
-from hf_qknorm.ops.registration import HEADS, OPTIONS, VISIBLE, Operator, Values, call_of, flatten, is_plain
+from hf_qknorm.ops.registration import AS_CALL, HEADS, OPTIONS, VISIBLE, Operator, flatten, is_plain
 from hf_qknorm.ops.types import Heads, Options, Visible, laid_out
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +38,8 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     if is_plain(tensors):  # a step of generation: the operator's own fields would take as long as the kernel
         check(heads, visible, options)
         return kernels.attend(heads, visible, options)
-    return CPU_ATTENTION(flatten(heads, visible, options))[0]
+    call = heads, visible, options
+    return CPU_ATTENTION(flatten(*call), call)[0]
 
 
 def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
@@ -49,7 +50,7 @@ def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
     if q.device.type != "cpu":
         return f"the C++ kernels are for CPUs, and the heads are on {q.device}"
     if visible.mask is not None:
-        return f"the mask {list(visible.mask.shape)} is an arbitrary one, and not a range of keys for each query"
+        return why_not_ranges(visible)
     if q.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         return f"the C++ kernels take {known}, and the heads are {str(q.dtype).removeprefix('torch.')}"
@@ -60,12 +61,6 @@ def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
     return None
 
 
-def _checked(values: Values) -> tuple[Heads, Visible, Options]:
-    call = call_of(values)
-    check(*call)
-    return call
-
-
 def check(heads: Heads, visible: Visible, options: Options) -> None:
     """Raise ValueError unless the kernels take a call, with the reason."""
     check_call(heads, visible, options)
@@ -74,24 +69,22 @@ def check(heads: Heads, visible: Visible, options: Options) -> None:
         raise ValueError(f"the C++ kernels do not take this call: {reason}. Use library.attention")
 
 
-def _backward(
-    values: Values, heads: Heads, visible: Visible, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    return kernels.backward(values["grad"], heads, visible, options, values["out"], values["normaliser"])
+def _check(heads: Heads, visible: Visible, options: Options, **results: Tensor) -> None:
+    check(heads, visible, options)
 
 
-CPU_ATTENTION = Operator("cpu_attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", _checked)
+CPU_ATTENTION = Operator("cpu_attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", AS_CALL, _check)
 CPU_ATTENTION_BACKWARD = CPU_ATTENTION.derivative(("grad",), ("out", "normaliser"), (*HEADS, "sinks"))
-CPU_ATTENTION.implement(lambda values, *call: kernels.forward(*call))
-CPU_ATTENTION_BACKWARD.implement(_backward)
+CPU_ATTENTION.implement(kernels.forward)
+CPU_ATTENTION_BACKWARD.implement(kernels.backward)
 
 
 @CPU_ATTENTION.fake
-def _(values: Values, heads: Heads, *_: Any) -> tuple[Tensor, Tensor]:
+def _(heads: Heads, *_: Any) -> tuple[Tensor, Tensor]:
     return laid_out(heads.q), heads.q.new_empty((*heads.q.shape[:3], 2), dtype=torch.float32)
 
 
 @CPU_ATTENTION_BACKWARD.fake
-def _(values: Values, heads: Heads, visible: Visible, options: Options) -> tuple[Tensor | None, ...]:
+def _(heads: Heads, visible: Visible, options: Options, **results: Tensor) -> tuple[Tensor | None, ...]:
     dsinks = None if visible.sinks is None else torch.empty_like(visible.sinks)
     return heads.q.new_empty(heads.q.shape), laid_out(heads.k), laid_out(heads.v), dsinks

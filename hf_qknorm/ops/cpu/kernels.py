@@ -34,7 +34,7 @@ def forward(heads: Heads, visible: Visible, options: Options) -> tuple[Tensor, T
 
 
 def backward(
-    grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, normaliser: Tensor
+    heads: Heads, visible: Visible, options: Options, grad: Tensor, out: Tensor, normaliser: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks, from `grad` `[B, H, T, D]` and the results of `forward`."""
     q, k, v = heads[:3]

@@ -55,7 +55,7 @@ class Repeated:
         self.others = itemgetter(*[field for field in operator.fields if field not in operator.tensors])
         self.plans: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, values: Values) -> Any:
+    def __call__(self, values: Values, formed: Any = None) -> Any:
         growing = None if self.growing is None else self.growing(values)
         key, tensors = self.signature(values, growing)
         plan = self.plans.get(key)
@@ -67,10 +67,10 @@ class Repeated:
                 self.plans.clear()
             self.plans[key] = _SEEN
         if plan is not _SEEN:
-            return self.run(values)
+            return self.run(values, formed)
         recorder = _Recorder(values, tensors, growing)
         with recorded(recorder.steps), recorder:
-            result = self.run(values)
+            result = self.run(values, formed)
         self.plans[key] = recorder.plan(result)
         return result
 

@@ -211,7 +211,7 @@ def test_nothing_larger_than_the_heads_is_allocated(dtype: torch.dtype) -> None:
     with torch.no_grad(), LargestStorage() as largest:
         call_ = (Heads(q, k, v), Visible(), CAPPED)
         out, normaliser = kernels.forward(*call_)
-        kernels.backward(out, *call_, out, normaliser)
+        kernels.backward(*call_, out, out, normaliser)
         kernels.attend(Heads(q[:, :, :1], k, v), *call_[1:])
     assert largest.elements == q.numel()
 

@@ -17,14 +17,24 @@ from operator_calls import call
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_qknorm import doctor
-from hf_qknorm.backends import choice
-from hf_qknorm.ops import library
+from hf_qknorm.backends import implementations
+from hf_qknorm.backends.functions import REGISTERED
+from hf_qknorm.backends.implementations import CPP, TILED, Choice
 from hf_qknorm.ops.cpu import attention, build, library_file, use
 from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check
+from hf_qknorm.ops.types import Call
 
+LAYER = torch.nn.Module()
+LAYER.config = SimpleNamespace(_attn_implementation="hf_qknorm_cpu")
 Q = torch.zeros(1, 2, 9, 16)
 MASK = torch.ones(1, 1, 9, 9, dtype=torch.bool)
+
+
+def choose(*heads: torch.Tensor, **options: Any) -> Choice:
+    return implementations.choose(Call(*call(*heads, **options)))
+
+
 NONE = "no C++ compiler was found"
 CACHED = (
     *(build._load, build._why_impossible, build._compiler, build._flags, build._command, build._digest, build.name),
@@ -69,9 +79,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
 
 def test_a_cpu_takes_them():
-    chosen = choice.choose(*call(Q, Q, Q))
+    chosen = choose(Q, Q, Q)
     assert str(chosen) == "its C++ kernels"
-    assert chosen.operator is attention.attention
+    assert chosen.implementation is CPP
 
 
 @pytest.mark.parametrize("value", [None, "1"])
@@ -79,37 +89,37 @@ def test_a_cpu_takes_them():
 def test_calls_that_they_do_not_take_are_tiled(value, heads, options, monkeypatch):
     if value is not None:
         monkeypatch.setenv(use.SWITCH, value)
-    assert choice.choose(*call(heads, heads, heads, **options)).operator is library.attention
+    assert choose(heads, heads, heads, **options).implementation is TILED
 
 
 def test_the_switch_turns_them_off(monkeypatch):
     monkeypatch.setenv(use.SWITCH, "0")
-    chosen = choice.choose(*call(Q, Q, Q))
-    assert chosen.operator is library.attention
+    chosen = choose(Q, Q, Q)
+    assert chosen.implementation is TILED
     assert "HF_QKNORM_CPU=0" in str(chosen)
     with pytest.raises(ValueError, match=r'"hf_qknorm_cpu" can\'t serve this call: HF_QKNORM_CPU=0.*set_attn'):
-        choice.cpp_attention(*call(Q, Q, Q))
+        REGISTERED["hf_qknorm_cpu"](LAYER, Q, Q, Q, None)
 
 
 @pytest.mark.parametrize("value", ["", "2", "yes"])
 def test_another_value_of_the_switch_is_refused(value, monkeypatch):
     monkeypatch.setenv(use.SWITCH, value)
     with pytest.raises(ValueError, match=f"HF_QKNORM_CPU must be 1 .* or 0 .*, got {value!r}"):
-        choice.choose(*call(Q, Q, Q))
+        choose(Q, Q, Q)
 
 
 def test_without_a_compiler_tiled_runs_unless_they_are_demanded(monkeypatch):
     monkeypatch.setenv("CXX", "/no/compiler")
     forget()
-    chosen = choice.choose(*call(Q, Q, Q))
-    assert chosen.operator is library.attention
+    chosen = choose(Q, Q, Q)
+    assert chosen.implementation is TILED
     assert NONE in str(chosen)
     found = {finding.topic: finding for finding in doctor._attention(torch.device("cpu"))}
     assert found["hf_qknorm_cpu"].level == "note"
     assert NONE in found["hf_qknorm"].text
     monkeypatch.setenv(use.SWITCH, "1")
     with pytest.raises(RuntimeError, match=f"HF_QKNORM_CPU=1 demands.*{re.escape(NONE)}.*CXX.*unset HF_QKNORM_CPU"):
-        choice.choose(*call(Q, Q, Q))
+        choose(Q, Q, Q)
     (problem,) = doctor._attention(torch.device("cpu"))
     assert problem.level == "problem"
 
@@ -118,15 +128,15 @@ def test_a_failed_check_warns_with_figures_and_takes_tiled(monkeypatch, caplog, 
     monkeypatch.setattr(first_use.verdict_files, "read", lambda *_: None)
     monkeypatch.setattr(first_use.verdict_files, "write", lambda *_: None)
     monkeypatch.setattr(self_check, "check", lambda *_: self_check.Finding("output", Verdict(0.05, 0.002)))
-    assert choice.choose(*call(Q, Q, Q)).operator is library.attention
+    assert choose(Q, Q, Q).implementation is TILED
     (record,) = caplog.records
     for part in ("the output has a relative error of 5.0e-02, and 2.0e-03 is allowed", '"hf_qknorm_cpu" refuses'):
         assert part in record.getMessage()
     with pytest.raises(ValueError, match="hf_qknorm_cpu.*5.0e-02"):
-        choice.cpp_attention(*call(Q, Q, Q))
+        REGISTERED["hf_qknorm_cpu"](LAYER, Q, Q, Q, None)
     monkeypatch.setenv(use.SWITCH, "1")
     with pytest.raises(RuntimeError, match="demands.*5.0e-02"):
-        choice.choose(*call(Q, Q, Q))
+        choose(Q, Q, Q)
 
 
 def test_a_call_before_any_check_is_checked_later(monkeypatch):
@@ -135,8 +145,8 @@ def test_a_call_before_any_check_is_checked_later(monkeypatch):
     monkeypatch.setattr(self_check, "check", lambda *_: self_check.Finding("output", Verdict(0.05, 0.002)))
     with monkeypatch.context() as patched:
         patched.setattr(first_use, "_can_check", lambda _: False)  # as in a backward pass
-        assert choice.choose(*call(Q, Q, Q)).operator is attention.attention
-    assert choice.choose(*call(Q, Q, Q)).operator is library.attention
+        assert choose(Q, Q, Q).implementation is CPP
+    assert choose(Q, Q, Q).implementation is TILED
 
 
 @pytest.mark.parametrize("order", [("cpu", "cpu_statistics"), ("cpu_statistics", "cpu")])
@@ -167,13 +177,13 @@ def test_nothing_is_compiled_in(place, machine, monkeypatch):
         monkeypatch.setattr(multiprocessing, "current_process", lambda: SimpleNamespace(daemon=True))
     else:
         heads = FakeTensorMode().from_tensor(Q)
-    assert choice.choose(*call(heads, heads, heads)).operator is library.attention
+    assert choose(heads, heads, heads).implementation is TILED
     assert machine.count() == 0
 
 
 class Attention(torch.nn.Module):
     def forward(self, q: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
-        return choice.best_attention(*call(q, q, q, softcap=5.0, causal=True, dropout=dropout))
+        return implementations.run(Call(*call(q, q, q, softcap=5.0, causal=True, dropout=dropout)))
 
 
 def test_an_exported_graph_has_none():
@@ -247,10 +257,10 @@ def test_a_folder_that_can_not_be_written_is_a_reason(error, machine, monkeypatc
         raise error
 
     monkeypatch.setattr(library_file, "store_library", fail)
-    assert str(error) in str(choice.choose(*call(Q, Q, Q)))
+    assert str(error) in str(choose(Q, Q, Q))
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     forget()
-    assert "Not a directory" in str(choice.choose(*call(Q, Q, Q)))
+    assert "Not a directory" in str(choose(Q, Q, Q))
 
 
 def test_the_build_says_that_it_takes_time(machine, caplog):

@@ -14,15 +14,20 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_qknorm import SCHEMES, patch_model
-from hf_qknorm.backends import choice
-from hf_qknorm.backends.functions import attend
+from hf_qknorm.backends import functions, implementations
+from hf_qknorm.backends.implementations import CPP, TILED
 from hf_qknorm.families.style import CACHE
-from hf_qknorm.ops import flex, library
-from hf_qknorm.ops.cpu import attention as cpu
+from hf_qknorm.ops import flex, library, operators
 from hf_qknorm.ops.trust import first_use
-from hf_qknorm.ops.types import Heads, Norm, Options, Visible
+from hf_qknorm.ops.types import Call, Norm
 
 Q = torch.zeros(1, 2, 9, 16)
+
+
+def choose(*heads: Tensor, **options: Any) -> implementations.Choice:
+    return implementations.choose(Call(*call(*heads, **options)))
+
+
 OLD = "its compute capability is 7.5"
 WRONG = "the self-check failed: the output has a relative error of 5.0e-02, and 2.0e-03 is allowed"
 
@@ -35,9 +40,10 @@ def distrusted(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def reason(heads: Any, visible: Any, options: Any, operator: str = "attention") -> str | None:
         return WRONG if operator in operators else None
 
-    monkeypatch.setattr(choice, "on_gpu", lambda x: True)
+    monkeypatch.setattr(implementations, "device_type", lambda x: "cuda")
+    monkeypatch.setattr(functions, "device_type", lambda x: "cuda")
     monkeypatch.setattr(first_use, "why_distrusted", reason)
-    monkeypatch.setattr(choice, "_logged", set())
+    monkeypatch.setattr(implementations, "_logged", set())
     return operators
 
 
@@ -48,16 +54,7 @@ ORDER = [
     ({}, None, {"attention"}, "it has no bf16", f"tiled in PyTorch: {WRONG}; it has no bf16"),
     ({}, OLD, set(), None, f"FlexAttention: {OLD}"),
     ({}, OLD, set(), "it has no bf16", f"tiled in PyTorch: {OLD}; it has no bf16"),
-    ({"q_norm": Norm("rms")}, None, set(), None, "its Triton kernels, norm and RoPE included"),
-    ({"q_norm": Norm("rms")}, None, {"attention"}, None, f"norm and RoPE in PyTorch: {WRONG}"),
 ]  # fmt: skip
-OPERATORS = {
-    "its Triton kernels": library.fused_attention,
-    "its Triton kernels, norm and RoPE included": library.fused_attention,
-    "FlexAttention": flex.attention,
-    "tiled in PyTorch": library.attention,
-    "norm and RoPE in PyTorch": choice._normed_attention,
-}
 
 
 @pytest.mark.parametrize(("options", "not_fused", "wrong", "not_flex", "expected"), ORDER)
@@ -65,37 +62,38 @@ def test_the_order(options, not_fused, wrong, not_flex, expected, distrusted, mo
     distrusted |= wrong
     monkeypatch.setattr(library, "why_not_fused", lambda *heads: not_fused)
     monkeypatch.setattr(flex, "why_not", lambda *call: not_flex)
-    chosen = choice.choose(*call(Q, Q, Q, **options))
+    chosen = choose(Q, Q, Q, **options)
     assert str(chosen) == expected
-    assert chosen.operator is OPERATORS[chosen.name]
+    assert chosen.implementation.words == expected.partition(":")[0]
 
 
 def test_an_arbitrary_mask_is_tiled(distrusted):
-    chosen = choice.choose(*call(Q, Q, Q, mask=torch.ones(1, 1, 9, 9, dtype=torch.bool)))
+    chosen = choose(Q, Q, Q, mask=torch.ones(1, 1, 9, 9, dtype=torch.bool))
     assert str(chosen).startswith("tiled in PyTorch: the mask [1, 1, 9, 9] is an arbitrary one")
     assert str(chosen).count("arbitrary") == 1
-    assert chosen.operator is library.attention
+    assert chosen.implementation is TILED
 
 
 def test_a_cpu_never_takes_the_interpreter():
-    assert choice.choose(*call(Q, Q, Q)).operator in (cpu.attention, library.attention)
+    assert choose(Q, Q, Q).implementation in (CPP, TILED)
 
 
 def test_other_devices_are_tiled():
     q = Q.to("meta")
-    assert str(choice.choose(*call(q, q, q))) == "tiled in PyTorch: the kernels are for NVIDIA GPUs and CPUs"
+    assert str(choose(q, q, q)) == "tiled in PyTorch: the kernels are for NVIDIA GPUs and CPUs"
 
 
 def test_the_implementation_is_logged_once_and_not_in_a_trace(distrusted, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hf_qknorm")
-    monkeypatch.setattr(library, "fused_attention", lambda heads, *rest: heads.q)
+    silent = implementations.TRITON._replace(run=lambda heads, *rest: heads.q)
+    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", (silent, *implementations.IMPLEMENTATIONS[1:]))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    choice.best_attention(*call(Q, Q, Q))
+    implementations.run(Call(*call(Q, Q, Q)))
     assert not caplog.records
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     for _ in range(2):
-        choice.best_attention(*call(Q, Q, Q))
-        choice.best_attention(*call(Q, Q, Q, mask=torch.ones(1, 1, 9, 9, dtype=torch.bool)))
+        implementations.run(Call(*call(Q, Q, Q)))
+        implementations.run(Call(*call(Q, Q, Q, mask=torch.ones(1, 1, 9, 9, dtype=torch.bool))))
     first, second = (record.getMessage() for record in caplog.records)
     assert first == "hf_qknorm attention runs its Triton kernels"
     assert second.startswith("hf_qknorm attention runs tiled in PyTorch: the mask")
@@ -141,15 +139,17 @@ def test_each_fallback_computes_the_same(distrusted, monkeypatch):
     expected = outcome(model, "hf_qknorm_eager")
     ran: list[str] = []
     kernels = {"fused_attention", "fused_step", "norm_rope", "norm_rope_one", "norm_rope_into"}
-    for name in kernels:
+    for name in kernels - {"fused_attention"}:
         monkeypatch.setattr(library, name, noted(getattr(library, name), name, ran))
+    fused = operators.FUSED_ATTENTION
+    monkeypatch.setattr(fused, "direct", noted(fused.direct, "fused_attention", ran))
     for wrong in FALLBACKS:
         distrusted.clear()
         distrusted |= wrong
         ran.clear()
         for name, value in outcome(model, "hf_qknorm").items():
             assert_near(value, expected[name], 1e-4, f"{wrong}: {name}")
-        sound = kernels - wrong - ({"fused_attention"} if "attention" in wrong else set())
+        sound = kernels - wrong - ({"fused_attention", "norm_rope_one"} if "attention" in wrong else set())
         assert set(ran) == sound - {"fused_step" if "step" in wrong else "norm_rope_into"}
 
 
@@ -173,9 +173,9 @@ def test_an_explicit_name_raises_with_the_figures(wrong, distrusted):
 def test_raw_heads_of_an_explicit_name_raise_too(distrusted):
     distrusted.add("attention")
     module = torch.nn.Module()
-    module.config = SimpleNamespace(_attn_implementation=choice.EXPLICIT)
+    module.config = SimpleNamespace(_attn_implementation="hf_qknorm_triton")
     with pytest.raises(ValueError, match="can't serve this call: the self-check failed"):
-        attend(module, Heads(Q, Q, Q, Norm("rms")), None)
+        implementations.takes_in_one(module, Call(*call(Q, Q, Q, q_norm=Norm("rms"))))
 
 
 def test_statistics_are_measured_in_blocks_where_the_kernels_are_wrong(distrusted):
@@ -185,4 +185,4 @@ def test_statistics_are_measured_in_blocks_where_the_kernels_are_wrong(distruste
     seen = Structure(Q, Q, None, None, True, None)
     distrusted.add("statistics")
     assert measure_by_kernels(Q, seen, 0.25, None, cap=50.0) is None
-    assert choice.why_not_kernels(Heads(Q, Q, Q), Visible(), Options(0.25)) is None
+    assert implementations.TRITON.why_not(*call(Q, Q, Q)) is None

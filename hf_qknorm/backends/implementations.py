@@ -1,0 +1,180 @@
+"""The implementations of attention, in the order in which `attn_implementation="hf_qknorm"` tries them.
+
+On CUDA it takes the Triton kernels, FlexAttention, or tiled; on a CPU the C++ kernels or tiled; elsewhere tiled. The
+interpreter of Triton's kernels is for tests. A name that asks for one implementation gets it or a ValueError.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_qknorm.ops import flex, library, reference
+from hf_qknorm.ops.checks import why_not_ranges
+from hf_qknorm.ops.cpu import attention as cpu
+from hf_qknorm.ops.cpu import use as cpu_use
+from hf_qknorm.ops.trust import first_use
+from hf_qknorm.ops.trust.code_path import Operator
+from hf_qknorm.ops.types import Call, Heads, LayerCache, Norm, Options, Rotary, Visible
+
+logger = logging.getLogger(__name__)
+_logged: set[str] = set()
+
+KERNELS_ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's, for tests
+NOTHING, NO_OPTIONS = Visible(), Options(1.0)  # of norm and rotation
+
+
+class Implementation(NamedTuple):
+    """An implementation of attention.
+
+    `words` name it in logs, and `devices` are those where it is tried, none for all. `why_not` returns the reason why
+    it does not take a call, or None; the first call of a kind may compile and check it. `run` computes `[B, H, T, D]`.
+    """
+
+    words: str
+    why_not: Callable[[Heads, Visible, Options], str | None]
+    run: Callable[[Heads, Visible, Options], Tensor]
+    devices: tuple[str, ...] = ()
+
+
+def _why_not_triton(heads: Heads, visible: Visible, options: Options) -> str | None:
+    reason = why_not_ranges(visible) or library.why_not_fused(*heads[:3])
+    return reason or first_use.why_distrusted(heads, visible, options)
+
+
+def _why_not_flex(heads: Heads, visible: Visible, options: Options) -> str | None:
+    return flex.why_not(heads, visible, options) or first_use.why_distrusted(heads, visible, options, "flex")
+
+
+TRITON: Final = Implementation("its Triton kernels", _why_not_triton, library.fused_attention, ("cuda",))
+CPP: Final = Implementation("its C++ kernels", cpu_use.why_not, cpu.attention, ("cpu",))
+FLEX: Final = Implementation("FlexAttention", _why_not_flex, flex.attention, ("cuda",))
+TILED: Final = Implementation("tiled in PyTorch", lambda *call: None, library.attention)
+IMPLEMENTATIONS: Final = (TRITON, CPP, FLEX, TILED)
+# The attention functions that take one of them or raise ValueError.
+NAMED: Final = {"hf_qknorm_triton": TRITON, "hf_qknorm_cpu": CPP, "hf_qknorm_tiled": TILED}
+
+
+class Choice(NamedTuple):
+    """The implementation of a call, and the reasons against those before it; None for the first."""
+
+    implementation: Implementation
+    reason: str | None
+
+    def __str__(self) -> str:
+        return self.implementation.words if self.reason is None else f"{self.implementation.words}: {self.reason}"
+
+
+def choose(call: Call) -> Choice:
+    """The first implementation that takes a call of normed and rotated heads."""
+    device, reasons = device_type(call.heads.q), []
+    for implementation in IMPLEMENTATIONS:
+        if implementation.devices and device not in implementation.devices:
+            continue
+        reason = implementation.why_not(*call)
+        if reason is None:
+            break
+        if reason not in reasons:
+            reasons.append(reason)
+    if device not in ("cpu", "cuda"):
+        reasons = ["the kernels are for NVIDIA GPUs and CPUs"]
+    return Choice(implementation, "; ".join(reasons) or None)
+
+
+def device_type(x: Tensor) -> str:
+    """The type of a tensor's device, as `choose` compares it with those of implementations."""
+    return x.device.type
+
+
+def takes_in_one(module: nn.Module, call: Call) -> bool:
+    """Whether the Triton kernels norm, rotate and attend in one launch for a layer that asks for kernels.
+
+    Raises ValueError, with the reason, if they do not and the layer's attention function takes nothing else.
+    """
+    reason = TRITON.why_not(*call)
+    if module.config._attn_implementation == "hf_qknorm_triton":  # type: ignore[union-attr]
+        refuse(reason, "hf_qknorm_triton")
+    if reason is None:
+        log_once("runs its Triton kernels, norm and RoPE included")
+    return reason is None
+
+
+def norm_rope(module: nn.Module, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Norm and rotate queries and keys, in the kernel if it passed its self-check, else in PyTorch."""
+    return library.norm_rope(heads) if _trusted(module, heads, "norm_rope") else reference.norm_rope(heads)
+
+
+def norm_rope_one(module: nn.Module, x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
+    """`norm_rope` of queries or keys alone."""
+    trusted = _trusted(module, Heads(x, x, x, norm, Norm(), rotary), "norm_rope_one")
+    return (library if trusted else reference).norm_rope_one(x, norm, rotary)
+
+
+def norm_rope_into(module: nn.Module, heads: Heads, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """`norm_rope` that writes the new keys and values to a static cache, and returns the queries."""
+    if _trusted(module, heads, "norm_rope_into"):
+        return library.norm_rope_into(heads, keys, values, positions)
+    q, k = reference.norm_rope(heads)
+    keys.index_copy_(2, positions, k)
+    values.index_copy_(2, positions, heads.v)
+    return q
+
+
+def step(module: nn.Module, call: Call, heads: Heads, filled: Tensor | None) -> Tensor:
+    """`library.fused_step` if it passed its self-check, else its parts, each by the first implementation for it.
+
+    `heads` are the new ones. Those of the `call` have the keys and values of a cache with room for them; `filled` is
+    that of `LayerCache`.
+    """
+    (_, keys, values, *_), visible, options = call.heads, call.visible, call.options
+    operator: Operator = "append" if filled is None else "step"
+    if _trusted(module, call.heads, operator, visible, options):
+        log_once("runs its Triton kernels, norm and RoPE included")
+        return library.fused_step(heads, LayerCache(keys, values, filled), visible, options)
+    count = heads.q.shape[2]
+    start = keys.shape[2] - count if filled is None else filled
+    q = norm_rope_into(module, heads, keys, values, start + torch.arange(count, device=keys.device))
+    if filled is not None:
+        filled.add_(count)
+    return run(Call(Heads(q, keys, values), visible, options))
+
+
+def run(call: Call) -> Tensor:
+    """Attention by the first implementation that takes the call."""
+    choice = choose(call)
+    log_once("runs %s", choice)
+    return choice.implementation.run(*call)
+
+
+def _trusted(
+    module: nn.Module, heads: Heads, operator: Operator, visible: Visible = NOTHING, options: Options = NO_OPTIONS
+) -> bool:
+    """Whether a kernel passed its self-check. Raises ValueError if it did not and the module asks for kernels."""
+    reason = first_use.why_distrusted(heads, visible, options, operator)
+    if reason is not None and module.config._attn_implementation == "hf_qknorm_triton":  # type: ignore[union-attr]
+        refuse(reason, "hf_qknorm_triton")
+    return reason is None
+
+
+def refuse(reason: str | None, name: str) -> None:
+    """Raise ValueError if there is a reason why the implementation that was asked for by name does not take a call."""
+    if reason is not None:
+        raise ValueError(
+            f'attn_implementation="{name}" can\'t serve this call: {reason}. Call '
+            'model.set_attn_implementation("hf_qknorm"), which takes the kernels only where they serve'
+        )
+
+
+def log_once(message: str, *arguments: object) -> None:
+    """Log at info level which implementation runs, once a process; a traced graph is silent."""
+    if torch.compiler.is_compiling() or not logger.isEnabledFor(logging.INFO):
+        return
+    line = message % arguments
+    if line not in _logged:
+        _logged.add(line)
+        logger.info("hf_qknorm attention %s", line)
