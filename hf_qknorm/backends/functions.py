@@ -39,14 +39,12 @@ CAP_BACKENDS: Final = (
 )
 # Those that add a position bias to the logits.
 BIAS_BACKENDS: Final = ("eager", "sdpa", "hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager")
-# Those that apply learned sinks; `flex_attention` on a GPU alone.
-SINK_BACKENDS: Final = (*(name for name in CAP_BACKENDS if name.startswith("hf_qknorm")), "eager", "flex_attention")
 # Servers replace the attention function and read the cap from config.attn_logit_softcapping themselves.
 SERVER_BACKENDS: Final = ("vllm", "sglang")
 
 
 def cap_backend(config: Any) -> str:
-    """The default backend of a cap or of learned sinks.
+    """The default backend of a cap.
 
     transformers takes "eager" alone for a config with attention weights.
     """
@@ -78,27 +76,16 @@ def check_bias_backend(name: str) -> None:
         )
 
 
-def check_backend(name: str, softcap: float | None, sinks: str | None) -> None:
-    """Raise ValueError if the backend `name` would drop the cap or the learned sinks of a scheme."""
-    if softcap is not None:
-        check_cap_backend(name, softcap)
-    if sinks is not None and name not in SINK_BACKENDS:
-        raise ValueError(
-            f"attn_implementation={shorten(name)} would drop the learned sinks (sinks={sinks!r}). Backends that apply "
-            f"them: {', '.join(SINK_BACKENDS)}"
-        )
-
-
 def attention_function(
     module: nn.Module, scheme: Scheme, eager: Callable[..., Any]
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function of the module's config; `eager` is the model's eager function.
 
-    The models' eager functions have no cap and no sinks: a scheme with either replaces them.
+    The models' eager functions have no cap: a scheme with one replaces them.
     """
     name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
-    check_backend(name, scheme.softcap, scheme.sinks)
-    if scheme.softcap is not None or scheme.sinks is not None:
+    if scheme.softcap is not None:
+        check_cap_backend(name, scheme.softcap)
         eager = eager_attention
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 

@@ -29,7 +29,6 @@ from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.config_owners import config_owners
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.continuous_batching import check_continuous_batching
-from hf_qknorm.model.head_bias import HeadBias
 from hf_qknorm.model.knees import record_powers, restore_powers
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
@@ -74,9 +73,6 @@ class QKNormModel(_Model):
         plan_norms(self)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, HeadBias):
-            initialization.constant_(module.bias, module.initial)
-            return
         if not isinstance(module, HeadNorm):
             super()._init_weights(module)
             return
@@ -90,11 +86,11 @@ class QKNormModel(_Model):
         return cls.base_class.is_custom_code()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Check a backend as transformers does, and refuse one that would drop a cap, sinks or a position bias."""
+        """Check a backend as transformers does, and refuse one that would drop a cap or a position bias."""
         softcap = self.config.scheme.softcap or (self.config.qk_norm_blend or {}).get("softcap")
-        if softcap is not None or self.config.scheme.sinks is not None:
+        if softcap is not None:
             requested_attention = requested_attention or functions.cap_backend(self.config)
-            functions.check_backend(requested_attention, softcap, self.config.scheme.sinks)
+            functions.check_cap_backend(requested_attention, softcap)
         if requested_attention is not None and FAMILIES[self.config.base_model_type].style.bias is not None:
             functions.check_bias_backend(requested_attention)
         return super().get_correct_attn_implementation(requested_attention, is_init_check)

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from hf_qknorm.backends import caches, choice, functions
 from hf_qknorm.backends.calls import is_padded_ranges
-from hf_qknorm.model.head_bias import scaled_norm
 from hf_qknorm.model.knee_state_dict import KneeStateDict
-from hf_qknorm.model.norms import HeadNorm, is_unhooked
-from hf_qknorm.model.plain_attention import PlainAttention, active_copy
+from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked
+from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.model.rotary import kernel_rotary
 from hf_qknorm.ops.cpu import norm_rope, use
 from hf_qknorm.ops.types import Heads, Norm
@@ -27,13 +26,13 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         without_kernels = self.family.rope is None or (q.is_cpu and not choice.KERNELS_ON_CPU)
         if without_kernels or not functions.takes_raw_heads(self, q, k, v, mask, options):
             return super()._norm_rotate_attend(q, k, v, mask, positions, cache, options)
-        (q, q_norm), (k, k_norm) = self._queries_for_kernels(q), self._for_kernels("k_norm", k)
+        (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
         rotary = kernel_rotary(positions, self.family.rope)
         if not q.dtype == k.dtype == v.dtype:  # a model's own norm may promote them
             q, k = q.to(v.dtype), k.to(v.dtype)
         heads = Heads(q, k, v, q_norm, k_norm, rotary)
         slot: Any = None if cache is None else self.family.style.slot(self, **options)
-        if self.scheme.length_scale is None and self._fits_one_kernel(heads, mask, cache, slot):
+        if self._fits_one_kernel(heads, mask, cache, slot):
             if cache is not None:
                 cache.update(choice.norm_rope_one(self, heads.k, k_norm, rotary), v, slot)
             return functions.attend(self, heads, mask, **options)
@@ -42,7 +41,6 @@ class QKNormAttention(KneeStateDict, PlainAttention):
             into.keep()
             return result
         q, k = choice.norm_rope(self, heads)
-        q = self._length_scaled(q, options)
         if cache is not None:
             k, v = caches.update(cache, slot, k, v, options)
         self._show(q, k, v, mask, options)
@@ -89,21 +87,9 @@ class QKNormAttention(KneeStateDict, PlainAttention):
 
     def _fits_a_step(self, heads: Heads, mask: Tensor | None, options: dict[str, Any]) -> bool:
         """Whether kernels can norm, rotate, write to a cache and attend, if it has room."""
-        observed = self.scheme.length_scale is not None or self.observers
-        if torch.is_grad_enabled() or observed or heads.v.shape != heads.k.shape:
+        if torch.is_grad_enabled() or self.observers or heads.v.shape != heads.k.shape:
             return False
         return functions.takes_step(heads.q, mask, options)
-
-    def _queries_for_kernels(self, q: Tensor) -> tuple[Tensor, Norm]:
-        """q and the norm that the kernel applies to it, with the temperature in the norm's gain, or else in q."""
-        x, norm = self._for_kernels("q_norm", q)
-        if self.scheme.temperature is None:
-            return x, norm
-        if norm.kind == "none":
-            return self.tempered(x), norm
-        if norm.blend is None:
-            return x, scaled_norm(norm, self.head_bias("temperature").factor(), x.shape[-1])
-        return self.tempered(self.normed("q_norm", q)), Norm()
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that the kernel applies to it; a norm that it can't apply is applied here."""
@@ -111,10 +97,10 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         return (self.normed(name, x), Norm()) if norm is None else (x, norm)
 
     def _kernel_norm(self, name: str, device: torch.device) -> Norm | None:
-        """The norm of that name on a device, the identity without one; None for one over all heads, or with hooks."""
+        """The norm of that name on a device, the identity without one; None for one with hooks."""
         module: Any = self._modules.get(name)
         norm = active_copy(module)
         if norm is None:
             return Norm()
         unhooked = is_unhooked(norm) and (norm is module or is_unhooked(module))
-        return norm.as_norm(device) if unhooked and type(norm) is HeadNorm and not norm.wide else None
+        return norm.as_norm(device) if unhooked and type(norm) is HeadNorm else None

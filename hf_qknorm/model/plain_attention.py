@@ -12,20 +12,9 @@ from hf_qknorm.backends import functions
 from hf_qknorm.families import Family
 from hf_qknorm.families.style import add_to_cache
 from hf_qknorm.model.cross_attention import attend_across
-from hf_qknorm.model.head_bias import HeadBias, scaled_heads
-from hf_qknorm.model.length_scale import scaled_queries
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 NONE = SCHEMES["none"]
-
-
-def active_copy(module: Any) -> nn.Module | None:
-    """The module, or the copy of it that PEFT's wrapper calls."""
-    copies = None if module is None else module._modules.get("modules_to_save")
-    if copies is None:
-        return module
-    active = [] if module.disable_adapters else module.active_adapters
-    return copies[active[0]] if active and active[0] in copies else module.original_module
 
 
 class PlainAttention(nn.Module):
@@ -66,9 +55,7 @@ class PlainAttention(nn.Module):
         kwargs["dropout"] = style.dropout(self) if self.training else 0.0
         if (softcap := self.softcap) is not None:
             kwargs["softcap"] = softcap
-        if self.scheme.sinks is not None:
-            kwargs["s_aux"] = self.head_bias("sink")()
-        elif "sinks" in self._parameters or "sinks" in vars(self):  # hasattr takes as long as a small operator
+        if "sinks" in self._parameters or "sinks" in vars(self):  # hasattr takes as long as a small operator
             kwargs["s_aux"] = self.sinks
         if states is not None:
             out, weights = attend_across(self, hidden_states, states, attention_mask, cache, kwargs)
@@ -96,7 +83,6 @@ class PlainAttention(nn.Module):
         q, k, v = self._norm_rotate(q, k, v, positions, cache, options)
         if style.prescaled:
             options = options | {"scaling": 1.0}
-        q = self._length_scaled(self.tempered(q), options)
         if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
             q, k = q.to(v.dtype), k.to(v.dtype)
         if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
@@ -143,27 +129,6 @@ class PlainAttention(nn.Module):
         """Apply the scheme's norm of that name to x `[B, H, T, D]`; without such a norm return x itself."""
         norm = self._modules.get(name)
         return x if norm is None or self.has_own_norms else norm(x.transpose(1, 2)).transpose(1, 2)
-
-    def tempered(self, q: Tensor) -> Tensor:
-        """Multiply queries `[B, H, T, D]` by the scheme's temperature, if it has one."""
-        return q if self.scheme.temperature is None else scaled_heads(q, self.head_bias("temperature").factor())
-
-    def head_bias(self, name: str) -> HeadBias:
-        """The layer's `HeadBias` of that name: the active adapter's copy, under PEFT's `modules_to_save`."""
-        found: Any = active_copy(self._modules.get(name))
-        return found
-
-    def _length_scaled(self, q: Tensor, options: dict[str, Any]) -> Tensor:
-        """Multiply rotated queries `[B, H, T, D]` by the scheme's length scale, if it has one."""
-        length = self.scheme.length_scale
-        if length is None:
-            return q
-        return scaled_queries(q, options.get("position_ids"), length, self.window, self._blend())
-
-    def _blend(self) -> Tensor | None:
-        """The blend of the layer's norms; None outside of a blend."""
-        norms: list[Any] = [self._modules.get(name) for name in ("q_norm", "k_norm") if self.blending]
-        return next((norm.blend for norm in norms if norm is not None), None)
 
     @property
     def is_unchanged(self) -> bool:
