@@ -158,7 +158,7 @@ def _card(options: Namespace) -> None:
 def _schemes(options: Namespace) -> None:
     for name, scheme in SCHEMES.items():
         print(f"{name:14}{scheme}")
-    print('\nor fields, which all have a default, as JSON: \'{"q": "rms", "k": "rms", "width": "all"}\'\n')
+    print('\nor fields, which all have a default, as JSON: \'{"q": "rms", "k": "rms", "softcap": 30}\'\n')
     for name, values in field_values().items():
         print(f"{name:14}{values}")
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_qknorm.backends import functions
 from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.model.accelerate_hooks import check_offload
-from hf_qknorm.model.attention import head_biases, install, own_layers, patched_layers, uninstall
+from hf_qknorm.model.attention import install, own_layers, patched_layers, uninstall
 from hf_qknorm.model.causality import causality, check_causality
 from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.config_owners import check_one_config, config_owners, set_config, share_config
@@ -47,7 +47,7 @@ def patch_model(
     New gains are 1: a pretrained model loses part of what it knew until `calibrate` fits them. With `pre_norm=False`
     the norm before attention is folded into the projections, which can't be undone.
 
-    `attn_implementation` selects the attention backend. Default: with a cap or learned sinks "hf_qknorm"
+    `attn_implementation` selects the attention backend. Default: with a cap "hf_qknorm"
     ("eager" if `config.output_attentions` asks for the weights), else the model's own. `tower` names the part of a
     multimodal model to patch, such as "vision_tower". Default: its text tower.
 
@@ -72,7 +72,7 @@ def patch_model(
     require_own_forward(model, family)
     if not scheme.changes_nothing:
         check_one_config(model, own_layers(model, family))
-    if scheme.norms or scheme.learned:
+    if scheme.norms:
         check_offload(model, own_layers(model, family))
     if not scheme.pre_norm:
         check_foldable(model, family)
@@ -255,8 +255,7 @@ def _log(model: PreTrainedModel, scheme: Scheme) -> None:
     """Log what was added; as a warning for a pretrained model with new norms."""
     layers = patched_layers(model)
     norms = [module for module in model.modules() if isinstance(module, HeadNorm)]
-    new = [module for layer in layers.values() for module in head_biases(layer).values()]
-    added = sum(p.numel() for module in (*norms, *new) for p in module.parameters())
+    added = sum(p.numel() for module in norms for p in module.parameters())
     removed = sum(p.numel() for layer in layers.values() for norm in layer.removed_norm for p in norm.parameters())
     parameters = f"{added:,} parameters added" + (f" and {removed:,} removed" if removed else "")
     family = next(iter(layers.values())).family

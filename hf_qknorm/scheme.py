@@ -18,19 +18,16 @@ from hf_qknorm.files.formatting import shorten
 from hf_qknorm.ops.norms import NORMS, SHARPNESSES
 
 GAINS: Final = ("shared", "per_head", "scalar", "none")
-WIDTHS: Final = ("head", "all")
-
-# Fields that are "learned" or None: each adds one number a head to every layer.
-LEARNED: Final = ("temperature", "sinks")
 
 # Gains with one entry per channel: a bias needs one of them.
 CHANNEL_GAINS: Final = ("shared", "per_head")
 
-LONGEST: Final = 2**31 - 1  # tokens
-
 # The fields of version 0.1.0, which the config.json of every checkpoint holds. An older checkpoint may lack a later
 # field, whose default changes nothing.
 STORED: Final = ("q", "k", "v", "gain", "bias", "p", "scale", "softcap", "pre_norm", "eps")
+
+# Fields of version 0.2 that are gone, with the values that changed nothing.
+REMOVED: Final = {"temperature": None, "sinks": None, "length_scale": None, "width": "head"}
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,8 @@ class Scheme:
     `q`, `k`, `v` are the norm over head_dim of each projection: "rms", "layer", "l2", "lp", "auto" ("rms" once a model
     is patched: LayerNorm loses the mean of each head for good) or None. The norm is applied before RoPE and the KV
     cache.
-    `width` is "head" (each head is normed by itself) or "all": one norm over all heads of a token, `[H·D]`, as in
-    OLMo 2 (arXiv 2501.00656). Queries, keys and values are still normed apart.
-    `gain` is "shared" (`[D]`, as in Qwen3; with width="all" `[H·D]`, as in OLMo 2), "per_head" (`[H, D]`), "scalar"
-    (one number per layer, held by the query norm) or "none". `bias` adds a bias of the gain's shape; None means with
-    LayerNorm only.
+    `gain` is "shared" (`[D]`, as in Qwen3), "per_head" (`[H, D]`), "scalar" (one number per layer, held by the query
+    norm) or "none". `bias` adds a bias of the gain's shape; None means with LayerNorm only.
     `p` is the order of the "lp" norm.
     `scale` multiplies q·k; None means the model's own (1/√D for most).
     `softcap` c > 0 replaces each logit by c·tanh(logit/c), before mask and softmax; None means no cap.
@@ -56,16 +50,6 @@ class Scheme:
     `sharpness` s, 1, 2, 4 or 8, is how exactly vectors below the knee keep their length: with it the root holds
     (εˢ + (mean x²)ˢ)^(1/s), ε = `eps` + `knee`·mean, in place of ε + mean x². 1 is RMSNorm's own form. Without a knee
     it changes nothing.
-    `length_scale` L multiplies each query by log n / log L, n the number of keys that it sees: its position + 1, or
-    the sliding window. This counters the flattening of attention over longer text. Nothing changes at position L − 1,
-    so that L is the length a model was trained at. None means no factor. This is SSMax (Nakanishi 2025, arXiv
-    2501.19399) with a fixed s = 1/log L for all heads. Padding at the left counts as tokens unless position_ids leave
-    it out, as those of `generate` do.
-    `temperature` "learned" multiplies the queries of each head by exp(b), b a parameter `[H]` that starts at 0. This is
-    the logit scale of Swin v2 (Liu et al. 2021, arXiv 2111.09883, eq. 2), relative to the model's own scale.
-    `sinks` "learned" gives each head one more logit without a key or value, a parameter `[H]`, as in gpt-oss (arXiv
-    2508.10925): attention that goes there goes to no token. It starts at −10, where it takes next to nothing of a query
-    with a logit near 0 or above. It takes much of one whose logits are all around −10 or below.
 
     Raises ValueError, naming the field, for a value or combination that is not possible.
 
@@ -87,10 +71,6 @@ class Scheme:
     pre_norm: bool = True
     eps: float = 1e-6
     knee: float = 0.0
-    length_scale: int | None = None
-    width: str = "head"
-    temperature: str | None = None
-    sinks: str | None = None
     sharpness: int = 1
 
     def __post_init__(self) -> None:
@@ -98,11 +78,6 @@ class Scheme:
         for name in ("q", "k", "v"):
             self._require(name, getattr(self, name) in (*named, None), f"one of {_listed(named)} or None")
         self._require("gain", self.gain in GAINS, f"one of {_listed(GAINS)}")
-        self._require("width", self.width in WIDTHS, f"one of {_listed(WIDTHS)}")
-        for name in LEARNED:
-            self._require(name, getattr(self, name) in ("learned", None), '"learned" or None')
-        expected = "None with a length scale, which multiplies the first query by log 1 = 0, while it sees the sink too"
-        self._require("sinks", self.sinks is None or self.length_scale is None, expected)
         self._require("bias", self.bias is None or isinstance(self.bias, bool), "True, False or None")
         self._require("pre_norm", isinstance(self.pre_norm, bool), "True or False")
         self._require("p", _is_finite(self.p) and self.p >= 1, "a finite number ≥ 1 (below 1 it is no norm)")
@@ -116,19 +91,10 @@ class Scheme:
         for name in ("p", "scale", "softcap", "eps", "knee"):  # 50 and 50.0 are the same scheme, in JSON too
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
-        length = self.length_scale
-        whole = isinstance(length, int) and not isinstance(length, bool)
-        self._require("length_scale", length is None or (whole and 2 <= length <= LONGEST), f"2 to {LONGEST}, or None")
         expected = f"p = 2, or {_listed(ordered)} among q, k and v: no other norm has an order"
         self._require("p", self.p == 2 or not {*ordered}.isdisjoint(self.norms), expected)
         expected = f"a norm on q, k or v, and gain {_listed(CHANNEL_GAINS)}: a bias has the gain's shape"
         self._require("bias", not self.bias or (bool(self.norms) and self.gain in CHANNEL_GAINS), expected)
-        averaged = tuple(name for name, kind in NORMS.items() if not kind.summed)
-        expected = f'"head" unless the norms of q, k and v are {_listed(averaged)}: one that gives length 1 is per head'
-        together = bool(self.norms) and {*self.norms} <= {*averaged, "auto"}
-        self._require("width", self.width == "head" or together, expected)
-        expected = 'another gain with width="all", whose gain "shared" has one entry for each channel of every head'
-        self._require("gain", self.width == "head" or self.gain != "per_head", expected)
         expected = "True unless q, k and v are all normed: their norms then remove the scale"
         self._require("pre_norm", self.pre_norm or None not in (self.q, self.k, self.v), expected)
         expected = "0 unless q, k or v is normed and pre_norm is True: a norm with a knee keeps part of the scale"
@@ -138,20 +104,19 @@ class Scheme:
         if not holds:
             raise ValueError(f"Scheme({field}={shorten(getattr(self, field))}) is not possible: expected {expected}")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle a scheme, perhaps of an earlier version. Raises ValueError for fields of `REMOVED`."""
+        vars(self).update(_without_removed(state))
+
     @property
     def norms(self) -> tuple[str, ...]:
         """The norms of q, k and v, without None."""
         return tuple(norm for norm in (self.q, self.k, self.v) if norm is not None)
 
     @property
-    def learned(self) -> tuple[str, ...]:
-        """The fields of `LEARNED` that are set."""
-        return tuple(name for name in LEARNED if getattr(self, name) is not None)
-
-    @property
     def changes_nothing(self) -> bool:
         """Whether attention is the model's own, as with "none"."""
-        return not (self.norms or self.learned) and self.scale is self.softcap is self.length_scale is None
+        return not self.norms and self.scale is self.softcap is None
 
     def resolve(self) -> Scheme:
         """Return the scheme with "rms" in place of "auto"."""
@@ -169,12 +134,16 @@ class Scheme:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Scheme:
-        """Return the scheme that `to_dict` wrote. Raises ValueError for unknown keys, which could change the result."""
+        """Return the scheme that `to_dict` wrote, of this or an earlier version.
+
+        Raises ValueError for unknown keys, which could change the result, and for fields of `REMOVED` that did.
+        """
         if not isinstance(data, Mapping):
             raise ValueError(
                 f"a scheme is a preset's name or a mapping of its fields, got {type(data).__name__}: {shorten(data)}. "
                 f"Presets: {', '.join(SCHEMES)}"
             )
+        data = _without_removed(data)
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := [key for key in data if key not in known]:
             raise ValueError(
@@ -228,11 +197,21 @@ def field_values() -> dict[str, str]:
     """The values that each field of a scheme can have, as text."""
     norm, switch, number = " | ".join((*NORMS, "auto")), "true | false", "a number > 0"
     return {
-        **{"q": norm, "k": norm, "v": norm, "width": " | ".join(WIDTHS), "gain": " | ".join(GAINS), "bias": switch},
-        **{"p": "a number ≥ 1", "scale": number, "softcap": number, "eps": number, "knee": "a number ≥ 0"},
-        **{"sharpness": " | ".join(map(str, SHARPNESSES))},
-        **{"pre_norm": switch, "length_scale": "a whole number ≥ 2", **dict.fromkeys(LEARNED, "learned")},
+        **{"q": norm, "k": norm, "v": norm, "gain": " | ".join(GAINS), "bias": switch, "p": "a number ≥ 1"},
+        **{"scale": number, "softcap": number, "eps": number, "knee": "a number ≥ 0"},
+        **{"sharpness": " | ".join(map(str, SHARPNESSES)), "pre_norm": switch},
     }
+
+
+def _without_removed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a scheme's fields without those of `REMOVED`. Raises ValueError for one that changed attention."""
+    for name, neutral in REMOVED.items():
+        if (value := data.get(name, neutral)) != neutral:
+            raise ValueError(
+                f"scheme field {name!r} ({shorten(value)}) was removed in hf_qknorm 0.3: leave it out of a new scheme. "
+                "A checkpoint that was made with it computes something else without it, and needs hf_qknorm 0.2"
+            )
+    return {name: value for name, value in data.items() if name not in REMOVED}
 
 
 def _is_finite(value: object) -> bool:

@@ -75,7 +75,6 @@ def schemes(draw: st.DrawFn) -> Scheme:
         eps=draw(positive),
         knee=draw(st.just(0) | positive) if normed and pre_norm else 0,
         sharpness=draw(st.sampled_from(SHARPNESSES)),
-        length_scale=draw(st.none() | st.integers(2, 2**31 - 1)),
     )
 
 

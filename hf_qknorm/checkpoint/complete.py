@@ -27,8 +27,8 @@ from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import CONFIG, INDEX, SINGLE
 from hf_qknorm.model.load_checks import skip_load_checks
 
-# Of norms of heads, and of learned numbers of heads, in an attention layer
-NORM = re.compile(r"(?:^|\.)(?:(?:[qkv]|query|key|value)_(?:layer)?norm\.[^.]+|(?:temperature|sink)\.bias)$")
+# Of norms of heads in an attention layer
+NORM = re.compile(r"(?:^|\.)(?:[qkv]|query|key|value)_(?:layer)?norm\.[^.]+$")
 REPORTER = logging.getLogger("transformers.modeling_utils")
 
 

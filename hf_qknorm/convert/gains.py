@@ -68,8 +68,7 @@ class NormSums:
         self.sums = [torch.zeros((), dtype=torch.float64)] * 5
 
     def add(self, x: Tensor) -> None:
-        """Add heads `[N, H, D]`; a norm over all heads sums over the vectors `[N, 1, H·D]`."""
-        x = self.norm.vectors(x)
+        """Add heads `[N, H, D]`."""
         x = x.float() if x.device.type == "mps" else x.double()
         y, size = centred_and_size(self.norm, x)
         self.power.add(size)

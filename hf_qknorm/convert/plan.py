@@ -20,7 +20,7 @@ from hf_qknorm.convert.memory import parse_size
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.names import CARD, CODE_FILE, CONFIG, INDEX, KEPT_CARD, REPORT
 from hf_qknorm.hub.metadata import is_generated_card
-from hf_qknorm.model.attention import QKNormAttention, head_biases, head_norms, patched_layers
+from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.fold import fold_weight
 from hf_qknorm.patch import patched_config
@@ -185,7 +185,7 @@ def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor],
     scheme, weights = options.scheme, source.weights
     new: dict[str, NewTensor] = {}
     kept: dict[str, StoredTensor | NewTensor] = {**weights.stored}
-    if not (scheme.norms or scheme.learned) and scheme.pre_norm:
+    if not scheme.norms and scheme.pre_norm:
         return new, kept  # a cap has no tensors
     for prefix, pre_norm, layer in _stored_layers(source, scheme):
         projections = [f"{prefix}.{part}" for part in layer.family.style.weights]
@@ -198,9 +198,6 @@ def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor],
             if norm.knee:
                 make = partial(torch.full, (), norm.scheme_eps)
                 new[f"{prefix}.{norm_name}.eps"] = NewTensor(file, (), torch.float32, make)
-        for name, module in head_biases(layer).items():
-            shape = tuple(module.bias.shape)
-            new[f"{prefix}.{name}.bias"] = NewTensor(file, shape, dtype, partial(torch.full, shape, module.initial))
         if not scheme.pre_norm:
             for kind in ("weight", "bias"):
                 kept.pop(f"{pre_norm}.{kind}", None)

@@ -17,12 +17,11 @@ from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layer
 from hf_qknorm.model.knees import NO_NORM, set_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.scheme import LEARNED, Scheme
+from hf_qknorm.scheme import Scheme
 from hf_qknorm.stats.head_weights import HeadWeights, attention_head_weights
 
 STORED: Final = ("weight", "bias", "eps")  # of a norm, in the weights
 SIDES: Final = {"q": "q_norm", "k": "k_norm"}
-KEPT: Final = ("softcap", "length_scale", *LEARNED)  # fields of a scheme that its norms have no part in
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class ConstantNorm:
         constant = float(norm.eps) ** -0.5 * (part.width ** (-1 / norm.order) if kind.summed else 1.0) * self.scale
         gain = x.new_full(rows.shape, constant) * (1.0 if norm.weight is None else _by_output(norm.weight, rows))
         y = x[rows]  # [H, D], with the inputs behind
-        y = y - y.mean((0, 1) if norm.wide else 1, keepdim=True) if kind.centred else y
+        y = y - y.mean(1, keepdim=True) if kind.centred else y
         y = y * gain.view(*gain.shape, *[1] * (y.dim() - 2))
         if y.dim() == 2 and norm.bias is not None:
             y = y + self.scale * _by_output(norm.bias, rows)
@@ -116,7 +115,7 @@ def sides(layer: QKNormAttention) -> dict[str, HeadNorm]:
 
 def without_norms(scheme: Scheme) -> Scheme:
     """The rest of a scheme whose norms, and scale with them, are folded into the projections."""
-    return Scheme(**{field: getattr(scheme, field) for field in KEPT})
+    return Scheme(softcap=scheme.softcap)
 
 
 def fold_constant_norms(plan: TensorPlan, source: Source, *, end: bool = False) -> Any:

@@ -60,12 +60,11 @@ def export_native(
 ) -> NativeExport:
     """Export the patched checkpoint in the folder `src` to the new folder `dst` as one of transformers' own models.
 
-    RMS norms on q and k of a Llama, Mistral, Phi-3 or Qwen 2 give a Qwen 3, of a Mixtral a Qwen 3 MoE; over all heads
-    they give an OLMoE, with a single expert where the model has none; LayerNorms of a GPT-NeoX give a Phi; a cap
-    without norms gives a VaultGemma, or of a Gemma 2 another Gemma 2; the scheme "none" gives the model that was
-    patched. Norms that training has removed (`KneeSchedule(target=math.inf)`) are folded into their projections: what
-    remains is exported as a model without norms. Logits are equal to the bit, or up to rounding in float32 if tensors
-    are scaled or an expert is made.
+    RMS norms on q and k of a Llama, Mistral, Phi-3 or Qwen 2 give a Qwen 3, of a Mixtral a Qwen 3 MoE; LayerNorms of a
+    GPT-NeoX give a Phi; a cap without norms gives a VaultGemma, or of a Gemma 2 another Gemma 2; the scheme "none"
+    gives the model that was patched. Norms that training has removed (`KneeSchedule(target=math.inf)`) are folded into
+    their projections: what remains is exported as a model without norms. Logits are equal to the bit, or up to rounding
+    in float32 if tensors are scaled.
     Tensors keep their dtypes and are never all in memory; tokenizer, generation config and licence are copied.
 
     With `end_norms`, norms that still act are replaced by constant factors too, which is no longer exact: sharp norms

@@ -4,14 +4,12 @@ What each computes, by its modelling file:
 
 qwen3, qwen3_moe  RMSNorm over head_dim on q and k, before RoPE, one gain a layer, with the eps of all norms
 phi               LayerNorm there, with a bias; attention and MLP in parallel, after one norm
-olmoe             RMSNorm over all heads on q and k, in a block with its norms before attention and MLP; the MLP has
-                  experts, of which a model without experts needs one
 vaultgemma        a cap on the logits, no norms on q and k; gains as weight + 1, embeddings times √hidden_size
 
 A knee of sharpness 1 is a larger ε in each norm, which moves to the projections: with x times √(eps/ε), the model's one
 eps has its effect. No model has both norms and a cap: Gemma 3's config can state a cap, but its attention does not
-apply it. OLMo 2 and 3 norm q and k over all heads, but their blocks norm the outputs of attention and MLP, not the
-inputs. HunYuan's norms come after RoPE; StableLM and Cohere have LayerNorm where Llama has RMSNorm.
+apply it. OLMo 2 and 3 and OLMoE norm q and k over all heads together. HunYuan's norms come after RoPE; StableLM and
+Cohere have LayerNorm where Llama has RMSNorm.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """A model type of transformers, the norms of its queries and keys with their width, and whether it caps the logits.
+    """A model type of transformers, the norms of its queries and keys, and whether it caps the logits.
 
     `settings` returns the settings that differ from the source config's; `transforms` change the tensor plan, in order;
     `obstacle` returns what of a config would be lost, or None.
@@ -44,7 +42,6 @@ class Target:
     settings: Callable[[Any], Settings]
     transforms: tuple[Callable[[TensorPlan, Any], None], ...]
     obstacle: Callable[[Any], str | None] = lambda config: None
-    width: str = "head"
 
 
 def _window(config: Any) -> int | None:
@@ -79,16 +76,6 @@ def _qwen3_moe_settings(config: Any) -> Settings:
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-    }
-
-
-def _olmoe_settings(config: Any) -> Settings:
-    experts = (config.num_local_experts, config.num_experts_per_tok) if config.base_model_type == "mixtral" else (1, 1)
-    return {
-        "attention_bias": transforms.biased(config),
-        "num_experts": experts[0],
-        "num_experts_per_tok": experts[1],
-        "norm_topk_prob": True,
     }
 
 
@@ -128,47 +115,29 @@ def _llama_obstacle(config: Any) -> str | None:
     return None
 
 
-def _olmoe_obstacle(config: Any) -> str | None:
-    if transforms.head_dim(config) * config.num_attention_heads != config.hidden_size:
-        return f"its heads have hidden_size / num_attention_heads channels, not head_dim={transforms.head_dim(config)}"
-    if _window(config) is not None and (config.base_model_type != "qwen2" or "sliding_attention" in config.layer_types):
-        return f"the sliding window of {_window(config)} would be lost: its attention has none"
-    return _llama_obstacle(config)
-
-
 def _neox_obstacle(config: Any) -> str | None:
     parallel = config.use_parallel_residual
     return None if parallel else "attention and MLP are in parallel there (use_parallel_residual=False)"
 
 
 _NORMS = (transforms.align_eps, transforms.share_gains)
-_QUERIES = (transforms.scale_queries, transforms.fold_temperature)
 _LLAMA = (transforms.split_fused, transforms.fill_output_bias)
 QWEN3 = Target("qwen3", RMS, False, _qwen3_settings, (*_LLAMA, *_NORMS), _llama_obstacle)
 QWEN3_MOE = Target("qwen3_moe", RMS, False, _qwen3_moe_settings, (transforms.rename_experts, *_NORMS), _llama_obstacle)
-OLMOE = Target(
-    "olmoe",
-    ("rms",),
-    False,
-    _olmoe_settings,
-    (*_LLAMA, transforms.make_experts, *_NORMS, transforms.fold_temperature),
-    _olmoe_obstacle,
-    "all",
-)
 PHI = Target("phi", ("layer",), False, _phi_settings, (phi.rename_to_phi, *_NORMS, phi.rename_norms), _neox_obstacle)
 VAULTGEMMA = Target(
     "vaultgemma", (), True, _vaultgemma_settings,
-    (*_LLAMA, *_QUERIES, transforms.centre_gains, transforms.shrink_embedding), _llama_obstacle,
+    (*_LLAMA, transforms.scale_queries, transforms.centre_gains, transforms.shrink_embedding), _llama_obstacle,
 )  # fmt: skip
 
 # By the patched model type. A scheme without norms goes back to that type itself, if it has no cap or a cap of its own.
 TARGETS: Final[dict[str, tuple[Target, ...]]] = {
     "gpt_neox": (PHI,),
-    "llama": (QWEN3, VAULTGEMMA, OLMOE),
-    "mistral": (QWEN3, VAULTGEMMA, OLMOE),
-    "mixtral": (QWEN3_MOE, OLMOE),
-    "phi3": (QWEN3, VAULTGEMMA, OLMOE),
-    "qwen2": (QWEN3, VAULTGEMMA, OLMOE),
+    "llama": (QWEN3, VAULTGEMMA),
+    "mistral": (QWEN3, VAULTGEMMA),
+    "mixtral": (QWEN3_MOE,),
+    "phi3": (QWEN3, VAULTGEMMA),
+    "qwen2": (QWEN3, VAULTGEMMA),
 }
 
 
@@ -176,28 +145,14 @@ def find_target(config: Any) -> Target:
     """Return the target of a patched model's config. Raises ValueError, with what would be lost, if there is none."""
     base, scheme = config.base_model_type, config.scheme
     norms, capped = set(scheme.norms), scheme.softcap is not None
-    if scheme.length_scale is not None:
-        raise ValueError(
-            f"length_scale={scheme.length_scale} would be lost: no model of transformers multiplies its queries by "
-            "log n / log L"
-        )
-    if scheme.sinks is not None:
-        raise ValueError("the learned sinks would be lost: no model of transformers has them in such a block")
-    unchanged = not norms and (not capped or FAMILIES[base].own_cap)  # in type; a fused projection is not split then
-    folds = scheme.width == "all" if norms else base in SEPARATE or not unchanged
-    if scheme.temperature is not None and not folds:
-        raise ValueError(
-            "the learned temperature of each head would be lost: no model of transformers has one, and it folds only "
-            f"into gains over all heads, or into separate projections of queries without a norm ({', '.join(SEPARATE)})"
-        )
-    if unchanged:
+    if not norms and (not capped or FAMILIES[base].own_cap):  # the type stays, and a fused projection is not split
         if scheme.scale is not None and base not in (*SEPARATE, *transforms.NORMED):
             raise ValueError(
                 f"scale={scheme.scale:g} would be lost: {base} has no projection of the queries alone to fold it into"
             )
-        return Target(base, (), FAMILIES[base].own_cap, lambda config: {}, _QUERIES)
+        return Target(base, (), FAMILIES[base].own_cap, lambda config: {}, (transforms.scale_queries,))
     for target in TARGETS.get(base, ()):
-        alike = (capped, bool(norms), scheme.width) == (target.cap, bool(target.norms), target.width)
+        alike = (capped, bool(norms)) == (target.cap, bool(target.norms))
         if alike and norms <= set(target.norms):
             if lost := target.obstacle(config) or _lost(target, scheme):
                 raise ValueError(f"{target.model_type} would be its counterpart, but {lost}")
@@ -205,8 +160,7 @@ def find_target(config: Any) -> Target:
     possible = ["any model with the scheme none, or whose norms training has removed", "gemma2 with a cap"]
     for model_type, targets in TARGETS.items():
         possible += [f"{model_type} with {_named(target)}" for target in targets]
-    wide = "" if scheme.width == "head" else f", width={scheme.width}"
-    parts = [f"norms (q={scheme.q}, k={scheme.k}{wide})"] if norms else []
+    parts = [f"norms (q={scheme.q}, k={scheme.k})"] if norms else []
     if config.attn_logit_softcapping is not None:
         parts.append(f"the cap of {config.attn_logit_softcapping:g}")
     raise ValueError(
@@ -217,8 +171,7 @@ def find_target(config: Any) -> Target:
 
 def _named(target: Target) -> str:
     """Return the norms or the cap of a target in words."""
-    norms = "/".join(target.norms)
-    return "a cap" if target.cap else norms if target.width == "head" else f"{norms} over {target.width} heads"
+    return "a cap" if target.cap else "/".join(target.norms)
 
 
 def _lost(target: Target, scheme: Scheme) -> str | None:

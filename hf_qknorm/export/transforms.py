@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -62,18 +61,6 @@ def rename_experts(plan: TensorPlan, config: Any) -> None:
             plan.rename(name, f"{layer}.mlp." + ".".join(names.get(word, word) for word in rest.split(".")))
 
 
-def make_experts(plan: TensorPlan, config: Any) -> None:
-    """Rename Mixtral's experts, or make another model's MLP the single expert, whose weight is always 1."""
-    if config.base_model_type == "mixtral":
-        rename_experts(plan, config)
-        return
-    for layer in range(config.num_hidden_layers):
-        mlp = f"model.layers.{layer}.mlp."
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            plan.rename(f"{mlp}{part}.weight", f"{mlp}experts.0.{part}.weight")
-        plan.fill(f"{mlp}gate.weight", f"{mlp}experts.0.gate_proj.weight", (1, config.hidden_size), 0.0)
-
-
 def fill_output_bias(plan: TensorPlan, config: Any) -> None:
     """Add a zero bias of the output projection: Qwen 2 has biases on q, k and v alone, the target on all four."""
     for layer in range(config.num_hidden_layers if biased(config) else 0):
@@ -103,24 +90,6 @@ def scale_queries(plan: TensorPlan, config: Any) -> None:
         _scale(
             plan, config, (part,), _scale_factor(config), f"scale={config.scheme.scale:g} would be folded into {part}"
         )
-
-
-def fold_temperature(plan: TensorPlan, config: Any) -> None:
-    """Fold the temperature of each head into the queries' gains over all heads, or without them into the projection."""
-    for layer in range(config.num_hidden_layers if config.scheme.temperature else 0):
-        read = plan.reader(f"{attention(layer)}temperature.bias")
-        plan.drop(f"{attention(layer)}temperature.bias")
-        part = "q_norm" if config.scheme.norms else "q_proj"
-        for name in (f"{attention(layer)}{part}.{kind}" for kind in KINDS):
-            if name in plan:
-                plan.require_wide(name, "the temperature of each head would be folded into it")
-                plan.change(name, partial(_times_by_head, read))
-
-
-def _times_by_head(read: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return x `[H·D, ...]`, each head's rows multiplied by exp of its number in the tensor `[H]` of `read`."""
-    factors = read().to(x).exp()
-    return (x.view(len(factors), -1) * factors[:, None]).view_as(x)
 
 
 def align_eps(plan: TensorPlan, config: Any) -> None:
@@ -154,15 +123,14 @@ def stored_eps(plan: TensorPlan, config: Any, layer: int, letter: str) -> float:
 def share_gains(plan: TensorPlan, config: Any) -> None:
     """Expand the gains of q and k to one entry a channel, and fold all that scales the logits into the queries'."""
     width, scheme = head_dim(config), config.scheme
-    together = {"q": config.num_attention_heads, "k": config.num_key_value_heads} if scheme.width == "all" else {}
     summed = sum(norms.NORMS[norm].summed for norm in (scheme.q, scheme.k) if norm is not None)
     factor = _scale_factor(config) * width ** (-0.5 * summed)  # a summed norm gives length 1, the others √D
     for layer in range(config.num_hidden_layers):
         for letter in "qk":
-            name, channels = f"{attention(layer)}{letter}_norm.weight", width * together.get(letter, 1)
-            plan.fill_missing(name, f"{attention(layer)}q_proj.weight", (channels,), 1.0)
-            if plan.planned[name].shape != (channels,):
-                plan.change(name, partial(torch.Tensor.expand, size=(channels,)), (channels,))
+            name = f"{attention(layer)}{letter}_norm.weight"
+            plan.fill_missing(name, f"{attention(layer)}q_proj.weight", (width,), 1.0)
+            if plan.planned[name].shape != (width,):
+                plan.change(name, partial(torch.Tensor.expand, size=(width,)), (width,))
     reason = f"with scale={scheme.scale} and norms {scheme.q}, {scheme.k} the queries' gains would be scaled"
     _scale(plan, config, ("q_norm",), factor, reason)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_qknorm.families.fused import output_dense
 from hf_qknorm.families.inline import Attended, heads
 from hf_qknorm.families.separate import output_out_proj
-from hf_qknorm.families.style import NO_POSITIONS, Projected, Style, split_heads
+from hf_qknorm.families.style import Projected, Style, split_heads
 
 
 def project_split(module: Any, hidden_states: Tensor) -> Projected:
@@ -135,7 +135,6 @@ BLOOM = Style(
     heads=heads,
     scale=lambda module: module.inv_norm_factor,
     length=lambda module: getattr(module.config, "seq_length", 2048),  # that of its training
-    no_length_scale=NO_POSITIONS,
     interleaved=lambda module: True,
 )
 MPT = Style(
@@ -151,5 +150,4 @@ MPT = Style(
     heads=lambda module: (module.n_heads, module.n_heads, module.head_dim),
     scale=lambda module: module.softmax_scale,
     length=lambda module: module.max_seq_length,
-    no_length_scale=NO_POSITIONS,
 )

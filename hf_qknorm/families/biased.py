@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.families import normed
 from hf_qknorm.families.separate import output
-from hf_qknorm.families.style import CACHE, OWN_SCALE, QKV, Projected, Rotated, Style, split_heads
+from hf_qknorm.families.style import CACHE, QKV, Projected, Rotated, Style, split_heads
 
 
 def forward_inkling(
@@ -109,7 +109,6 @@ INKLING = Style(
     bias=bias_inkling,
     heads=lambda module: (module.num_heads, module.num_key_value_heads, module.head_dim),
     query_scale=query_scale_inkling,
-    no_length_scale=OWN_SCALE,
 )
 DOGE = Style(
     normed.project,

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from hf_qknorm.families.separate import output, output_out_proj, project
-from hf_qknorm.families.style import NO_POSITIONS, QKV, Projected, Rotated, Style
+from hf_qknorm.families.style import QKV, Projected, Rotated, Style
 
 WEIGHTS = ("query", "key", "value")
 
@@ -102,7 +102,6 @@ BERT = Style(
     WEIGHTS,
     dropout=lambda module: module.dropout.p,
     heads=lambda module: (module.num_attention_heads, module.num_attention_heads, module.attention_head_size),
-    no_length_scale=NO_POSITIONS,
 )
 # The relatives of BERT whose modules compute attention themselves
 INLINE = replace(
@@ -119,5 +118,5 @@ ROFORMER = replace(
     rotate=rotate_roformer,
     length=lambda module: module.config.max_position_embeddings,
 )
-VIT = Style(project, output, QKV, length=length, no_length_scale=NO_POSITIONS)
+VIT = Style(project, output, QKV, length=length)
 CLIP = replace(VIT, output=output_out_proj, dropout=lambda module: module.dropout, scale=lambda module: module.scale)

@@ -9,8 +9,6 @@ from typing import Any
 from hf_qknorm.families.style import Style
 from hf_qknorm.scheme import Scheme
 
-SEES_ALL = "its queries see all tokens, and the scale counts those up to a query's position"
-
 
 # Which layers attend through the window `config.sliding_window`: those for which transformers builds the mask with it.
 def nowhere(module: Any) -> bool:
@@ -82,10 +80,6 @@ class Family:
         """Whether any model of this family attends through a sliding window."""
         return self.slides is not nowhere
 
-    def _no_length_scale(self, config: Any) -> str:
-        """The reason why a model with this config can't have a length scale; "" if it can."""
-        return self.style.no_length_scale if self.is_causal(config) else SEES_ALL
-
     def refusal(self, config: Any, scheme: Scheme) -> str | None:
         """Return the reason why a model with this config can't have `scheme`, or None."""
         if getattr(config, "add_cross_attention", False) and self.style.project_across is None:
@@ -102,20 +96,11 @@ class Family:
                 f"norms the parts of each head with and without RoPE separately: got the scheme {scheme}, whose one "
                 'gain a layer can\'t weigh them against each other. Take gain="shared" or "per_head", as in qk_norm'
             )
-        if scheme.width == "all" and self.latent:
-            return (
-                f"norms the parts of each head with and without RoPE separately: got the scheme {scheme}, and a norm "
-                'over all heads is not supported there. Take width="head"'
-            )
         if not scheme.pre_norm and self.latent:
             return (
                 f"projects to latents that have norms of their own: got the scheme {scheme}, and folding the norm "
                 "before attention (pre_norm=False) into these projections is not supported. Take pre_norm=True"
             )
-        if scheme.sinks is not None and self.style.has_sinks:
-            return f"has attention sinks of its own, and keeps them: got the scheme {scheme}. Take sinks=None"
-        if scheme.length_scale is not None and (reason := self._no_length_scale(config)):
-            return f"can't have length_scale={scheme.length_scale}: {reason}"
         if not scheme.pre_norm and not self.pre_norm:
             return (
                 "has no norm before attention that serves attention alone and has a gain to fold away: got the "

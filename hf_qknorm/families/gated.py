@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.families import normed, separate
-from hf_qknorm.families.style import OWN_SCALE, QKV, Projected, Rotated, Style, rotate, split_heads
+from hf_qknorm.families.style import QKV, Projected, Rotated, Style, rotate, split_heads
 
 
 def project_qwen3_next(module: Any, hidden_states: Tensor) -> Projected:
@@ -75,9 +75,7 @@ def project_hrm(module: Any, hidden_states: Tensor) -> Projected:
 QWEN3_NEXT = Style(project_qwen3_next, output_gated, QKV)
 AFMOE = Style(project_afmoe, output_gated, QKV, rotates=lambda module: module.is_local_attention)
 LFM3 = Style(project_with_input, output_lfm3, QKV)
-BEAM = Style(
-    project_with_input, output_beam, QKV, rotate=rotate_beam, query_scale=query_scale_beam, no_length_scale=OWN_SCALE
-)
+BEAM = Style(project_with_input, output_beam, QKV, rotate=rotate_beam, query_scale=query_scale_beam)
 # HRM's layers run in cycles, and each cycle has its own layers in the cache.
 HRM = Style(project_hrm, output_gated, QKV, slot=lambda module, cycle_offset=0, **_: module.layer_idx + cycle_offset)
 LAGUNA = Style(project_with_input, output_laguna, QKV)

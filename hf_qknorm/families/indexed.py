@@ -17,9 +17,7 @@ from torch import Tensor
 
 from hf_qknorm.families import gated, latent, normed
 from hf_qknorm.families.separate import output
-from hf_qknorm.families.style import CACHE, SINKS, Projected, Style
-
-SELECTED = "its queries see a selection of keys, whose number does not grow with the length"
+from hf_qknorm.families.style import CACHE, Projected, Style
 
 
 def dense(module: Any) -> bool:
@@ -150,7 +148,6 @@ COMMON: dict[str, Any] = latent.COMMON | {
     "forward": forward,
     "arguments": ("latents",),
     "reads_masks": True,
-    "no_length_scale": SELECTED,
 }
 DEEPSEEK_V32 = Style(project, output, rotate=latent.rotate_pairs, **COMMON)
 AXK2 = replace(DEEPSEEK_V32, project=project_axk2, output=output_axk2)
@@ -167,7 +164,6 @@ HY_V4 = replace(
     forward=forward_hy_v4,
     arguments=("latents", "gate"),
     rotate=latent.rotate,
-    no_length_scale=SINKS,
 )
-MINIMAX_M3 = replace(normed.QWEN3, forward=forward_minimax_m3, reads_masks=True, no_length_scale=SELECTED)
-QWEN4 = replace(gated.QWEN3_NEXT, forward=forward_qwen4, reads_masks=True, no_length_scale=SELECTED)
+MINIMAX_M3 = replace(normed.QWEN3, forward=forward_minimax_m3, reads_masks=True)
+QWEN4 = replace(gated.QWEN3_NEXT, forward=forward_qwen4, reads_masks=True)

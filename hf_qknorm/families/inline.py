@@ -20,7 +20,7 @@ from hf_qknorm.families import fused, separate
 from hf_qknorm.families.learned import output as output_c_proj
 from hf_qknorm.families.partial import rotate_part
 from hf_qknorm.families.separate import output_out_proj
-from hf_qknorm.families.style import FROM_5_24, NO_POSITIONS, QKV, Projected, Rotated, Style, split_heads
+from hf_qknorm.families.style import FROM_5_24, QKV, Projected, Rotated, Style, split_heads
 
 Attended = tuple[Tensor, Tensor]
 
@@ -197,7 +197,6 @@ GPT_NEO = Style(
     heads=heads,
     slot=lambda module, **arguments: module.layer_id,
     scale=lambda module: 1.0,
-    no_length_scale=NO_POSITIONS,
 )
 OPENAI = Style(
     project_openai,
@@ -211,7 +210,6 @@ OPENAI = Style(
     heads=lambda module: (module.n_head, module.n_head, module.split_size // module.n_head),
     scale=lambda module: (module.split_size // module.n_head) ** -0.5 if module.scale else 1.0,
     length=lambda module: module.n_positions,
-    no_length_scale=NO_POSITIONS,
 )
 XGLM = Style(
     separate.project,
@@ -221,7 +219,6 @@ XGLM = Style(
     dropout=lambda module: module.dropout,
     eager=lambda module: attend_xglm,
     heads=heads,
-    no_length_scale=NO_POSITIONS,
     prescaled=True,
 )
 JAPANESE = Style(
@@ -249,5 +246,4 @@ XLM = Style(
     heads=lambda module: (module.n_heads, module.n_heads, module.head_dim),
     slot=lambda module, **arguments: module.layer_id,
     scale=lambda module: module.head_dim**-0.5,
-    no_length_scale=NO_POSITIONS,
 )

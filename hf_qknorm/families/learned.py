@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_qknorm.families.fused import output_dense
 from hf_qknorm.families.separate import output_out_proj, project
-from hf_qknorm.families.style import NO_POSITIONS, QKV, Projected, Style, split_heads
+from hf_qknorm.families.style import QKV, Projected, Style, split_heads
 
 
 def project_gpt2(module: Any, hidden_states: Tensor) -> Projected:
@@ -60,7 +60,6 @@ CTRL = Style(
     dropout=lambda module: 0.0,  # the model applies none
     heads=lambda module: (module.num_heads, module.num_heads, module.head_dim),
     length=lambda module: module.config.n_positions,
-    no_length_scale=NO_POSITIONS,
 )
 GPT2 = Style(project_gpt2, output, ("c_attn",), dropout=lambda module: module.attn_dropout.p, eager=eager_gpt2)
 OPT = Style(project, output_out_proj, QKV, dropout=lambda module: module.dropout, prescaled=True)
@@ -72,5 +71,4 @@ BIGCODE = Style(
     dropout=lambda module: module.attn_dropout,
     heads=heads_bigcode,
     interleaved=lambda module: not module.multi_query,
-    no_length_scale=NO_POSITIONS,
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_qknorm.families import separate
 from hf_qknorm.families.separate import clip, has_window, output, output_out_proj
-from hf_qknorm.families.style import NO_POSITIONS, QKV, SINKS, Projected, Rotated, Style, rotate, split_heads
+from hf_qknorm.families.style import QKV, Projected, Rotated, Style, rotate, split_heads
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
@@ -98,7 +98,7 @@ HUNYUAN = Style(
 OLMOE = Style(project_olmoe, output, QKV, norms_together=True)
 LFM2 = Style(project_lfm2, output_out_proj, QKV, own_norms=("q_layernorm", "k_layernorm"), dropout=lambda module: 0.0)
 EXAONE4 = Style(project_transposed, output, QKV, rotates=rotates_exaone4)
-FLINT = Style(project, output, QKV, rotates=has_window, no_length_scale=SINKS)
+FLINT = Style(project, output, QKV, rotates=has_window)
 # One module norms queries and keys together, so that no bound is computed from it.
 ZAYA = Style(
     project_zaya,
@@ -106,5 +106,4 @@ ZAYA = Style(
     ("qkv_proj.q_proj", "qkv_proj.k_proj", "qkv_proj.v_proj_current", "qkv_proj.v_proj_delayed"),
     arguments=("state", "conv_mask"),
     forward=forward_zaya,
-    no_length_scale=NO_POSITIONS,
 )

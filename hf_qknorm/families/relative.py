@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.families.style import NO_POSITIONS, Projected, Style
+from hf_qknorm.families.style import Projected, Style
 
 
 def _split(module: Any, x: Tensor) -> Tensor:
@@ -75,5 +75,4 @@ T5 = Style(
     dropout=lambda module: module.dropout,
     heads=lambda module: (module.n_heads, module.n_heads, module.key_value_proj_dim),
     length=lambda module: getattr(module.config, "n_positions", 512),  # that of its training
-    no_length_scale=NO_POSITIONS,
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.families.separate import output, project
-from hf_qknorm.families.style import NO_POSITIONS, OWN_SCALE, QKV, Projected, Rotated, Style, rotate, split_heads
+from hf_qknorm.families.style import QKV, Projected, Rotated, Style, rotate, split_heads
 
 
 def rotate_llama4(
@@ -88,11 +88,8 @@ LLAMA4 = Style(
     query_scale=query_scale_llama4,
     own_norms=("qk_norm", "qk_norm"),
     norms_rotated=True,
-    no_length_scale=OWN_SCALE,
 )
-MINISTRAL3 = Style(
-    project, output, QKV, rotate=rotate_ministral3, query_scale=query_scale_ministral3, no_length_scale=OWN_SCALE
-)
+MINISTRAL3 = Style(project, output, QKV, rotate=rotate_ministral3, query_scale=query_scale_ministral3)
 RECURRENT_GEMMA = Style(project, output, QKV, rotate=rotate_recurrent_gemma)
 MOSHI = Style(
     project_moshi,
@@ -108,6 +105,5 @@ ZAMBA = Style(
     QKV,
     rotates=lambda module: False,
     slot=lambda module, layer_idx, **_: layer_idx,
-    no_length_scale=NO_POSITIONS,
 )
-ZAMBA2 = replace(ZAMBA, rotates=lambda module: module.config.use_mem_rope, no_length_scale="")
+ZAMBA2 = replace(ZAMBA, rotates=lambda module: module.config.use_mem_rope)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_qknorm.families.style import NO_POSITIONS, QKV, SINKS, Projected, Style, split_heads
+from hf_qknorm.families.style import QKV, Projected, Style, split_heads
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
@@ -68,9 +68,7 @@ BITNET = Style(project, lambda module, attended: module.o_proj(module.attn_sub_n
 MODERNBERT = Style(project, lambda module, attended: module.out_drop(module.Wo(attended)), QKV)
 FALCON_H1 = Style(project_multiplied, output, QKV)
 OLMO = Style(project_clipped, output, QKV)
-MIMO = Style(project_mimo, output, QKV, no_length_scale=SINKS)
-GPT_OSS = Style(project, output, QKV, no_length_scale=SINKS)
-GRANITE_HYBRID = Style(project, output, QKV, no_length_scale=NO_POSITIONS)
+MIMO = Style(project_mimo, output, QKV)
 JAMBA = Style(project, output, QKV, rotates=lambda module: False)
 COHERE2 = Style(project, output, QKV, rotates=has_window)
 COHERE2_MOE = Style(project, output, QKV, rotates=lambda module: has_window(module) or module.force_rope)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.families.inline import Attended, attend_in_batch, heads
 from hf_qknorm.families.separate import output_out_proj, project
-from hf_qknorm.families.style import NO_POSITIONS, QKV, Style, split_heads
+from hf_qknorm.families.style import QKV, Style, split_heads
 
 
 def project_across(
@@ -58,7 +58,6 @@ BART = Style(
     project_across=project_across,
     dropout=lambda module: module.dropout,
     heads=heads,
-    no_length_scale=NO_POSITIONS,
 )
 BIGBIRD = replace(BART, forward=forward_by_role)
 WHISPER = replace(BART, prescaled=True, length=lambda module: module.config.max_target_positions)

@@ -46,12 +46,6 @@ def _heads(module: Any) -> tuple[int, int, int]:
     return heads, heads_kv, head_dim
 
 
-# Reasons why queries can't take a length scale
-NO_POSITIONS: Final = "its attention layers get no position_ids"
-OWN_SCALE: Final = "it scales its queries by their position itself"
-SINKS: Final = "its first query, which the scale multiplies by log 1 = 0, also sees the attention sink"
-
-
 @dataclass(frozen=True)
 class Style:
     """How a kind of attention module differs from the shared forward. Every function takes the module first.
@@ -87,7 +81,6 @@ class Style:
     separately. `rotate` and `expand` then apply the scheme's norms, to each part by itself; None elsewhere.
     `query_scale` is the largest factor by which `rotate` multiplies a query for its position.
     `length` is the length of the model's longest sequence.
-    `no_length_scale` is the reason why queries can't take a scheme's length scale; "" if they can.
 
     Cache:
     `slot` is the layer's index in the cache; it takes the other arguments of the forward.
@@ -126,14 +119,8 @@ class Style:
     scale: Callable[[Any], float] = lambda module: module.scaling
     length: Callable[[Any], int] = lambda module: module.config.max_position_embeddings
     query_scale: Callable[[Any], float] = lambda module: 1.0
-    no_length_scale: str = ""
     prescaled: bool = False
     interleaved: Callable[[Any], bool | None] = lambda module: False
-
-    @property
-    def has_sinks(self) -> bool:
-        """Whether the model has attention sinks of its own."""
-        return self.no_length_scale == SINKS
 
     def norm_sizes(self, module: Any) -> dict[str, tuple[int, int]]:
         """The heads and the width that each norm of a scheme takes, by the norm's name in the module."""

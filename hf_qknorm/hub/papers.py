@@ -27,11 +27,7 @@ PAPERS: Final = {
     "henry": Paper("Henry et al. 2020", "2010.04245"),
     "lp": Paper("López-Rubio et al. 2026", "2602.05006"),
     "qwen3": Paper("Qwen3", "2505.09388"),
-    "olmo2": Paper("OLMo 2", "2501.00656"),
     "gemma2": Paper("Gemma 2", "2408.00118"),
-    "swinv2": Paper("Swin v2", "2111.09883"),
-    "gpt-oss": Paper("gpt-oss", "2508.10925"),
-    "ssmax": Paper("Nakanishi 2025", "2501.19399"),
     "latent": Paper("Han et al. 2026", "2606.16310"),
 }
 GAINS: Final = {
@@ -50,11 +46,8 @@ def papers_of(scheme: Scheme, latent: bool = False) -> list[Paper]:
     """Return the papers that introduced the parts of a scheme; `latent`: on a model that caches a latent."""
     keys = {key for norm in scheme.norms if norm in NORMS for key in NORMS[norm].papers}
     keys |= {"rybakov", "gemma2"} if scheme.softcap is not None else set()
-    keys |= {"swinv2"} if scheme.temperature is not None else set()
-    keys |= {"gpt-oss"} if scheme.sinks is not None else set()
-    keys |= {"ssmax"} if scheme.length_scale is not None else set()
     if scheme.q == scheme.k == "rms":
-        keys |= {"latent" if latent else "qwen3" if scheme.width == "head" else "olmo2"}
+        keys |= {"latent" if latent else "qwen3"}
     return [paper for key, paper in PAPERS.items() if key in keys]
 
 
@@ -64,9 +57,6 @@ def short_description(scheme: Scheme) -> str:
     knee = f" (knee {scheme.knee:g})" if scheme.knee else ""
     parts = [f"{'sharp ' if knee and scheme.sharpness > 1 else ''}{letters} norm{knee}"] if letters else []
     parts += ["a logit cap"] if scheme.softcap is not None else []
-    parts += ["a learned temperature"] if scheme.temperature is not None else []
-    parts += ["learned sinks"] if scheme.sinks is not None else []
-    parts += ["a length scale"] if scheme.length_scale is not None else []
     return " and ".join(parts) or "its attention unchanged"
 
 
@@ -85,12 +75,9 @@ def change_sentences(scheme: Scheme, latent: bool = False) -> list[str]:
     for norm in dict.fromkeys(scheme.norms):
         normed = " and ".join(name for name, its in parts.items() if its == norm)
         order = f" (p = {scheme.p:g})" if NORMS[norm].any_order else ""
-        where, gain = "of every head are normalised over `head_dim`", GAINS[scheme.gain]
-        if scheme.width == "all":
-            where, gain = "of all heads are normalised together", gain.partition(", shared")[0]
         sentences.append(
-            f"The **{normed}** {where} by {NORMS[norm].title}{order}, with "
-            f"{gain}{' and a bias' if scheme.has_bias(norm) else ''}"
+            f"The **{normed}** of every head are normalised over `head_dim` by {NORMS[norm].title}{order}, with "
+            f"{GAINS[scheme.gain]}{' and a bias' if scheme.has_bias(norm) else ''}"
             f"{LATENT if latent else ', before any rotary embedding and before the KV cache.'}"
         )
     if scheme.knee:
@@ -108,21 +95,6 @@ def change_sentences(scheme: Scheme, latent: bool = False) -> list[str]:
         )
     if scheme.scale is not None:
         sentences.append(f"The products of queries and keys are multiplied by {scheme.scale:g}, not by 1/√head_dim.")
-    if scheme.temperature is not None:
-        sentences.append(
-            "The **queries** of each head are multiplied by exp(b), where b is learned (`temperature.bias`) and starts "
-            "at 0."
-        )
-    if scheme.sinks is not None:
-        sentences.append(
-            "The softmax of each head has one more **logit**, learned (`sink.bias`): attention that goes there goes to "
-            "no token."
-        )
-    if scheme.length_scale is not None:
-        sentences.append(
-            f"The **queries** are multiplied by log n / log {scheme.length_scale}, where n is the number of tokens "
-            "that a query sees."
-        )
     if scheme.softcap is not None:
         cap = f"{scheme.softcap:g}"
         sentences.append(

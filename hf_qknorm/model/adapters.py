@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from hf_qknorm.model.attention import head_biases, head_norms, require_patched
-from hf_qknorm.model.head_bias import HeadBias
+from hf_qknorm.model.attention import head_norms, require_patched
 from hf_qknorm.model.norms import HeadNorm
 
 
 def peft_modules_to_save(model: nn.Module) -> list[str]:
-    """Return the names of norms with gains, temperatures and sinks, for `modules_to_save` of a PEFT config.
+    """Return the names of norms with gains, for `modules_to_save` of a PEFT config.
 
     PEFT then trains them and saves them with the adapter. The list is empty for a scheme without parameters. Patch (and
     calibrate) the model before PEFT wraps it: the norms see the projections' output with the adapters' part.
@@ -30,11 +29,11 @@ def peft_modules_to_save(model: nn.Module) -> list[str]:
     trained = {
         f"{path}.{name}": name
         for path, layer in layers.items()
-        for name, module in (head_norms(layer) | head_biases(layer)).items()
+        for name, module in head_norms(layer).items()
         if any(True for _ in module.parameters())
     }
     names = sorted(set(trained.values()))
-    others = [path for path, module in model.named_modules() if not isinstance(module, HeadNorm | HeadBias)]
+    others = [path for path, module in model.named_modules() if not isinstance(module, HeadNorm)]
     if any(path.endswith(name) for path in others for name in names):  # PEFT matches by suffix
         return list(trained)
     return names

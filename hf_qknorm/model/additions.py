@@ -1,4 +1,4 @@
-"""The parameters that a scheme adds to an attention layer: its norms, and one learned number for each head."""
+"""The norms that a scheme adds to an attention layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from hf_qknorm.model.accelerate_hooks import execution_device
-from hf_qknorm.model.head_bias import HEAD_BIASES, HeadBias
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
 from hf_qknorm.scheme import Scheme
 
@@ -16,13 +15,8 @@ from hf_qknorm.scheme import Scheme
 NORM_FIELDS = {"q_norm": "q", "k_norm": "k", "v_norm": "v", "q_rope_norm": "q", "k_rope_norm": "k"}
 
 
-def add_parameters(module: Any, scheme: Scheme) -> None:
-    """Add the scheme's norms and learned numbers, with fresh values, to a patched attention module."""
-    _add_norms(module, scheme)
-    _add_head_biases(module, scheme)
-
-
-def _add_norms(module: Any, scheme: Scheme) -> None:
+def add_norms(module: Any, scheme: Scheme) -> None:
+    """Add the scheme's norms, with fresh values, to a patched attention module."""
     if not scheme.norms:
         return
     style, (device, dtype) = module.family.style, device_and_dtype(module)
@@ -37,13 +31,6 @@ def _add_norms(module: Any, scheme: Scheme) -> None:
             initial_gain = initial_scalar_gain(scheme, norm, style.length(module), width, module.logit_scale)
         new = HeadNorm(norm, scheme, heads, width, gain=gain, initial_gain=initial_gain, device=device, dtype=dtype)
         setattr(module, name, new)
-
-
-def _add_head_biases(module: Any, scheme: Scheme) -> None:
-    for name, (field, initial) in HEAD_BIASES.items():
-        if getattr(scheme, field) is not None:
-            heads, _, _ = module.family.style.heads(module)
-            setattr(module, name, HeadBias(heads, initial, *device_and_dtype(module)))
 
 
 def device_and_dtype(module: Any) -> tuple[torch.device, torch.dtype]:

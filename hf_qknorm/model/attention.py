@@ -20,12 +20,11 @@ from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.accelerate_hooks import set_module_class
-from hf_qknorm.model.additions import NORM_FIELDS, add_parameters, device_and_dtype
+from hf_qknorm.model.additions import NORM_FIELDS, add_norms, device_and_dtype
 from hf_qknorm.model.config_checks import no_attention_error
-from hf_qknorm.model.head_bias import HEAD_BIASES, HeadBias
 from hf_qknorm.model.kernel_attention import QKNormAttention as QKNormAttention
-from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.model.plain_attention import NONE, PlainAttention, active_copy
+from hf_qknorm.model.norms import HeadNorm, active_copy
+from hf_qknorm.model.plain_attention import NONE, PlainAttention
 from hf_qknorm.scheme import Scheme
 
 
@@ -111,7 +110,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
         if not hasattr(module, "config"):  # the attention function is chosen by it
             module.config, module.config_lent = model.config, True
         module.scheme = NONE if scheme == NONE else scheme  # `is_unchanged` compares with this object
-        add_parameters(module, scheme)
+        add_norms(module, scheme)
         if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):
             start_blend(module)
         if not scheme.pre_norm:
@@ -125,7 +124,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
 def uninstall(model: nn.Module) -> None:
     """Undo `install`, in place."""
     for name, module in patched_layers(model).items():
-        for added in (*head_norms(module), *head_biases(module)):
+        for added in head_norms(module):
             delattr(module, added)
         vars(module).pop("blending", None)
         if module.removed_norm:
@@ -146,12 +145,6 @@ def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
     return {name: module for name, module in modules.items() if isinstance(module, HeadNorm)}
 
 
-def head_biases(layer: QKNormAttention) -> dict[str, HeadBias]:
-    """The scheme's learned numbers of heads in the layer by name; under PEFT as with `head_norms`."""
-    modules = {name: active_copy(layer._modules.get(name)) for name in HEAD_BIASES}
-    return {name: module for name, module in modules.items() if isinstance(module, HeadBias)}
-
-
 def norm_copies(layer: QKNormAttention) -> dict[str, list[HeadNorm]]:
     """The scheme's norms in the layer by name, each with the copies of PEFT's adapters."""
     modules = {name: layer.get_submodule(name).modules() for name in head_norms(layer)}
@@ -161,7 +154,7 @@ def norm_copies(layer: QKNormAttention) -> dict[str, list[HeadNorm]]:
 def start_blend(layer: QKNormAttention) -> None:
     """Give the layer's norms a blend of 0: the layer then computes as before, with the model's own scale.
 
-    Raises ValueError for a scheme's scale or length scale without a norm of q or k to carry it until `end_blend`.
+    Raises ValueError for a scheme's scale without a norm of q or k to carry it until `end_blend`.
     """
     norms = norm_copies(layer)
     factor = layer.logit_scale / layer.own_scale
@@ -169,9 +162,8 @@ def start_blend(layer: QKNormAttention) -> None:
     carriers = [copy for name, copies in norms.items() if NORM_FIELDS[name] == side for copy in copies]
     for carrier in carriers:
         carrier.rescale = factor
-    if not carriers and (factor != 1 or layer.scheme.length_scale is not None):
-        field = f"scale={layer.scheme.scale:g}" if factor != 1 else f"length_scale={layer.scheme.length_scale}"
-        raise ValueError(f"a blend can't bring in {field} without a norm on queries or keys")
+    if not carriers and factor != 1:
+        raise ValueError(f"a blend can't bring in scale={layer.scheme.scale:g} without a norm on queries or keys")
     device, _ = device_and_dtype(layer)
     for norm in chain(*norms.values()):
         norm.blend = torch.zeros((), device=device)

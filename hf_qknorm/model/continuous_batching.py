@@ -28,8 +28,6 @@ def check_continuous_batching(model: PreTrainedModel) -> None:
             refused[name] = "it runs no encoder for the decoder to attend to"
         elif layer.softcap is not None:
             refused[name] = f"it drops the cap on the attention logits (softcap={layer.softcap:g})"
-        elif layer.scheme.sinks is not None:
-            refused[name] = f"it drops the learned sinks (sinks={layer.scheme.sinks!r})"
         elif FROM_5_24 and hasattr(model.config.get_text_config(), "cross_attention_layers"):  # Mllama
             refused[name] = "its layers that attend to images read a cache that a paged one is not"
         elif layer.is_unchanged and not _gives_arguments(layer.base_class):

@@ -22,7 +22,7 @@ def attend_across(
     stored = getattr(cache, "cross_attention_cache", cache)
     again = bool(filled is not None and filled.get(slot))
     q, k, v = style.project_across(layer, hidden_states, None if again else states)
-    q = layer.tempered(layer.normed("q_norm", q.transpose(1, 2)))
+    q = layer.normed("q_norm", q.transpose(1, 2))
     if again:
         k, v = stored.layers[slot].keys, stored.layers[slot].values
     else:

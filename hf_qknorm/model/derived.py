@@ -29,7 +29,6 @@ from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.config_owners import config_owners
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.continuous_batching import check_continuous_batching
-from hf_qknorm.model.head_bias import HeadBias
 from hf_qknorm.model.knees import record_powers, restore_powers
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
@@ -74,9 +73,6 @@ class QKNormModel(_Model):
         plan_norms(self)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, HeadBias):
-            initialization.constant_(module.bias, module.initial)
-            return
         if not isinstance(module, HeadNorm):
             super()._init_weights(module)
             return

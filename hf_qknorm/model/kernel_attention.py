@@ -10,8 +10,8 @@ from torch import Tensor
 from hf_qknorm.backends import caches, functions, implementations
 from hf_qknorm.backends.calls import as_results, is_padded_ranges, is_ranges, make_call
 from hf_qknorm.model.knee_state_dict import KneeStateDict
-from hf_qknorm.model.norms import HeadNorm, is_unhooked
-from hf_qknorm.model.plain_attention import PlainAttention, active_copy
+from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked
+from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.model.rotary import kernel_rotary
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import norm_rope, use

@@ -174,19 +174,18 @@ def record_loaded_knee(model: Any, knee: float) -> None:
 
 
 def centred_and_size(norm: HeadNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm's `vectors` x `[..., D]` (if centred x − mean x) and their mean |x|ᵖ `[...]`; fp32 at least."""
+    """Return the norm's inputs x `[..., D]` (if centred x − mean x) and their mean |x|ᵖ `[...]`; fp32 at least."""
     x = x if x.dtype == torch.float64 else x.float()
     y = x - x.mean(-1, keepdim=True) if NORMS[norm.norm].centred else x
     return y, (y * y).mean(-1) if norm.order == 2 else y.abs().pow(norm.order).mean(-1)
 
 
 def beyond_knee(norm: HeadNorm, x: Tensor) -> Tensor:
-    """Return which heads of x `[..., H, D]` are in a vector longer than the norm's knee, mean |x|ᵖ > ε^(p/2).
+    """Return which heads of x `[..., H, D]` are longer than the norm's knee, mean |x|ᵖ > ε^(p/2), as bool `[..., H]`.
 
-    The result is bool `[..., H]`. The norm keeps the direction of such a vector rather than its length.
+    The norm keeps the direction of such a vector rather than its length.
     """
-    _, size = centred_and_size(norm, norm.vectors(x))
-    size = size.expand(x.shape[:-1])
+    _, size = centred_and_size(norm, x)
     return size > torch.as_tensor(norm.eps, dtype=size.dtype, device=size.device).pow(norm.order / 2)
 
 

@@ -18,7 +18,6 @@ from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.config_checks import config_file
-from hf_qknorm.model.head_bias import HEAD_BIASES
 from hf_qknorm.model.norms import eps_problem
 
 PARAMETERS: Final = ("weight", "bias", "blend", "eps")  # of a norm
@@ -123,10 +122,8 @@ def check_loaded(model: PreTrainedModel, missing: Iterable[str], unexpected: Ite
 
 
 def _norm_parameters(model: PreTrainedModel) -> set[str]:
-    """Return the possible names of a scheme's parameters, for any scheme."""
-    norms = product(NORM_FIELDS, PARAMETERS)
-    names = [*map(".".join, norms), *(f"{name}.bias" for name in HEAD_BIASES)]
-    return {".".join(parts) for parts in product(patched_layers(model), names)}
+    """Return the possible names of the norms' parameters, for any scheme."""
+    return {".".join(parts) for parts in product(patched_layers(model), NORM_FIELDS, PARAMETERS)}
 
 
 def _disagreement(model: PreTrainedModel, what: str, keys: list[str]) -> ValueError:

@@ -1,4 +1,4 @@
-"""`HeadNorm`: a scheme's norm of queries, keys or values, over head_dim or over all heads."""
+"""`HeadNorm`: a scheme's norm of queries, keys or values, over head_dim."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from hf_qknorm.scheme import Scheme
 class HeadNorm(nn.Module):
     """Normalise each head of `[B, T, H, D]` over D, then apply the scheme's gain and bias.
 
-    If `wide`, for a scheme with width="all", all heads of a token are one vector `[H·D]`. `channels` is the number of
-    entries that are normed together.
-    The gain is `weight`: `[D]` (shared; `[H·D]` if `wide`), `[H, D]` (per head), `[1]` (scalar) or None; `bias` has
-    its shape.
+    The gain is `weight`: `[D]` (shared), `[H, D]` (per head), `[1]` (scalar) or None; `bias` has its shape.
     `eps` is the scheme's, a float. With a `knee` it is a tensor `[]` in fp32 for every dtype of the model, filled by
     `set_knee`: eps^(p/2) = scheme.eps^(p/2) + knee·`power`, where `power` is the mean |x|ᵖ of the norm's inputs in
     calibration text (1 without calibration), and p is the `order`. It is no buffer, so that casts, sharding and the
@@ -40,8 +37,7 @@ class HeadNorm(nn.Module):
     bias: nn.Parameter | None
     blend: Tensor | None
     eps: float | Tensor
-    wide: bool = False  # norms that older versions pickled lack it, and the sharpness
-    scheme_sharpness: int = 1
+    scheme_sharpness: int = 1  # norms that older versions pickled lack it
     loaded_blend: float | None = None
 
     def __init__(
@@ -57,13 +53,11 @@ class HeadNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.norm, self.p, self.initial_gain = norm, scheme.p, initial_gain
-        self.wide, self.head_dim = scheme.width == "all", head_dim
-        self.channels = heads * head_dim if self.wide else head_dim
+        self.norm, self.p, self.initial_gain, self.head_dim = norm, scheme.p, initial_gain, head_dim
         self.eps = self.scheme_eps = scheme.eps  # without a knee they are equal
         self.knee, self.scheme_sharpness = 0.0, scheme.sharpness
         self.bypass, self.rescale, self.loaded_blend = False, 1.0, None
-        shape = {"shared": (self.channels,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
+        shape = {"shared": (head_dim,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
         for name, wanted in (("weight", gain), ("bias", scheme.has_bias(norm))):
             value = torch.empty(shape, device=device, dtype=dtype) if shape and wanted else None
             self.register_parameter(name, None if value is None else nn.Parameter(value))
@@ -107,7 +101,7 @@ class HeadNorm(nn.Module):
         mean = torch.tensor(power, dtype=torch.float64)
         sharpness = self.scheme_sharpness if knee else 1
         size = float(smooth_maximum(mean, self.scheme_eps**half + knee * power, sharpness))
-        return (size * (self.channels if NORMS[self.norm].summed else 1)) ** (1 / self.order)
+        return (size * (self.head_dim if NORMS[self.norm].summed else 1)) ** (1 / self.order)
 
     @torch.no_grad()
     def set_knee(self, knee: float, power: float = 1.0) -> None:
@@ -180,15 +174,10 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bypass:
             return x
-        y = apply_norm(self.vectors(x), self.as_norm(x.device))
-        return y.view_as(x) if self.wide else y
-
-    def vectors(self, x: Tensor) -> Tensor:
-        """Return heads `[..., H, D]` as the vectors that the norm divides by their size: `[..., 1, H·D]` if `wide`."""
-        return x.flatten(-2).unsqueeze(-2) if self.wide else x
+        return apply_norm(x, self.as_norm(x.device))
 
     def as_norm(self, device: torch.device) -> Norm:
-        """Return the norm of `vectors` on that device, in the form that the operators take."""
+        """Return the norm on that device, in the form that the operators take."""
         if self.bypass:
             return Norm()
         eps = self.eps
@@ -219,9 +208,8 @@ class HeadNorm(nn.Module):
             blend = ", blend" if self.blend.is_meta else f", blend={float(self.blend):.3g}"
         knee = f", knee={self.knee:g}" + (f", sharpness={self.sharpness}" if self.sharpness > 1 else "")
         knee = knee if self.knee else ""
-        width = ", width=all" if self.wide else ""
         bias, eps = self.bias is not None, f"{float(self.eps):g}"
-        return f"{self.norm}{order}{width}, gain={gain}, bias={bias}, eps={eps}{knee}{blend}"
+        return f"{self.norm}{order}, gain={gain}, bias={bias}, eps={eps}{knee}{blend}"
 
 
 def eps_problem(eps: Tensor, least: float) -> str | None:
@@ -233,6 +221,15 @@ def eps_problem(eps: Tensor, least: float) -> str | None:
     if not eps.is_meta and not eps.new_tensor(least) <= eps < math.inf:  # true for NaN too
         return f"is {float(eps):g}, expected a finite number ≥ {least:g}, the scheme's eps. Restore the weights"
     return None
+
+
+def active_copy(module: Any) -> nn.Module | None:
+    """The module, or the copy of it that PEFT's wrapper calls."""
+    copies = None if module is None else module._modules.get("modules_to_save")
+    if copies is None:
+        return module
+    active = [] if module.disable_adapters else module.active_adapters
+    return copies[active[0]] if active and active[0] in copies else module.original_module
 
 
 def is_unhooked(module: nn.Module) -> bool:

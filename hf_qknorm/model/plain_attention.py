@@ -17,15 +17,6 @@ from hf_qknorm.scheme import SCHEMES, Scheme
 NONE = SCHEMES["none"]
 
 
-def active_copy(module: Any) -> nn.Module | None:
-    """The module, or the copy of it that PEFT's wrapper calls."""
-    copies = None if module is None else module._modules.get("modules_to_save")
-    if copies is None:
-        return module
-    active = [] if module.disable_adapters else module.active_adapters
-    return copies[active[0]] if active and active[0] in copies else module.original_module
-
-
 class PlainAttention(nn.Module):
     """Mixed into a model's own attention class: project → norm → RoPE → cache → attention function → output.
 

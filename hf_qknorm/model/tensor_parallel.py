@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.model.attention import QKNormAttention, head_biases, head_norms, patched_layers
-
-# Styles of projections whose heads all ranks then have, in place of those that shard heads; as in OLMo 2's own plan.
-GATHERED: Final = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 
 
 def plan_norms(model: nn.Module) -> None:
     """Add the norms to the tensor-parallel plans of `model` and of the models inside it, in place.
 
     If the projections are sharded, each rank norms its own heads. Gains per head are sharded with the heads. Gains that
-    all heads share are replicated, and their gradient is summed over the ranks. A norm over all heads needs them all:
-    the ranks gather the projections' outputs, and each computes the whole attention.
+    all heads share are replicated, and their gradient is summed over the ranks.
     """
     for module in model.modules():
         plan: dict[str, str] = (getattr(module, "_tp_plan", None) or {}) if isinstance(module, PreTrainedModel) else {}
@@ -47,13 +43,8 @@ def _entries(path: str, layer: QKNormAttention, plan: dict[str, str]) -> Iterato
     """Yield the entries for the norms of the layer at `path`; wildcards replace layer numbers."""
     if not _is_sharded(path, layer, plan):
         return  # each rank has all heads
-    path, norms = _planned(path), head_norms(layer)
-    if any(norm.wide for norm in norms.values()):
-        own = ((key, style) for key, style in plan.items() if key.rpartition(".")[0] == path)
-        yield from ((key, GATHERED[style]) for key, style in own if style in GATHERED)
-        return
-    yield from ((f"{path}.{name}.bias", "colwise") for name in head_biases(layer))
-    for name, norm in norms.items():
+    path = _planned(path)
+    for name, norm in head_norms(layer).items():
         for kind, parameter in norm.named_parameters():
             if parameter.ndim == 2 and len(parameter) > 1:  # a key that all heads share is replicated
                 yield f"{path}.{name}.{kind}", "colwise"

@@ -21,7 +21,6 @@ from hf_qknorm.backends.functions import eager_attention
 
 DERIVED: Final = "hf_qknorm.model.derived"
 OWN_BACKENDS: Final = ("hf_qknorm", "hf_qknorm_eager")  # checkpoints ask for the first; both are eager here
-SINK_BACKENDS: Final = (*OWN_BACKENDS, "eager", "flex_attention")
 CAP_BACKENDS: Final = (*OWN_BACKENDS, "eager", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4)))
 
 

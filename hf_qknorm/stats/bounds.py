@@ -15,8 +15,7 @@ from torch.func import functional_call
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_qknorm.model.accelerate_hooks import is_hooked, loaded
-from hf_qknorm.model.attention import QKNormAttention, head_biases, head_norms, patched_layers
-from hf_qknorm.model.length_scale import largest_factor
+from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.stats.distributed import full_tensor
@@ -54,7 +53,7 @@ def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None
 
     The norms are the scheme's or the model's own. `key_layer` is the layer that computes the keys, by default the same
     one. None where queries or keys have no norm, or a blend is in progress. In models that scale queries by position,
-    and with a length scale, the bound holds up to the model's maximum position.
+    the bound holds up to the model's maximum position.
     """
     if any(norm.bypass or norm.blend is not None for norm in head_norms(layer).values()):
         return None
@@ -64,8 +63,8 @@ def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None
         if q is None or k is None:
             return None
         rotates = place == len(pairs)
-        products = products + _products(q.lengths * _temperatures(layer), k.lengths) * (rotary**2 if rotates else 1.0)
-    scale = abs(layer.logit_scale) * layer.family.style.query_scale(layer) * _length_scale(layer)
+        products = products + _products(q.lengths, k.lengths) * (rotary**2 if rotates else 1.0)
+    scale = abs(layer.logit_scale) * layer.family.style.query_scale(layer)
     return scale * float(products.max())
 
 
@@ -101,21 +100,6 @@ def rotary_scale(layer: QKNormAttention) -> float:
     _, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=kind)
     own = (rope.get(name) or 1.0 for name in ("short_mscale", "long_mscale"))  # Phi-3.5-MoE has these instead
     return float(max(1.0, factor, *own))
-
-
-def _length_scale(layer: QKNormAttention) -> float:
-    """The factor of the scheme's length scale at the model's last position; 1 without one."""
-    length = layer.scheme.length_scale
-    return 1.0 if length is None else largest_factor(layer.family.style.length(layer), length, layer.window)
-
-
-def _temperatures(layer: QKNormAttention) -> Tensor:
-    """The factors of the scheme's temperature on the queries of each head, `[H]`, or `[1]` without one; fp64."""
-    found = head_biases(layer).get("temperature")
-    if found is None:
-        return torch.ones(1, dtype=torch.float64)
-    with loaded(found):
-        return full_tensor(found.bias.detach()).double().cpu().exp()
 
 
 def _key_layer(layer: QKNormAttention, layers: Mapping[str, QKNormAttention]) -> QKNormAttention:
@@ -188,13 +172,11 @@ def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:
         unit = longest.clamp_min(torch.finfo(torch.float64).tiny)[:, None]  # avoids overflow in the power
         longest = longest * (gain / unit).pow(order).sum(-1).pow(1 / order)
     if not NORMS[norm.norm].summed:
-        longest = longest * (norm.channels if norm.wide else head_dim) ** (
-            1 / norm.order
-        )  # over all heads, one may have the whole length
+        longest = longest * head_dim ** (1 / norm.order)
     return longest if norm.bias is None else longest + _rows(norm.bias, head_dim).norm(dim=-1)
 
 
 def _rows(parameter: Tensor, head_dim: int) -> Tensor:
-    """A gain or bias of all ranks as rows, `[H, D]` or `[1, D]` in fp64; `[H·D]` as `[H, D]`."""
+    """A gain or bias of all ranks as rows, `[H, D]` or `[1, D]` in fp64."""
     values = full_tensor(parameter.detach()).double().cpu()
-    return values.reshape(-1, min(values.shape[-1], head_dim)).expand(-1, head_dim)
+    return values.reshape(-1, values.shape[-1]).expand(-1, head_dim)

@@ -204,9 +204,8 @@ def layer_reports(
 
 def _gain(norms: list[HeadNorm], heads: int) -> Numbers | None:
     """The root mean square of each head's gain, over its parts."""
-    known = [(norm, full_tensor(norm.weight.detach()).double()) for norm in norms if norm.weight is not None]
-    weights = [weight.view(-1, min(norm.head_dim, weight.shape[-1])) for norm, weight in known]
-    if not weights:
+    known = [full_tensor(norm.weight.detach()).double() for norm in norms if norm.weight is not None]
+    if not known:
         return None
-    rows = torch.cat([weight.expand(heads, -1) for weight in weights], dim=-1)
+    rows = torch.cat([weight.expand(heads, -1) for weight in known], dim=-1)
     return tuple(rows.pow(2).mean(-1).sqrt().tolist())

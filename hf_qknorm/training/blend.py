@@ -17,7 +17,6 @@ from torch import nn
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.attention import QKNormAttention, end_blend, norm_copies, require_patched, start_blend
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.scheme import LEARNED
 from hf_qknorm.training.schedule import Schedule
 
 CAP_LEVELS = 4
@@ -28,8 +27,7 @@ def set_blend(model: nn.Module, blend: float) -> None:
     """Set how far the scheme of a patched model is in, norms and cap: from 0 (as unpatched) to 1 (the whole scheme).
 
     The blend is a buffer of the norms, which checkpoints hold. 1 ends the blend: the buffers are removed from the
-    model, its config and later checkpoints. A learned temperature and learned sinks are no part of the blend: they act
-    from the start, where the temperature changes nothing, and the sinks next to nothing.
+    model, its config and later checkpoints.
 
         >>> ids = torch.arange(8)[None]
         >>> before = model(ids).logits
@@ -38,8 +36,8 @@ def set_blend(model: nn.Module, blend: float) -> None:
         True
 
     Raises ValueError for a model that is not patched, a blend outside 0 to 1, a cap that `set_cap` moves, a scheme with
-    pre_norm=False, which removed the norm before attention, and below 1 for one of a temperature and sinks alone, or
-    with a scale and no norm of queries or keys.
+    pre_norm=False, which removed the norm before attention, and below 1 for one with a scale and no norm of queries or
+    keys.
     """
     layers = _layers_in_blend(model, blend, norms=True)
     for layer in layers:
@@ -202,11 +200,6 @@ def _layers_in_blend(model: nn.Module, blend: float, norms: bool) -> list[QKNorm
             raise ValueError(f"the scheme has no cap to bring in ({config.scheme}): patch the model with one that has")
         if blend == 1:
             return []
-        if config.scheme.learned and dataclasses.replace(config.scheme, **dict.fromkeys(LEARNED)).changes_nothing:
-            raise ValueError(
-                f"the scheme has no norm and no cap to bring in ({config.scheme}): leave the blend out. A learned "
-                "temperature starts where it changes nothing, and learned sinks where they take next to nothing"
-            )
         for layer in layers if norms else ():
             start_blend(layer)
         config.qk_norm_blend = {"norms": norms, "softcap": config.scheme.softcap}

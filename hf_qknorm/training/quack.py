@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_qknorm.files.untrusted import check_positive
-from hf_qknorm.model.attention import head_biases, patched_layers
-from hf_qknorm.stats.distributed import full_tensor, is_first_rank
+from hf_qknorm.stats.distributed import is_first_rank
 from hf_qknorm.stats.head_weights import (
     HeadWeights,
     Sizes,
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 PREFIX = "quack_"  # of all entries in a parameter's state
 RATE = "quack_rate_"  # of the initial rates; 0.1.0 has the initial norms of weights alone, without "rate_"
-QUERIES = ("q", "uq", "qr")  # the parts whose outputs are the queries
 ByPart = dict[str, Tensor]  # part name → `[heads]`
 
 logger = logging.getLogger(__name__)
@@ -73,9 +71,8 @@ class QuacK(Optimizer):
     head. A copy of the weights of queries and keys (of values too, if fused) is kept during the step: 1.3 GB for an 8B
     Llama in bfloat16. Optimisers with their own weights (fp32 copies, slow weights) would undo the scaling.
 
-    Sizes count the gain and bias of the norm in front of attention, the biases of the projections, and a scheme's
-    learned temperature. Where no norm is
-    in front of attention (OLMo 2, BERT), the input counts as constant. Steps of that norm's own gain and bias change
+    Sizes count the gain and bias of the norm in front of attention, and the biases of the projections. Where no norm
+    is in front of attention (OLMo 2, BERT), the input counts as constant. Steps of that norm's own gain and bias change
     logits too, and are not scaled. `state_dict` holds the initial rates; after a state without them is loaded, the next
     step measures them anew. A state of 0.1.0 holds norms of weights alone: its rates go on from where they were.
 
@@ -94,7 +91,7 @@ class QuacK(Optimizer):
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, tau: float = 1.0) -> None:
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
-        self.layers, self.patched = attention_head_weights(model), patched_layers(model)
+        self.layers = attention_head_weights(model)
         self.first: dict[tuple[str, str], Tensor] = {}  # initial rates by layer and part, `[2, heads]`
         self.former: dict[tuple[str, str], Tensor] = {}  # initial norms of weights from a state of 0.1.0, `[heads]`
         self._own()  # raises without these weights
@@ -183,17 +180,12 @@ class QuacK(Optimizer):
         """Yield the weights and biases of projections with the factors of their steps, which broadcast."""
         for layer, parts in self.layers.items():
             present = sizes(parts)
-            now = learning_rates(present, self._temperature(layer))
+            now = learning_rates(present)
             if new := [name for name in parts if (layer, name) not in self.first]:
                 _check_sizes(layer, present, new)
                 goes_on = self._former_factors(layer, parts)
                 self.first |= {(layer, name): now[name] / goes_on[name] for name in new}
             yield from parameter_factors(parts, {n: self.tau * (now[n] / self.first[layer, n]) for n in parts})
-
-    def _temperature(self, layer: str) -> Tensor | None:
-        """The factors `[H]` of a scheme's learned temperature on the queries of the layer's heads, or None."""
-        found = head_biases(self.patched[layer]).get("temperature") if layer in self.patched else None
-        return None if found is None else full_tensor(found.bias.detach()).float().exp()
 
     def _former_factors(self, layer: str, parts: dict[str, HeadWeights]) -> ByPart:
         """The factors at which a run of 0.1.0 stopped, by part, in its sizes; 1 for parts without such a state.
@@ -227,15 +219,9 @@ class QuacK(Optimizer):
         return own
 
 
-def learning_rates(present: Sizes, temperature: Tensor | None = None) -> ByPart:
-    """The learning rates of a layer's parts up to a constant, `[2, heads]`: of the weights, and of the biases.
-
-    `temperature` `[H]` multiplies the queries, and so the change of a logit by a step on either side.
-    """
-    outputs = present.outputs
-    factors = {} if temperature is None else {name: temperature for name in QUERIES if name in outputs}
-    rates = _rates(outputs | {name: outputs[name] * factor for name, factor in factors.items()})
-    rates |= {name: rates[name] / factor for name, factor in factors.items()}
+def learning_rates(present: Sizes) -> ByPart:
+    """The learning rates of a layer's parts up to a constant, `[2, heads]`: of the weights, and of the biases."""
+    rates = _rates(present.outputs)
     return {name: torch.stack([rate / present.inputs[name], rate]) for name, rate in rates.items()}
 
 

@@ -24,7 +24,7 @@ from hf_qknorm.convert.gains import Mean, observed_inputs
 from hf_qknorm.convert.knees import restored_attention
 from hf_qknorm.convert.text import batches_for, check_batches
 from hf_qknorm.export.constant_norms import SIDES, check_norms, constant_norms, sides, without_norms
-from hf_qknorm.model.attention import head_biases, head_norms, patched_layers, require_patched
+from hf_qknorm.model.attention import head_norms, patched_layers, require_patched
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee, centred_and_size, set_knee
 from hf_qknorm.model.norms import HeadNorm
@@ -55,8 +55,7 @@ def start_removal(
 
     `data` is text or batches, as for `calibrate`. One pass of the model over it measures the mean square of each head's
     queries and keys. Their weights are scaled so that all heads of a layer have the same one, and the norms, which undo
-    that, get a tiny knee that records it. Norms over all heads would not undo it: there the weights stay. Predictions
-    stay the same, up to rounding and ε.
+    that, get a tiny knee that records it. Predictions stay the same, up to rounding and ε.
 
     Then train with `KneeSchedule(target=math.inf)`, and call `remove_norms`.
 
@@ -107,8 +106,7 @@ def remove_norms(
     """Fold norms that have become constant factors into the projections, in place; the model is then unpatched.
 
     Each norm's gain, over the constant that it divides by, scales the rows of W_q or W_k, before RoPE. This is exact up
-    to rounding. A cap, a length scale, a learned temperature and learned sinks stay, with the model still patched. Make
-    a new optimiser after it.
+    to rounding. A cap stays, with the model still patched. Make a new optimiser after it.
 
     Norms that still act (a knee below 2³⁰) are ended by `KneeSchedule(target=math.inf)` during training, by
     `set_knee(model, math.inf)`, or here if `data` is given, text or batches as for `calibrate`. The loss on it before
@@ -156,9 +154,7 @@ def _fold_norms(model: PreTrainedModel) -> PreTrainedModel:
     found = constant_norms(model)
     for constant in found:
         _check_whole(constant.projection)
-    layers = patched_layers(model)
-    rest = without_norms(next(iter(layers.values())).scheme)
-    learned = {name: head_biases(layer) for name, layer in layers.items()}
+    rest = without_norms(next(iter(patched_layers(model).values())).scheme)
     with torch.no_grad():
         for constant in found:
             for parameter in constant.projection.parameters(recurse=False):
@@ -166,9 +162,6 @@ def _fold_norms(model: PreTrainedModel) -> PreTrainedModel:
     unpatch_model(model)
     if not rest.changes_nothing:
         patch_model(model, rest)
-    for name, biases in learned.items():
-        for bias_name, module in biases.items():
-            setattr(model.get_submodule(name), bias_name, module)
     return model
 
 
@@ -234,7 +227,7 @@ def _as_llama(model: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def _mean_powers(model: Any, batches: list[dict[str, Tensor]]) -> dict[tuple[str, str], Tensor]:
-    """The mean |x|ᵖ of each norm's inputs by head, `[H]`, or over all heads, `[1]`, in the model as it computes."""
+    """The mean |x|ᵖ of each norm's inputs by head, `[H]`, in the model as it computes."""
     found: dict[tuple[str, str], list[Mean]] = {}
     observers: dict[nn.Module, Callable[[Tensor], None]] = {}
     for name, layer in patched_layers(model).items():
@@ -251,10 +244,10 @@ def _mean_powers(model: Any, batches: list[dict[str, Tensor]]) -> dict[tuple[str
 
 
 def _observer(norm: HeadNorm, means: list[Mean]) -> Callable[[Tensor], None]:
-    """A function that adds the mean |x|ᵖ of heads `[N, H, D]` to their means, or to one for a norm over all heads."""
+    """A function that adds the mean |x|ᵖ of heads `[N, H, D]` to their means."""
 
     def observe(x: Tensor) -> None:
-        _, sizes = centred_and_size(norm, norm.vectors(x))
+        _, sizes = centred_and_size(norm, x)
         means.extend(Mean() for _ in range(sizes.shape[1] - len(means)))
         for mean, size in zip(means, sizes.unbind(1), strict=True):
             mean.add(size)

@@ -20,12 +20,12 @@ from hf_qknorm.model.knees import NO_NORM
 
 TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]
 RMS = Scheme(q="rms", k="rms")
-# Beside the table of removals: a cap, another scale with a temperature, fused projections.
-CASES = {name: case for name, case in REMOVED.items() if not (case[1].sinks or case[1].softcap)} | {
+# Beside the table of removals: a cap, another scale, fused projections.
+CASES = {name: case for name, case in REMOVED.items() if not case[1].softcap} | {
     "fused": ("gpt2", Scheme(q="layer", k="layer", bias=True), {}),
     "capped": ("llama", dataclasses.replace(RMS, softcap=2.0), {}),
-    "capped, fused": ("phi3", dataclasses.replace(RMS, softcap=2.0, temperature="learned"), {}),
-    "temperature, scale": ("qwen2", dataclasses.replace(RMS, scale=0.3, temperature="learned"), {}),
+    "capped, fused": ("phi3", dataclasses.replace(RMS, softcap=2.0), {}),
+    "scale": ("qwen2", dataclasses.replace(RMS, scale=0.3), {}),
 }
 
 
@@ -57,12 +57,12 @@ def test_removed_norms_are_exported_as_no_norms(tmp_path, case):
     assert report.architecture == type(native).__name__
     assert type(native).__module__.startswith("transformers.")
     assert_near(logits(native.eval()), expected, 5e-6)
-    if not model.config.scheme.softcap and not model.config.scheme.temperature:
+    if model.config.scheme.softcap:
+        assert report.architecture == "VaultGemmaForCausalLM"
+    else:
         folded = remove_norms(model)
         assert type(native) is type(folded)
         assert all(torch.equal(x, native.state_dict()[name]) for name, x in folded.state_dict().items())
-    elif model.config.scheme.softcap:
-        assert report.architecture == "VaultGemmaForCausalLM"
 
 
 def test_a_qwen3_becomes_a_llama_from_the_command_line(tmp_path, capsys):
@@ -105,10 +105,6 @@ REFUSED: dict[str, tuple[Any, float, str]] = {
     "biased": (
         lambda: randomise(patch_model(sharp_model("llama"), dataclasses.replace(RMS, bias=True))), NO_NORM,
         "q_norm has a bias, and its projection has none",
-    ),
-    "sinks": (
-        lambda: patch_model(sharp_model("llama"), dataclasses.replace(RMS, sinks="learned")), NO_NORM,
-        "the learned sinks would be lost",
     ),
     "a fused cap": (
         lambda: patch_model(sharp_model("gpt2"), "qk_norm_cap"), NO_NORM, "the cap of 50 would be lost: no model",

@@ -25,8 +25,6 @@ from hf_qknorm.model.norms import HeadNorm
 
 TOLERANCE = 1e-5
 RMS = Scheme(q="rms", k="rms")
-WIDE = Scheme(q="rms", k="rms", width="all")
-LEARNED = {"temperature": "learned"}
 LAYER = Scheme(q="layer", k="layer", eps=1e-5)
 EPS = {"rms_norm_eps": 1e-6}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -62,18 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme, str]] = {
     "phi3-knee": ("phi3", {"sliding_window": None} | EPS, replace(RMS, knee=4.0), "qwen3"),
     "mixtral-knee": ("mixtral", EPS, replace(RMS, knee=4.0), "qwen3_moe"),
     "gpt_neox-knee": ("gpt_neox", {}, replace(LAYER, knee=4.0), "phi"),
-    "llama-all-heads-knee": ("llama", EPS, replace(WIDE, knee=4.0), "olmoe"),
-    "llama-all-heads": ("llama", EPS | {"rope_parameters": YARN}, WIDE, "olmoe"),
-    "llama-all-heads-eps": ("llama", {"rms_norm_eps": 1e-3, "attention_bias": True}, WIDE, "olmoe"),
-    "llama-all-heads-scalar": ("llama", EPS, replace(WIDE, gain="scalar", scale=0.3), "olmoe"),
-    "mistral-all-heads": ("mistral", {"sliding_window": None} | EPS, WIDE, "olmoe"),
-    "qwen2-all-heads": ("qwen2", {"use_sliding_window": False} | EPS, WIDE, "olmoe"),
-    "phi3-all-heads": ("phi3", {"sliding_window": None} | EPS, WIDE, "olmoe"),
-    "mixtral-all-heads": ("mixtral", {"sliding_window": None} | EPS, WIDE, "olmoe"),
-    "llama-all-heads-temperature": ("llama", EPS, replace(WIDE, **LEARNED), "olmoe"),
-    "phi3-all-heads-temperature": ("phi3", {"sliding_window": None} | EPS, replace(WIDE, **LEARNED), "olmoe"),
-    "llama-temperature": ("llama", {}, Scheme(temperature="learned", scale=0.3), "llama"),
-    "qwen2-cap-temperature": ("qwen2", {}, Scheme(softcap=2.0, temperature="learned"), "vaultgemma"),
+    "llama-scale": ("llama", {}, Scheme(scale=0.3), "llama"),
     "gpt_neox": ("gpt_neox", {}, LAYER, "phi"),
     "gpt_neox-tied": ("gpt_neox", {"tie_word_embeddings": True}, LAYER, "phi"),
     "gpt_neox-without-bias": ("gpt_neox", {"attention_bias": False}, Scheme(q="layer", k="layer", bias=False), "phi"),
@@ -85,7 +72,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme, str]] = {
     "phi3-cap": ("phi3", {"hidden_size": 96, "initializer_range": 0.1}, Scheme(softcap=2.0), "vaultgemma"),
     "gemma2-cap": ("gemma2", {}, Scheme(softcap=2.0), "gemma2"),
     "qwen3-scale": ("qwen3", {}, Scheme(scale=0.3), "qwen3"),
-    "phi3-cap-temperature": ("phi3", {}, Scheme(softcap=2.0, temperature="learned"), "vaultgemma"),
     "gemma2-scale": ("gemma2", {"attn_logit_softcapping": 0.5}, Scheme(scale=0.3), "gemma2"),
     **{f"{model_type}-none": (model_type, {}, SCHEMES["none"], model_type) for model_type in MODEL_TYPES},
 }  # fmt: skip

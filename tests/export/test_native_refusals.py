@@ -12,14 +12,13 @@ from folders import configure, edit
 from kneed import as_older
 from safetensors.torch import load_file
 from tables import sharp_model
-from test_native import CASES, EPS, LAYER, LEARNED, RMS, WIDE, save_patched
+from test_native import CASES, EPS, LAYER, RMS, save_patched
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from hf_qknorm import Scheme, export_native, patch_model
 from hf_qknorm.export.targets import TARGETS
 
-LAYERS = replace(WIDE, q="layer", k="layer")
 SECOND = "model.layers.1"
 GAIN = f"{SECOND}.self_attn.q_norm.weight"
 
@@ -142,12 +141,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, str]] = {
     "layer-norm": ("llama", EPS, LAYER, r"norms \(q=layer, k=layer\) would be lost.*gpt_neox with layer"),
     "mlp-bias": ("llama", EPS | {"mlp_bias": True}, RMS, "qwen3 would be.*biases of the MLP would be lost"),
     "mlp-bias-cap": ("llama", {"mlp_bias": True}, "soft_cap", "vaultgemma would be.*biases of the MLP would be lost"),
-    "all heads, a window": ("mistral", EPS, WIDE, "olmoe would be its counterpart, but the sliding window of 8"),
-    "all heads, wider": ("llama", EPS | {"head_dim": 32}, WIDE, "olmoe .*heads have hidden_size / num_attention_heads"),
-    "all heads, centred": ("llama", EPS, LAYERS, r"norms \(q=layer, k=layer, width=all\) would .*rms over all heads"),
-    "temperature, norms": ("llama", EPS, replace(RMS, **LEARNED), "the learned temperature of each head would be lost"),
-    "temperature, own norms": ("qwen3", {}, Scheme(**LEARNED), "the learned temperature of each head would be lost"),
-    "temperature, fused": ("gpt2", {}, Scheme(**LEARNED), "the learned temperature of each head would be lost"),
     "mixtral-cap": ("mixtral", {}, "soft_cap", "the cap of 50 would be lost.*llama with a cap"),
     "qwen3-cap": ("qwen3", {}, "soft_cap", "the cap of 50 would be lost"),
     "gpt2": ("gpt2", {}, "qk_norm", r"norms \(q=rms, k=rms\) would be lost"),

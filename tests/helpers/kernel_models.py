@@ -41,11 +41,6 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 OTHERS = {
     "l2, knee": Scheme(q="l2", k="l2", scale=8.0, gain="per_head", softcap=50.0, knee=0.5),
     "lp, knee": Scheme(q="lp", k="lp", p=3.0, scale=8.0, knee=8.0),
-    "all heads": Scheme(q="rms", k="layer", softcap=5.0, width="all"),
-    "temperature": Scheme(q="rms", softcap=5.0, temperature="learned"),
-    "temperature alone": Scheme(temperature="learned"),
-    "sinks": Scheme(q="rms", softcap=5.0, sinks="learned"),
-    "length scale": Scheme(q="rms", softcap=5.0, length_scale=6),
 }
 
 

@@ -40,9 +40,7 @@ REMOVED: dict[str, tuple[str, Scheme, dict[str, Any]]] = {
     "henry": ("llama", PRESETS["henry"], {}),
     "layer, fused, capped": ("gpt2", Scheme(q="layer", k="layer", softcap=5.0), {}),
     "interleaved": ("gpt_neox", Scheme(q="rms", k="rms"), {}),
-    "all heads": ("llama", Scheme(q="rms", k="rms", width="all"), {}),
-    "all heads, centred": ("llama", Scheme(q="layer", k="layer", width="all"), BIASES),
-    "numbers of heads": ("llama", Scheme(q="rms", k="rms", temperature="learned", sinks="learned"), {}),
+    "layer": ("llama", Scheme(q="layer", k="layer"), BIASES),
 }
 
 

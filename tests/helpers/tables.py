@@ -21,7 +21,6 @@ from hf_qknorm import FAMILIES, SCHEMES, Scheme
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import PARTS
 from hf_qknorm.families.style import Style
-from hf_qknorm.model.head_bias import HeadBias
 from hf_qknorm.model.knees import record_powers
 from hf_qknorm.model.norms import HeadNorm
 
@@ -144,9 +143,6 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
                 parameter.copy_(centre * (1 + noise) if centre else noise)
         if norm.knee:
             norm.set_knee(norm.knee, 0.1 + float(torch.rand((), generator=generator)))
-    for module in model.modules():
-        if isinstance(module, HeadBias):
-            module.bias.copy_(torch.randn(module.bias.shape, generator=generator) * 0.5)
     record_powers(model)
     return model
 

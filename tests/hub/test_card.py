@@ -45,22 +45,6 @@ def test_every_scheme_has_a_card(tmp_path, scheme, family, report):
     assert ("2602.05006" in text) is (scheme == "lp")
 
 
-def test_a_card_tells_of_a_length_scale(tmp_path):
-    text = render_card(checkpoint(tmp_path, Scheme(length_scale=256)))
-    assert "- The **queries** are multiplied by log n / log 256" in text
-    assert "with a length scale in its attention" in text
-    assert "the length scale counters that. The parts come from [Nakanishi 2025]" in " ".join(text.split())
-    assert "diverging training runs" not in text
-    assert "2501.19399" in text.partition("## Citation")[2]
-
-
-def test_a_card_tells_of_norms_over_all_heads(tmp_path):
-    text = render_card(checkpoint(tmp_path, Scheme(q="rms", k="rms", width="all")))
-    assert "**queries and keys** of all heads are normalised together by RMSNorm, with a learned gain for each" in text
-    assert "head_dim" not in text
-    assert "2501.00656" in text.partition("## Citation")[2]
-
-
 def test_a_card_tells_how_the_heads_of_latent_attention_are_normed(tmp_path):
     text = render_card(checkpoint(tmp_path, "qk_norm", "youtu"))
     assert "The channels with and without rotary embedding are normalised separately" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,12 +23,8 @@ from hf_qknorm.model.attention import patched_layers
 NEW = 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
 PROMPTS = [[(7 * i + n) % 60 + 3 for i in range(n)] for n in (5, 2, 14, 1)]  # the window is 8
-NORMS = SCHEMES["qk_norm"]
 TRIED = {name: scheme for name, scheme in SCHEMES.items() if scheme.softcap is None} | {
     "knee": Scheme(q="auto", k="auto", v="auto", knee=4.0),
-    "all heads": replace(NORMS, width="all"),
-    "temperature": replace(NORMS, temperature="learned"),
-    "length scale": replace(NORMS, length_scale=8),
 }
 TYPES = ("gpt2", "gpt_neox", "llama", "mistral", *(("gptj",) if FROM_5_24 else ()))
 CASES = [(t, name) for t in TYPES for name, scheme in TRIED.items() if applies(t, scheme)]
@@ -72,7 +67,6 @@ REFUSED: dict[str, tuple[str, Any, str, str]] = {
     ),
     "cap of a fused backend": ("llama", "qk_norm_cap", "hf_qknorm", "drops the cap"),
     "the model's own cap": ("gemma2", "qk_norm", "eager", "drops the cap"),
-    "sinks": ("llama", replace(NORMS, sinks="learned"), "eager", r"drops the learned sinks \(sinks='learned'\)"),
     "attention of its own": ("bloom", "qk_norm", "eager", "BloomAttention has no paged cache"),
     "position bias": ("doge", "none", "eager", "drops the position bias"),
     "latent attention": ("deepseek_v3", "qk_norm", "sdpa", "holds 4 heads of 8, and .* 4 keys of 24 and values of 12"),
@@ -122,7 +116,7 @@ def test_no_type_ends_in_the_worker_thread(backend: str) -> None:
     """Each type generates the tokens of `generate`, or is refused."""
     ran = []
     for model_type in FAMILIES:
-        scheme = "qk_norm" if applies(model_type, NORMS) else "none"
+        scheme = "qk_norm" if applies(model_type, SCHEMES["qk_norm"]) else "none"
         try:
             model = model_of(model_type, scheme, backend)
             expected = [model.generate(torch.tensor([x]), **GREEDY)[0, len(x) :].tolist() for x in PROMPTS]

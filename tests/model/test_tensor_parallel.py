@@ -24,9 +24,6 @@ SCHEMES = {
     "per_head": Scheme(**NORMED, gain="per_head", bias=True),
     "scalar": Scheme(q="l2", k="l2", gain="scalar", scale=1.0),
     "knee": Scheme(**NORMED, knee=4.0),
-    "width": Scheme(**NORMED, width="all"),
-    "temperature": Scheme(q="rms", softcap=5.0, temperature="learned"),
-    "sinks": Scheme(q="rms", k="rms", gain="per_head", sinks="learned"),
     "knee alone": Scheme(**NORMED, gain="none", knee=4.0),
     "latent": Scheme(**NORMED, gain="per_head"),
 }

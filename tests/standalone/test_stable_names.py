@@ -68,12 +68,12 @@ def test_names_in_a_pickled_model():
 
 
 @torch.no_grad()
-def test_a_model_pickled_before_norms_had_a_width():
+def test_a_model_pickled_before_norms_had_a_sharpness():
     model, ids = patch_model(sharp_model("llama"), "qk_norm"), torch.arange(3, 20)[None]
     expected, bounds = model(ids).logits, logit_bounds(model)
     for layer in attention.patched_layers(model).values():
         for norm in attention.head_norms(layer).values():
-            for name in ("wide", "channels", "head_dim"):
+            for name in ("head_dim", "scheme_sharpness"):
                 delattr(norm, name)
     again = pickle.loads(pickle.dumps(model))
     assert torch.equal(again(ids).logits, expected)

@@ -31,10 +31,6 @@ CASES = {
     "llama with a knee": ("llama", replace(BUSY, knee=4.0), "left"),
     "gpt2 with a knee": ("gpt2", Scheme(q="layer", k="rms", knee=2.0), "left"),
     "mistral lp with a knee": ("mistral", replace(SCHEMES["lp"], knee=0.5), "plain"),
-    "mistral with a length scale": ("mistral", Scheme(q="rms", softcap=5.0, length_scale=6), "left"),
-    "mistral over all heads": ("mistral", Scheme(q="rms", k="layer", knee=1.0, width="all"), "left"),
-    "mistral with a temperature": ("mistral", Scheme(q="rms", gain="scalar", temperature="learned"), "left"),
-    "mistral with sinks": ("mistral", Scheme(q="rms", sinks="learned"), "left"),
     "mistral packed": ("mistral", Scheme(q="l2", softcap=2.0), "packed"),
     "llama on its way in": ("llama", SCHEMES["qk_norm_cap"], "plain"),
 }

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainer
 
 from hf_qknorm import SCHEMES, BlendSchedule, CapSchedule, Scheme, patch_model, set_blend, set_cap, unpatch_model
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.scheme import LEARNED
 
 BLENDED = [(model_type, name) for model_type, name in PAIRS if SCHEMES[name].pre_norm]
 SCALED = Scheme(q="l2", k="rms", v="rms", gain="none", scale=2.0, softcap=30.0)
@@ -216,21 +215,6 @@ def test_refusals(scheme, act, message):
     model = patched("llama", scheme)
     with pytest.raises(ValueError, match=message):
         act(model)
-
-
-@pytest.mark.parametrize("fields", [LEARNED[:1], LEARNED[1:], LEARNED])
-def test_a_blend_of_numbers_of_heads_alone_is_refused(fields):
-    learned = dict.fromkeys(fields, "learned")
-    model = patched("llama", Scheme(**learned))
-    before = fingerprint(model)
-    with pytest.raises(ValueError, match=r"no norm and no cap to bring in \(.*=learned\): leave the blend out"):
-        set_blend(model, 0.5)
-    assert fingerprint(model) == before
-    assert model.config.qk_norm_blend is None
-    set_blend(model, 1.0)  # the whole scheme, as it is
-    capped = patched("llama", Scheme(softcap=30.0, **learned))
-    set_blend(capped, 0.5)
-    assert capped.config.scheme == Scheme(softcap=60.0, **learned)
 
 
 def test_refusals_without_a_model():

@@ -65,7 +65,7 @@ def test_folded_norms_leave_what_constant_factors_gave(case):
     assert error(before, whole) > 1e-2
     assert remove_norms(model) is model
     assert_near(logits(model), before, 5e-6)
-    left = Scheme(softcap=scheme.softcap, temperature=scheme.temperature, sinks=scheme.sinks)
+    left = Scheme(softcap=scheme.softcap)
     if left.changes_nothing:
         assert type(model) is plain_class
         assert not patched_layers(model)
