@@ -24,7 +24,15 @@ from hf_qknorm.backends.calls import (
     refuse_unsupported,
     structure,
 )
-from hf_qknorm.backends.implementations import NAMED, choose, device_type, log_once, refuse
+from hf_qknorm.backends.implementations import (
+    IMPLEMENTATIONS,
+    TRITON,
+    Implementation,
+    choose,
+    device_type,
+    log_once,
+    refuse,
+)
 from hf_qknorm.backends.masks import structured_mask
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.ops import library, reference
@@ -112,7 +120,7 @@ def takes_raw_heads(module: nn.Module, heads: Heads, mask: Tensor | None, option
     "hf_qknorm" asks for them on CUDA, "hf_qknorm_triton" in Triton's interpreter too.
     """
     name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
-    if name != "hf_qknorm_triton" and (name != "hf_qknorm" or device_type(heads.q) != "cuda"):
+    if name != TRITON.name and (name != "hf_qknorm" or device_type(heads.q) != "cuda"):
         return False
     ranges = mask is None or is_ranges(mask) or is_padded_ranges(mask)
     return ranges and not weights_wanted(options) and library.why_not_fused(*heads[:3]) is None
@@ -139,24 +147,23 @@ def best_attention(
     return as_results(choice.implementation.run(*call), value)
 
 
-def _named(name: str) -> Callable[..., tuple[Tensor, None]]:
+def _named(implementation: Implementation) -> Callable[..., tuple[Tensor, None]]:
     """The attention function that takes one implementation, or raises a ValueError with the reason."""
-    implementation = NAMED[name]
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         if weights_wanted(kwargs):
             raise ValueError(
-                f"attn_implementation={name!r} never forms the attention weights that output_attentions=True asks "
-                'for: call model.set_attn_implementation("hf_qknorm_eager") before, or "hf_qknorm", which forms them '
-                "when asked"
+                f"attn_implementation={implementation.name!r} never forms the attention weights that "
+                'output_attentions=True asks for: call model.set_attn_implementation("hf_qknorm_eager") before, or '
+                '"hf_qknorm", which forms them when asked'
             )
         call = make_call(module, Heads(query, key, value), attention_mask, **kwargs)
         reason = implementation.why_not(*call)
         if reason is not None and kwargs.get("position_bias") is not None:
             reason = "the model adds a position bias to its logits"
-        refuse(reason, name)
+        refuse(reason, implementation)
         return as_results(implementation.run(*call), value)
 
     return attention
@@ -203,7 +210,7 @@ def eager_attention(
 
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {
     "hf_qknorm": best_attention,
-    **{name: _named(name) for name in NAMED},
+    **{x.name: _named(x) for x in IMPLEMENTATIONS if x.name is not None},
     "hf_qknorm_eager": eager_attention,
 }
 

@@ -32,14 +32,16 @@ NOTHING, NO_OPTIONS = Visible(), Options(1.0)  # of norm and rotation
 class Implementation(NamedTuple):
     """An implementation of attention.
 
-    `words` name it in logs, and `devices` are those where it is tried, none for all. `why_not` returns the reason why
-    it does not take a call, or None; the first call of a kind may compile and check it. `run` computes `[B, H, T, D]`.
+    `words` name it in logs. `why_not` returns the reason why it does not take a call, or None; the first call of a kind
+    may compile and check it. `run` computes `[B, H, T, D]`. `devices` are those where "hf_qknorm" tries it, none for
+    all. `name` is that of the attention function that takes it or raises ValueError, if there is one.
     """
 
     words: str
     why_not: Callable[[Heads, Visible, Options], str | None]
     run: Callable[[Heads, Visible, Options], Tensor]
     devices: tuple[str, ...] = ()
+    name: str | None = None
 
 
 def _why_not_triton(heads: Heads, visible: Visible, options: Options) -> str | None:
@@ -51,13 +53,13 @@ def _why_not_flex(heads: Heads, visible: Visible, options: Options) -> str | Non
     return flex.why_not(heads, visible, options) or first_use.why_distrusted(heads, visible, options, "flex")
 
 
-TRITON: Final = Implementation("its Triton kernels", _why_not_triton, library.fused_attention, ("cuda",))
-CPP: Final = Implementation("its C++ kernels", cpu_use.why_not, cpu.attention, ("cpu",))
+TRITON: Final = Implementation(
+    "its Triton kernels", _why_not_triton, library.fused_attention, ("cuda",), name="hf_qknorm_triton"
+)
+CPP: Final = Implementation("its C++ kernels", cpu_use.why_not, cpu.attention, ("cpu",), name="hf_qknorm_cpu")
 FLEX: Final = Implementation("FlexAttention", _why_not_flex, flex.attention, ("cuda",))
-TILED: Final = Implementation("tiled in PyTorch", lambda *call: None, library.attention)
+TILED: Final = Implementation("tiled in PyTorch", lambda *call: None, library.attention, name="hf_qknorm_tiled")
 IMPLEMENTATIONS: Final = (TRITON, CPP, FLEX, TILED)
-# The attention functions that take one of them or raise ValueError.
-NAMED: Final = {"hf_qknorm_triton": TRITON, "hf_qknorm_cpu": CPP, "hf_qknorm_tiled": TILED}
 
 
 class Choice(NamedTuple):
@@ -97,8 +99,8 @@ def takes_in_one(module: nn.Module, call: Call) -> bool:
     Raises ValueError, with the reason, if they do not and the layer's attention function takes nothing else.
     """
     reason = TRITON.why_not(*call)
-    if module.config._attn_implementation == "hf_qknorm_triton":  # type: ignore[union-attr]
-        refuse(reason, "hf_qknorm_triton")
+    if module.config._attn_implementation == TRITON.name:  # type: ignore[union-attr]
+        refuse(reason, TRITON)
     if reason is None:
         log_once("runs its Triton kernels, norm and RoPE included")
     return reason is None
@@ -156,16 +158,16 @@ def _trusted(
 ) -> bool:
     """Whether a kernel passed its self-check. Raises ValueError if it did not and the module asks for kernels."""
     reason = first_use.why_distrusted(heads, visible, options, operator)
-    if reason is not None and module.config._attn_implementation == "hf_qknorm_triton":  # type: ignore[union-attr]
-        refuse(reason, "hf_qknorm_triton")
+    if reason is not None and module.config._attn_implementation == TRITON.name:  # type: ignore[union-attr]
+        refuse(reason, TRITON)
     return reason is None
 
 
-def refuse(reason: str | None, name: str) -> None:
-    """Raise ValueError if there is a reason why the implementation that was asked for by name does not take a call."""
+def refuse(reason: str | None, implementation: Implementation) -> None:
+    """Raise ValueError if there is a reason why an implementation that was asked for by name does not take a call."""
     if reason is not None:
         raise ValueError(
-            f'attn_implementation="{name}" can\'t serve this call: {reason}. Call '
+            f'attn_implementation="{implementation.name}" can\'t serve this call: {reason}. Call '
             'model.set_attn_implementation("hf_qknorm"), which takes the kernels only where they serve'
         )
 
