@@ -30,6 +30,7 @@ PAPERS: Final = {
     "gemma2": Paper("Gemma 2", "2408.00118"),
     "latent": Paper("Han et al. 2026", "2606.16310"),
 }
+NORM_PAPERS: Final = {"rms": ("rybakov",), "layer": ("rybakov",), "l2": ("henry",), "lp": ("henry", "lp")}
 GAINS: Final = {
     "shared": "a learned gain for each channel, shared by the heads of a layer",
     "per_head": "a learned gain for each channel of each head",
@@ -44,7 +45,7 @@ LATENT: Final = (
 
 def papers_of(scheme: Scheme, latent: bool = False) -> list[Paper]:
     """Return the papers that introduced the parts of a scheme; `latent`: on a model that caches a latent."""
-    keys = {key for norm in scheme.norms if norm in NORMS for key in NORMS[norm].papers}
+    keys = {key for norm in scheme.norms for key in NORM_PAPERS.get(norm, ())}
     keys |= {"rybakov", "gemma2"} if scheme.softcap is not None else set()
     if scheme.q == scheme.k == "rms":
         keys |= {"latent" if latent else "qwen3"}

@@ -14,8 +14,7 @@ class NormKind(NamedTuple):
     s replaces a + b in this size by (aˢ + bˢ)^(1/s). Kernels take a kind as a compile-time constant.
     """
 
-    title: str  # completes "queries are normalised by …" in a model card
-    papers: tuple[str, ...]  # its sources, keys of `hub.papers.PAPERS`
+    title: str  # completes "queries are normalised by …"
     centred: bool = False  # the mean of x is subtracted first
     summed: bool = False  # divides by the sum of |y|ᵖ, not by their mean: the result has length 1, not D^(1/p)
     any_order: bool = False  # p is that of the scheme, else 2
@@ -30,8 +29,8 @@ class NormKind(NamedTuple):
 
 
 NORMS: Final[dict[str, NormKind]] = {
-    "rms": NormKind("RMSNorm", ("rybakov",)),
-    "layer": NormKind("LayerNorm", ("rybakov",), centred=True, biased=True),
-    "l2": NormKind("their length (l2)", ("henry",), summed=True),
-    "lp": NormKind("their Lp norm", ("henry", "lp"), summed=True, any_order=True),
+    "rms": NormKind("RMSNorm"),
+    "layer": NormKind("LayerNorm", centred=True, biased=True),
+    "l2": NormKind("their length (l2)", summed=True),
+    "lp": NormKind("their Lp norm", summed=True, any_order=True),
 }

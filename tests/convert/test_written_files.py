@@ -85,7 +85,7 @@ def test_a_card_that_can_not_be_read_is_kept_with_a_warning(source, tmp_path, fr
 
 
 def test_code_that_can_not_be_made_is_refused_with_the_way_out(source, tmp_path, monkeypatch):
-    monkeypatch.setitem(NORMS, "own", NormKind("a norm of one's own", ("rybakov",)))
+    monkeypatch.setitem(NORMS, "own", NormKind("a norm of one's own"))
     scheme = {"q": "own", "k": "own"}
     for call in (plan_conversion, convert_checkpoint):
         with pytest.raises(ValueError, match="norm 'own' is not hf_qknorm's own.*standalone=False.*--no-standalone"):

@@ -21,16 +21,16 @@ def centred(x: Tensor) -> Tensor:
 # Combinations of properties that no norm of the table has, and their formulas without ε for p = 3.
 NEW = {
     "unit_layer": (
-        NormKind("unit LayerNorm", ("rybakov",), centred=True, summed=True),
+        NormKind("unit LayerNorm", centred=True, summed=True),
         lambda x: centred(x).norm(dim=-1),
     ),
-    "power": (NormKind("the power mean", ("lp",), any_order=True), lambda x: x.abs().pow(3).mean(-1).pow(1 / 3)),
+    "power": (NormKind("the power mean", any_order=True), lambda x: x.abs().pow(3).mean(-1).pow(1 / 3)),
     "centred_power": (
-        NormKind("the power mean", ("lp",), centred=True, any_order=True),
+        NormKind("the power mean", centred=True, any_order=True),
         lambda x: centred(x).abs().pow(3).mean(-1).pow(1 / 3),
     ),
     "centred_lp": (
-        NormKind("the Lp norm", ("lp",), centred=True, summed=True, any_order=True),
+        NormKind("the Lp norm", centred=True, summed=True, any_order=True),
         lambda x: centred(x).norm(p=3, dim=-1),
     ),
 }
