@@ -92,7 +92,7 @@ def _add_demo(commands: Any) -> None:
     add("--steps", type=COUNT, default=200, help="steps of continued training, by default %(default)s")
     rate = "the usual learning rate of continued training, by default %(default)s; the demo also trains at ten times it"
     add("--rate", type=POSITIVE, default=1e-3, help=rate)
-    files = "folder for all that is written, by default %(default)s"
+    files = "folder for results, by default %(default)s"
     add("--out", metavar="FOLDER", default="./qknorm-demo", help=files)
     add("--seed", type=SEED, default=0, help="seed of weights and batches, by default %(default)s")
 
@@ -112,7 +112,7 @@ def _add_convert(commands: Any) -> None:
     limit = "with --calibrate, the largest rise in loss; a conversion that loses more is not written"
     add("--max-loss-increase", type=FINITE, metavar="NATS", help=limit)
     add("--length", type=COUNT, metavar="TOKENS", help=f"with --calibrate, {LENGTHS}")
-    memory = "with --calibrate, the most memory to use, as 8GB: by default all that is free; layers that do not fit"
+    memory = "with --calibrate, the most memory to use, as 8GB: by default all free memory; layers that do not fit"
     add("--max-memory", type=parse_memory, metavar="SIZE", help=f"{memory} are read from the disk in each pass")
     add("--dry-run", action="store_true", help="check everything, print the plan, and write nothing")
     add("--overwrite", action="store_true", help=OVERWRITE)

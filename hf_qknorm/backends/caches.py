@@ -46,7 +46,7 @@ _latest: WeakKeyDictionary[DynamicLayer, _Latest] = WeakKeyDictionary()
 class Room(NamedTuple):
     """Keys and values of a layer with room for new tokens, and the number of rows that stay free behind them.
 
-    A static layer, of which `layer` is None, counts its filled rows in a tensor: operators add to it in place, as
+    A static layer (`layer` is None) counts its filled rows in a tensor: operators add to it in place, as
     compiled graphs expect. A dynamic layer stays as it is until `keep`.
     """
 
@@ -113,7 +113,7 @@ def update(
 def _stored(cache: Any, index: int, keys: Tensor, values: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes in which a layer stores keys and values: a static one its own, a dynamic one the wider of the two.
 
-    Those of keys and values may differ since transformers 5.24: without the patch, autocast makes fp32 keys.
+    The two may differ since transformers 5.24: without the patch, autocast makes fp32 keys.
     """
     layer: Any = cache.layers[index] if _is_plain(cache) and index < len(cache.layers) else None
     if type(layer) not in PLAIN_LAYERS or not layer.is_initialized:
@@ -140,7 +140,7 @@ def _is_growing(layer: Any, new: Tensor) -> bool:
 
 
 def _behind(layer: DynamicLayer, new: Tensor) -> Room:
-    """Keys and values of a dynamic layer with room for new ones: those that it has, or copies."""
+    """Keys and values of a dynamic layer with room for new ones: its own, or copies."""
     latest, keys, values, count = _latest.get(layer), layer.keys, layer.values, new.shape[2]
     frozen = keys.is_inference() and not torch.is_inference_mode_enabled()  # it can't be written to
     if latest is None or latest.keys() is not keys or latest.values() is not values or latest.free < count or frozen:

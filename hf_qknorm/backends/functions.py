@@ -52,7 +52,7 @@ CAP_BACKENDS: Final = (
     "flash_attention_3",
     "flash_attention_4",
 )
-# Those that add a position bias to the logits.
+# The attention functions that add a position bias to the logits.
 BIAS_BACKENDS: Final = ("eager", "sdpa", "hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager")
 # Servers replace the attention function and read the cap from config.attn_logit_softcapping themselves.
 SERVER_BACKENDS: Final = ("vllm", "sglang")
@@ -108,7 +108,7 @@ def attention_function(
 def weights_wanted(options: dict[str, Any]) -> bool:
     """Whether attention weights are asked for, by this call's options or by the model's.
 
-    transformers keeps the model's options in a context variable, of which a trace can read the global part alone.
+    transformers keeps the model's options in a context variable. A trace can read its global part alone.
     """
     gathered = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
     return bool(options.get("output_attentions")) or "attentions" in (gathered or ())
@@ -219,7 +219,7 @@ MASKS: Final = dict.fromkeys(REGISTERED, structured_mask)  # without a mask func
 
 
 def register() -> None:
-    """Register each attention function with its mask function, in the place of those of `registration`."""
+    """Register each attention function with its mask function, in place of the entries that `registration` makes."""
     for name, function in REGISTERED.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, MASKS[name])

@@ -89,7 +89,7 @@ def choose(call: Call) -> Choice:
 
 
 def device_type(x: Tensor) -> str:
-    """The type of a tensor's device, as `choose` compares it with those of implementations."""
+    """The type of a tensor's device, which `choose` looks for among the devices of implementations."""
     return x.device.type
 
 
@@ -130,8 +130,8 @@ def norm_rope_into(module: nn.Module, heads: Heads, keys: Tensor, values: Tensor
 def step(module: nn.Module, call: Call, heads: Heads, filled: Tensor | None) -> Tensor:
     """`library.fused_step` if it passed its self-check, else its parts, each by the first implementation for it.
 
-    `heads` are the new ones. Those of the `call` have the keys and values of a cache with room for them; `filled` is
-    that of `LayerCache`.
+    `heads` are the new ones. The `call` has the keys and values of a cache with room for them, and `filled` is as in
+    `LayerCache`.
     """
     (_, keys, values, *_), visible, options = call.heads, call.visible, call.options
     operator: Operator = "append" if filled is None else "step"

@@ -22,7 +22,7 @@ WITHOUT_GAPS = (
     masking_utils.bidirectional_mask_function.__code__,
     masking_utils.and_masks(masking_utils.causal_mask_function).__code__,
 )
-# Whether the windows of transformers' masks are those of the layers; a trace can't check it by itself.
+# Whether transformers' masks have the windows of the layers; a trace can't check it by itself.
 WINDOWS_KNOWN = all(
     known(window(2), torch.arange(4)) is not None
     for window in (
@@ -103,7 +103,7 @@ def _spans(
     """The keys that queries see by transformers' mask function; None where a trace can't exclude gaps between them.
 
     `function` is None for one of the user's own. `own` is the key at each query's own position. `rows` gives the mask
-    of some queries, of which each takes `size` numbers. `queries` may be symbolic in a trace, where len(own) is not.
+    of some queries; each takes `size` numbers. `queries` may be symbolic in a trace, where len(own) is not.
     """
     if is_tracing(own):  # a compiler fuses all rows with what reads them
         contiguous = function is not None and any(function.__code__ is code for code in WITHOUT_GAPS)

@@ -35,7 +35,7 @@ REPORTER = logging.getLogger("transformers.modeling_utils")
 def check_complete(
     model_class: type[PreTrainedModel], config: PretrainedConfig, tensors: Tensors, folder: Path
 ) -> tuple[str, ...]:
-    """Check that `tensors`, of the checkpoint in `folder`, are those of the model; return the names that it ignores.
+    """Check that `tensors`, of the checkpoint in `folder`, fit the model; return the names that it ignores.
 
     Of a quantised model only the norms of heads are checked: its quantiser decides on the other tensors.
 
@@ -55,7 +55,7 @@ def check_complete(
 
 
 class _Comparison:
-    """Stored tensors compared with those of a model: `read_as` maps each stored name to the model's own."""
+    """Stored tensors compared with a model's: `read_as` maps each stored name to the model's own."""
 
     def __init__(self, model_class: Any, config: PretrainedConfig, tensors: Tensors, folder: Path) -> None:
         self.tensors, self.folder, self.config = tensors, folder, config
@@ -111,7 +111,7 @@ class _Comparison:
         return False
 
     def _stored(self, key: str) -> tuple[Path, str]:
-        """Return the file and stored name of a model's tensor; of several joined tensors, those of the first."""
+        """Return the file and stored name of a model's tensor; the first ones of several joined tensors."""
         names = [name for name, read in self.read_as.items() if read == key]
         if not names:
             return self.weights_file, key

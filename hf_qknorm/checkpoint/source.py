@@ -38,7 +38,7 @@ class Source:
     """An open checkpoint.
 
     `name` is the given folder or Hub name, `files` are those to copy (relative to `folder`), `unread` are safetensors
-    files of the folder that transformers does not read, and `fingerprints` are those of all files that are read.
+    files of the folder that transformers does not read, and `fingerprints` belong to the files that are read.
     """
 
     name: str

@@ -87,7 +87,7 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     check()
     scheme = Scheme.of(settings.scheme)
     check_text(settings.data)
-    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the tables have all that the log would say
+    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the tables say what the log would
     with one_thread() if settings.checkpoint is None else nullcontext():
         return _run(settings, scheme, out, check)
 

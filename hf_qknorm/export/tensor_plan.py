@@ -15,7 +15,7 @@ LARGEST = 2.0**32  # factor of a tensor: a larger one could overflow 32 bits
 
 
 class TensorPlan:
-    """The tensors to be written, by name; at first those of `weights`. Nothing is read before they are written."""
+    """The tensors to be written, by name; at first the ones of `weights`. Nothing is read before they are written."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights

@@ -121,7 +121,7 @@ def stored_eps(plan: TensorPlan, config: Any, layer: int, letter: str) -> float:
 
 
 def share_gains(plan: TensorPlan, config: Any) -> None:
-    """Expand the gains of q and k to one entry a channel, and fold all that scales the logits into the queries'."""
+    """Expand the gains of q and k to one entry a channel, and fold every factor of the logits into the queries'."""
     width, scheme = head_dim(config), config.scheme
     summed = sum(norms.NORMS[norm].summed for norm in (scheme.q, scheme.k) if norm is not None)
     factor = _scale_factor(config) * width ** (-0.5 * summed)  # a summed norm gives length 1, the others √D

@@ -11,7 +11,7 @@ PREFIX: Final = "QKNorm"  # of the classes of patched models
 TYPE_PREFIX: Final = "qknorm_"  # of their model types
 
 # For each Auto class, transformers' own table from a model type to the names of its classes. AutoModelForDecision is
-# left out: its models wrap a model of a family, and a tower of theirs is patched.
+# left out: its models wrap a model of a family, which is patched as a tower.
 AUTO_CLASSES: Final[dict[str, dict[str, Any]]] = {
     name: auto._model_mapping._model_mapping
     for name, auto in vars(modeling_auto).items()

@@ -1,4 +1,4 @@
-"""Gemma 3n and 4: some layers compute no keys and values, and attend to those that another layer has stored."""
+"""Gemma 3n and 4: some layers compute no keys and values, and attend to the ones that another layer has stored."""
 
 from __future__ import annotations
 

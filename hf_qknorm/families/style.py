@@ -54,7 +54,7 @@ class Style:
     `project` maps hidden states `[B, T, C]` to q `[B, T, H, D]` and k, v `[B, T, Hk, D]`, and applies the model's own
     norms before RoPE. Its further results are passed to `output`.
     `arguments` are the names of the forward's arguments that `project` takes too, and that nothing else does.
-    `project_across` is None, or maps hidden states and those of an encoder to q, k and v for cross-attention. Without
+    `project_across` is None, or maps hidden states and an encoder's to q, k and v for cross-attention. Without
     the latter, k and v are None.
     `output` maps the attended heads `[B, T, H·D]` back to `[B, T, C]`.
     `weights` are the names of the projections that compute q, k and v.

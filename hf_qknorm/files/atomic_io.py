@@ -85,7 +85,7 @@ def is_leftover(folder: Path) -> bool:
 
 @contextmanager
 def _staging(path: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """Yield a locked staging folder beside `path`, and those of other running processes that write `path`.
+    """Yield a locked staging folder beside `path`, and the folders of other running processes that write `path`.
 
     The random name keeps others from placing a file or link there. The lock is taken before the search for other
     staging folders: of two processes that start together, at least one sees the other.
@@ -104,9 +104,9 @@ def _staging(path: Path) -> Iterator[tuple[Path, list[Path]]]:
 
 
 def _remove_leftovers(path: Path, own: Path) -> list[Path]:
-    """Remove the staging folders for `path` of killed processes; return those of running ones.
+    """Remove the staging folders for `path` of killed processes; return the running ones'.
 
-    Those of other users, as in /tmp, are left alone: their contents may be unreadable, or made to be put in place here.
+    Other users' folders, as in /tmp, are left alone: their contents may be unreadable, or made to be put in place here.
     """
     running = []
     for folder in sorted(path.parent.iterdir()):

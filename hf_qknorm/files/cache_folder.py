@@ -98,7 +98,7 @@ def mark_used(file: BufferedReader) -> None:
 
 
 def remove_unused(start: re.Pattern[str]) -> None:
-    """Remove the folder's files whose names start so, and of which none with the same start was used for 90 days.
+    """Remove the folder's files whose names start so, unless one with the same start was used in the last 90 days.
 
     Other versions of this package, and other machines, may use the same folder.
     """

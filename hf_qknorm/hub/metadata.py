@@ -1,4 +1,4 @@
-"""The front matter of model cards: the fields inherited from the base model's card, and those of a new card."""
+"""The front matter of model cards: the fields inherited from the base model's card, and a new card's own."""
 
 from __future__ import annotations
 

@@ -172,5 +172,5 @@ def _upload(
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a file in the repository is weights, a report or a plot, which must not mix with those of a new push."""
+    """Whether a file in the repository is weights, a report or a plot, which must not mix with a new push."""
     return name in (INDEX, REPORT) or bool(WEIGHTS.fullmatch(name) or PLOT.fullmatch(name))

@@ -1,4 +1,4 @@
-"""The files of a push: those of the checkpoint that are on a fixed list, and those generated for the upload.
+"""The files of a push: files of the checkpoint that are on a fixed list, and files made for the upload.
 
 Files that are not on the list stay out: a Trainer's state, hidden files, links to other folders. The checkpoint's
 folder is not changed: generated and modified files lie in a temporary one.

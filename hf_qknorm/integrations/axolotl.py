@@ -39,7 +39,7 @@ FULL_ONLY: Final = ("qk_clip", "quack")  # keys that act on the weights of queri
 
 
 class QKNormPlugin(BasePlugin):
-    """The plugin of axolotl that patches, calibrates and watches the model; its keys are those of `QKNormPluginArgs`.
+    """The plugin of axolotl that patches, calibrates and watches the model; `QKNormPluginArgs` has its keys.
 
     The base model is patched and calibrated when a training begins. A base model that is a patched checkpoint already
     is taken as it is. With an adapter the patched base is written to `qk_norm_base` in the output folder, where
@@ -190,7 +190,7 @@ def _check_adapter(cfg: Any) -> None:
 
 
 def _leave_out_kernels(cfg: Any) -> None:
-    """Refuse the options that rewrite attention's forward, and leave out those that axolotl adds by itself."""
+    """Refuse the options that rewrite attention's forward, and leave out the ones that axolotl adds by itself."""
     for key in ("lora_qkv_kernel", "lora_o_kernel", "fused_attn_kernel"):
         if cfg.get(key):
             raise ValueError(f"{key} rewrites the forward of attention, without norms and cap: set {key}: false")
@@ -225,7 +225,7 @@ def _convert(cfg: Any) -> str:
 
 
 def _check_whole(model: Any) -> None:
-    """Raise ValueError for a model of which this process holds a part."""
+    """Raise ValueError if this process holds only a part of the model."""
     if any(p.is_meta or hasattr(p, "ds_id") for p in model.parameters()):  # DeepSpeed sets ds_id
         raise ValueError(
             "this process holds a part of the model (ZeRO-3, or fsdp_config.cpu_ram_efficient_loading), which can't be "

@@ -118,7 +118,7 @@ class QKNormConfig(_Config):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return transformers' dict without the type of an unpatched model, of which `from_pretrained` would warn."""
+        """Return transformers' dict; without an unpatched model's type, which `from_pretrained` would warn about."""
         config_dict, unused = super().get_config_dict(*args, **kwargs)
         if config_dict.get("model_type") == cls.base_model_type and "qk_norm" not in config_dict:
             config_dict = {key: value for key, value in config_dict.items() if key != "model_type"}
@@ -242,7 +242,7 @@ def _check_powers(config: Any) -> None:
 
 
 def _check_cap(name: str, value: Any, fields: dict[str, str]) -> None:
-    """Raise ValueError unless a setting is None, or has these fields, of which the last is a cap or None."""
+    """Raise ValueError unless a setting is None, or has these fields, the last of them a cap or None."""
     if value is None:
         return
     if not isinstance(value, dict) or value.keys() != fields.keys() or not isinstance(value.get("norms", True), bool):

@@ -14,7 +14,7 @@ def attend_across(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from hidden_states `[B, T, C]` to the encoder's `[B, S, C]`: `[B, T, H, D]`, and the weights or None.
 
-    The norms are those of self-attention, and come before the cache: a cache of an encoder-decoder stores the normed
+    The norms are self-attention's own, and come before the cache: a cache of an encoder-decoder stores the normed
     keys at its first call, and later calls read them.
     """
     style, slot = layer.family.style, layer.family.style.slot(layer, **options)

@@ -45,7 +45,7 @@ class KneeStateDict(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load as PyTorch does. An eps of a norm without a knee is an error with `strict=False` (Trainer, PEFT) too.
 
-        The config forgets its powers, which may be of another calibration: the next save writes those of the weights.
+        The config forgets its powers, which may belong to another calibration: the next save writes the weights' own.
         """
         *_, errors = args
         for key in _eps_keys(state_dict, prefix):

@@ -83,7 +83,7 @@ class PlainAttention(nn.Module):
         return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous(), *rest), weights
 
     def _add_options(self, options: dict[str, Any]) -> None:
-        """Add the layer's own options of the attention function to those of the call."""
+        """Add the layer's own options of the attention function to the call's."""
         options["scaling"], options["sliding_window"] = self.logit_scale, self.window
         options["dropout"] = self.family.style.dropout(self) if self.training else 0.0
         if (softcap := self.softcap) is not None:

@@ -11,7 +11,7 @@ from hf_qknorm.ops.types import Norm
 
 
 def apply_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Normalise heads `[..., H, D]` as `reference.head_norm` does, of which this has the numbers.
+    """Normalise heads `[..., H, D]` to the numbers of `reference.head_norm`.
 
     Without gradients, `torch.rms_norm` computes it. Its gradient of a row of zeros is 1/√eps times the output's, and
     that of `head_norm` is zero.

@@ -63,7 +63,7 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
 
 
 def checked_attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
-    """`attention`, compiled apart from it: the check's sizes do not make those of later calls dynamic.
+    """`attention`, compiled apart from it: the sizes of checks do not make the sizes of later calls dynamic.
 
     torch keeps graphs by a function's code, so that the two compiled functions need a body each.
     """
@@ -153,6 +153,6 @@ def block_mask(start: Tensor, stop: Tensor, keys: int) -> Any:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of blocks in each row of `[B, queries, keys]`, and their indices before those of others."""
+    """The number of blocks in each row of `[B, queries, keys]`, and their indices, before the indices of the others."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1)[:, None].to(torch.int32), order[:, None].to(torch.int32)

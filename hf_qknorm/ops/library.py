@@ -22,7 +22,7 @@ from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visibl
 def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
     """softmax(cap(scale·q·kᵀ) + mask)·v in linear memory, in PyTorch: `[B, H, T, D]`, laid out as `[B, T, H, D]`.
 
-    The arguments are those of `reference.attention`, except that dropout is a rate: without a seed, one is drawn from
+    The arguments are as in `reference.attention`, but dropout is a rate: without a seed, one is drawn from
     torch's default generator; backward repeats the mask. Starts and stops of the ranges must not decrease down the
     rows, which is not checked. Raises ValueError for heads that are still raw, and for a mask that requires a gradient.
     """

@@ -93,7 +93,7 @@ def needs_gradient(arguments: tuple[Any, ...]) -> bool:
 def needs_dispatcher(arguments: tuple[Any, ...]) -> bool:
     """Whether a call needs torch's dispatcher, which takes longer than the rest of a call on the host.
 
-    It does where calls are intercepted, and for modes of functions, of which a default device is one.
+    It does where calls are intercepted, and for modes of functions, such as a default device.
     """
     return _C._len_torch_function_stack() > 0 or is_intercepted(arguments)
 
@@ -168,7 +168,7 @@ class Operator:
         return _Differentiable.apply(self, values, formed, *tensors)  # type: ignore[no-untyped-call]
 
     def arguments(self, values: Values) -> tuple[Any, ...]:
-        """The values in the schema's order, without those of other fields."""
+        """The values in the schema's order, without the values of other fields."""
         return tuple(map(values.__getitem__, self.fields))
 
     def named(self, arguments: Iterable[Any]) -> Values:
@@ -238,7 +238,7 @@ class Operator:
 
 
 class Derivative(NamedTuple):
-    """The derivative of `operator` by the operator `backward`; the fields are those of `Operator.derivative`."""
+    """The derivative of `operator` by the operator `backward`; its fields are explained in `Operator.derivative`."""
 
     operator: Operator
     backward: Operator

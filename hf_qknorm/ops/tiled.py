@@ -124,7 +124,7 @@ def _backward(
 
 
 def _write(results: Sequence[Tensor], found: Sequence[Tensor], share: Share, heads_kv: int) -> None:
-    """Write a share's results `[B·Hk, ...]` to their places in those of the call, `[B, H, ...]`."""
+    """Write a share's results `[B·Hk, ...]` to their places in the call's results, `[B, H, ...]`."""
     for whole, part in zip(results, found, strict=True):
         place = share.of(whole, heads_kv)
         place.copy_(part.view(place.shape))

@@ -73,7 +73,7 @@ class Bundle:
                 waiting += [target for _, target in self._references(name)]
 
     def text(self) -> str:
-        """Return the imports, and the definitions, each after those that it needs when it runs."""
+        """Return the imports, and the definitions, each after the definitions that it needs when it runs."""
         text = self._import_lines()
         after_assignment = False  # no blank lines between assignments
         for module in self._ordered_modules():

@@ -127,7 +127,7 @@ class BlendSchedule(_BlendSchedule):
         >>> trainer.add_callback(schedule)
 
     Raises ValueError for a `share` that is not in (0, 1], `steps` below 1 and an unknown `shape`; when training begins,
-    for a second BlendSchedule and all that `set_blend` refuses.
+    for a second BlendSchedule, and for what `set_blend` refuses.
     """
 
     noun = "blend"
@@ -148,7 +148,7 @@ class CapSchedule(_BlendSchedule):
         [0.0, 0.146, 0.5, 1.0]
 
     Raises ValueError for a `share` that is not in (0, 1], `steps` below 1 and an unknown `shape`; when training begins,
-    for a second CapSchedule and all that `set_cap` refuses.
+    for a second CapSchedule, and for what `set_cap` refuses.
     """
 
     noun = "cap's blend"

@@ -1,4 +1,4 @@
-"""The plot of a `LogitMonitor` log: maps of layers × steps, the curves of the worst heads, and those of the outputs."""
+"""The plot of a `LogitMonitor` log: maps of layers × steps, and curves of the worst heads and of the outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw_log(samples: Samples, path: str | Path) -> None:
     """Draw the samples from `read_log` as a PNG at `path`.
 
     The maps show the worst head of each layer: dark cells are at risk. Colours depend on the cap and on the entropy of
-    uniform attention. The curves below are those of the heads with the largest |logit| and with the least entropy. The
+    uniform attention. The curves below show the heads with the largest |logit| and with the least entropy. The
     last row has the root mean square of each layer's outputs.
 
     Raises ValueError without a sample.
@@ -125,5 +125,5 @@ def _curves(axes: Any, samples: Samples, layers: Sequence[str], field: str, rank
 
 
 def _style(steps: Sequence[int], width: float) -> dict[str, Any]:
-    """The look of a curve: with few steps, of which a single one has no line, each has a marker."""
+    """The look of a curve: few steps have markers, as a single one has no line."""
     return {"linewidth": width, "marker": "o" if len(steps) < 40 else "", "markersize": 3}

@@ -114,7 +114,7 @@ def gradient_norms(model: Any) -> dict[str, GradientNorms]:
     """By layer of a patched model, the norms of the present gradients of the weights of queries and of keys.
 
     One number per head, `[H]` and `[Hk]`, without biases. Where heads are not separate, as with adapters, one number
-    `[1]` for all that is trained in the projection. None without a gradient.
+    `[1]` for the projection's trained weights. None without a gradient.
     """
     try:
         layers = attention_head_weights(model)

@@ -2,7 +2,7 @@
 
 A step ΔW_Q changes a logit by (ΔW_Q·x)·k, at most ‖ΔW_Q‖·‖x‖·‖k‖, with x the input of the projection. Each head's
 steps of W_Q are therefore scaled by τ·(|x|·|k|)₀/(|x|·|k|): |·| is the root mean square over isotropic inputs, and ₀
-its value before the first step. Those of W_K are scaled in the same way by |x|·|q|. Behind a norm with gain g and bias
+its value before the first step. W_K's are scaled in the same way by |x|·|q|. Behind a norm with gain g and bias
 β, that is for x = g·x̂ + β and k = W_K·x + b, |k|² = ‖W_K·diag(g)‖² + ‖W_K·β + b‖², and |x|² is the mean of g² + β². A
 step of the projection's bias changes a logit by Δb·k, whatever x is: its factor is that of the weight without |x|.
 
@@ -190,7 +190,7 @@ class QuacK(Optimizer):
     def _former_factors(self, layer: str, parts: dict[str, HeadWeights]) -> ByPart:
         """The factors at which a run of 0.1.0 stopped, by part, in its sizes; 1 for parts without such a state.
 
-        In latent attention they are those of the present rule: 0.1.0 counted the weights before a latent too.
+        In latent attention they follow the present rule: 0.1.0 counted the weights before a latent too.
         """
         one = torch.ones((), device=next(iter(parts.values())).weight.device)
         if any((layer, name) not in self.former for name in parts):

@@ -1,6 +1,6 @@
 """The C++ kernels: compiled once on a machine, at their first use, and loaded.
 
-The library is stored in `files.cache_folder`. Its name has a digest of all that it is made from: the sources, the
+The library is stored in `files.cache_folder`. Its name has a digest of its inputs: the sources, the
 flags, the versions of compiler, torch and C library, and the CPU's vector instructions. Places are no part of it:
 copies of the same sources share a library, as do copies of the same torch. One process compiles while others wait at a
 lock. The finished library is renamed into its place, so that no process loads a part of it. A library that was damaged

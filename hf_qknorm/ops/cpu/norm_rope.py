@@ -40,7 +40,7 @@ def takes(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
 
 
 def _fits(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
-    """Whether the shapes of gain, bias and angles are those that the operator checks."""
+    """Whether gain, bias and angles have the shapes that the operator takes."""
     batch, heads, length, columns = x.shape
     parameters = [value for value in (norm.gain, norm.bias) if value is not None]
     if any((*value.shape,) not in ((1,), (columns,), (heads, columns)) for value in parameters):

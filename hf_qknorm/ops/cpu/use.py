@@ -46,7 +46,7 @@ def why_not(heads: Heads, visible: Visible, options: Options, operator: Operator
 
 
 def _kind(heads: Heads, visible: Visible, options: Options, operator: Operator) -> tuple[Any, ...]:
-    """All that decides whether the kernels serve a call, once it is one of this machine."""
+    """The properties of a call by which the kernels serve it, on a machine that has them."""
     (q, k, v, *_), (ranges, sinks, _, mask) = heads, visible
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     shape = q.shape[1], k.shape[1], q.shape[3], k.shape[2] > attention.MOST_KEYS

@@ -20,7 +20,7 @@ class Constants(NamedTuple):
     BLOCK_M: int  # queries of a tile
     BLOCK_N: int  # keys of a tile
     PADDED: int  # columns of a tile, a power of two but with a rest
-    HEAD_DIM: int  # those of them that are not padding
+    HEAD_DIM: int  # columns of a head, without padding
     REST: int = 0  # columns of its second part, 0 if it has one part, see `head_tiles`
     POINTERS: bool = False  # heads are pointers with strides, not tensor descriptors, see `head_tiles`
     CAUSAL: bool = False

@@ -123,7 +123,7 @@ def forward_kernel(
 
     Several parts store results of their own, in heads H·parts, which `parts.combine_parts_kernel` combines.
 
-    With BEYOND there are two loops, one after the other, of which one is empty: C serves the groups of heads whose
+    With BEYOND there are two loops, one after the other, and one is empty: C serves the groups of heads whose
     scores are within the limit, BEYOND the others. The branches of a condition would double the shared memory.
 
     Q, K, V, OUT and their rests are `launch.head_arguments` of heads `[B, H or Hk, T or S, D]`; `score` is

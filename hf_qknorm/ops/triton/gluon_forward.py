@@ -1,6 +1,6 @@
 """Attention, forward, for Hopper: one warp loads tiles, two warpgroups of 64 queries each attend, in Gluon.
 
-The mathematics and the arguments are those of `attention_forward`. The products q·k of one tile of keys run while those
+Mathematics and arguments are as in `attention_forward`. The products q·k of one tile of keys run while those
 of the weights and values of the tile before do, and become weights in that time. Tiles are taken from the last to the
 first, so that those with a mask come first.
 

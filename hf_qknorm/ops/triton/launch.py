@@ -46,7 +46,7 @@ def uses_pointers(device: torch.device) -> bool:
 
 
 def tiles(x: Tensor, dropout: bool = False) -> Tiles:
-    """The tiles for heads like those of x `[B, H, T, D]`, with or without dropout."""
+    """The tiles for heads like x `[B, H, T, D]`, with or without dropout."""
     chosen, key = architecture(x.device), (x.element_size(), padded(x.shape[-1]))
     found = chosen.tiles[key]
     if split(x.shape[-1]) is not None:
@@ -70,7 +70,7 @@ def split(head_dim: int) -> tuple[int, int] | None:
 
 
 def columns(head_dim: int, tile: Tile) -> tuple[int, int]:
-    """The columns of a kernel's tile, and those of its second part, 0 if it has one part."""
+    """The columns of a kernel's tile, and of its second part: 0 if it has one part."""
     parts = split(head_dim) if tile.split else None
     return (padded(head_dim), 0) if parts is None else (sum(parts), parts[1])
 

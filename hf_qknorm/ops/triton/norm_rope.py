@@ -122,7 +122,7 @@ def backward(
     rotary: Rotary | None,
     factor: float = 1.0,
 ) -> Gradients:
-    """Gradients of raw q and k, of gains and biases, for those of q̂ and k̂; the same bits on each run."""
+    """Gradients of raw q and k, of gains and biases, from the gradients of q̂ and k̂; the same bits on each run."""
     (batch, heads, length, head_dim), heads_kv = q.shape, 0 if k is None else k.shape[1]
     arguments = _arguments(q, q_norm, k_norm, rotary, factor)
     programs = batch * -(-length // (arguments["BLOCK"] * STEPS))

@@ -48,7 +48,7 @@ def add_parts_kernel(
 
 @triton.jit(do_not_specialize=["heads", "queries", "parts"])
 def combine_parts_kernel(OUT_PARTS, OUT, part_normaliser, normaliser, heads, queries, parts, C: tl.constexpr):
-    """Output and normaliser of `forward_kernel` from those of the parts, `[B, H·parts, T, …]`."""
+    """Output and normaliser of `forward_kernel`, joined from its parts' `[B, H·parts, T, …]`."""
     blocks = tl.cdiv(queries, C.BLOCK_M)
     number = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * C.BLOCK_M
@@ -106,7 +106,7 @@ def raw_gradients(
 
 
 def combine(out_parts: Tensor, part_normaliser: Tensor, out: Tensor, normaliser: Tensor) -> None:
-    """Store out `[B, H, T, D]` and normaliser `[B, H, T, 2]` from those of the parts, `[B, H·parts, T, …]`."""
+    """Store out `[B, H, T, D]` and normaliser `[B, H, T, 2]`, joined from the parts' `[B, H·parts, T, …]`."""
     b, heads, queries, head_dim = out.shape
     block = rows(head_dim)
     launch(

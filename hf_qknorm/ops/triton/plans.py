@@ -36,7 +36,7 @@ Plan = Callable[[list[Tensor]], Any]  # takes a call's arguments, and returns it
 
 
 class Growing(NamedTuple):
-    """Keys and values of which a plan takes any number: the names of their fields, and the number of their splits."""
+    """Keys and values whose number may differ between calls of a plan: the names of their fields, and their splits."""
 
     keys: str
     values: str
@@ -46,7 +46,7 @@ class Growing(NamedTuple):
 class Repeated:
     """The work of an operator, which repeats its launches for values of a signature that it knows.
 
-    `growing` returns the keys of a call of which one plan serves many numbers, or None.
+    `growing` returns a call's keys if one plan serves any number of them, or None.
     """
 
     def __init__(self, operator: Operator, growing: Callable[[Values], Growing | None] | None = None) -> None:
@@ -75,7 +75,7 @@ class Repeated:
         return result
 
     def signature(self, values: Values, growing: Growing | None = None) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """All that the launches depend on, apart from addresses, which only matter to 16 bytes; and the tensors."""
+        """The key of a plan: a call's properties, with addresses to 16 bytes; and the call's tensors."""
         parts: list[Any] = [precision(values["q"].dtype), gluon.switched_on(), growing, self.others(values)]
         tensors = []
         for name in self.tensors:
@@ -164,7 +164,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Writer:
-    """Writes the function of a plan as source code, in which all that does not change between calls is a constant.
+    """Writes the function of a plan as source code. What does not change between calls is a constant.
 
     A list of steps to interpret takes the host longer than the launches.
     """

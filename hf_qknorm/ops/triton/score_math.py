@@ -18,7 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 class QueryBlock(NamedTuple):
     """A block of queries: its first row, its head's number in the whole batch, the batch, the head and its key head.
 
-    `part` is the number of this program among those that share the block.
+    `part` is the number of this program among the block's.
     """
 
     start: Any
@@ -113,8 +113,8 @@ def _limits(
 def key_segments(block, ranges, sizes, C: tl.constexpr):
     """Starts and stops of three segments of keys for a block of queries: with a mask, without one, with one.
 
-    Limits never decrease, so that those of the block's first and last query suffice. A part of a block has an equal
-    share of the tiles, but for one.
+    Limits never decrease: the block's first and last query have the least and the largest. A part of a block has an
+    equal share of the tiles, but for one.
     """
     first_low, last_low = keys_seen(block.start, block.batch, ranges, sizes, C)
     first_high, last_high = keys_seen(block.start + C.BLOCK_M - 1, block.batch, ranges, sizes, C)
@@ -227,6 +227,6 @@ def philox(seed, c0, c1, c2, c3):
 
 @triton.jit
 def drop(p, keep, score):
-    """The weights p with those that dropout drops set to 0, before the factor `rescale`."""
+    """The weights p, or 0 where dropout drops them, before the factor `rescale`."""
     zero = score.rescale * 0.0  # with a constant the compiler selects after rounding to bf16: two instructions more
     return tl.where(keep, p, zero)

@@ -123,7 +123,7 @@ def fields(heads: Heads, visible: Visible, options: Options, operator: Operator)
 
 
 def _most_queries(group: int, length: int) -> int:
-    """The most queries whose rows fill tiles as those of `length` queries do: up to the same power of two."""
+    """The most queries whose rows fill the same tiles as `length` queries: up to the same power of two."""
     rows = 1 << (group * length - 1).bit_length()
     return min(rows, FEW_ROWS - 1) // group
 

@@ -211,7 +211,7 @@ def _norm_rope_into_oracle(problem: Problem) -> Results:
 
 
 def _step(problem: Problem) -> Results:
-    """The last keys and values are those of the new tokens, the others lie in the cache."""
+    """The last keys and values belong to the new tokens, the others lie in the cache."""
     q, k, v = problem.heads[:3]
     old = k.shape[2] - q.shape[2]
     keys, values = (torch.cat([x[:, :, :old], torch.zeros_like(x[:, :, old:])], 2) for x in (k, v))

@@ -68,7 +68,7 @@ def _warn(reason: str) -> None:
 
 
 def machine(device: torch.device, operator: Operator = "attention") -> str:
-    """The device's name, the driver, and the versions of packages; for those of CPUs the compiled library, too."""
+    """The device's name, the driver, and the versions of packages; for a CPU also the compiled library."""
     name, driver = ("CPU", "none")
     if operator in CPU_OPERATORS:
         name = f"CPU with {torch.backends.cpu.get_cpu_capability()} and {build.name()}"
