@@ -68,6 +68,9 @@ class PlainAttention(nn.Module):
             q, k, v = self._norm_rotate(q, k, v, positions, cache, kwargs)
             if style.prescaled:
                 kwargs["scaling"] = 1.0
+            elif self.scheme.scale is not None and self.config._attn_implementation in functions.SERVER_BACKENDS:
+                # Servers take the scale from the model's own class: the rest of the scheme's goes into the queries.
+                q, kwargs["scaling"] = q * (self.logit_scale / self.own_scale), self.own_scale
             if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
                 q, k = q.to(v.dtype), k.to(v.dtype)
             if cache is not None and k.shape[2]:  # a layer that shares another's keys has none

@@ -15,7 +15,7 @@ from tables import randomise, sharp_model
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedModel
 
-from hf_qknorm import Scheme, add_standalone, patch_model
+from hf_qknorm import SCHEMES, Scheme, add_standalone, patch_model
 from hf_qknorm.backends.functions import SERVER_BACKENDS
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
@@ -25,6 +25,7 @@ CASES = {
     "llama by head, values too": ("llama", Scheme(q="rms", k="l2", v="rms", gain="per_head", scale=0.5, softcap=3.0)),
     "qwen2 capped": ("qwen2", Scheme(softcap=4.0)),
     "qwen3 capped": ("qwen3", Scheme(softcap=4.0)),
+    "llama by Henry et al.": ("llama", SCHEMES["henry"]),
     "phi3 normed": ("phi3", Scheme(q="layer", k="layer")),
     "mixtral normed and capped": ("mixtral", Scheme(q="rms", k="rms", softcap=5.0)),
     "gemma2 with its own cap": ("gemma2", Scheme(q="rms")),
@@ -68,9 +69,16 @@ def serve(
 ) -> tuple[Tensor, None]:
     assert attention_instances is not None
     layer = attention_instances[module.layer_idx]  # type: ignore[index]
-    layer.scale = layer.scale if scaling is None else float(scaling)
+    layer.scale = own_scale(module)
+    assert scaling is None or scaling == layer.scale  # that of another would be ignored
     flat = (x.transpose(1, 2).reshape(query.shape[-2], -1) for x in (query, key, value))
     return layer.forward(*flat), None
+
+
+def own_scale(module: nn.Module) -> float:
+    """The scale that vLLM reads in the source of the model's own forward: an attribute of the layer, or a constant."""
+    found = getattr(module, "scaling", None)
+    return float(found) if found is not None else module.head_size**-0.5  # type: ignore[union-attr, operator]
 
 
 def made(name: str) -> PreTrainedModel:
