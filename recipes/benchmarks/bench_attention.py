@@ -11,7 +11,7 @@ All times come from one run, in turns, on random data that no cache holds: devic
 it. Ratios are to plain flash-attention SDPA in the same turns (for a prologue: to a copy of its data; for a training
 step: to the unpatched model). TFLOP/s count useful work: half the square for a causal forward pass, 2.5 times that for
 backward. GB/s count the least traffic. Memory is the peak above the inputs; for a backward pass it includes the forward
-pass. Rows are appended to `--out` as they come, the page grows with each item, and the plot follows at the end.
+pass. Rows are appended to `--out` as they come, and the page grows with each item.
 
 `--gluon` times the Gluon forward kernel in turns with the plain one: `device.py` applies the rule of
 `hf_qknorm/ops/README.md` to it. `--first` makes the five smallest checks, and times nothing.
@@ -209,7 +209,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     chosen.add_argument("--cpu", action="store_true", help="tiny, in Triton's interpreter: tries the script out")
     parser.add_argument("--list", action="store_true", help="print what would be timed, and end")
     parser.add_argument("--keep-going", action="store_true", help="time what passed its checks, whatever failed")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for CSV, page and plot (default: results, here)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for CSV and page (default: results, here)")
     parser.add_argument("--commit", help="what is measured, where git can't tell")
     parser.add_argument("--processes", type=int, help="number of checking processes (default: 3 of 4 CPUs)")
     parser.add_argument("--checks-of", type=int, nargs="+", help=argparse.SUPPRESS)
@@ -259,20 +259,9 @@ def main(arguments: list[str]) -> int:
                 break
     except Dead as error:
         bench.failures.append(f"the device died: {error}")
-    finish(bench)
-    return 1 if bench.failures else 0
-
-
-def finish(bench: Bench) -> None:
-    """Write the page and the plot, then print the table."""
-    report = bench.report
     bench.write_page()
-    notes = list(bench.notes)
-    try:
-        report.plot()
-    except Exception as error:  # what was measured is in the table
-        notes.append(f"no plot: {reason(error)}")
-    print("\n".join(["", *notes, f"kept in {report.stem}.*", report.table()]), flush=True)
+    print("\n".join(["", *bench.notes, f"kept in {report.stem}.*"]), flush=True)
+    return 1 if bench.failures else 0
 
 
 if __name__ == "__main__":

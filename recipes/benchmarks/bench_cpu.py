@@ -1,21 +1,19 @@
-"""Benchmark the C++ attention on the CPU: a cap against torch's SDPA without one, eager attention, tiled, and a model.
+"""Benchmark attention on the CPU: in C++ and tiled, with a cap, against torch's SDPA without one and eager attention.
 
     python recipes/benchmarks/bench_cpu.py --output recipes/results/cpu.md
 
 In each row the implementations take turns in one process. A ratio is the median of the ratios within the turns, with
 its quartiles, so that a slow moment of the machine is in both. The limits were set before the first run. Memory is the
-rise of the resident size of a fresh process over forward and backward, as in `bench_tiled.py`. On a CPU with AVX-512 a
-process with ATEN_CPU_CAPABILITY=avx2 in its environment measures AVX2.
+rise of the resident size of a fresh process over forward and backward. On a CPU with AVX-512 a process with
+ATEN_CPU_CAPABILITY=avx2 in its environment measures AVX2. Threads that wait for each other suffer from other programs:
+run it on a quiet machine. The page says how busy others were; some rows have a neighbour that keeps one core busy.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,7 +21,6 @@ import time
 from pathlib import Path
 
 import torch
-from bench_tiled import busy_seconds, commit, cpu_name, forward_backward, status_mib
 from cpu_timings import (
     AVX2_ROWS,
     CAP,
@@ -33,6 +30,7 @@ from cpu_timings import (
     HEADS,
     LIMITS,
     NORMED,
+    NORMS,
     ONE_QUERY,
     ONE_QUERY_LIMIT,
     PATCHED,
@@ -45,15 +43,17 @@ from cpu_timings import (
     TILED,
     OneQuery,
     Row,
-    Times,
     attention_times,
+    forward_backward,
     implementations,
     one_query_times,
     rotated_times,
     step_times,
 )
+from machine import Times, busy_seconds, extra_mib, made
 from markdown_table import publish, table
 from random_qkv import make_qkv
+from run_log import provenance
 
 MEMORY_LENGTH, MEMORY_LIMIT = 4096, 1.10
 
@@ -76,11 +76,7 @@ def measure_memory(name: str) -> None:
     forward_backward(implementations(64)[name], make_qkv(1, HEADS, HEADS, 64, 64, 64))  # libraries are set up
     inputs = make_qkv(1, HEADS, HEADS, MEMORY_LENGTH, MEMORY_LENGTH, 64)
     attend = implementations(MEMORY_LENGTH)[name]
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again unseen
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = status_mib("VmRSS")
-    forward_backward(attend, inputs)
-    print(status_mib("VmHWM") - before)
+    print(extra_mib(lambda: forward_backward(attend, inputs)))
 
 
 def memory(name: str) -> float:
@@ -96,12 +92,9 @@ def quartiles(times: list[float], others: list[float]) -> tuple[float, float, fl
     return low, median, high
 
 
-def milliseconds(times: list[float]) -> str:
-    return f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
-
-
-def microseconds(times: list[float]) -> str:
-    return milliseconds([1e3 * x for x in times])
+def cell(times: list[float], factor: float = 1) -> str:
+    """The median and the extremes, in milliseconds times the factor."""
+    return "{:.1f} ({:.1f} to {:.1f})".format(*(factor * f(times) for f in (statistics.median, min, max)))
 
 
 def ratio_cell(times: list[float], others: list[float]) -> str:
@@ -114,10 +107,15 @@ def verdict(value: float, limit: float, *, at_least: bool = False) -> str:
     return f"{'≥' if at_least else '≤'} {limit:.2f}: {'met' if met else 'missed'}"
 
 
-def compared_cells(times: Times, first: str, second: str, limit: float) -> tuple[str, ...]:
+def compared_cells(times: Times, first: str, second: str, limit: float, factor: float = 1) -> tuple[str, ...]:
     """Both times, their ratio, and whether it is within the limit."""
-    found = verdict(quartiles(times[first], times[second])[1], limit)
-    return milliseconds(times[first]), milliseconds(times[second]), ratio_cell(times[first], times[second]), found
+    ours, theirs = times[first], times[second]
+    return (
+        cell(ours, factor),
+        cell(theirs, factor),
+        ratio_cell(ours, theirs),
+        verdict(quartiles(ours, theirs)[1], limit),
+    )
 
 
 def ratio_table(title: str, measured: dict[Row, Times]) -> list[str]:
@@ -127,24 +125,19 @@ def ratio_table(title: str, measured: dict[Row, Times]) -> list[str]:
 
 def one_query_table(measured: dict[OneQuery, Times]) -> list[str]:
     head = ("one query, forward", f"{CPP}, µs", f"{SDPA}, µs", "C++ ÷ SDPA", "limit")
-    rows = []
-    for row, times in measured.items():
-        ours, theirs = times[CPP], times[SDPA]
-        found = verdict(quartiles(ours, theirs)[1], ONE_QUERY_LIMIT)
-        rows.append((str(row), microseconds(ours), microseconds(theirs), ratio_cell(ours, theirs), found))
+    rows = [(str(x), *compared_cells(times, CPP, SDPA, ONE_QUERY_LIMIT, 1e3)) for x, times in measured.items()]
     return table(head, rows)
 
 
 def attention_tables(measured: dict[Row, Times]) -> list[str]:
     lines = ratio_table("forward + backward", measured)
-    head = ("forward + backward", "ms", "÷ C++", "limit")
     rows = []
     for row, times in measured.items():
         for name in set(times) & {EAGER, TILED}:
             eager = verdict(quartiles(times[name], times[CPP])[1], EAGER_LIMIT, at_least=True)
-            cells = milliseconds(times[name]), ratio_cell(times[name], times[CPP])
-            rows.append((f"{name}: {row}", *cells, eager if name == EAGER else ""))
-    return [*lines, *table(head, sorted(rows))]
+            ratios = (ratio_cell(times[name], times[other]) for other in (SDPA, CPP))
+            rows.append((f"{name}: {row}", cell(times[name]), *ratios, eager if name == EAGER else ""))
+    return [*lines, *table(("forward + backward", "ms", "÷ SDPA", "÷ C++", "limit"), sorted(rows))]
 
 
 def report(args: argparse.Namespace, arguments: list[str]) -> str:
@@ -157,16 +150,15 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
     machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))
     others = max(machine - own, 0) / (time.perf_counter() - start)
     busy = {row: attention_times(row, args.turns) for row in LIMITS if row.busy}
-    mib = {name: memory(name) for name in (CPP, SDPA)}
+    mib = {name: memory(name) for name in (CPP, SDPA, TILED, EAGER)}
     avx2 = avx2_times(args.turns) if torch.backends.cpu.get_cpu_capability() == "AVX512" else {}
     lines = [
         "# Attention on the CPU in C++",
         "",
         f"`python recipes/benchmarks/bench_cpu.py {' '.join(arguments)}`".rstrip(),
         "",
-        f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {args.threads} threads of {os.cpu_count()} (other "
-        f"programs used {others:.2f} CPUs during the timings without a busy core), torch {torch.__version__}, Python "
-        f"{platform.python_version()}, commit {commit('hf_qknorm')}, {datetime.date.today()}.",
+        f"{torch.backends.cpu.get_cpu_capability()}, {args.threads} threads of {os.cpu_count()}; other programs used "
+        f"{others:.2f} CPUs during the timings without a busy core; {provenance([{'made': made()}])}",
         "",
         f"Causal, batch 1, {HEADS} heads; a cap of {CAP:g} in all but SDPA, which has none. {args.turns} turns (5 for "
         "4,096 tokens). Times are medians (fastest to slowest), ratios medians within the turns (quartiles). All are "
@@ -180,12 +172,12 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
     head = ("with RoPE, forward + backward", f"{NORMED}, ms", f"{ROTATED}, ms", "ratio", "limit")
     title = "{:,} tokens, head_dim 64, float32".format
     lines += table(head, [(title(n), *compared_cells(x, NORMED, ROTATED, ROTATED_LIMIT)) for n, x in rotated.items()])
-    head = ("training step", f"{PATCHED}, ms", f"{PLAIN}, ms", "patched ÷ unpatched", "limit")
-    lines += table(head, [("Llama, 4 layers, 2 × 512 tokens", *compared_cells(step, PATCHED, PLAIN, STEP_LIMIT))])
-    rise = mib[CPP] / mib[SDPA]
-    cells = f"{mib[CPP]:.0f}", f"{mib[SDPA]:.0f}", f"{rise:.2f}"
-    head = ("extra memory, forward + backward", f"{CPP}, MiB", f"{SDPA}, MiB", "C++ ÷ SDPA", "limit")
-    lines += table(head, [(title(MEMORY_LENGTH), *cells, verdict(rise, MEMORY_LIMIT))])
+    head = ("training step of a Llama, 4 layers, 2 × 512 tokens", "patched, ms", "unpatched, ms", "ratio", "limit")
+    lines += table(head, [(name, *compared_cells(step, name, PLAIN, STEP_LIMIT)) for name in (PATCHED, NORMS)])
+    head = (f"extra memory, forward + backward, {title(MEMORY_LENGTH)}", "MiB", "÷ SDPA", "limit")
+    rises = {name: mib[name] / mib[SDPA] for name in mib}
+    limits = {CPP: verdict(rises[CPP], MEMORY_LIMIT)}
+    lines += table(head, [(name, f"{mib[name]:.0f}", f"{x:.2f}", limits.get(name, "")) for name, x in rises.items()])
     return "\n".join(lines)
 
 

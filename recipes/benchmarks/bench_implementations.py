@@ -50,7 +50,6 @@ class Implementation:
     one_way: str | None = None  # why it has no backward pass
     one_way_on_cpu: str | None = None
     repeat: bool = False  # keys and values, for each query head, before the clock runs
-    dense: bool = False  # heads one after the other in memory, before the clock runs
     compiled: bool = False  # by torch.compile, for each shape anew
     copies: int | None = None  # of the inputs, at most: its own tensors fill memory
 
@@ -85,8 +84,6 @@ class Implementation:
         if self.repeat and group > 1:
             k, v = (y.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for y in (x.k, x.v))
             x = x._replace(k=k, v=v)
-        if self.dense:
-            x = x._replace(**{name: getattr(x, name).contiguous() for name in ("q", "k", "v", "grad")})
         return x
 
 

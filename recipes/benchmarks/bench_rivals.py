@@ -1,7 +1,7 @@
 """The implementations of other libraries that are timed beside ours. One that cannot run gets a row with the reason.
 
-They are transformers' functions, torch's FlexAttention with two backends, Liger's norm and RoPE, the Hopper kernel of
-TLX, cuDNN with a cap, and FlashAttention 3 and 4.
+They are transformers' functions, torch's FlexAttention with two backends, Liger's norm and RoPE, and FlashAttention 3
+and 4.
 """
 
 from __future__ import annotations
@@ -60,18 +60,9 @@ def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return SOFTCAP * torch.tanh(score / SOFTCAP)
 
 
-def capped_roughly() -> Any:
-    """attention-gym's cap, with the GPU's approximate tanh."""
-    from attn_gym.mods import generate_tanh_softcap
-
-    return generate_tanh_softcap(SOFTCAP, approx=True)
-
-
-def flex(
-    case: Case, x: Inputs, *, score_mod: Callable[[], Any], kernel_options: dict[str, Any] | None = None
-) -> Tensor:
+def flex(case: Case, x: Inputs, *, kernel_options: dict[str, Any] | None = None) -> Tensor:
     attend = _flex if x.q.device.type == "cpu" else _compiled(_flex)
-    options = {"score_mod": score_mod(), "block_mask": x.mask, "kernel_options": kernel_options}
+    options = {"score_mod": capped, "block_mask": x.mask, "kernel_options": kernel_options}
     return attend(x.q, x.k, x.v, x.q_gain, x.k_gain, x.cos, x.sin, options)
 
 
@@ -150,31 +141,6 @@ def missing_flex_flash(case: Case, device: str) -> str | None:
     return needs("flash_attn.cute", case, device)  # of flash-attn-4, which the backend calls
 
 
-def tlx(case: Case, x: Inputs) -> Tensor:
-    from triton.tlx.ops import flash_attn
-
-    return flash_attn(x.q, x.k, x.v, causal=True)
-
-
-def missing_tlx(case: Case, device: str) -> str | None:
-    if absent("triton.language.extra.tlx"):
-        return "absent: TLX is in the fork facebookexperimental/triton, not in Triton's own wheels"
-    if case.head_dim not in (64, 128) or case.length % 128:
-        return "takes a head_dim of 64 or 128, and lengths that 128 divides"
-    return needs("triton.tlx.ops", case, device)
-
-
-def capped_cudnn(case: Case, x: Inputs) -> Tensor:
-    import bench_cudnn
-
-    return bench_cudnn.attention(x.q, x.k, x.v, SOFTCAP)
-
-
-def missing_cudnn(case: Case, device: str) -> str | None:
-    missing = needs("cudnn", case, device)
-    return f"{missing}, of nvidia-cudnn-frontend; torch's SDPA has no cap" if absent("cudnn") else missing
-
-
 def flash_attention(case: Case, x: Inputs, *, module: str) -> Tensor:
     """The function that FlashAttention 3 and 4 share, with heads behind rows."""
     attend = importlib.import_module(module).flash_attn_func
@@ -191,7 +157,7 @@ SEPARATE = Implementation("transformers' norm, RoPE; SDPA flash", separate_sdpa,
 EAGER = Implementation("transformers' eager: norm, RoPE, cap", eager, True, SOFTCAP, mask=dense_mask, copies=1)
 FLEX = Implementation(
     "FlexAttention: norm, RoPE, cap",
-    partial(flex, score_mod=lambda: capped),
+    flex,
     True,
     SOFTCAP,
     mask=block_mask,
@@ -201,21 +167,10 @@ FLEX = Implementation(
 FLEX_FLASH = replace(
     FLEX,
     name="FlexAttention, flash backend: norm, RoPE, cap",
-    attend=partial(flex, score_mod=lambda: capped, kernel_options={"BACKEND": "FLASH"}),
+    attend=partial(flex, kernel_options={"BACKEND": "FLASH"}),
     missing=missing_flex_flash,
 )
-FLEX_ROUGH = Implementation(
-    "FlexAttention, tanh.approx: norm, RoPE, cap",
-    partial(flex, score_mod=cache(capped_roughly)),
-    True,
-    SOFTCAP,
-    mask=block_mask,
-    missing=partial(needs, "attn_gym"),
-    compiled=True,
-)
 LIGER = Implementation("Liger's norm, RoPE; SDPA flash", liger, normed=True, missing=partial(needs, "liger_kernel"))
-TLX = Implementation("TLX, plain, K and V repeated before", tlx, missing=missing_tlx, repeat=True, dense=True)
-CUDNN_CAPPED = Implementation("cuDNN: cap", capped_cudnn, softcap=SOFTCAP, missing=missing_cudnn)
 FLASH_3, FLASH_4 = (
     Implementation(
         f"FlashAttention {version}: cap",
@@ -225,8 +180,8 @@ FLASH_3, FLASH_4 = (
     )
     for version, module in ((3, "flash_attn_interface"), (4, "flash_attn.cute"))
 )
-FUSED_RIVALS: Final = (CUDNN_REPEATED, FLEX, FLEX_FLASH, CUDNN_CAPPED, TLX, FLASH_3, FLASH_4)
-SEPARATE_RIVALS: Final = (SEPARATE, LIGER, EAGER, FLEX_ROUGH)
+FUSED_RIVALS: Final = (CUDNN_REPEATED, FLEX, FLEX_FLASH, FLASH_3, FLASH_4)
+SEPARATE_RIVALS: Final = (SEPARATE, LIGER, EAGER)
 
 
 PROLOGUE_RIVALS: Final = (

@@ -28,12 +28,12 @@ from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 
-from bench_tiled import commit, cpu_name
 from broken.bases import BASES
 from broken.cases import KINDS, Case, make_case
 from broken.trial import COMMANDS, Trial
 from broken.verdicts import FAULTS, OUTCOMES, Verdict
 from broken.workers import Facts, Workers, build
+from machine import commit, cpu_name
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def page(found: list[Found], seconds: float, jobs: int) -> str:
         "",
         f"{len(found):,} checkpoints ({patched:,} of them patched; {len(BASES)} models), {len(COMMANDS)} commands "
         f"each, in {seconds:.0f} s in {jobs} jobs on {cpu_name()}, {os.cpu_count()} CPUs; {versions}, Python "
-        f"{platform.python_version()}, commit {commit('hf_qknorm')}, {datetime.date.today()}.",
+        f"{platform.python_version()}, commit {commit()}, {datetime.date.today()}.",
         "",
         "- right: the logits of the sound checkpoint or, where the edit leaves a possible checkpoint, those that its "
         "config describes.",

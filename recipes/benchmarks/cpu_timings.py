@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import test_helpers_path  # noqa: F401
 import torch
 import torch.nn.functional as F
-from bench_tiled import forward_backward, neighbour
 from error_budget import assert_within_budget
+from machine import Times, by_turns
 from random_qkv import make_qkv
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,8 +27,7 @@ from hf_qknorm.ops.types import Heads, Options, Visible
 HEADS, CAP = 8, 50.0
 CPP, SDPA, EAGER, TILED = "C++, cap", "SDPA, no cap", "eager, cap", "tiled, cap"
 NORMED, ROTATED = "C++, norms, RoPE, cap", "SDPA, RoPE"
-PATCHED, PLAIN = "patched, norms and cap", "unpatched"
-Times = dict[str, list[float]]
+PATCHED, NORMS, PLAIN = "patched, norms and cap", "patched, norms", "unpatched"
 
 
 class Row(NamedTuple):
@@ -119,23 +119,28 @@ def rotated_times(length: int, turns: int) -> Times:
     return by_turns(runs, turns)
 
 
-def by_turns(runs: dict[str, Callable[[], object]], turns: int) -> Times:
-    """The milliseconds of each run, after two turns to warm up."""
-    times: Times = {name: [] for name in runs}
-    for turn in range(-2, turns):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if turn >= 0:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return times
+@contextmanager
+def neighbour() -> Iterator[None]:
+    """A process that computes without end, in one thread."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def forward_backward(attend: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+    out = attend(*inputs)
+    torch.autograd.grad(out, inputs, out.detach())
 
 
 def attention_times(row: Row, turns: int) -> Times:
     """Forward and backward of each implementation, after a check against the oracle."""
     inputs = make_qkv(1, HEADS, HEADS, row.length, row.length, row.head_dim, dtype=row.dtype)
     compared = implementations(row.length)
-    check(row, compared[CPP])
+    for name in {CPP, TILED} & {*row.names}:
+        check(row, compared[name])
     runs = {name: lambda name=name: forward_backward(compared[name], inputs) for name in row.names}
     with neighbour() if row.busy else nullcontext():
         return by_turns(runs, turns)
@@ -180,11 +185,11 @@ def step_times(turns: int) -> Times:
     config = LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=2048, attn_implementation="sdpa")
     tokens = torch.randint(2048, (2, 512), generator=torch.Generator().manual_seed(0))
     runs: dict[str, Callable[[], object]] = {}
-    for name in (PATCHED, PLAIN):
+    for name, scheme in ((PATCHED, "qk_norm_cap"), (NORMS, "qk_norm"), (PLAIN, "none")):
         torch.manual_seed(0)
         model: Any = LlamaForCausalLM(config)
-        if name == PATCHED:
-            qk.patch_model(model, "qk_norm_cap")
+        if name != PLAIN:
+            qk.patch_model(model, scheme)
         runs[name] = training_step(model.train(), tokens)
     return by_turns(runs, turns)
 

@@ -2,13 +2,11 @@
 
     python recipes/benchmarks/device.py --out results
     python recipes/benchmarks/device.py --out results --only benchmark
-    python recipes/benchmarks/device.py --out results --prototypes ../kernels
 
 The stages, in order: the five smallest checks; the attention benchmark, part by part; the kernels of the tests,
 compiled by all CPU cores; the tests (the oracle's budget, the same bits on each run), those of graphs, streams,
 inductor and training, the Gluon kernel against the plain one and timed in turns with it, tests of 128k keys and more
-than 2³¹ numbers, the Gluon kernel under compute-sanitizer, its tests, the host's time of a layer, `hf-qknorm doctor`;
-then, if time and a folder permit, `gpu_smoke.py` of the prototypes.
+than 2³¹ numbers, the Gluon kernel under compute-sanitizer, its tests, `hf-qknorm doctor`.
 
 Each stage is a process with a share of the time. What a stage leaves of it goes to the next one; a stage that is late
 is stopped, keeps the rows that it wrote, and the next one runs. A stage that fails is reported and the next ones run,
@@ -121,7 +119,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for log, CSV, pages and plots")
     parser.add_argument("--minutes", type=float, default=9, help="for all of it (default: 9)")
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="these stages, by name: they share all of the time")
-    parser.add_argument("--prototypes", type=Path, metavar="FOLDER", help="with a gpu_smoke.py, to be run last")
     parser.add_argument("--commit", help="what is measured, where git can't tell")
     parser.add_argument("--dry-run", action="store_true", help="try the command lines out without a GPU")
     args = parser.parse_args(arguments)
@@ -131,7 +128,7 @@ def main(arguments: list[str]) -> int:
         return 2
     out = args.out.resolve()
     commit = ("--commit", args.commit) if args.commit else ()
-    stages = full_plan(out, commit, args.prototypes and args.prototypes.resolve())
+    stages = full_plan(out, commit)
     unknown = set(args.only or ()) - {stage.name for stage in stages}
     if unknown:
         parser.error(f"no stage is named {', '.join(sorted(unknown))}; there are {', '.join(x.name for x in stages)}")
@@ -142,8 +139,6 @@ def main(arguments: list[str]) -> int:
     device = torch.device("cpu" if args.dry_run else "cuda")
     machine = environment(device, torch.float32 if args.dry_run else torch.bfloat16, args.commit)
     found = run_stages([stage.dried() for stage in stages] if args.dry_run else stages, log, deadline)
-    for plot in out.glob("gluon/*.png"):  # of a few rows
-        plot.unlink()
     print("\n" + write(out, found, machine, shlex.join(["python", "recipes/benchmarks/device.py", *arguments])))
     return int(any(x.outcome in ("failed", "too long") or x.detail == "no time left" for x in found))
 

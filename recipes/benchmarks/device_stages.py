@@ -103,10 +103,9 @@ def sanitized(tool: str) -> Stage:
     )
 
 
-def full_plan(out: Path, commit: tuple[str, ...] = (), prototypes: Path | None = None) -> list[Stage]:
-    """All stages, the most important first. Their shares fit into nine minutes, but for the prototypes'."""
+def full_plan(out: Path, commit: tuple[str, ...] = ()) -> list[Stage]:
+    """All stages, the most important first. Their shares fit into nine minutes."""
     bench, gluon = HERE / "bench_attention.py", HERE / "check_gluon.py"
-    smoke = prototypes / "gpu_smoke.py" if prototypes else Path("gpu_smoke.py")
     rows = ("--minutes", "2.1", "--keep-going", "--out", out, *commit)
     gluon_rows = ("--gluon", "--minutes", "0.75", "--keep-going", "--out", out / "gluon", *commit)
     doctor = python("-c", "import sys, hf_qknorm_command; sys.exit(hf_qknorm_command.main())", "doctor")
@@ -122,7 +121,5 @@ def full_plan(out: Path, commit: tuple[str, ...] = (), prototypes: Path | None =
         sanitized("memcheck"),
         sanitized("racecheck"),
         tests("Gluon, tests", CORES, 15, "--verbose", f"{TESTS[0]}/test_gluon.py", settings=GLUON, after=CHECKED),
-        Stage("host", python(HERE / "bench_host.py", "--turns", 20), 20, ("--help",)),
         Stage("doctor", doctor, 22, settings={"HF_QKNORM_CHECK": "1"}),
-        Stage("prototypes", python(smoke), 90, missing="" if smoke.is_file() else "no folder of prototypes"),
     ]

@@ -24,10 +24,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -
     return [top, f"|{'|'.join(delimiters)}|", *body, ""]
 
 
-def publish(page: str, output: Path | None) -> None:
-    """Print a page, and write it to the file `output`, if one is given, in one step."""
+def publish(page: str, output: Path | None) -> str:
+    """Print a page, write it as `output`.md, if one is given, in one step, and return it."""
     page = page.rstrip() + "\n"
     print(page, end="")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(output, page)
+        replace_text(output.with_suffix(".md"), page)
+    return page

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import multiprocessing
-import platform
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -15,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from bench_tiled import commit, cpu_name
 from filelock import FileLock
+from machine import made
 
 from hf_qknorm.files.atomic_io import replace_text
 
@@ -116,19 +113,6 @@ def _results(
                 yield running.pop(future), future.result()
             if time.monotonic() < end:
                 running |= {pool.submit(run, settings): settings for settings in islice(waiting, jobs - len(running))}
-
-
-def made() -> dict[str, str]:
-    """Return the provenance of a run: machine, versions, commit, date."""
-    cuda = torch.cuda.is_available()
-    return {
-        "machine": torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} thread(s)",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "commit": commit("hf_qknorm"),
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 def provenance(rows: list[Row]) -> str:

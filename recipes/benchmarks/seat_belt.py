@@ -31,7 +31,7 @@ from typing import Any
 
 import study
 import torch
-from markdown_table import table
+from markdown_table import publish, table
 from paired import Difference
 from run_log import Row, provenance
 from torch import Tensor
@@ -165,8 +165,7 @@ def main(command: list[str] | None = None) -> str:
     texts = Texts(options)
     settings = {"checkpoint": Path(options.checkpoint).name, "size": options.size}
     results = study.by_rate_and_arm(options, runs, ARMS, settings, partial(run_one, texts))
-    written = page(options, results, f"{options.seeds} seeds; {provenance(runs.used)}")
-    return study.publish(written, options.out)
+    return publish(page(options, results, f"{options.seeds} seeds; {provenance(runs.used)}"), options.out)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any
 import study
 import torch
 import torch.nn.functional as F
-from markdown_table import table
+from markdown_table import publish, table
 from run_log import Row, provenance
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -214,7 +214,7 @@ def main(command: list[str] | None = None) -> str:
         grids[story.name] = {
             (s, c): get({"sharpness": s, "knee": c}, partial(story.run, s, c)) for s in SHARPNESSES for c in KNEES
         }
-    return study.publish(page(grids, defaults, provenance(runs.used)), options.out)
+    return publish(page(grids, defaults, provenance(runs.used)), options.out)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import Any
 import test_helpers_path  # noqa: F401
 import torch
 import transformers
-from bench_tiled import commit, cpu_name
+from machine import commit, cpu_name
 from tiny import tiny_model
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, conversion_mapping
@@ -194,7 +194,7 @@ def page(grown: list[Growth], seconds: float) -> str:
         f"`python recipes/benchmarks/soak.py {' '.join(sys.argv[1:])}`",
         "",
         f"{seconds:.0f} s on {cpu_name()}, {torch.get_num_threads()} thread(s); torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}, commit {commit('hf_qknorm')}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}, commit {commit()}, "
         f"{datetime.date.today()}. Growth of memory is the median slope over {POINTS} points, scaled to the phase; up "
         f"to {DRIFT // 2**20} MiB counts as flat. Growth of every other count is the difference; only 0 "
         "counts as flat.",

@@ -1,4 +1,4 @@
-"""The frame of a small study: options, a text of bytes, runs by rate and arm that continue from a log, and a page."""
+"""The frame of a small study: options, runs by rate and arm that continue from a log, and a page."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from typing import Any
 
 import torch
 from run_log import Row, Runs
-from torch import Tensor, nn
 from transformers import HfArgumentParser
-
-from hf_qknorm.convert.text import load_text, tokenize
-from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.files.atomic_io import replace_file, replace_text
 
 Results = dict[tuple[float, str], list[Row]]  # by rate and arm, a row for each seed
 
@@ -39,23 +34,6 @@ def parse(options: Any, command: list[str] | None) -> tuple[Any, Runs]:
     return found, Runs(found.out.with_suffix(".jsonl"))
 
 
-def bytes_of(source: str) -> tuple[dict[str, Tensor], int]:
-    """The bytes of a text as tokens, the first nine tenths "seen" and the last "held_out", and its characters."""
-    text = load_text(source)
-    cut = int(len(text) * 0.9)
-    parts = {"seen": text[:cut], "held_out": text[cut:]}
-    return {name: tokenize(byte_tokenizer(), part) for name, part in parts.items()}, len(text)
-
-
-def trained_once(model: nn.Module, path: Path, train: Callable[[], None]) -> None:
-    """Load the model's weights from `path`; without that file, train the model and store them there."""
-    if path.exists():
-        model.load_state_dict(torch.load(path, weights_only=True))
-    else:
-        train()
-        replace_file(path, lambda place: torch.save(model.state_dict(), place))
-
-
 def by_rate_and_arm(
     options: Any, runs: Runs, arms: Sequence[str], settings: Row, run: Callable[[str, float, int], Row]
 ) -> Results:
@@ -76,10 +54,3 @@ def opening(title: str, doc: str | None, made: str) -> list[str]:
     """The first lines of a page: the command and the description of a recipe's docstring, and how it was `made`."""
     command, _, about = (doc or "").partition("\n\n")[2].partition("\n\n")
     return [f"# {title}", "", f"```\n{command.strip()}\n```", "", about.strip(), "", made, ""]
-
-
-def publish(page: str, out: Path) -> str:
-    """Write the page beside the log of its runs, print it, and return it."""
-    replace_text(out.with_suffix(".md"), page)
-    print(page)
-    return page

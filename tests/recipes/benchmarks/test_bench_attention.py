@@ -85,10 +85,9 @@ def test_the_small_mode_runs_completely(tmp_path):
             assert mine, (item.title, named.name)
             for row in mine:
                 assert_filled(row, named)
-    for name in ("attention_interpreter.md", "attention_interpreter.png"):
-        assert (tmp_path / name).stat().st_size > 1000
-    assert "its numbers mean nothing" in run.stdout
-    assert run.stdout.rstrip().splitlines()[-1].lstrip().startswith("ours: qk_norm_cap, torch.compile")
+    page = (tmp_path / "attention_interpreter.md").read_text()
+    assert "its numbers mean nothing" in page
+    assert page.count("\n| ") == len(rows(tmp_path)) + 1
 
 
 def assert_filled(row, named):

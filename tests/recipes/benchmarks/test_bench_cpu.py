@@ -17,8 +17,11 @@ def test_the_page_has_every_ratio_and_its_limit(monkeypatch):
     rows = bench.Row(96, 16, torch.float32, 1e9, bench.LIMITS[1].names), bench.Row(64, 16, torch.bfloat16, 0.0)
     monkeypatch.setattr(bench, "LIMITS", rows)
     monkeypatch.setattr(bench, "ROTATED_LENGTHS", (64,))
-    monkeypatch.setattr(bench, "step_times", lambda turns: {bench.PATCHED: [1.0, 1.0], bench.PLAIN: [2.0, 2.0]})
-    monkeypatch.setattr(bench, "memory", {bench.CPP: 24.0, bench.SDPA: 20.0}.get)
+    monkeypatch.setattr(
+        bench, "step_times", lambda turns: {x: [1.0, 1.0] for x in (bench.PATCHED, bench.NORMS, bench.PLAIN)}
+    )
+    mib = {bench.CPP: 24.0, bench.SDPA: 20.0, bench.TILED: 40.0, bench.EAGER: 400.0}
+    monkeypatch.setattr(bench, "memory", mib.get)
     monkeypatch.setattr(bench, "ONE_QUERY", (bench.OneQuery(2, 32, torch.float32),))
     monkeypatch.setattr(bench, "AVX2_ROWS", (rows[1],))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
@@ -29,8 +32,9 @@ def test_the_page_has_every_ratio_and_its_limit(monkeypatch):
     assert lines["64 tokens, head_dim 16, bfloat16"].endswith("≤ 0.00: missed |")
     assert "eager, cap: 96 tokens, head_dim 16, float32" in lines
     assert "≤ 1.00: " in lines["64 tokens, head_dim 64, float32"]
-    assert "0.50 (0.50 to 0.50) | ≤ 1.00: met" in lines["Llama, 4 layers, 2 × 512 tokens"]
-    assert "1.20 | ≤ 1.10: missed" in lines["4,096 tokens, head_dim 64, float32"]
+    assert "1.00 (1.00 to 1.00) | ≤ 1.00: met" in lines["patched, norms and cap"]
+    assert lines["C++, cap"].endswith("| 24 | 1.20 | ≤ 1.10: missed |")
+    assert lines["eager, cap"].endswith("| 400 | 20.00 |  |")
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):

@@ -49,7 +49,7 @@ def test_every_file_of_the_plan_exists():
     for name in ("compilation", "tests"):
         assert set(plans.TESTS) <= set(stages[name].command)
     files = {x for stage in stages.values() for x in stage.command if x.startswith(("tests/", str(plans.HERE)))}
-    assert len(files) == 11
+    assert len(files) == 10
     assert all((ROOT / file).exists() for file in files)
     assert stages["benchmark"].command[-2:] == ("--commit", "abc")
 
@@ -62,7 +62,7 @@ def test_the_benchmark_accepts_its_arguments_and_ends_in_time(name):
 
 
 def test_the_plan_fits_into_nine_minutes():
-    assert sum(stage.seconds for stage in plan().values() if stage.name != "prototypes") <= 60 * 9
+    assert sum(stage.seconds for stage in plan().values()) <= 60 * 9
 
 
 def test_the_memory_of_the_device_limits_the_large_tests(monkeypatch):
@@ -73,13 +73,6 @@ def test_the_memory_of_the_device_limits_the_large_tests(monkeypatch):
     assert plans.large_processes() == 2
     command = plan()["tests, large"].command
     assert command[command.index("--numprocesses") + 1] == "2"
-
-
-def test_prototypes_run_from_the_given_folder(tmp_path):
-    assert plan()["prototypes"].reason == "no folder of prototypes"
-    (tmp_path / "gpu_smoke.py").touch()
-    last = plans.full_plan(Path("out"), (), tmp_path)[-1]
-    assert (last.name, last.reason, last.command[-1]) == ("prototypes", "", str(tmp_path / "gpu_smoke.py"))
 
 
 def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path):
@@ -148,7 +141,7 @@ ENVIRONMENT = {"card": "H200", "torch": "2.11", "commit": "abc", "date": "2026-0
 
 def test_the_page_has_the_rows_of_a_stopped_benchmark(tmp_path):
     (tmp_path / "attention_h200.csv").write_text(
-        HEAD + "T1,ours,forward,2.01234,0.9,1e-3,\nT1,cuDNN: cap,all,,,,absent\n"
+        HEAD + "T1,ours,forward,2.01234,0.9,1e-3,\nT1,FlashAttention 4: cap,all,,,,absent\n"
     )
     outcomes = [runs.Outcome("benchmark", "too long", 12.34, 120, "3 failed | 9 passed")]
     page = recipe.write(tmp_path, outcomes, ENVIRONMENT, "python recipes/benchmarks/device.py")
@@ -156,7 +149,7 @@ def test_the_page_has_the_rows_of_a_stopped_benchmark(tmp_path):
     assert "H200: torch 2.11, commit abc, date 2026-01-01." in page
     assert "| benchmark | too long | 12 | 120 | 3 failed / 9 passed |" in page
     assert "| T1 | ours | forward | 2.01 | 0.9 | 0.001 |  |" in page
-    assert "| T1 | cuDNN: cap | all |  |  |  | absent |" in page
+    assert "| T1 | FlashAttention 4: cap | all |  |  |  | absent |" in page
     (row,) = csv.DictReader((tmp_path / "device.csv").open())
     assert (row["stage"], row["outcome"], row["seconds"], row["card"]) == ("benchmark", "too long", "12.3", "H200")
 
@@ -221,7 +214,7 @@ def test_a_dry_run_reads_every_command_line(tmp_path):
     assert recipe.main(["--dry-run", "--out", str(tmp_path), "--commit", "abc"]) == 0
     rows = list(csv.DictReader((tmp_path / "device.csv").open()))
     assert [row["stage"] for row in rows] == list(plan())
-    assert {row["stage"]: row["outcome"] for row in rows if row["outcome"] != "passed"} == {"prototypes": "skipped"}
+    assert {row["outcome"] for row in rows} == {"passed"}
     assert {row["commit"] for row in rows} == {"abc"}
     log = (tmp_path / "device.log").read_text()
     assert "1 cases, 0 failures" in log
