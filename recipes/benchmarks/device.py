@@ -5,8 +5,8 @@
 
 The stages, in order: the five smallest checks; the attention benchmark, part by part; the kernels of the tests,
 compiled by all CPU cores; the tests (the oracle's budget, the same bits on each run), those of graphs, streams,
-inductor and training, the Gluon kernel against the plain one and timed in turns with it, tests of 128k keys and more
-than 2³¹ numbers, the Gluon kernel under compute-sanitizer, its tests, `hf-qknorm doctor`.
+inductor and training, those of the Gluon kernel, which is then timed in turns with the plain one, tests of 128k keys and more
+than 2³¹ numbers, the Gluon kernel under compute-sanitizer, `hf-qknorm doctor`.
 
 Each stage is a process with a share of the time. What a stage leaves of it goes to the next one; a stage that is late
 is stopped, keeps the rows that it wrote, and the next one runs. A stage that fails is reported and the next ones run,
@@ -75,7 +75,7 @@ def gluon_verdict(lines: list[list[str]], found: list[Outcome]) -> str:
     outcomes = {x.stage: x.outcome for x in found}
     checked = outcomes.get(CHECKED, "skipped")
     if checked != "passed":
-        return f"Gluon forward kernel: {'removed' if checked == 'failed' else 'undecided'} (its check: {checked})."
+        return f"Gluon forward kernel: {'removed' if checked == 'failed' else 'undecided'} (its tests: {checked})."
     if not lines:
         return "Gluon forward kernel: undecided (no row has both kernels' times)."
     mean = geometric_mean(float(gluon) / float(plain) for *_, plain, gluon, _ in lines)

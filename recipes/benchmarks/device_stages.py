@@ -22,6 +22,7 @@ TESTS = (
 ON_CARD, LARGE = "tests/test_on_card.py", "tests/ops/test_large.py"
 LARGE_BYTES = 60e9  # of the device's memory, for a process of LARGE
 GLUON = {"HF_QKNORM_GLUON": "1"}
+GLUON_TESTS, SANITIZED = f"{TESTS[0]}/test_gluon.py", "test_normed_heads_of_any_size[64-50.0-usual]"
 CHECKED = "Gluon, checked"
 CORES = os.cpu_count() or 1
 
@@ -91,12 +92,12 @@ def large_processes() -> int:
 
 
 def sanitized(tool: str) -> Stage:
-    """The Gluon check under compute-sanitizer, without PyTorch's allocator, which hides accesses out of bounds."""
+    """A Gluon test under compute-sanitizer, without PyTorch's allocator, which hides accesses out of bounds."""
     return Stage(
         f"Gluon, {tool}",
-        python(HERE / "check_gluon.py", "--small"),
+        python("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", f"{GLUON_TESTS}::{SANITIZED}"),
         20,
-        dry=("--list",),
+        dry=("--collect-only", "--quiet"),
         settings=GLUON | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         wrapper=("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"),
         after=CHECKED,
@@ -105,7 +106,7 @@ def sanitized(tool: str) -> Stage:
 
 def full_plan(out: Path, commit: tuple[str, ...] = ()) -> list[Stage]:
     """All stages, the most important first. Their shares fit into nine minutes."""
-    bench, gluon = HERE / "bench_attention.py", HERE / "check_gluon.py"
+    bench = HERE / "bench_attention.py"
     rows = ("--minutes", "2.1", "--keep-going", "--out", out, *commit)
     gluon_rows = ("--gluon", "--minutes", "0.75", "--keep-going", "--out", out / "gluon", *commit)
     doctor = python("-c", "import sys, hf_qknorm_command; sys.exit(hf_qknorm_command.main())", "doctor")
@@ -115,11 +116,10 @@ def full_plan(out: Path, commit: tuple[str, ...] = ()) -> list[Stage]:
         tests("compilation", CORES, 50, "--compile-only", "--quiet", "--tb=no", *TESTS, ON_CARD),
         tests("tests", CORES, 50, "--verbose", *TESTS),
         tests("tests, on the card", min(CORES, 8), 30, "--verbose", ON_CARD),
-        Stage(CHECKED, python(gluon), 30, ("--cpu",)),
+        tests(CHECKED, CORES, 40, "--verbose", GLUON_TESTS, settings=GLUON),
         Stage("benchmark, Gluon", python(bench, *gluon_rows), 48, ("--list",), after=CHECKED),
         tests("tests, large", large_processes(), 25, "--verbose", LARGE),
         sanitized("memcheck"),
         sanitized("racecheck"),
-        tests("Gluon, tests", CORES, 15, "--verbose", f"{TESTS[0]}/test_gluon.py", settings=GLUON, after=CHECKED),
         Stage("doctor", doctor, 22, settings={"HF_QKNORM_CHECK": "1"}),
     ]

@@ -3,22 +3,10 @@
     python recipes/benchmarks/kill_writers.py --count 70 --seed 0
 
 Each writer is forked from a process that has finished its imports, and is killed within its running time: a quarter of
-the kills at any moment, the others after its first file. A kill after the end is not counted. The outcomes are:
-
-    nothing   there is no checkpoint
-    old       the previous checkpoint, byte for byte
-    new       the new checkpoint, byte for byte; for the Trainer: resuming from the last checkpoint ends in the same
-              weights as a run without a kill
-    refused   a partial checkpoint that raises an error on loading; for the Trainer: resuming raises an error, and
-              resuming from the checkpoint before it, if any, ends in the same weights
-    usable    a partial checkpoint that loads with the right weights; it lacks a tokenizer or generation settings
-    fault     anything else
-
-`convert_checkpoint` and `export_native` may leave only nothing, old or new, and files beside it that the next run
-removes. `save_pretrained` and the Trainer are transformers' own and write in place: they may leave a partial
-checkpoint. Here they write to new folders. Over an older checkpoint of several shards, a kill can leave a mixture that
-no reader detects. The exit status is 1 on a fault, or on an outcome that the writer may not have. Needs fork: Linux or
-macOS.
+the kills at any moment, the others after its first file. A kill after the end is not counted. `convert_checkpoint` and
+`export_native` may leave nothing, the previous checkpoint or the new one, byte for byte, and files beside it that the
+next run removes; anything else is a fault, and the exit status 1. (`save_pretrained` and the Trainer are transformers'
+own, and write in place.) Needs fork: Linux or macOS.
 """
 
 from __future__ import annotations
@@ -30,19 +18,45 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import test_helpers_path  # noqa: F401
 import torch
-from checkpoint_writers import Writer, contents, forked, make_writers
+from tiny import tiny_model
 
+from hf_qknorm import convert_checkpoint, export_native, patch_model, unpatch_model
+from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.atomic_io import is_leftover
 
-OUTCOMES = ("nothing", "old", "new", "refused", "usable", "fault")
+OUTCOMES = ("nothing", "old", "new", "fault")
 OUT = "out"  # what writers write, in a folder of its own for each
+TEXT = "to be, or not to be: that is the question. " * 40
+SHARD = "2MB"
+LIMIT = 120  # seconds that a process may take; one that hangs is a fault
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A writer of a folder, and the checkpoint that is there before."""
+
+    write: Callable[[Path], object]
+    old: Path | None = None
+
+    def judge(self, left: Path, whole: Path) -> str:
+        """Classify what a killed run leaves, given the result of a complete one."""
+        if not left.exists():
+            return "nothing"
+        found = contents(left)
+        if self.old is not None and found == contents(self.old):
+            return "old"
+        return "new" if found == contents(whole) else "fault"
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,30 @@ class Tally:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+
+
+def forked(run: Callable[[], object], log: Path) -> int:
+    """Fork a process that runs `run` and exits with 0, or 1 on an error; return its id."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        signal.alarm(LIMIT)
+        torch.set_num_threads(1)
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        run()
+        status = 0
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(status)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def start(writer: Writer, folder: Path) -> tuple[int, set[str]]:
@@ -106,9 +144,7 @@ def measure(writer: Writer, folder: Path) -> Pace:
 
 
 def kill(writer: Writer, folder: Path, whole: Path, moment: Moment) -> tuple[str, str] | None:
-    """Kill a writer at this moment; return the outcome and the details of a fault, or None if the writer ended
-    before.
-    """
+    """Kill a writer at this moment; return the outcome and a fault's details, or None if the writer ended before."""
     child, there = start(writer, folder)
     status = wait_for_first(child, folder, there) if moment.after_first else None
     if status is None:
@@ -124,15 +160,42 @@ def kill(writer: Writer, folder: Path, whole: Path, moment: Moment) -> tuple[str
     foreign = [name for name in left if name.startswith(".") and not is_leftover(folder / name)]
     if foreign:
         return "fault", f"{', '.join(foreign)} beside it is nothing that a later run would know"
-    if outcome not in writer.may_leave:
-        return "fault", f"{outcome}: {', '.join(sorted(contents(folder / OUT)))}"
-    return outcome, ""
+    return outcome, ", ".join(sorted(contents(folder / OUT))) if outcome == "fault" else ""
 
 
 def listing(folder: Path) -> set[str]:
     """Return the names of the files that writers make: staging folders, and files of the folder itself."""
     beside = {name for name in os.listdir(folder) if name.startswith(".")}
     return beside | {path.name for path in (folder / OUT).glob("*")}
+
+
+def make_sources(model: Any, plain: Path, patched: Path, old: Path) -> None:
+    """Make a checkpoint to convert, one to export, and one to replace."""
+    patch_model(model, "qk_norm").save_pretrained(patched, max_shard_size=SHARD)
+    unpatch_model(model).save_pretrained(plain, max_shard_size=SHARD)
+    byte_tokenizer().save_pretrained(plain)
+    convert_checkpoint(plain, old, "soft_cap")
+
+
+def make_writers(work: Path) -> dict[str, Writer]:
+    """Return the writers by name, with their checkpoints in `work`.
+
+    The work is done in other processes: progress bars and loading would start threads here, which do not survive a
+    fork.
+    """
+    plain, patched, old = places = tuple(work / name for name in ("plain", "patched", "old"))
+    model = tiny_model("llama", vocab_size=8000, hidden_size=128)
+    child = forked(partial(make_sources, model, *places), work / "sources.log")
+    if os.waitpid(child, 0)[1]:
+        raise RuntimeError(f"no checkpoints to start from:\n{(work / 'sources.log').read_text()}")
+    convert = partial(convert_checkpoint, plain, scheme="qk_norm_cap", standalone=False)
+    return {
+        "convert": Writer(convert),
+        "convert, calibrated": Writer(partial(convert, calibration=[TEXT], method="moments")),
+        "convert over an old one": Writer(partial(convert, overwrite=True), old),
+        "convert with its code": Writer(partial(convert, standalone=True)),
+        "export over an old one": Writer(partial(export_native, patched, overwrite=True), old),
+    }
 
 
 def run(count: int, seed: int, work: Path) -> dict[str, Tally]:

@@ -35,7 +35,7 @@ def test_kernels_run_natively_and_the_gluon_kernel_only_on_request(monkeypatch):
     stages = plan()
     assert not any("TRITON_INTERPRET" in stage.environment for stage in stages.values())
     asking = {name for name, stage in stages.items() if "HF_QKNORM_GLUON" in stage.environment}
-    assert asking == {"Gluon, memcheck", "Gluon, racecheck", "Gluon, tests"}
+    assert asking == {"Gluon, memcheck", "Gluon, racecheck", "Gluon, checked"}
 
 
 def test_numbers_come_after_the_smallest_checks_and_tests_after_their_compilation():
@@ -48,8 +48,9 @@ def test_every_file_of_the_plan_exists():
     stages = plan()
     for name in ("compilation", "tests"):
         assert set(plans.TESTS) <= set(stages[name].command)
-    files = {x for stage in stages.values() for x in stage.command if x.startswith(("tests/", str(plans.HERE)))}
-    assert len(files) == 10
+    named = {x.partition("::")[0] for stage in stages.values() for x in stage.command}
+    files = {x for x in named if x.startswith(("tests/", str(plans.HERE)))}
+    assert len(files) == 9
     assert all((ROOT / file).exists() for file in files)
     assert stages["benchmark"].command[-2:] == ("--commit", "abc")
 
@@ -160,8 +161,8 @@ def test_the_page_has_the_rows_of_a_stopped_benchmark(tmp_path):
         ((0.8, 0.9), "passed", "kept. It takes 0.85 of"),
         ((0.9, 0.9), "passed", "kept"),
         ((0.88, 0.94), "passed", "removed. It takes 0.91 of"),
-        ((0.5, 0.5), "failed", r"removed \(its check: failed\)"),
-        ((0.5, 0.5), "too long", r"undecided \(its check: too long\)"),
+        ((0.5, 0.5), "failed", r"removed \(its tests: failed\)"),
+        ((0.5, 0.5), "too long", r"undecided \(its tests: too long\)"),
         ((), "passed", r"undecided \(no row"),
     ],
 )
@@ -217,7 +218,6 @@ def test_a_dry_run_reads_every_command_line(tmp_path):
     assert {row["outcome"] for row in rows} == {"passed"}
     assert {row["commit"] for row in rows} == {"abc"}
     log = (tmp_path / "device.log").read_text()
-    assert "1 cases, 0 failures" in log
     assert sys.executable in log
 
 
