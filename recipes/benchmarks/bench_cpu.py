@@ -4,15 +4,14 @@
 
 In each row the implementations take turns in one process. A ratio is the median of the ratios within the turns, with
 its quartiles, so that a slow moment of the machine is in both. The limits were set before the first run. Memory is the
-rise of the resident size of a fresh process over forward and backward. On a CPU with AVX-512 a process with
-ATEN_CPU_CAPABILITY=avx2 in its environment measures AVX2. Threads that wait for each other suffer from other programs:
+rise of the resident size of a fresh process over forward and backward. With ATEN_CPU_CAPABILITY=avx2 it measures AVX2;
+SDPA's matrix products, in MKL and oneDNN, keep AVX-512. Threads that wait for each other suffer from other programs:
 run it on a quiet machine. The page says how busy others were; some rows have a neighbour that keeps one core busy.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -22,7 +21,6 @@ from pathlib import Path
 
 import torch
 from cpu_timings import (
-    AVX2_ROWS,
     CAP,
     CPP,
     EAGER,
@@ -56,19 +54,6 @@ from random_qkv import make_qkv
 from run_log import provenance
 
 MEMORY_LENGTH, MEMORY_LIMIT = 4096, 1.10
-
-
-def print_avx2_times(turns: int) -> None:
-    """Print the times of `AVX2_ROWS` as JSON; needs ATEN_CPU_CAPABILITY=avx2 in the environment."""
-    print(json.dumps([attention_times(row, turns) for row in AVX2_ROWS]))
-
-
-def avx2_times(turns: int) -> dict[Row, Times]:
-    """The times of `AVX2_ROWS` with AVX2, from a fresh process."""
-    command = [sys.executable, __file__, "--avx2", "--turns", str(turns), "--threads", str(torch.get_num_threads())]
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
-    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return dict(zip(AVX2_ROWS, json.loads(run.stdout), strict=True))
 
 
 def measure_memory(name: str) -> None:
@@ -151,7 +136,6 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
     others = max(machine - own, 0) / (time.perf_counter() - start)
     busy = {row: attention_times(row, args.turns) for row in LIMITS if row.busy}
     mib = {name: memory(name) for name in (CPP, SDPA, TILED, EAGER)}
-    avx2 = avx2_times(args.turns) if torch.backends.cpu.get_cpu_capability() == "AVX512" else {}
     lines = [
         "# Attention on the CPU in C++",
         "",
@@ -167,8 +151,6 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
         *attention_tables(quiet | busy),
     ]
     lines += one_query_table(one_query)
-    if avx2:
-        lines += ratio_table("forward + backward, AVX2 (SDPA's matrix products, in MKL and oneDNN, keep AVX-512)", avx2)
     head = ("with RoPE, forward + backward", f"{NORMED}, ms", f"{ROTATED}, ms", "ratio", "limit")
     title = "{:,} tokens, head_dim 64, float32".format
     lines += table(head, [(title(n), *compared_cells(x, NORMED, ROTATED, ROTATED_LIMIT)) for n, x in rotated.items()])
@@ -187,13 +169,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the Markdown there as well")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    parser.add_argument("--avx2", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.memory_of:
         return measure_memory(args.memory_of)
-    if args.avx2:
-        return print_avx2_times(args.turns)
     page = report(args, sys.argv[1:])
     publish(page, args.output)
 

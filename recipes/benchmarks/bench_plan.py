@@ -47,7 +47,7 @@ class Item:
     shown: bool = True  # whether the first has a row: elsewhere it has one already
     model: Size | None = None
     steps: tuple[Step, ...] = ()
-    seconds: float = 20  # that it is likely to take; it may take three times that
+    seconds: float = 20  # that it is likely to take
 
     @property
     def title(self) -> str:

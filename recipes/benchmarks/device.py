@@ -3,10 +3,10 @@
     python recipes/benchmarks/device.py --out results
     python recipes/benchmarks/device.py --out results --only benchmark
 
-The stages, in order: the five smallest checks; the attention benchmark, part by part; the kernels of the tests,
-compiled by all CPU cores; the tests (the oracle's budget, the same bits on each run), those of graphs, streams,
-inductor and training, those of the Gluon kernel, which is then timed in turns with the plain one, tests of 128k keys and more
-than 2³¹ numbers, the Gluon kernel under compute-sanitizer, `hf-qknorm doctor`.
+The stages, in order: the five smallest checks; the attention benchmark, part by part; the tests (the oracle's budget,
+the same bits on each run), those of graphs, streams, inductor and training, those of the Gluon kernel, which is then
+timed in turns with the plain one; tests of 128k keys and more than 2³¹ numbers, the Gluon kernel under
+compute-sanitizer, `hf-qknorm doctor`.
 
 Each stage is a process with a share of the time. What a stage leaves of it goes to the next one; a stage that is late
 is stopped, keeps the rows that it wrote, and the next one runs. A stage that fails is reported and the next ones run,

@@ -57,8 +57,7 @@ class Stage:
         many processes.
         """
         inherited = {x: value for x, value in os.environ.items() if x not in ("TRITON_INTERPRET", *GLUON)}
-        # the package, and the plugin of pytest
-        path = os.pathsep.join(filter(None, (str(ROOT), str(HERE), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         own = {
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": path,
@@ -78,10 +77,9 @@ def python(*arguments: object) -> tuple[str, ...]:
 
 
 def tests(name: str, processes: int, seconds: float, *arguments: str, **options: object) -> Stage:
-    """A stage of pytest on so many processes; it prints each test, in case it is stopped, and counts kernels."""
-    shared = ("-o", "addopts=", "-p", "no:cacheprovider", "-p", "compile_ahead")
+    """A stage of pytest on so many processes; it prints each test, in case it is stopped."""
     spread = ("--numprocesses", str(processes), "--dist", "worksteal")
-    command = python("-m", "pytest", *shared, *spread, *arguments)
+    command = python("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "--verbose", *spread, *arguments)
     return Stage(name, command, seconds, ("--collect-only", "--quiet"), **options)
 
 
@@ -113,12 +111,11 @@ def full_plan(out: Path, commit: tuple[str, ...] = ()) -> list[Stage]:
     return [
         Stage("first checks", python(bench, "--first", "--processes", 5), 70, ("--list",)),
         Stage("benchmark", python(bench, *rows), 140, ("--list",)),
-        tests("compilation", CORES, 50, "--compile-only", "--quiet", "--tb=no", *TESTS, ON_CARD),
-        tests("tests", CORES, 50, "--verbose", *TESTS),
-        tests("tests, on the card", min(CORES, 8), 30, "--verbose", ON_CARD),
-        tests(CHECKED, CORES, 40, "--verbose", GLUON_TESTS, settings=GLUON),
+        tests("tests", CORES, 100, *TESTS),
+        tests("tests, on the card", min(CORES, 8), 30, ON_CARD),
+        tests(CHECKED, CORES, 40, GLUON_TESTS, settings=GLUON),
         Stage("benchmark, Gluon", python(bench, *gluon_rows), 48, ("--list",), after=CHECKED),
-        tests("tests, large", large_processes(), 25, "--verbose", LARGE),
+        tests("tests, large", large_processes(), 25, LARGE),
         sanitized("memcheck"),
         sanitized("racecheck"),
         Stage("doctor", doctor, 22, settings={"HF_QKNORM_CHECK": "1"}),

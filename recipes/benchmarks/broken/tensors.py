@@ -68,8 +68,8 @@ def where(folder: Path, name: str) -> Path | None:
     return None
 
 
-def on_tensor(name: str, change: Callable[[Tensors], object], listed: bool = False) -> Callable[[Path], None]:
-    """Change the tensors of the file that holds `name`, and with `listed` the index accordingly."""
+def on_tensor(name: str, change: Callable[[Tensors], object]) -> Callable[[Path], None]:
+    """Change the tensors of the file that holds `name`, and the index accordingly."""
 
     def apply(folder: Path) -> None:
         path = where(folder, name)
@@ -78,7 +78,7 @@ def on_tensor(name: str, change: Callable[[Tensors], object], listed: bool = Fal
         content = tensors(path)
         change(content)
         put(path, content)
-        if listed and (folder / INDEX).is_file():
+        if (folder / INDEX).is_file():
             index = json.loads((folder / INDEX).read_text())
             index["weight_map"] = {key: file for key, file in index["weight_map"].items() if file != path.name}
             index["weight_map"] |= dict.fromkeys(content, path.name)
@@ -151,7 +151,7 @@ def gain(folder: Path, draw: Random) -> Edit | None:
     if knees and way < 0.25:
         name, value = draw.choice(knees), draw.choice((math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-12, 2.5))
         stored = {name: ("F32", [], struct.pack("<f", value))}
-        return Edit(f"{name} = {value}", on_tensor(name, lambda content: content.update(stored), True), parts(name))
+        return Edit(f"{name} = {value}", on_tensor(name, lambda content: content.update(stored)), parts(name))
     if own and way < 0.7:
         edit = changed_tensor(draw.choice(own), draw)
         return Edit(edit.text, edit.apply, (*edit.names, *SAID))
@@ -172,7 +172,7 @@ def gain(folder: Path, draw: Random) -> Edit | None:
         return None
     more = {new: ("F32", [8], b"\0\0\x80\x3f" * 8)}
     beside = draw.choice(names(folder, gains=False))
-    return Edit(f"{new} added", on_tensor(beside, lambda content: content.update(more), True), (*parts(new), "norm"))
+    return Edit(f"{new} added", on_tensor(beside, lambda content: content.update(more)), (*parts(new), "norm"))
 
 
 def header(folder: Path, draw: Random) -> Edit:

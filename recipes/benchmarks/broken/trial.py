@@ -30,9 +30,7 @@ STATES = (  # what a message may say of a whole checkpoint that a command is not
 
 
 def gist(text: str) -> str:
-    """Return the start of a message, without numbers, its folder, and the parts that differ between a derived class
-    and its base.
-    """
+    """Return the start of a message, without numbers, its folder, and what a derived class adds to its base's name."""
     return re.sub(r"\d+|QKNorm|qknorm_|/src|/twin", "", text)[:40]
 
 
@@ -90,9 +88,7 @@ class Trial:
 
     @cached_property
     def meant(self) -> Answer:
-        """Return what the checkpoint is by its own config, where that is valid: its twin, patched as the config
-        says.
-        """
+        """Return what the checkpoint is by its own config, where that is valid: its twin, patched as that says."""
         scheme, blend = self.base.scheme, self.base.blend
         try:
             config, before = read_config(self.folder), read_config(whole(self.root, self.base, self.case.layout))
@@ -150,16 +146,24 @@ class Trial:
         return Verdict(verdict.outcome, f"{verdict.why}; {self.said_by_plain()}")
 
     def judge_refusal(self, answer: Answer, expected: bool) -> Verdict:
-        """Judge a failed conversion or export, which must leave nothing; `expected` says whether it must fail."""
-        left = sorted(path.name for path in (self.place / "out").iterdir())
-        if left:
+        """Judge a failed command, which must leave nothing; `expected` says whether it must fail."""
+        if left := sorted(path.name for path in (self.place / "out").iterdir()):
             return Verdict(WRONG, f"it failed and left {left}: {answer['text'][:100]}")
-        verdict = failed(answer, self.case.names, self.fields)
+        verdict = failed(answer, (*self.case.names, "text.txt"), self.fields)
+        if verdict.outcome in FAULTS and answer.get("one_line") and any(x in answer["text"] for x in STATES):
+            verdict = Verdict(REFUSED, verdict.why)
         if not expected and verdict.outcome not in FAULTS:
             return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
-        if verdict.outcome in FAULTS and answer.get("one_line") and any(x in answer["text"] for x in STATES):
-            return Verdict(REFUSED, verdict.why)
         return verdict
+
+    def judge_written(self, answer: Answer, out: str, expected: bool, worker: Worker | None = None) -> Verdict | Answer:
+        """Judge what a conversion or an export wrote: a verdict, or the outcome of loading it."""
+        if answer["kind"] != "done":
+            return self.judge_refusal(answer, expected)
+        got = self.ask("load", Path(out), worker)
+        if got["kind"] != "done":
+            return Verdict(WRONG, f"written, and does not load: {got.get('type')}: {got['text'][:120]}")
+        return self.judge_tokens(Path(out)) or got
 
     def destination(self, name: str) -> str:
         for path in (self.place / "out").iterdir():
@@ -168,15 +172,10 @@ class Trial:
 
     def judge_convert(self) -> Verdict:
         out = self.destination("converted")
-        answer = self.ask("convert", destination=out)
         patched = self.base.scheme is not None
-        if answer["kind"] != "done":
-            return self.judge_refusal(answer, expected=patched or not self.case.harmless)
-        got = self.ask("load", Path(out))
-        if got["kind"] != "done":
-            return Verdict(WRONG, f"written, and does not load: {got.get('type')}: {got['text'][:120]}")
-        if tokens := self.judge_tokens(Path(out)):
-            return tokens
+        got = self.judge_written(self.ask("convert", destination=out), out, patched or not self.case.harmless)
+        if isinstance(got, Verdict):
+            return got
         if not patched and close(got, self.facts["convert"]):
             return Verdict(RIGHT)
         meant = self.ask("reference", scheme=SCHEME)
@@ -188,17 +187,12 @@ class Trial:
     def judge_export(self) -> Verdict:
         out = self.destination("exported")
         answer = self.ask("export", destination=out)
-        if answer["kind"] != "done":
-            return self.judge_refusal(answer, expected=not (self.base.exports and self.case.harmless))
-        if self.base.scheme is None:
-            return Verdict(WRONG, "written, and its source is not patched")
-        got = self.ask("load", Path(out), self.workers.plain)
-        if got["kind"] != "done":
-            return Verdict(WRONG, f"written, and does not load: {got.get('type')}: {got['text'][:120]}")
-        if got["made_up"]:
-            return Verdict(WRONG, f"written, and {got['made_up'][0]} is missing")
-        if tokens := self.judge_tokens(Path(out)):
-            return tokens
+        expected = not (self.base.exports and self.case.harmless)
+        got = self.judge_written(answer, out, expected, self.workers.plain)
+        if isinstance(got, Verdict):
+            return got
+        if self.base.scheme is None or got["made_up"]:
+            return Verdict(WRONG, "written, and its source is not patched, or a tensor is missing")
         if close(got, self.facts["load"]):
             return Verdict(RIGHT)
         loaded = self.judge_load()
@@ -212,9 +206,7 @@ class Trial:
             return None
         there, here = self.ask("tokens", out), self.ask("tokens")
         if here["kind"] != "done":
-            return Verdict(
-                WRONG, f"written with a tokenizer that can't be read: {here.get('type')}: {here['text'][:90]}"
-            )
+            return Verdict(WRONG, f"written with a tokenizer that can't be read: {here['text'][:90]}")
         if there == here:
             return None
         if here["tokens"] != self.whole_tokens():
@@ -222,19 +214,11 @@ class Trial:
         return Verdict(WRONG, "written with another tokenizer than its source's")
 
     def judge_inspect(self) -> Verdict:
+        self.destination("none")
         answer, expected = self.ask("inspect", texts=str(self.root / "text.txt")), self.facts["inspect"]
         if answer["kind"] != "done":
-            verdict = failed(answer, (*self.case.names, "text.txt"), self.fields)
-            if (
-                verdict.outcome in FAULTS
-                and answer.get("one_line")
-                and any(words in answer["text"] for words in STATES)
-            ):
-                verdict = Verdict(REFUSED, verdict.why)
             whole_one = "loss" in expected and self.base.auto == LANGUAGE_MODEL
-            if self.case.harmless and verdict.outcome == REFUSED and whole_one:
-                return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
-            return verdict
+            return self.judge_refusal(answer, not (self.case.harmless and whole_one))
         measured = self.ask("load", auto=LANGUAGE_MODEL)
         if measured.get("made_up"):
             return Verdict(WRONG, f"measured, where transformers makes up {measured['made_up'][0]}")

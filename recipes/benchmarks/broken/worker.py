@@ -23,6 +23,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).parents[1])  # the benchmarks, as if one of them had been started
 MEMORY = 3 * 2**30  # bytes that a request may add
 NOBODY = 65534
+OWN = {"q_norm", "k_norm", "v_norm"}
 
 
 def outputs(model: Any) -> dict[str, Any]:
@@ -88,8 +89,7 @@ def inspect(folder: str, texts: str) -> dict[str, Any]:
 
 
 def reference(folder: str, auto: str, scheme: Any, norms: str | None = None, blend: float | None = None) -> Any:
-    """Return the unpatched checkpoint in `folder`, loaded by transformers, patched, with the norms from the folder
-    `norms`.
+    """Return the unpatched checkpoint in `folder`, patched, with the norms from the folder `norms`.
 
     Raises an error if those are not the norms of `scheme`.
     """
@@ -100,25 +100,19 @@ def reference(folder: str, auto: str, scheme: Any, norms: str | None = None, ble
     from hf_qknorm import Scheme, patch_model
     from hf_qknorm.training.blend import set_blend
 
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     model, info = getattr(transformers, auto).from_pretrained(folder, output_loading_info=True)
     patch_model(model, Scheme.of(scheme))
     if blend is not None:
         set_blend(model, blend)
     if norms is not None:
-        stored: dict[str, Any] = {}
         single = Path(norms, "model.safetensors")  # transformers reads this one, whatever lies beside it
-        for path in [single] if single.is_file() else Path(norms).glob("*.safetensors"):
-            stored |= load_file(path)
-        own = {"q_norm", "k_norm", "v_norm"}
-        expected = model.state_dict()
-        names = {name for name in expected if own & set(name.split("."))}
-        if names != {name for name in stored if own & set(name.split("."))}:
+        paths = [single] if single.is_file() else Path(norms).glob("*.safetensors")
+        stored = {name: x for path in paths for name, x in load_file(path).items() if OWN & {*name.split(".")}}
+        expected = {name: x for name, x in model.state_dict().items() if OWN & {*name.split(".")}}
+        if stored.keys() != expected.keys() or not all(x.dtype in floats for x in stored.values()):
             raise KeyError("other norms")
-        if not all(
-            stored[name].dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) for name in names
-        ):
-            raise TypeError("norms that are no floating point")
-        model.load_state_dict({name: stored[name].to(expected[name].dtype) for name in names}, strict=False)
+        model.load_state_dict({name: x.to(expected[name].dtype) for name, x in stored.items()}, strict=False)
     return {**outputs(model), "made_up": sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))[:3]}
 
 

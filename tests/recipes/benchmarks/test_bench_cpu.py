@@ -23,9 +23,6 @@ def test_the_page_has_every_ratio_and_its_limit(monkeypatch):
     mib = {bench.CPP: 24.0, bench.SDPA: 20.0, bench.TILED: 40.0, bench.EAGER: 400.0}
     monkeypatch.setattr(bench, "memory", mib.get)
     monkeypatch.setattr(bench, "ONE_QUERY", (bench.OneQuery(2, 32, torch.float32),))
-    monkeypatch.setattr(bench, "AVX2_ROWS", (rows[1],))
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(bench, "avx2_times", lambda turns: {rows[0]: {bench.CPP: [1.0, 1.0], bench.SDPA: [4.0, 4.0]}})
     page = bench.report(Namespace(turns=2, threads=torch.get_num_threads()), ["--turns", "2"])
     lines = {line.split(" | ")[0].strip("| "): line for line in page.splitlines()}
     assert lines["96 tokens, head_dim 16, float32"].endswith("met |")

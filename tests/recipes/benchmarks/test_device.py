@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from importlib import import_module
@@ -38,16 +36,15 @@ def test_kernels_run_natively_and_the_gluon_kernel_only_on_request(monkeypatch):
     assert asking == {"Gluon, memcheck", "Gluon, racecheck", "Gluon, checked"}
 
 
-def test_numbers_come_after_the_smallest_checks_and_tests_after_their_compilation():
+def test_numbers_come_after_the_smallest_checks():
     names = list(plan())
-    assert names[:4] == ["first checks", "benchmark", "compilation", "tests"]
+    assert names[:3] == ["first checks", "benchmark", "tests"]
     assert names.index("Gluon, checked") < names.index("benchmark, Gluon")
 
 
 def test_every_file_of_the_plan_exists():
     stages = plan()
-    for name in ("compilation", "tests"):
-        assert set(plans.TESTS) <= set(stages[name].command)
+    assert set(plans.TESTS) <= set(stages["tests"].command)
     named = {x.partition("::")[0] for stage in stages.values() for x in stage.command}
     files = {x for x in named if x.startswith(("tests/", str(plans.HERE)))}
     assert len(files) == 9
@@ -219,56 +216,3 @@ def test_a_dry_run_reads_every_command_line(tmp_path):
     assert {row["commit"] for row in rows} == {"abc"}
     log = (tmp_path / "device.log").read_text()
     assert sys.executable in log
-
-
-LAUNCHES = """
-import pytest
-import torch
-from compile_kernels import FEW
-from compiled import Target
-from triton.runtime.driver import driver
-
-@pytest.mark.parametrize("n", range(2))
-def test_launch(n):
-    driver.set_active(Target(90))
-    FEW["Step torch.bfloat16"].launch()
-    raise AssertionError("no kernel ran")
-"""
-
-
-@pytest.mark.slow
-def test_kernels_are_compiled_once_and_later_runs_find_them(tmp_path):
-    """The later run compiles as `compile_kernels.py` does, without the plugin's replacements."""
-    (tmp_path / "test_launches.py").write_text(LAUNCHES)
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(plans.HERE))),
-    }
-    pytest_ = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "compile_ahead",
-        "-n",
-        "2",
-        "--compile-only",
-    ]
-    run = subprocess.run([*pytest_, "-q", tmp_path], env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stdout + run.stderr
-    made = re.search(r"kernels: (\d+) compiled, 0 found", run.stdout)
-    assert made
-    assert "2 run without launches" in run.stdout
-    code = """
-from compile_ahead import COUNTS, count
-import triton
-from compile_kernels import FEW, compile_case
-triton.knobs.compilation.listener = count
-compile_case(90, FEW["Step torch.bfloat16"])
-print(dict(COUNTS))
-"""
-    again = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert again.stdout.strip() == f"{{'found': {made[1]}}}", again.stderr
