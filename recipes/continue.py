@@ -47,15 +47,7 @@ sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
 import torch
 from continued_arms import ARMS, TAUS
-from continued_page import (
-    Faulty,
-    Grid,
-    conclusions,
-    faults_section,
-    plots_section,
-    precision_section,
-    rates_section,
-)
+from continued_page import Faulty, Grid, conclusions, faults_section, plots_section, precision_section, rates_section
 from continued_plots import FRONT, plot_rates, plot_steps
 from continued_run import AFTER, FAULTS, SIZES, Sources, corpus, prepare, run_one
 from run_log import Row, Runs, provenance

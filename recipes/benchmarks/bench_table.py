@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import csv
-import datetime
-import platform
 import re
 import subprocess
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-import transformers
 from bench_cases import Case
-from machine import commit, cpu_name
+from machine import cpu_name, made
 
 PASSES = ("forward", "backward", "both")
 INTERPRETED = "Triton's interpreter on a CPU: its numbers mean nothing"
@@ -25,7 +22,7 @@ class Row:
 
     case: str
     what: str
-    kind: str  # forward, backward or both; step
+    kind: str  # forward, backward or both
     shape: Case | None = None
     ms_min: float | None = None
     ms_median: float | None = None
@@ -43,16 +40,13 @@ def environment(device: torch.device, dtype: torch.dtype, given_commit: str | No
     """The conditions of a number beside its shape, the same for all rows."""
     import triton
 
-    cuda = device.type == "cuda"
+    cuda, known = device.type == "cuda", made()
     return {
         "card": torch.cuda.get_device_name(device) if cuda else f"{INTERPRETED} ({cpu_name()})",
         "driver": driver() if cuda else "none",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "triton": triton.__version__,
-        "transformers": transformers.__version__,
-        "commit": given_commit or commit(),
-        "date": datetime.date.today().isoformat(),
+        **{name: known[name] for name in ("python", "torch", "transformers", "date")},
+        "commit": given_commit or known["commit"],
         "dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -93,7 +87,7 @@ class Report:
         """Keep the row, and print it: what follows may take a while."""
         self.rows.append(row)
         values = {name: getattr(row, name) for name in self.columns}
-        sizes = {} if row.shape is None else asdict(row.shape) | {"lengths": " ".join(map(str, row.shape.lengths))}
+        sizes = {} if row.shape is None else asdict(row.shape)
         with self.csv.open("a", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, [*self.columns, *self.sizes, *self.environment], lineterminator="\n")
             writer.writerow(values | sizes | self.environment)

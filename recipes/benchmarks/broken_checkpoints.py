@@ -1,4 +1,4 @@
-"""Load, convert, export and inspect broken checkpoints: each comes out right, or is refused by name.
+"""Load, convert and export broken checkpoints: each comes out right, or is refused by name.
 
     python recipes/benchmarks/broken_checkpoints.py --out recipes/results/broken_checkpoints.md
     python recipes/benchmarks/broken_checkpoints.py --count 200 --seed 1 --only gain
@@ -24,8 +24,7 @@ from pathlib import Path
 
 from broken.bases import BASES
 from broken.cases import KINDS, Case, make_case
-from broken.trial import COMMANDS, Trial
-from broken.verdicts import FAULTS, OUTCOMES, Verdict
+from broken.trial import COMMANDS, FAULTS, OUTCOMES, Trial, Verdict
 from broken.workers import Facts, Workers, build
 from machine import made
 from markdown_table import publish, table

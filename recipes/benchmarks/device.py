@@ -4,9 +4,9 @@
     python recipes/benchmarks/device.py --out results --only benchmark
 
 The stages, in order: the five smallest checks; the attention benchmark, part by part; the tests (the oracle's budget,
-the same bits on each run), those of graphs, streams, inductor and training, those of the Gluon kernel, which is then
-timed in turns with the plain one; tests of 128k keys and more than 2³¹ numbers, the Gluon kernel under
-compute-sanitizer, `hf-qknorm doctor`.
+the same bits on each run), a model's training step, tests of graphs, streams, inductor and training, those of the Gluon
+kernel, which is then timed in turns with the plain one; tests of 128k keys and more than 2³¹ numbers, the Gluon kernel
+under compute-sanitizer, `hf-qknorm doctor`.
 
 Each stage is a process with a share of the time. What a stage leaves of it goes to the next one; a stage that is late
 is stopped, keeps the rows that it wrote, and the next one runs. A stage that fails is reported and the next ones run,
@@ -28,8 +28,7 @@ from statistics import geometric_mean
 
 import torch
 from bench_table import environment
-from device_runs import Outcome, cells, run_stages
-from device_stages import CHECKED, full_plan
+from device_stages import CHECKED, Outcome, cells, full_plan, run_stages
 
 from hf_qknorm.files.atomic_io import replace_text
 
@@ -39,24 +38,6 @@ KEPT = 0.90  # of the plain kernel's time, at most, for the Gluon kernel to be k
 def rows_of(folder: Path) -> list[dict[str, str]]:
     """The rows of a benchmark, those of a stopped one too."""
     return [row for path in folder.glob("attention_*.csv") for row in csv.DictReader(path.open(encoding="utf-8"))]
-
-
-def benchmark_lines(rows: list[dict[str, str]]) -> list[list[str]]:
-    """Rows for the page: times in ms, and ratios."""
-    return [
-        [
-            row["case"],
-            row["what"],
-            row["kind"],
-            *(short(row[name]) for name in ("ms_median", "ratio", "error")),
-            row["note"],
-        ]
-        for row in rows
-    ]
-
-
-def short(number: str) -> str:
-    return f"{float(number):.3g}" if number else ""
 
 
 def gluon_lines(rows: list[dict[str, str]]) -> list[list[str]]:
@@ -105,9 +86,6 @@ def write(out: Path, found: list[Outcome], machine: dict[str, str], command: str
     if lines:
         parts.append(table(["case", "what", "plain ms", "Gluon ms", "Gluon / plain"], lines))
     parts.append(gluon_verdict(lines, found))
-    rows = benchmark_lines(rows_of(out))
-    if rows:
-        parts.append(table(["case", "what", "pass", "ms", "ratio", "error", "note"], rows))
     page = "\n\n".join(parts) + "\n"
     replace_text(out / "device.md", page)
     return page

@@ -1,10 +1,14 @@
-"""The stages of `device.py`: their commands, their shares of the time, and their form without a GPU."""
+"""The stages of `device.py`, their shares of the time and their form without a GPU; and how they run."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,14 +29,16 @@ GLUON = {"HF_QKNORM_GLUON": "1"}
 GLUON_TESTS, SANITIZED = f"{TESTS[0]}/test_gluon.py", "test_normed_heads_of_any_size[64-50.0-usual]"
 CHECKED = "Gluon, checked"
 CORES = os.cpu_count() or 1
+LEAST = 10.0  # seconds in which no stage is worth starting
+GRACE = 5.0  # seconds for a stage that is stopped to print what it has
 
 
 @dataclass(frozen=True)
 class Stage:
     """A process in the repository's root, and its share of the time in seconds.
 
-    `wrapper` is a program that runs the command, `missing` the reason why it cannot run, `after` a stage that must pass
-    first. `dry` are the arguments that make the command end soon, without a GPU.
+    `wrapper` is a program that runs the command, `after` a stage that must pass first. `dry` are the arguments that
+    make the command end soon, without a GPU.
     """
 
     name: str
@@ -41,14 +47,13 @@ class Stage:
     dry: tuple[str, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)
     wrapper: tuple[str, ...] = ()
-    missing: str = ""
     after: str = ""
 
     @property
     def reason(self) -> str:
         """The reason why it cannot run, or nothing."""
         absent = self.wrapper and shutil.which(self.wrapper[0]) is None
-        return f"no {self.wrapper[0]} here" if absent else self.missing
+        return f"no {self.wrapper[0]} here" if absent else ""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -69,7 +74,7 @@ class Stage:
     def dried(self) -> Stage:
         """The stage without a GPU: its command line is read, and as little as possible is done."""
         settings = self.settings | {"TRITON_INTERPRET": "1"}
-        return Stage(self.name, self.command + self.dry, 240, settings=settings, missing=self.missing, after=self.after)
+        return Stage(self.name, self.command + self.dry, 240, settings=settings, after=self.after)
 
 
 def python(*arguments: object) -> tuple[str, ...]:
@@ -112,6 +117,7 @@ def full_plan(out: Path, commit: tuple[str, ...] = ()) -> list[Stage]:
         Stage("first checks", python(bench, "--first", "--processes", 5), 70, ("--list",)),
         Stage("benchmark", python(bench, *rows), 140, ("--list",)),
         tests("tests", CORES, 100, *TESTS),
+        Stage("training step", python(HERE / "bench_model.py", "--output", out / "step.md"), 25, ("--help",)),
         tests("tests, on the card", min(CORES, 8), 30, ON_CARD),
         tests(CHECKED, CORES, 40, GLUON_TESTS, settings=GLUON),
         Stage("benchmark, Gluon", python(bench, *gluon_rows), 48, ("--list",), after=CHECKED),
@@ -120,3 +126,82 @@ def full_plan(out: Path, commit: tuple[str, ...] = ()) -> list[Stage]:
         sanitized("racecheck"),
         Stage("doctor", doctor, 22, settings={"HF_QKNORM_CHECK": "1"}),
     ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a stage: "passed", "failed", "too long" or "skipped", with its last output or the reason."""
+
+    stage: str
+    outcome: str
+    seconds: float
+    limit: float
+    detail: str
+
+
+def run_stages(stages: list[Stage], log: Path, deadline: float) -> list[Outcome]:
+    """Run the stages in order until the deadline (`time.monotonic`); their output goes to the log.
+
+    Each gets its share of the time, and what the ones before it have left of theirs.
+    """
+    found: list[Outcome] = []
+    for number, stage in enumerate(stages):
+        left = deadline - time.monotonic()
+        spare = left - sum(x.seconds for x in stages[number:] if not x.reason)
+        limit = min(stage.seconds + max(spare, 0.0), left)
+        failed = [x.stage for x in found if x.stage == stage.after and x.outcome != "passed"]
+        reason = stage.reason or (f"{stage.after!r} did not pass" if failed else "")
+        if reason or left < LEAST:
+            found.append(Outcome(stage.name, "skipped", 0.0, stage.seconds, reason or "no time left"))
+        else:
+            found.append(run_stage(stage, log, limit))
+        print(" | ".join(cells(found[-1])), flush=True)
+    return found
+
+
+def run_stage(stage: Stage, log: Path, limit: float) -> Outcome:
+    """Run a stage in a process group, which ends with it."""
+    start = time.monotonic()
+    command = (*stage.wrapper, *stage.command)
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"\n== {stage.name}, at most {limit:.0f} s: {' '.join(command)}\n")
+        begin = file.tell()
+        file.flush()
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=stage.environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=heed_interrupts,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            stop(process)
+            code = None
+    seconds = time.monotonic() - start
+    outcome = "too long" if code is None else "failed" if code else "passed"
+    return Outcome(stage.name, outcome, seconds, limit, last_line(log, begin))
+
+
+def heed_interrupts() -> None:
+    """End at SIGINT, which a run in the background ignores, and its children with it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a process, which lets pytest print its failures; then end its group."""
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_line(log: Path, begin: int) -> str:
+    """Return the last line of the log after position `begin`."""
+    with log.open(encoding="utf-8", errors="replace") as file:
+        file.seek(begin)
+        return next((line.strip()[:120] for line in reversed(file.readlines()) if line.strip()), "")
+
+
+def cells(x: Outcome) -> list[str]:
+    return [x.stage, x.outcome, f"{x.seconds:.0f}", f"{x.limit:.0f}", x.detail.replace("|", "/")]

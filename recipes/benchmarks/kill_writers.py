@@ -1,6 +1,6 @@
 """Kill writers of checkpoints (SIGKILL) at random moments, and classify what they leave.
 
-    python recipes/benchmarks/kill_writers.py --count 70 --seed 0
+    python recipes/benchmarks/kill_writers.py --count 14 --seed 0
 
 Each writer is forked from a process that has finished its imports, and is killed within its running time: a quarter of
 the kills at any moment, the others after its first file. A kill after the end is not counted. `convert_checkpoint` and
@@ -21,7 +21,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +29,7 @@ from typing import Any
 
 import test_helpers_path  # noqa: F401
 import torch
+from markdown_table import table
 from tiny import tiny_model
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model, unpatch_model
@@ -57,34 +58,6 @@ class Writer:
         if self.old is not None and found == contents(self.old):
             return "old"
         return "new" if found == contents(whole) else "fault"
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The moment of a kill: seconds after the start, or after the first file."""
-
-    after_first: bool
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Pace:
-    """The times of a complete run in seconds: its first file, and its end."""
-
-    first: float
-    end: float
-
-    def moment(self, draw: random.Random) -> Moment:
-        after_first = draw.random() < 0.75
-        return Moment(after_first, draw.uniform(0, self.end - after_first * self.first))
-
-
-@dataclass
-class Tally:
-    """The outcomes of a writer's kills, and the details of each fault."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
 
 
 def forked(run: Callable[[], object], log: Path) -> int:
@@ -120,9 +93,9 @@ def start(writer: Writer, folder: Path) -> tuple[int, set[str]]:
     return forked(partial(writer.write, folder / OUT), folder / "write.log"), there
 
 
-def wait_for_first(child: int, folder: Path, there: set[str]) -> int | None:
-    """Wait for a process's first file; return its exit status if it ends before."""
-    while listing(folder) == there:
+def wait(child: int, until: Callable[[], bool]) -> int | None:
+    """Wait for a process, but no longer than `until` says; return its exit status if it ends before."""
+    while not until():
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
@@ -130,34 +103,35 @@ def wait_for_first(child: int, folder: Path, there: set[str]) -> int | None:
     return None
 
 
-def measure(writer: Writer, folder: Path) -> Pace:
-    """Write `folder / OUT` without a kill, and return its times."""
-    begin = time.perf_counter()
+def measure(writer: Writer, folder: Path) -> tuple[float, float]:
+    """Write `folder / OUT` without a kill; return the seconds until its first file, and from there to its end."""
+    times = [time.perf_counter()]
     child, there = start(writer, folder)
-    status = wait_for_first(child, folder, there)
-    first = time.perf_counter() - begin
-    if status is None:
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for until in (lambda: listing(folder) != there, lambda: False):
+        status = wait(child, until)
+        times.append(time.perf_counter())
     if status:
         raise RuntimeError(f"the writer failed without a kill:\n{(folder / 'write.log').read_text()}")
-    return Pace(first, time.perf_counter() - begin)
+    return times[1] - times[0], times[2] - times[1]
 
 
-def kill(writer: Writer, folder: Path, whole: Path, moment: Moment) -> tuple[str, str] | None:
-    """Kill a writer at this moment; return the outcome and a fault's details, or None if the writer ended before."""
+def kill(writer: Writer, folder: Path, whole: Path, seconds: float, after_first: bool) -> tuple[str, str] | None:
+    """Kill a writer so many seconds after its start, or its first file; None if it ended before.
+
+    Returns the outcome, and the details of a fault.
+    """
     child, there = start(writer, folder)
-    status = wait_for_first(child, folder, there) if moment.after_first else None
+    status = wait(child, lambda: listing(folder) != there) if after_first else None
     if status is None:
-        time.sleep(moment.seconds)
+        time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        status = wait(child, lambda: False)
     if status == 0:
         return None
     if status != -signal.SIGKILL:
         return "fault", f"it failed by itself:\n{(folder / 'write.log').read_text()}"
-    left = os.listdir(folder)
     outcome = writer.judge(folder / OUT, whole)
-    foreign = [name for name in left if name.startswith(".") and not is_leftover(folder / name)]
+    foreign = [x.name for x in folder.iterdir() if x.name.startswith(".") and not is_leftover(x)]
     if foreign:
         return "fault", f"{', '.join(foreign)} beside it is nothing that a later run would know"
     return outcome, ", ".join(sorted(contents(folder / OUT))) if outcome == "fault" else ""
@@ -198,54 +172,40 @@ def make_writers(work: Path) -> dict[str, Writer]:
     }
 
 
-def run(count: int, seed: int, work: Path) -> dict[str, Tally]:
-    """Kill the writers by turns, `count` times in all, and let each write once more at the end."""
-    draw = random.Random(seed)
-    writers, paces, tallies = make_writers(work), {}, {}
-    for i in range(count):
-        name = list(writers)[i % len(writers)]
-        writer, folder, whole = writers[name], work / f"{name} killed", work / f"{name} whole" / OUT
-        if name not in paces:
-            folder.mkdir()
-            whole.parent.mkdir()
-            measure(writer, whole.parent)  # the first is slower, and would have most kills come too late
-            paces[name] = measure(writer, whole.parent)
-            tallies[name] = Tally()
-        killed = None
-        while killed is None:
-            killed = kill(writer, folder, whole, paces[name].moment(draw))
-        outcome, fault = killed
-        tallies[name].outcomes[outcome] += 1
-        tallies[name].faults += [fault] if fault else []
-    for name, tally in tallies.items():
+def run(count: int, seed: int, work: Path) -> tuple[dict[str, Counter[str]], list[str]]:
+    """Kill each writer `count` times, and let it write once more; return the outcomes by writer, and the faults."""
+    draw, outcomes, faults = random.Random(seed), {}, []
+    for name, writer in make_writers(work).items():
         folder, whole = work / f"{name} killed", work / f"{name} whole" / OUT
-        measure(writers[name], folder)
+        folder.mkdir()
+        whole.parent.mkdir()
+        measure(writer, whole.parent)  # the first is slower, and would have most kills come too late
+        first, rest = measure(writer, whole.parent)
+        found = outcomes[name] = Counter[str]()
+        while found.total() < count:
+            after_first = draw.random() < 0.75
+            killed = kill(writer, folder, whole, draw.uniform(0, rest + first * (not after_first)), after_first)
+            if killed is not None:
+                found[killed[0]] += 1
+                faults += [f"{name}: {killed[1]}"] if killed[1] else []
+        measure(writer, folder)
         if listing(folder) != listing(whole.parent):
-            tally.faults.append(f"after the kills, a whole run leaves {', '.join(sorted(listing(folder)))}")
-    return tallies
-
-
-def table(tallies: dict[str, Tally]) -> str:
-    """Format counts by writer and outcome as Markdown."""
-    lines = ["| writer | kills | " + " | ".join(OUTCOMES) + " |", "|---|" + "---:|" * (1 + len(OUTCOMES))]
-    for name, tally in tallies.items():
-        counts = [tally.outcomes.total(), *(tally.outcomes[outcome] for outcome in OUTCOMES)]
-        lines.append(f"| {name} | " + " | ".join(map(str, counts)) + " |")
-    return "\n".join(lines)
+            faults.append(f"{name}: after the kills, a whole run leaves {', '.join(sorted(listing(folder)))}")
+    return outcomes, faults
 
 
 def main(arguments: list[str]) -> int:
     """Kill and classify; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--count", type=int, default=70, help="kills in all, the writers in turns (default: 70)")
+    parser.add_argument("--count", type=int, default=14, help="kills of each writer (default: 14)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
     options = parser.parse_args(arguments)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}  # neither survives a fork
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="kill-writers-") as work:
-        tallies = run(options.count, options.seed, Path(work))
-    faults = [f"{name}: {fault}" for name, tally in tallies.items() for fault in tally.faults]
-    print("\n".join([table(tallies), *faults]))
+        outcomes, faults = run(options.count, options.seed, Path(work))
+    rows = [[name, str(found.total()), *(str(found[x]) for x in OUTCOMES)] for name, found in outcomes.items()]
+    print("\n".join([*table(["writer", "kills", *OUTCOMES], rows), *faults]))
     return 1 if faults else 0
 
 

@@ -1,8 +1,7 @@
-"""What a number comes with: the machine, the versions, the commit, what other programs did; and memory, and turns."""
+"""What a number comes with: the machine, the versions, the commit, what other programs did; and turns."""
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import os
 import platform
@@ -56,24 +55,6 @@ def busy_seconds() -> tuple[float, float]:
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     spent = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
     return spent, time.process_time()
-
-
-def extra_mib(run: Callable[[], object]) -> float:
-    """Return the rise of the resident size over `run`, in MiB; Linux only, and in a process that did nothing else.
-
-    The peak VmHWM is reset before, which ru_maxrss cannot be. Unlike a profiler's sum of tensors it counts the work
-    space of the matrix libraries.
-    """
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again unseen
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = _status_mib("VmRSS")
-    run()
-    return _status_mib("VmHWM") - before
-
-
-def _status_mib(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 2**10
 
 
 def by_turns(runs: dict[str, Callable[[], object]], turns: int) -> Times:

@@ -32,3 +32,9 @@ def publish(page: str, output: Path | None) -> str:
         output.parent.mkdir(parents=True, exist_ok=True)
         replace_text(output.with_suffix(".md"), page)
     return page
+
+
+def opening(title: str, doc: str | None, made: str) -> list[str]:
+    """The first lines of a page: the command and the description of a recipe's docstring, and how it was `made`."""
+    command, _, about = (doc or "").partition("\n\n")[2].partition("\n\n")
+    return [f"# {title}", "", f"```\n{command.strip()}\n```", "", about.strip(), "", made, ""]

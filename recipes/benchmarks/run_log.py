@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import multiprocessing
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from machine import made
+from transformers import HfArgumentParser
 
 from hf_qknorm.files.atomic_io import replace_text
 
@@ -119,3 +121,11 @@ def provenance(rows: list[Row]) -> str:
     """Format every value of the provenance among the rows, in one line."""
     named = {name: list(dict.fromkeys(row["made"][name] for row in rows)) for name in rows[0]["made"]}
     return "; ".join(f"{name} {', '.join(values)}" for name, values in named.items()) + "."
+
+
+def parse(options: Any, command: list[str] | None) -> tuple[Any, Runs]:
+    """The options from the command line, and the log of their runs. The process computes with one thread."""
+    (found,) = HfArgumentParser(options).parse_args_into_dataclasses(command)
+    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    return found, Runs(found.out.with_suffix(".jsonl"))

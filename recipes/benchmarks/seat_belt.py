@@ -25,11 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import study
 import torch
-from markdown_table import publish, table
+from markdown_table import opening, publish, table
 from paired import Difference
-from run_log import Row, provenance
+from run_log import Row, parse, provenance
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,13 +42,17 @@ KNEE, SCHEME = 3.0, Scheme(q="rms", k="rms", sharpness=8)
 STEPS, WARMUP, BATCH, LENGTH = 300, 30, 4, 128
 LOOK = 25  # steps between two measurements of the largest logit
 COST = 0.005  # nats that a removal may cost
+Results = dict[tuple[float, str], list[Row]]  # by rate and arm, a row for each seed
 
 
 @dataclass(kw_only=True)
-class Options(study.Options):
-    """The options of the study."""
+class Options:
+    """The options of the study: the model, the text to learn, and the page without its ending."""
 
     checkpoint: str
+    text: str
+    size: str = field(default="full", metadata={"choices": ["quick", "full"]})
+    seeds: int = 3
     rates: list[float] = field(default_factory=lambda: [1e-3, 3e-3, 1e-2])
     out: Path = Path("recipes/results/seat_belt")
 
@@ -110,7 +113,7 @@ def largest_logit(model: Any, batches: list[Tensor]) -> float:
     return max(float(layer.max_logit.max()) for layer in seen.values())
 
 
-def page(options: Options, results: study.Results, made: str) -> str:
+def page(options: Options, results: Results, made: str) -> str:
     """The study as Markdown."""
     rows = []
     for (rate, arm), found in results.items():
@@ -122,12 +125,12 @@ def page(options: Options, results: study.Results, made: str) -> str:
         way, logit = (max(run[key] for run in found) for key in ("way", "logit"))
         rows.append([f"{rate:g}", arm, each, cost, gained, f"{way:g}", f"{logit:g}"])
     head = ["rate", "arm", "held-out loss, norms removed (of each seed)", "cost of the removal", "less unpatched"]
-    lines = study.opening("Sharp norms as a seat belt", __doc__, made)
+    lines = opening("Sharp norms as a seat belt", __doc__, made)
     lines += table([*head, "largest \\|logit\\| on the way", "and at the end"], rows, align="rlrrrrr")
     return "\n".join([*lines, *verdicts(options, results)]) + "\n"
 
 
-def verdicts(options: Options, results: study.Results) -> list[str]:
+def verdicts(options: Options, results: Results) -> list[str]:
     """The rule's outcome, as lines of a Markdown list."""
     lines = []
     for arm in ARMS[1:]:
@@ -138,10 +141,14 @@ def verdicts(options: Options, results: study.Results) -> list[str]:
 
 
 def main(command: list[str] | None = None) -> str:
-    options, runs = study.parse(Options, command)
-    texts = Texts(options)
+    options, runs = parse(Options, command)
+    texts, results = Texts(options), {(rate, arm): [] for rate in options.rates for arm in ARMS}
     settings = {"checkpoint": Path(options.checkpoint).name, "size": options.size}
-    results = study.by_rate_and_arm(options, runs, ARMS, settings, partial(run_one, texts))
+    for seed in range(options.seeds):
+        for (rate, arm), rows in results.items():
+            asked = {**settings, "arm": arm, "rate": rate, "seed": seed}
+            rows.append(runs.get(asked, partial(run_one, texts, arm, rate, seed)))
+            print(f"rate {rate:g}, {arm}, seed {seed}: {rows[-1]}", flush=True)
     return publish(page(options, results, f"{options.seeds} seeds; {provenance(runs.used)}"), options.out)
 
 

@@ -24,11 +24,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import study
 import torch
 import torch.nn.functional as F
-from markdown_table import publish, table
-from run_log import Row, provenance
+from markdown_table import opening, publish, table
+from run_log import Row, parse, provenance
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ModelOutput
@@ -103,8 +102,6 @@ class Story:
         found: Row = {"bound": round(worst_bound(model) or 0.0, 1), "texts": {}}
         for name, batches in self.judging.items():
             base, own = predictions(model, batches, self.kept.setdefault(name, []))
-            assert base is not None
-            assert own is not None
             found["texts"][name] = {
                 "rise": round(own.loss - base.loss, 5), "kl": round(own.kl, 5), "same": round(own.agreement or 0.0, 4)
             }  # fmt: skip
@@ -139,7 +136,7 @@ def broken(row: Row) -> list[str]:
 
 def page(defaults: dict[str, dict[str, Row]], made: str) -> str:
     """The comparison as Markdown."""
-    lines = study.opening("Sharp norms", __doc__, made)
+    lines = opening("Sharp norms", __doc__, made)
     for name, rows in defaults.items():
         texts = [*rows["qk_norm"]["texts"]]
         head = [name, "knee", "bound", "rise", *(f"KL, {text}" for text in texts), "same top token", "long", "removed"]
@@ -156,7 +153,7 @@ def page(defaults: dict[str, dict[str, Row]], made: str) -> str:
 
 
 def main(command: list[str] | None = None) -> str:
-    options, runs = study.parse(Options, command)
+    options, runs = parse(Options, command)
     defaults: dict[str, dict[str, Row]] = {}
     for given in options.models:
         story = Story(given, options.others, options.size)

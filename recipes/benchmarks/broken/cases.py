@@ -24,7 +24,7 @@ DRAWS: dict[str, Draw] = {
     "header": tensors.header,
     "tensor": tensors.tensor,
     "gain": tensors.gain,
-    "index, layout": tensors.index,
+    "index, layout": files.index,
     "tokenizer": files.tokenizer,
     "place of a file": files.place,
     "harmless": files.harmless,

@@ -1,10 +1,9 @@
-"""Edits of the weights: tensors, headers of safetensors files, the index, and second layouts beside the first."""
+"""Edits of the weights: tensors, and headers of safetensors files."""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,6 @@ SAID = ("norm", "gain", "qk_norm", "blend")  # what a message may call a tensor 
 LENGTHS = (0, 1, 7, 100, 2**20, 2**32, 2**63, 2**64 - 1)
 NUMBERS = (-1, 0, 1, 7, 2**31, 2**63, 2**64 - 1, 10**30, 0.5, "8", None)
 METADATA = ({"format": "tf"}, {"format": "bogus"}, {}, None, {"a": 1}, [], "pt", {"format": "pt", "x": [1]})
-ELSEWHERE = ("../model.safetensors", "/etc/passwd", "a/b.safetensors", "", "bogus.safetensors", ".", "a\0b", 3, None,
-             [], "config.json", "model-00001-of-00099.safetensors", "x" * 300)  # fmt: skip
 Tensors = dict[str, tuple[str, list[int], bytes]]  # dtype, shape, data
 
 
@@ -234,77 +231,3 @@ def named_twice(raw: bytes, name: str) -> bytes:
     again = f',"{name}":{{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}}}'.encode()
     text = raw[8:end].rstrip().removesuffix(b"}") + again
     return len(text).to_bytes(8, "little") + text + raw[end:]
-
-
-def index(folder: Path, draw: Random) -> Edit:
-    """Break the index: other files, missing tensors, a single file beside it, a missing shard."""
-    share, turned, file = draw.random(), draw.random() < 0.7, draw.choice(ELSEWHERE)
-
-    def some(index: dict[str, Any]) -> str:
-        return sorted(index["weight_map"])[int(share * len(index["weight_map"]))]
-
-    def first(index: dict[str, Any]) -> str:
-        return min(index["weight_map"].values())
-
-    on_index: dict[str, Callable[[dict[str, Any]], object]] = {
-        "no weight_map": lambda index: index.pop("weight_map"),
-        "an empty weight_map": lambda index: index.update(weight_map={}),
-        "weight_map is a list": lambda index: index.update(weight_map=[1]),
-        "metadata is a list": lambda index: index.update(metadata=[1]),
-        "metadata is missing": lambda index: index.pop("metadata"),
-        "another total_size": lambda index: index["metadata"].update(total_size=-1),
-        "an entry too many": lambda index: index["weight_map"].update(bogus=first(index)),
-        "all in one shard": lambda index: index.update(weight_map=dict.fromkeys(index["weight_map"], first(index))),
-        f"a tensor in {file!r}": lambda index: index["weight_map"].__setitem__(some(index), file),
-        "an entry is missing": lambda index: index["weight_map"].pop(some(index)),
-    }
-    on_shard: dict[str, Callable[[Path, Path], object]] = {  # one shard, and another beside it
-        "a shard is missing": lambda path, other: path.unlink(),
-        "a shard is another": lambda path, other: shutil.copyfile(other, path),
-        "a shard is truncated": lambda path, other: path.write_bytes(path.read_bytes()[:-9]),
-    }
-    spoilt = {
-        "empty": b"",
-        "null": b"null",
-        "binary": bytes(range(256)),
-        "deep": b"[" * 100_000,
-        "of two brackets": b"{}",
-    }
-    other = "the other layout beside it" + (", with other numbers" if turned else "")
-    sharded = (*on_index, *on_shard, "the index is missing") if (folder / INDEX).is_file() else ()
-    way = draw.choice(sorted((other, *spoilt, *sharded)))
-
-    def apply(folder: Path) -> None:
-        path, there = folder / INDEX, files(folder)
-        if way == other:
-            add_layout(folder, turned)
-        elif way in spoilt:
-            path.write_bytes(spoilt[way])
-        elif way in on_index and path.is_file():
-            content = json.loads(path.read_text())
-            on_index[way](content)
-            path.write_text(json.dumps(content))
-        elif way in on_shard and len(there) > 1:
-            place = int(share * len(there))
-            on_shard[way](folder / there[place], folder / there[place - 1])
-        elif way == "the index is missing":
-            path.unlink(missing_ok=True)
-
-    return Edit(f"the index is {way}" if way in spoilt else way, apply, ("weight_map", ".safetensors", INDEX))
-
-
-def add_layout(folder: Path, turned: bool) -> None:
-    """Write the weights a second time, in the other layout; with `turned`, each tensor is reversed."""
-    content: Tensors = {}
-    for file in files(folder):
-        content |= tensors(folder / file)
-    if turned:
-        content = {name: (dtype, shape, data[4:] + data[:4]) for name, (dtype, shape, data) in content.items()}
-    if (folder / INDEX).is_file():
-        put(folder / SINGLE, content)
-        return
-    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    weight_map = {name: shards[place % 2] for place, name in enumerate(content)}
-    for shard in shards:
-        put(folder / shard, {name: content[name] for name in content if weight_map[name] == shard})
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))

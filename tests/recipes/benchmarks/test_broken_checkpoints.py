@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import broken_checkpoints as recipe
 import pytest
 from broken.cases import KINDS, make_case
-from broken.verdicts import CRASH, FAULTS, HANG, REFUSED, UNNAMED, Verdict, close, failed
+from broken.trial import CRASH, FAULTS, HANG, REFUSED, UNNAMED, Verdict, close, failed
 from broken.workers import Worker
 
 PARTS, CASES = 3, 35
