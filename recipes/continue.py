@@ -47,19 +47,10 @@ sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
 import torch
 from continued_arms import ARMS, TAUS
-from continued_page import (
-    Faulty,
-    conclusions,
-    faults_section,
-    grid,
-    plots_section,
-    precision_section,
-    rates_section,
-)
+from continued_page import Faulty, Grid, conclusions, faults_section, plots_section, precision_section, rates_section
 from continued_plots import FRONT, plot_rates, plot_steps
 from continued_run import AFTER, FAULTS, SIZES, Sources, corpus, prepare, run_one
 from run_log import Row, Runs, provenance
-from stability_table import Grid
 from transformers import HfArgumentParser
 
 from hf_qknorm.convert.knees import SHARPNESS
@@ -185,7 +176,7 @@ def grids(wanted: list[Row], runs: Runs) -> dict[str, Grid]:
     for settings in wanted:
         if (run := runs.find(settings)) is not None:
             found.setdefault(settings["arm"], {}).setdefault(settings["rate"], []).append(run)
-    return {arm: grid(rates) for arm, rates in found.items()}
+    return {arm: Grid(rates) for arm, rates in found.items()}
 
 
 def faulty(wanted: list[Row], runs: Runs) -> list[Faulty]:

@@ -16,16 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import peft
-from text_trainer import (
-    BaseOptions,
-    add_loss,
-    make_trainer,
-    parse,
-    print_once,
-    results_table,
-    start,
-    train_and_save,
-)
+from text_trainer import BaseOptions, add_loss, make_trainer, parse, print_once, results_table, start, train_and_save
 
 from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save
 

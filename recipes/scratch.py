@@ -16,16 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from text_trainer import (
-    Text,
-    TextOptions,
-    add_loss,
-    make_trainer,
-    parse,
-    print_once,
-    results_table,
-    train_and_save,
-)
+from text_trainer import Text, TextOptions, add_loss, make_trainer, parse, print_once, results_table, train_and_save
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import QKClip, QuacK, Scheme, patch_model

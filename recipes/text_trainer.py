@@ -70,8 +70,7 @@ class BaseOptions(TextOptions):
     scheme: str = "qk_norm_cap"
     calibration: int = field(default=16, metadata={"help": "batches of calibration text"})
     method: str | None = field(
-        default=None,
-        metadata={"choices": list(METHODS), "help": "default: closed-form gains, and a search for a knee"},
+        default=None, metadata={"choices": list(METHODS), "help": "default: closed-form gains, and a search for a knee"}
     )
 
 
@@ -164,12 +163,6 @@ def train_and_save(trainer: Trainer, losses: dict[str, float]) -> None:
     print_once(trainer.args, f"written: {trainer.args.output_dir}")
 
 
-def largest_logits(trainer: Trainer) -> list[tuple[int, float]]:
-    """Return the step and the largest |logit| of each of the monitor's samples."""
-    name = "attention/max_logit"
-    return [(entry["step"], entry[name]) for entry in trainer.state.log_history if name in entry]
-
-
 def print_once(arguments: TrainingArguments, text: object) -> None:
     """Print on the first process only."""
     if arguments.process_index == 0:
@@ -179,6 +172,8 @@ def print_once(arguments: TrainingArguments, text: object) -> None:
 def results_table(losses: dict[str, float], trainer: Trainer) -> str:
     """Format losses and largest logits as Markdown."""
     lines = ["| | held-out loss |", "|---|---:|", *(f"| {name} | {loss:.4f} |" for name, loss in losses.items())]
-    logits = ", ".join(f"{logit:.1f} at {step}" for step, logit in largest_logits(trainer))
+    name = "attention/max_logit"  # the monitor's samples
+    seen = [entry for entry in trainer.state.log_history if name in entry]
+    logits = ", ".join(f"{entry[name]:.1f} at {entry['step']}" for entry in seen)
     largest = ["", f"largest |logit| before any cap, by step: {logits}"] if logits else []
     return "\n".join(["", *lines, *largest])

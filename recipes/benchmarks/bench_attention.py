@@ -8,10 +8,10 @@ exit code 1; with `--keep-going` the failed implementation is left out. An imple
 result of its check, gets a row with the reason: `--list` prints what would be timed, and the reasons.
 
 All times come from one run, in turns, on random data that no cache holds: device time per pass, and host time to queue
-it. Ratios are to plain flash-attention SDPA in the same turns (for a prologue: to a copy of its data; for a training
-step: to the unpatched model). TFLOP/s count useful work: half the square for a causal forward pass, 2.5 times that for
-backward. GB/s count the least traffic. Memory is the peak above the inputs; for a backward pass it includes the forward
-pass. Rows are appended to `--out` as they come, the page grows with each item, and the plot follows at the end.
+it. Ratios are to plain flash-attention SDPA in the same turns (for a prologue: to a copy of its data). TFLOP/s count
+useful work: half the square for a causal forward pass, 2.5 times that for backward. GB/s count the least traffic.
+Memory is the peak above the inputs; for a backward pass it includes the forward pass. Rows are appended to `--out` as
+they come, and the page grows with each item.
 
 `--gluon` times the Gluon forward kernel in turns with the plain one: `device.py` applies the rule of
 `hf_qknorm/ops/README.md` to it. `--first` makes the five smallest checks, and times nothing.
@@ -32,12 +32,11 @@ from pathlib import Path
 
 import torch
 from bench_cases import Case, Inputs, draw
-from bench_checks import MODEL, Checks, print_verdicts
+from bench_checks import Checks, print_verdicts
 from bench_implementations import Implementation
-from bench_model import Training
-from bench_plan import Item, Part, check_jobs, first_plan, full_plan, gluon_plan, listing, quick_plan, tiny_plan
+from bench_plan import Item, Part, check_jobs, first_plan, full_plan, gluon_plan, listing, tiny_plan
 from bench_table import INTERPRETED, Report, Row, environment
-from bench_timing import Clock, Dead, Late, Run, limit, reason
+from bench_timing import Clock, Dead, Run, reason
 
 from hf_qknorm.files.atomic_io import replace_text
 
@@ -119,15 +118,11 @@ class Bench:
         if left < item.seconds / 2:
             self.skipped.append(str(item))
             return
-        measure = self.train if item.model is not None else self.attend
         try:
-            with limit(min(3 * item.seconds, left + 60)):
-                for row in measure(item):
-                    self.report.add(row)
+            for row in self.attend(item):
+                self.report.add(row)
         except Dead:
             raise
-        except Late as late:
-            self.skipped.append(f"{item}: {late}")
         except Exception as error:
             self.failures.append(f"{item}: {reason(error)}")
             print(self.failures[-1], file=sys.stderr, flush=True)
@@ -135,7 +130,6 @@ class Bench:
 
     def attend(self, item: Item) -> Iterator[Row]:
         case = item.case
-        assert case is not None
         copies = draw(case, self.clock.copies(case.size(self.dtype.itemsize)), self.clock.device, self.dtype)
         works: dict[str, Work] = {}
         for implementation in item.implementations:
@@ -153,46 +147,31 @@ class Bench:
                 elif work.implementation is not item.implementations[0]:
                     yield Row(str(case), name, kind, case, note=why)
             self.clock.race(runs, SAMPLED)
-            yield from self.rows(item, str(case), kind, runs)
+            yield from self.rows(item, kind, runs)
             for work in works.values():
                 work.outputs.clear()
 
-    def train(self, item: Item) -> Iterator[Row]:
-        assert item.model is not None
-        judged = self.checks.verdicts.get((str(item.model.at(self.checks.length)), MODEL))
-        steps = [step for step in item.steps if not step.ours or (judged is not None and judged.passed)]
-        training = {step.name: Training(step, item.model, self.clock.device, self.dtype) for step in steps}
-        runs = {name: Run(x.run) for name, x in training.items()}
-        self.clock.race(runs, 10 * SAMPLED)
-        yield from self.rows(item, str(item.model), "both", runs)
-
-    def rows(self, item: Item, title: str, kind: str, runs: dict[str, Run]) -> Iterator[Row]:
+    def rows(self, item: Item, kind: str, runs: dict[str, Run]) -> Iterator[Row]:
         """Yield the rows of a race; keep the failures of our own."""
-        first = (item.implementations or item.steps)[0].name
+        first = item.implementations[0].name
         base = runs.get(first)
         for name, run in runs.items():
             if name == first and not item.shown:
                 continue
-            row = Row(title, name, kind, item.case, note=run.failure or "")
+            row = Row(str(item.case), name, kind, item.case, note=run.failure or "")
             if name.startswith("ours") and run.failure:
-                self.failures.append(f"{title} | {name} | {kind}: {run.failure}")
+                self.failures.append(f"{item.case} | {name} | {kind}: {run.failure}")
             if run.failure is None:
-                self.fill(row, item, run)
+                self.fill(row, item.case, run)
                 row.ratio = run.median / base.median if base is not None and base.failure is None else None
             yield row
 
-    def fill(self, row: Row, item: Item, run: Run) -> None:
+    def fill(self, row: Row, case: Case, run: Run) -> None:
         row.ms_min, row.ms_median, row.ms_max = min(run.times), run.median, max(run.times)
         row.host_ms, row.peak_mib = sorted(run.host)[len(run.host) // 2], run.peak_mib
-        if item.case is not None:
-            work, row.unit = item.case.work(row.kind, self.dtype.itemsize)
-            row.rate = work / row.ms_median
-            judged = self.checks.verdicts.get((str(item.case.at(self.checks.length)), row.what))
-        else:
-            assert item.model is not None
-            row.rate, row.unit = item.model.batch * item.model.length / row.ms_median, "ktok/s"
-            ours = row.what.startswith("ours")
-            judged = self.checks.verdicts.get((str(item.model.at(self.checks.length)), MODEL)) if ours else None
+        work, row.unit = case.work(row.kind, self.dtype.itemsize)
+        row.rate = work / row.ms_median
+        judged = self.checks.verdicts.get((str(case.at(self.checks.length)), row.what))
         if judged is not None:
             row.error = judged.error(row.kind)
             if not judged.passed:
@@ -203,13 +182,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=8, help="stop starting items after that (default: 8)")
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--quick", action="store_true", help="the twenty most important rows, in two minutes")
     chosen.add_argument("--gluon", action="store_true", help="the Gluon forward kernel beside the plain one")
     chosen.add_argument("--first", action="store_true", help="the five smallest checks alone")
     chosen.add_argument("--cpu", action="store_true", help="tiny, in Triton's interpreter: tries the script out")
     parser.add_argument("--list", action="store_true", help="print what would be timed, and end")
     parser.add_argument("--keep-going", action="store_true", help="time what passed its checks, whatever failed")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for CSV, page and plot (default: results, here)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for CSV and page (default: results, here)")
     parser.add_argument("--commit", help="what is measured, where git can't tell")
     parser.add_argument("--processes", type=int, help="number of checking processes (default: 3 of 4 CPUs)")
     parser.add_argument("--checks-of", type=int, nargs="+", help=argparse.SUPPRESS)
@@ -222,7 +200,7 @@ def chosen_plan(args: argparse.Namespace) -> tuple[list[Part], int]:
         return tiny_plan(), 48
     if args.first:
         return [first_plan()], 192
-    return [quick_plan()] if args.quick else [gluon_plan()] if args.gluon else full_plan(), 512
+    return [gluon_plan()] if args.gluon else full_plan(), 512
 
 
 def main(arguments: list[str]) -> int:
@@ -259,20 +237,9 @@ def main(arguments: list[str]) -> int:
                 break
     except Dead as error:
         bench.failures.append(f"the device died: {error}")
-    finish(bench)
-    return 1 if bench.failures else 0
-
-
-def finish(bench: Bench) -> None:
-    """Write the page and the plot, then print the table."""
-    report = bench.report
     bench.write_page()
-    notes = list(bench.notes)
-    try:
-        report.plot()
-    except Exception as error:  # what was measured is in the table
-        notes.append(f"no plot: {reason(error)}")
-    print("\n".join(["", *notes, f"kept in {report.stem}.*", report.table()]), flush=True)
+    print("\n".join(["", *bench.notes, f"kept in {report.stem}.*"]), flush=True)
+    return 1 if bench.failures else 0
 
 
 if __name__ == "__main__":

@@ -25,9 +25,7 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One shape, causal. `lengths` are those of packed sequences, `keys` that of a cache that a new query meets; of a
-    `prologue` norm and RoPE are the whole.
-    """
+    """One shape, causal; `keys` are those of a cache that a new query meets, a `prologue` is norm and RoPE alone."""
 
     heads: int
     heads_kv: int
@@ -35,7 +33,6 @@ class Case:
     length: int
     batch: int = 1
     window: int | None = None
-    lengths: tuple[int, ...] = ()
     keys: int | None = None
     prologue: bool = False
 
@@ -43,14 +40,12 @@ class Case:
         shape = f"{self.heads}/{self.heads_kv}x{self.head_dim}"
         if self.keys is not None:
             return f"decode {shape} B{self.batch} S{self.keys}"
-        kind = "packed " if self.lengths else "window " if self.window else "prologue " if self.prologue else ""
+        kind = "window " if self.window else "prologue " if self.prologue else ""
         return f"{kind}{shape} B{self.batch} T{self.length}" + (f" W{self.window}" if self.window else "")
 
     @property
     def pairs(self) -> float:
         """Queries and keys that meet, in all sequences of the batch; half of a square for a causal one."""
-        if self.lengths:
-            return sum(n * n / 2 for n in self.lengths)
         width = min(self.window or self.length, self.length)
         return self.batch * width * (self.length - width / 2)
 
@@ -77,13 +72,12 @@ class Case:
         """Return the case at a length that the fp64 oracle can take: odd sequence lengths, a window that hides keys."""
         if self.keys is not None:
             return replace(self, batch=2, keys=2 * length + 205)
-        lengths = (length - length // 3 - 1, length // 3, 1) if self.lengths else ()
         window = (16 * (length // 80) or length // 4) if self.window else None  # of 16, as real ones: the same kernel
-        return replace(self, batch=1 if lengths else 2, length=length, window=window, lengths=lengths)
+        return replace(self, batch=2, length=length, window=window)
 
 
 class Inputs(NamedTuple):
-    """The inputs of every implementation; `boundaries` are the starts of packed sequences and their end."""
+    """The inputs of every implementation."""
 
     q: Tensor
     k: Tensor
@@ -93,8 +87,6 @@ class Inputs(NamedTuple):
     k_gain: Tensor
     cos: Tensor
     sin: Tensor
-    ranges: Tensor | None
-    boundaries: Tensor
     mask: object = None
 
     def leaves(self, names: tuple[str, ...]) -> Inputs:
@@ -103,7 +95,7 @@ class Inputs(NamedTuple):
 
 
 def draw(case: Case, copies: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> list[Inputs]:
-    """Draw sets of random inputs; gains, angles and ranges are the same in all of them."""
+    """Draw sets of random inputs; gains and angles are the same in all of them."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def heads(count: int, length: int) -> Tensor:
@@ -114,13 +106,7 @@ def draw(case: Case, copies: int, device: torch.device, dtype: torch.dtype, seed
         return torch.rand(case.head_dim, device=device, generator=generator).mul(0.4).add(0.8).to(dtype)
 
     keys = case.keys or case.length
-    lengths = case.lengths or (case.length,) * case.batch
-    boundaries = torch.tensor((0, *lengths), device=device).cumsum(0)
-    ranges, places = None, torch.arange(case.length, device=device)
-    if case.lengths:
-        starts = boundaries[:-1].repeat_interleave(boundaries.diff())
-        ranges = torch.stack([starts, places + 1], -1)[None].to(torch.int32)
-        places = places - starts
+    places = torch.arange(case.length, device=device)
     steps = torch.arange(0, case.head_dim, 2, device=device) / case.head_dim
     angles = torch.cat([places[:, None] * 10_000.0**-steps] * 2, -1)[None]  # [1, T, D]
     q_gain, k_gain, cos, sin = gain(), gain(), angles.cos().to(dtype), angles.sin().to(dtype)
@@ -134,8 +120,6 @@ def draw(case: Case, copies: int, device: torch.device, dtype: torch.dtype, seed
             k_gain,
             cos,
             sin,
-            ranges,
-            boundaries.to(torch.int32),
         )
         for _ in range(copies)
     ]
@@ -156,7 +140,7 @@ def oracle(case: Case, x: Inputs, normed: bool, softcap: float | None) -> Tensor
         )
     if case.prologue:
         return torch.cat([q, k], 1)
-    options = {"softcap": softcap, "causal": True, "window": case.window, "ranges": x.ranges}
+    options = {"softcap": softcap, "causal": True, "window": case.window}
     return reference.attention(q, k, x.v, **options).out
 
 

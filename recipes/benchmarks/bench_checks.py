@@ -22,29 +22,23 @@ import test_helpers_path  # noqa: F401
 import torch
 from bench_cases import Case, Inputs, draw, exactly, judge, oracle, results
 from bench_implementations import Implementation
-from bench_model import Size
-from bench_model import check as check_model
 from bench_timing import reason
 from error_budget import Verdict
 
 MARK = "@verdict "
 SECONDS = 150  # for a job
-MODEL = "training step"
 
 
 @dataclass(frozen=True)
 class Job:
-    """The implementations that share a case, and the cases in which each is timed; without a case, a model to train."""
+    """The implementations that share a case, and the cases in which each is timed."""
 
-    case: Case | None
-    implementations: tuple[Implementation, ...] = ()
+    case: Case
+    implementations: tuple[Implementation, ...]
     timed: tuple[tuple[Case, ...], ...] = ()
-    model: Size | None = None
 
     def known(self, verdicts: Container[tuple[str, str]]) -> bool:
         """Whether all verdicts are known, and nothing is left to compile."""
-        if self.model is not None:
-            return (str(self.model), MODEL) in verdicts
         return all((str(self.case), x.name) in verdicts and not x.compiled for x in self.implementations)
 
 
@@ -116,10 +110,6 @@ class Checks:
 
 def check_job(job: Job, device: torch.device, dtype: torch.dtype) -> Iterator[Checked]:
     """Check the implementations of a job, in this process."""
-    if job.model is not None:
-        yield judged(str(job.model), MODEL, True, lambda: check_model(job.model, device, dtype))
-    if job.case is None:
-        return
     (x,) = draw(job.case, 1, device, dtype)
     for implementation, cases in zip(job.implementations, job.timed, strict=True):
         if not implementation.missing(job.case, device.type):
@@ -190,8 +180,6 @@ def run_checks(
 def expected(job: Job) -> list[tuple[str, str, bool]]:
     """Return the verdicts that a job must give, as case, name, and whether the implementation is ours."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if job.case is None:
-        return [(str(job.model), MODEL, True)]
     present = [x for x in job.implementations if not x.missing(job.case, device)]
     return [(str(job.case), x.name, x.ours) for x in present]
 

@@ -1,4 +1,4 @@
-"""The implementations under test: our variants, and torch's SDPA. `bench_rivals` has those of other libraries.
+"""The implementations under test: our variants, and torch's SDPA. `bench_rivals` has others.
 
 Each declares its computation (norm and RoPE, cap, gains), and is checked against exactly that.
 """
@@ -36,9 +36,7 @@ def available(case: Case, device: str) -> str | None:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One implementation of attention. `mask` builds its mask; `missing` returns the reason why it cannot run, or
-    None.
-    """
+    """One implementation of attention; `mask` builds its mask, `missing` says why it cannot run."""
 
     name: str
     attend: Attend
@@ -50,9 +48,7 @@ class Implementation:
     one_way: str | None = None  # why it has no backward pass
     one_way_on_cpu: str | None = None
     repeat: bool = False  # keys and values, for each query head, before the clock runs
-    dense: bool = False  # heads one after the other in memory, before the clock runs
     compiled: bool = False  # by torch.compile, for each shape anew
-    copies: int | None = None  # of the inputs, at most: its own tensors fill memory
 
     @property
     def ours(self) -> bool:
@@ -78,15 +74,13 @@ class Implementation:
             "k_gain": first.k_gain * self.gain,
             "mask": self.mask(case, first),
         }
-        return [self.laid_out(case, x)._replace(**shared).leaves(names) for x in copies[: self.copies]]
+        return [self.laid_out(case, x)._replace(**shared).leaves(names) for x in copies]
 
     def laid_out(self, case: Case, x: Inputs) -> Inputs:
         group = case.heads // case.heads_kv
         if self.repeat and group > 1:
             k, v = (y.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for y in (x.k, x.v))
             x = x._replace(k=k, v=v)
-        if self.dense:
-            x = x._replace(**{name: getattr(x, name).contiguous() for name in ("q", "k", "v", "grad")})
         return x
 
 
@@ -102,7 +96,7 @@ def rotary(x: Inputs) -> Rotary:
 def ours(case: Case, x: Inputs, *, normed: bool = True, softcap: float | None = SOFTCAP) -> Tensor:
     heads = Heads(x.q, x.k, x.v, *norms(x), rotary(x)) if normed else Heads(x.q, x.k, x.v)
     options = Options(x.q.shape[-1] ** -0.5, softcap, causal=True, window=case.window)
-    return library.fused_attention(heads, Visible(x.ranges), options)
+    return library.fused_attention(heads, Visible(), options)
 
 
 def our_variant(name: str, normed: bool = True, softcap: float | None = SOFTCAP, gain: float = 1.0) -> Implementation:
@@ -136,10 +130,10 @@ def sdpa(case: Case, x: Inputs, *, backend: SDPBackend) -> Tensor:
 
 def varlen(case: Case, x: Inputs) -> Tensor:
     """torch's function for packed sequences and windows; it is flash attention too."""
-    longest = max(case.lengths or (case.length,))
+    boundaries = torch.arange(case.batch + 1, dtype=torch.int32, device=x.q.device) * case.length
     q, k, v = (y.transpose(1, 2).flatten(0, 1) for y in (x.q, x.k, x.v))
     window = (case.window - 1 if case.window else -1, 0)
-    out = varlen_attn(q, k, v, x.boundaries, x.boundaries, longest, longest, window_size=window, **GROUPED)
+    out = varlen_attn(q, k, v, boundaries, boundaries, case.length, case.length, window_size=window, **GROUPED)
     return out.view(case.batch, case.length, *out.shape[1:]).transpose(1, 2)
 
 

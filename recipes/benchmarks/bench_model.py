@@ -1,15 +1,28 @@
-"""A whole training step of a 1B Llama, with and without norms and a cap on its attention."""
+"""Benchmark a training step of a 1B Llama, with norms and a cap on its attention, beside the unpatched model.
+
+    python recipes/benchmarks/bench_model.py --output step.md
+
+Logits and gradients are first checked against eager attention in fp64, on a small model. All models then take turns.
+Without a GPU the models are tiny, and their times mean nothing.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import test_helpers_path  # noqa: F401
 import torch
 from bench_cases import judge
+from bench_timing import Clock, Run
 from error_budget import Verdict
+from machine import made
+from markdown_table import publish, table
+from run_log import provenance
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,10 +44,6 @@ class Size:
     vocabulary: int = 128_256
     batch: int = 4
     length: int = 4096
-
-    def __str__(self) -> str:
-        head_dim = self.hidden // self.heads
-        return f"Llama {self.layers} layers of {self.heads}/{self.heads_kv}x{head_dim} T{self.length} B{self.batch}"
 
     def at(self, length: int) -> Size:
         """The same attention in a small model, whose logits are known in fp64."""
@@ -74,11 +83,8 @@ class Step:
     patched: bool
     compiled: bool = False
 
-    @property
-    def ours(self) -> bool:
-        return self.patched
 
-
+TINY = Size(hidden=64, inner=96, layers=2, heads=4, heads_kv=2, vocabulary=97, batch=1, length=24)
 STEPS = (
     Step("unpatched, sdpa", False),
     Step(f"ours: {SCHEME}", True),
@@ -126,3 +132,30 @@ def check(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Ver
     rounded, ids = dtype, size.tokens(device)
     got = results(dtype, BACKEND)
     return judge(got, results(torch.float64, "hf_qknorm_eager"), results(dtype, "hf_qknorm_eager"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the Markdown there as well")
+    args = parser.parse_args(arguments)
+    cuda = torch.cuda.is_available()
+    size, device, dtype = (Size(), "cuda", torch.bfloat16) if cuda else (TINY, "cpu", torch.float32)
+    verdicts = check(size.at(512), torch.device(device), dtype)
+    errors = ", ".join(f"{name} {x.error:.1e} of {x.budget:.1e}" for name, x in verdicts.items())
+    if not all(verdict.passed for verdict in verdicts.values()):
+        print(f"over the error budget: {errors}", file=sys.stderr)
+        return 1
+    runs = {step.name: Run(Training(step, size, torch.device(device), dtype).run) for step in STEPS}
+    Clock(torch.device(device)).race(runs, 1.5)
+    rows, base = [], runs[STEPS[0].name]
+    for name, run in runs.items():
+        ratio = "" if run.failure or base.failure else f"{run.median / base.median:.2f}"
+        peak = "" if run.peak_mib is None else f"{run.peak_mib:,.0f}"
+        rows.append([name, run.failure or f"{run.median:.1f}", peak, ratio])
+    page = ["# A training step", "", f"{size}, {dtype}; {provenance([{'made': made()}])} Errors: {errors}.", ""]
+    publish("\n".join(page + table(["", "ms", "MiB", "of the unpatched model's time"], rows)), args.output)
+    return int(any(run.failure for name, run in runs.items() if name.startswith("ours")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,14 +23,12 @@ from bench_implementations import (
     VARLEN,
     Implementation,
 )
-from bench_model import STEPS, Size, Step
-from bench_rivals import FLEX, FUSED_RIVALS, PROLOGUE_RIVALS, SEPARATE, SEPARATE_RIVALS
+from bench_rivals import FLEX, FUSED_RIVALS, PROLOGUE_RIVALS, SEPARATE
 from bench_table import PASSES
 
 TOKENS = 16_384
 LENGTHS = (4096, 16_384, 1024)
 SHAPES = ((32, 8, 128), (32, 8, 64), (16, 4, 128), (8, 4, 256), (16, 16, 96))
-MIX = (8192, 4096, 2048, 1024, 512, 256, 128, 128)
 MAIN = (FLASH, OURS, CUDNN)
 UNEVEN = (Case(32, 8, 128, 4096), Case(32, 8, 128, 1024), Case(32, 1, 128, 4096))  # few programs: their order matters
 STEP = (16, 32_768)  # batch and keys of the most important decode step
@@ -39,23 +37,17 @@ TOGETHER = 2  # implementations in a job: more would compile one after the other
 
 @dataclass(frozen=True)
 class Item:
-    """Implementations that take turns in a case, or ways to train a model; the first is the baseline of the others."""
+    """Implementations that take turns in a case; the first is the baseline of the others."""
 
-    case: Case | None
-    implementations: tuple[Implementation, ...] = ()
+    case: Case
+    implementations: tuple[Implementation, ...]
     passes: tuple[str, ...] = PASSES
     shown: bool = True  # whether the first has a row: elsewhere it has one already
-    model: Size | None = None
-    steps: tuple[Step, ...] = ()
-    seconds: float = 20  # that it is likely to take; it may take three times that
-
-    @property
-    def title(self) -> str:
-        return str(self.case or self.model)
+    seconds: float = 20  # that it is likely to take
 
     def __str__(self) -> str:
-        names = [x.name for x in (self.implementations or self.steps)][0 if self.shown else 1 :]
-        return f"{self.title} ({'; '.join(names)})"
+        names = [x.name for x in self.implementations][0 if self.shown else 1 :]
+        return f"{self.case} ({'; '.join(names)})"
 
 
 Part = list[Item]
@@ -97,12 +89,9 @@ def gluon_plan() -> Part:
 def full_plan() -> list[Part]:
     """All rows: the most important ones, other libraries, other shapes and options, and last what compiles long."""
     wide, narrow = SHAPES[:2]
-    model = Size()
     apart = [causal(shape, TOKENS, window=w) for shape in (wide, narrow) for w in (1024, 4096)]
-    apart += [causal(shape, TOKENS, lengths=MIX) for shape in (wide, narrow)]
-    rivals = [Item(causal(shape, 4096), (FLASH, *FUSED_RIVALS), shown=False, seconds=30) for shape in (wide, narrow)]
-    rivals += [
-        Item(causal(shape, 4096), (FLASH, *SEPARATE_RIVALS), shown=False, seconds=30) for shape in (wide, narrow)
+    rivals = [
+        Item(causal(shape, 4096), (FLASH, *FUSED_RIVALS, SEPARATE), shown=False, seconds=30) for shape in (wide, narrow)
     ]
     shapes = [Item(causal(shape, 4096), MAIN) for shape in SHAPES[2:]]
     shapes += [Item(case, MAIN) for case in UNEVEN]
@@ -112,27 +101,22 @@ def full_plan() -> list[Part]:
     longer += [Item(case, (VARLEN, OURS)) for case in apart]
     prologues = [Item(causal(narrow, 4096, prologue=True), (COPY, PROLOGUE), PASSES[:2])]
     prologues += [Item(causal(wide, 4096, prologue=True), (COPY, *PROLOGUE_RIVALS), PASSES[:2], shown=False)]
-    flexible = [Item(case, (VARLEN, FLEX), shown=False, seconds=30) for case in (apart[0], apart[4])]
+    flexible = [Item(case, (VARLEN, FLEX), shown=False, seconds=30) for case in apart[:1]]
     flexible += [Item(causal(wide, n), (FLASH, SEPARATE, FLEX), shown=False, seconds=30) for n in LENGTHS[1:]]
-    plain = Item(None, model=model, steps=STEPS[:2], seconds=30)
-    compiled = Item(None, model=model, steps=(STEPS[0], *STEPS[2:]), shown=False, seconds=120)
-    return [quick_plan(), rivals, [*shapes, plain], longer, prologues, [*flexible, compiled]]
+    return [quick_plan(), rivals, shapes, longer, prologues, flexible]
 
 
 def tiny_plan() -> list[Part]:
     """Every kind of item in fp32, small enough for a minute in the interpreter."""
     case = Case(2, 1, 16, 40)
-    model = Size(hidden=64, inner=96, layers=2, heads=4, heads_kv=2, vocabulary=97, batch=1, length=24)
     return [
         [Item(case, MAIN), Item(Case(4, 2, 64, 24), MAIN[:2], ("both",))],
         [
             Item(replace(case, window=24), (VARLEN, OURS, FLEX), PASSES[:2]),
-            Item(replace(case, lengths=(20, 19, 1)), (VARLEN, OURS, FLEX), PASSES[:2]),
             Item(case, (FLASH, *ARMS, *GLUON.values()), ("forward",), shown=False),
-            Item(case, (FLASH, *FUSED_RIVALS, *SEPARATE_RIVALS), shown=False),
+            Item(case, (FLASH, *FUSED_RIVALS, SEPARATE), shown=False),
             Item(replace(case, prologue=True), (COPY, PROLOGUE, *PROLOGUE_RIVALS), PASSES[:2]),
             Item(Case(2, 1, 16, 1, 2, keys=300), (FLASH, DECODING), ("forward",)),
-            Item(None, model=model, steps=STEPS),
         ],
     ]
 
@@ -140,27 +124,20 @@ def tiny_plan() -> list[Part]:
 def check_jobs(items: Part, length: int) -> list[Job]:
     """Return the checks for `items`: each configuration once, at a length that the oracle can take."""
     cases: dict[Case, dict[Implementation, list[Case]]] = {}
-    models: dict[Size, None] = {}
     for item in items:
-        if item.case is not None:
-            for implementation in item.implementations:
-                timed = cases.setdefault(item.case.at(length), {}).setdefault(implementation, [])
-                timed.append(item.case)
-        if item.model is not None:
-            models[item.model.at(length)] = None
+        for implementation in item.implementations:
+            cases.setdefault(item.case.at(length), {}).setdefault(implementation, []).append(item.case)
     jobs = []
     for case, found in cases.items():
         implementations = sorted(found, key=lambda x: not x.ours)  # ours first: others may crash
         for n in range(0, len(implementations), TOGETHER):
             together = implementations[n : n + TOGETHER]
             jobs.append(Job(case, tuple(together), timed=tuple(tuple(found[x]) for x in together)))
-    return jobs + [Job(None, model=model) for model in models]
+    return jobs
 
 
 def listing(parts: list[Part], device: str) -> Iterator[str]:
     """A line for each implementation of each item, with the reason if it cannot run."""
     for item in (item for part in parts for item in part):
-        yield f"{item.title} | {', '.join(item.passes if item.case else ('step',))}"
-        for x in item.implementations:
-            yield f"  {x.name}: {item.case and x.missing(item.case, device) or 'timed'}"
-        yield from (f"  {step.name}: timed" for step in item.steps)
+        yield f"{item.case} | {', '.join(item.passes)}"
+        yield from (f"  {x.name}: {x.missing(item.case, device) or 'timed'}" for x in item.implementations)

@@ -1,14 +1,8 @@
-"""The implementations of other libraries that are timed beside ours. One that cannot run gets a row with the reason.
-
-They are transformers' functions, torch's FlexAttention with two backends, Liger's norm and RoPE, the Hopper kernel of
-TLX, cuDNN with a cap, and FlashAttention 3 and 4.
-"""
+"""The implementations that torch and transformers have: they are timed beside ours."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, Final
@@ -16,11 +10,10 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from bench_cases import EPS, SOFTCAP, Case, Inputs
-from bench_implementations import CUDNN_REPEATED, Implementation, on_gpus, prologue, sdpa
+from bench_implementations import CUDNN_REPEATED, Implementation, prologue, sdpa
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 
@@ -38,52 +31,18 @@ def separate_sdpa(case: Case, x: Inputs) -> Tensor:
     return sdpa(case, x._replace(q=q, k=k), backend=SDPBackend.FLASH_ATTENTION)
 
 
-def eager(case: Case, x: Inputs) -> Tensor:
-    q, k = normed_rotated(x)
-    module = SimpleNamespace(num_key_value_groups=case.heads // case.heads_kv, training=False)
-    scale = case.head_dim**-0.5
-    return eager_attention_forward(module, q, k, x.v, x.mask, scaling=scale, softcap=SOFTCAP)[0].transpose(1, 2)
-
-
-def dense_mask(case: Case, x: Inputs) -> Tensor:
-    place = torch.arange(case.length, device=x.q.device)
-    hidden = place[:, None] < place
-    if case.window:
-        hidden |= place[:, None] - place >= case.window
-    if x.ranges is not None:
-        hidden |= place < x.ranges[0, :, :1]
-    mask = torch.zeros(1, 1, case.length, case.length, dtype=x.q.dtype, device=x.q.device)
-    return mask.masked_fill_(hidden, torch.finfo(x.q.dtype).min)
-
-
 def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return SOFTCAP * torch.tanh(score / SOFTCAP)
 
 
-def capped_roughly() -> Any:
-    """attention-gym's cap, with the GPU's approximate tanh."""
-    from attn_gym.mods import generate_tanh_softcap
-
-    return generate_tanh_softcap(SOFTCAP, approx=True)
-
-
-def flex(
-    case: Case, x: Inputs, *, score_mod: Callable[[], Any], kernel_options: dict[str, Any] | None = None
-) -> Tensor:
+def flex(case: Case, x: Inputs) -> Tensor:
     attend = _flex if x.q.device.type == "cpu" else _compiled(_flex)
-    options = {"score_mod": score_mod(), "block_mask": x.mask, "kernel_options": kernel_options}
+    options = {"score_mod": capped, "block_mask": x.mask}
     return attend(x.q, x.k, x.v, x.q_gain, x.k_gain, x.cos, x.sin, options)
 
 
 def _flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_gain: Tensor,
-    k_gain: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    options: dict[str, Any],
+    q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, options: dict[str, Any]
 ) -> Tensor:
     """Norm and RoPE stand here, so that they are compiled together."""
     q, k = _prologue(q, k, q_gain, k_gain, cos, sin)
@@ -109,77 +68,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def block_mask(case: Case, x: Inputs) -> Any:
     """Return FlexAttention's mask; hidden blocks are skipped."""
     length, window = case.length, case.window or case.length
-    place = torch.arange(length, device=x.q.device, dtype=torch.int32)
-    sequence = torch.searchsorted(x.boundaries, place, right=True)
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        near = (i >= j) & (i - j < window)
-        return near & (sequence[i] == sequence[j]) if case.lengths else near
+        return (i >= j) & (i - j < window)
 
     return create_block_mask(seen, None, None, length, length, device=x.q.device)
-
-
-def liger(case: Case, x: Inputs) -> Tensor:
-    q, k = liger_normed_rotated(x)
-    return sdpa(case, x._replace(q=q, k=k), backend=SDPBackend.FLASH_ATTENTION)
-
-
-def liger_normed_rotated(x: Inputs) -> tuple[Tensor, Tensor]:
-    from liger_kernel.transformers.functional import liger_rms_norm, liger_rope
-
-    q, k = (
-        liger_rms_norm(y.transpose(1, 2), gain, EPS).transpose(1, 2) for y, gain in ((x.q, x.q_gain), (x.k, x.k_gain))
-    )
-    return liger_rope(q, k, x.cos, x.sin)
-
-
-def absent(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is None
-    except ModuleNotFoundError:  # its package is absent too
-        return True
-
-
-def needs(module: str, case: Case, device: str) -> str | None:
-    return f"absent: there is no module {module}" if absent(module) else on_gpus(case, device)
-
-
-def missing_flex_flash(case: Case, device: str) -> str | None:
-    if absent("torch._inductor.kernel.flex.flex_flash_attention"):
-        return f"absent: torch {torch.__version__} has no flash backend of FlexAttention"
-    return needs("flash_attn.cute", case, device)  # of flash-attn-4, which the backend calls
-
-
-def tlx(case: Case, x: Inputs) -> Tensor:
-    from triton.tlx.ops import flash_attn
-
-    return flash_attn(x.q, x.k, x.v, causal=True)
-
-
-def missing_tlx(case: Case, device: str) -> str | None:
-    if absent("triton.language.extra.tlx"):
-        return "absent: TLX is in the fork facebookexperimental/triton, not in Triton's own wheels"
-    if case.head_dim not in (64, 128) or case.length % 128:
-        return "takes a head_dim of 64 or 128, and lengths that 128 divides"
-    return needs("triton.tlx.ops", case, device)
-
-
-def capped_cudnn(case: Case, x: Inputs) -> Tensor:
-    import bench_cudnn
-
-    return bench_cudnn.attention(x.q, x.k, x.v, SOFTCAP)
-
-
-def missing_cudnn(case: Case, device: str) -> str | None:
-    missing = needs("cudnn", case, device)
-    return f"{missing}, of nvidia-cudnn-frontend; torch's SDPA has no cap" if absent("cudnn") else missing
-
-
-def flash_attention(case: Case, x: Inputs, *, module: str) -> Tensor:
-    """The function that FlashAttention 3 and 4 share, with heads behind rows."""
-    attend = importlib.import_module(module).flash_attn_func
-    out = attend(*(y.transpose(1, 2) for y in (x.q, x.k, x.v)), causal=True, softcap=SOFTCAP)
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)  # some versions give the log-sum-exp too
 
 
 def compiled_prologue(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -188,51 +81,17 @@ def compiled_prologue(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 SEPARATE = Implementation("transformers' norm, RoPE; SDPA flash", separate_sdpa, normed=True)
-EAGER = Implementation("transformers' eager: norm, RoPE, cap", eager, True, SOFTCAP, mask=dense_mask, copies=1)
 FLEX = Implementation(
     "FlexAttention: norm, RoPE, cap",
-    partial(flex, score_mod=lambda: capped),
+    flex,
     True,
     SOFTCAP,
     mask=block_mask,
     one_way_on_cpu="FlexAttention has no backward on the CPU",
     compiled=True,
 )
-FLEX_FLASH = replace(
-    FLEX,
-    name="FlexAttention, flash backend: norm, RoPE, cap",
-    attend=partial(flex, score_mod=lambda: capped, kernel_options={"BACKEND": "FLASH"}),
-    missing=missing_flex_flash,
-)
-FLEX_ROUGH = Implementation(
-    "FlexAttention, tanh.approx: norm, RoPE, cap",
-    partial(flex, score_mod=cache(capped_roughly)),
-    True,
-    SOFTCAP,
-    mask=block_mask,
-    missing=partial(needs, "attn_gym"),
-    compiled=True,
-)
-LIGER = Implementation("Liger's norm, RoPE; SDPA flash", liger, normed=True, missing=partial(needs, "liger_kernel"))
-TLX = Implementation("TLX, plain, K and V repeated before", tlx, missing=missing_tlx, repeat=True, dense=True)
-CUDNN_CAPPED = Implementation("cuDNN: cap", capped_cudnn, softcap=SOFTCAP, missing=missing_cudnn)
-FLASH_3, FLASH_4 = (
-    Implementation(
-        f"FlashAttention {version}: cap",
-        partial(flash_attention, module=module),
-        softcap=SOFTCAP,
-        missing=partial(needs, module),
-    )
-    for version, module in ((3, "flash_attn_interface"), (4, "flash_attn.cute"))
-)
-FUSED_RIVALS: Final = (CUDNN_REPEATED, FLEX, FLEX_FLASH, CUDNN_CAPPED, TLX, FLASH_3, FLASH_4)
-SEPARATE_RIVALS: Final = (SEPARATE, LIGER, EAGER, FLEX_ROUGH)
-
-
+FUSED_RIVALS: Final = (CUDNN_REPEATED, FLEX)
 PROLOGUE_RIVALS: Final = (
     Implementation("transformers' norm, RoPE", partial(prologue, normed_rotated), normed=True),
     Implementation("F.rms_norm, RoPE, compiled", compiled_prologue, normed=True),
-    Implementation(
-        "Liger's norm, RoPE", partial(prologue, liger_normed_rotated), True, missing=partial(needs, "liger_kernel")
-    ),
 )

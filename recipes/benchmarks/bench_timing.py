@@ -6,11 +6,9 @@ measured too: it limits the pace of small work. Without a GPU the host's clock i
 
 from __future__ import annotations
 
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,10 +21,6 @@ FEWEST, MOST = 5, 40
 
 class Dead(RuntimeError):
     """The device takes no more work: an illegal access ends all work of a process."""
-
-
-class Late(BaseException):
-    """Time is up; no Exception, which compilers would wrap and races take for a failure."""
 
 
 @dataclass
@@ -54,22 +48,6 @@ def reason(error: BaseException) -> str:
         return "out of memory"
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:160]
-
-
-@contextmanager
-def limit(seconds: float) -> Iterator[None]:
-    """Raise Late in the block after so many seconds (POSIX, and the main thread)."""
-
-    def stop(number: int, frame: object) -> None:
-        raise Late(f"stopped after {seconds:.0f} s")
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""Load, convert, export and inspect broken checkpoints: each comes out right, or is refused by name.
+"""Load, convert and export broken checkpoints: each comes out right, or is refused by name.
 
     python recipes/benchmarks/broken_checkpoints.py --out recipes/results/broken_checkpoints.md
     python recipes/benchmarks/broken_checkpoints.py --count 200 --seed 1 --only gain
@@ -15,25 +15,20 @@ status is 1 if any outcome is a fault: WRONG, an unnamed error, a traceback, a h
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
 import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from queue import SimpleQueue
 
-from bench_tiled import commit, cpu_name
 from broken.bases import BASES
 from broken.cases import KINDS, Case, make_case
-from broken.trial import COMMANDS, Trial
-from broken.verdicts import FAULTS, OUTCOMES, Verdict
+from broken.trial import COMMANDS, FAULTS, OUTCOMES, Trial, Verdict
 from broken.workers import Facts, Workers, build
+from machine import made
+from markdown_table import publish, table
+from run_log import provenance
 
 
 @dataclass(frozen=True)
@@ -51,84 +46,56 @@ class Found:
 class Bench:
     """The workers and the sound checkpoints of a run."""
 
-    def __init__(self, root: Path, jobs: int = 1, limit: int = 20) -> None:
-        self.root, self.jobs = root, jobs
+    def __init__(self, root: Path, limit: int = 20) -> None:
+        self.root, self.workers = root, Workers(limit)
         root.chmod(0o755)  # a process without rights must get into it
-        self.idle: SimpleQueue[Workers] = SimpleQueue()
-        for _ in range(jobs):
-            self.idle.put(Workers(limit))
-        workers = self.idle.get()
-        self.facts: Facts = build(root, workers)
-        self.idle.put(workers)
+        self.facts: Facts = build(root, self.workers)
 
     def run(self, seed: int, numbers: list[int]) -> list[Found]:
         """Run the cases of these numbers, in their order."""
-
-        def one(number: int) -> Found:
-            workers = self.idle.get()
-            try:
-                case = make_case(self.root, seed, number)
-                return Found(case, Trial(case, self.root, self.facts, workers).run())
-            finally:
-                self.idle.put(workers)
-
-        with ThreadPoolExecutor(self.jobs) as pool:
-            return list(pool.map(one, numbers))
-
-    def close(self) -> None:
-        for _ in range(self.jobs):
-            self.idle.get().close()
+        cases = (make_case(self.root, seed, number) for number in numbers)
+        return [Found(case, Trial(case, self.root, self.facts, self.workers).run()) for case in cases]
 
 
-def table(found: list[Found]) -> list[str]:
+def counts(found: list[Found]) -> list[str]:
     """Format counts by kind of edit, command and outcome as Markdown."""
-    lines = [
-        f"| broken | command | cases | {' | '.join(OUTCOMES)} |",
-        "|---|---|---:|" + "---:|" * len(OUTCOMES),
-    ]
+    rows = []
     for kind in (*KINDS, "all"):
         of_kind = [one for one in found if kind in ("all", one.case.kind)]
-        for command in COMMANDS:
-            counts = Counter(one.verdicts[command].outcome for one in of_kind)
-            if of_kind:
-                cells = [f"{counts[outcome]}" if counts[outcome] else "" for outcome in OUTCOMES]
-                lines.append(f"| {kind} | {command} | {len(of_kind)} | {' | '.join(cells)} |")
-    return lines
+        for command in COMMANDS if of_kind else ():
+            seen = Counter(one.verdicts[command].outcome for one in of_kind)
+            rows.append([kind, command, str(len(of_kind)), *(str(seen[x] or "") for x in OUTCOMES)])
+    return table(["broken", "command", "cases", *OUTCOMES], rows, "ll" + "r" * (1 + len(OUTCOMES)))
 
 
 def listed(found: list[Found], verbose: bool) -> list[str]:
     """Format a line for each fault, or for every outcome."""
-    lines = []
-    for one in found:
-        for command, verdict in (one.verdicts if verbose else one.faults).items():
-            lines.append(f"--case {one.case}\n    {command}: {verdict.outcome}: {verdict.why}")
-    return lines
-
-
-def page(found: list[Found], seconds: float, jobs: int) -> str:
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
-    patched = sum(one.case.base.scheme is not None for one in found)
-    lines = [
-        "# Broken checkpoints",
-        "",
-        f"`python recipes/benchmarks/broken_checkpoints.py {' '.join(sys.argv[1:])}`",
-        "",
-        f"{len(found):,} checkpoints ({patched:,} of them patched; {len(BASES)} models), {len(COMMANDS)} commands "
-        f"each, in {seconds:.0f} s in {jobs} jobs on {cpu_name()}, {os.cpu_count()} CPUs; {versions}, Python "
-        f"{platform.python_version()}, commit {commit('hf_qknorm')}, {datetime.date.today()}.",
-        "",
-        "- right: the logits of the sound checkpoint or, where the edit leaves a possible checkpoint, those that its "
-        "config describes.",
-        "- refused, named: an error that the command line shows as one line, with the file, the field or the tensor; "
-        "nothing is left behind.",
-        "- transformers is silent: transformers alone, in a separate process, loads the same edit without an error "
-        "and gives the same result, or invents the same tensors.",
-        "- transformers' own error: transformers alone fails with the same error.",
-        "- WRONG, unnamed error (or a traceback), hang, crash: faults.",
-        "",
-        *table(found),
+    return [
+        f"--case {one.case}\n    {command}: {verdict.outcome}: {verdict.why}"
+        for one in found
+        for command, verdict in (one.verdicts if verbose else one.faults).items()
     ]
-    return "\n".join(lines) + "\n"
+
+
+def page(found: list[Found], seconds: float) -> str:
+    patched = sum(one.case.base.scheme is not None for one in found)
+    return f"""# Broken checkpoints
+
+`python recipes/benchmarks/broken_checkpoints.py {" ".join(sys.argv[1:])}`
+
+{len(found):,} checkpoints ({patched:,} of them patched; {len(BASES)} models), {len(COMMANDS)} commands each, in \
+{seconds:.0f} s; {provenance([{"made": made()}])}
+
+- right: the logits of the sound checkpoint or, where the edit leaves a possible checkpoint, those that its config \
+describes.
+- refused, named: an error that the command line shows as one line, with the file, the field or the tensor; nothing is \
+left behind.
+- transformers is silent: transformers alone, in a separate process, loads the same edit without an error and gives \
+the same result, or invents the same tensors.
+- transformers' own error: transformers alone fails with the same error.
+- WRONG, unnamed error (or a traceback), hang, crash: faults.
+
+""" + "\n".join(counts(found))
 
 
 def main(command: list[str] | None = None) -> int:
@@ -138,22 +105,18 @@ def main(command: list[str] | None = None) -> int:
     add("--seed", type=int, default=0)
     add("--only", choices=KINDS, metavar="KIND", help=f"those broken in one way: {', '.join(KINDS)}")
     add("--case", type=int, action="append", metavar="N", help="this case alone, with all that was said")
-    add("--jobs", type=int, default=os.cpu_count() or 1)
-    add("--limit", type=int, default=20, help="seconds for a command")
     add("--out", type=Path, metavar="FILE", help="write the table there, as Markdown")
     args = parser.parse_args(command)
     numbers = args.case or [n for n in range(args.count) if args.only in (None, KINDS[n % len(KINDS)])]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="hf-qknorm-broken-") as root:
-        bench = Bench(Path(root), 1 if args.case else args.jobs, args.limit)
+        bench = Bench(Path(root))
         try:
             found = bench.run(args.seed, numbers)
         finally:
-            bench.close()
-    text = page(found, time.perf_counter() - start, bench.jobs)
-    print("\n".join([*listed(found, verbose=bool(args.case)), "", text]))
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
+            bench.workers.close()
+    print("\n".join([*listed(found, verbose=bool(args.case)), ""]))
+    publish(page(found, time.perf_counter() - start), args.out)
     return int(any(one.faults for one in found))
 
 

@@ -27,24 +27,13 @@ import torch
 import triton
 from compiled import Failure, Report, compiling
 from kernel_limits import HOPPER, LIMITS, complain, unmet
+from markdown_table import table
 
 from hf_qknorm.ops.triton import attention, decode_step, gluon
 from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
 
-COLUMNS = (
-    "kernel",
-    "configuration",
-    "warps",
-    "stages",
-    "registers",
-    "spills",
-    "reloads",
-    "shared",
-    "matrix",
-    "MUFU",
-    "slots",
-    "size",
-)
+COLUMNS = ("kernel", "configuration", "warps", "stages", "registers", "spills", "reloads", "shared", "matrix", "MUFU",
+           "slots", "size")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -177,30 +166,17 @@ def compile_case(arch: int, case: Case | Step) -> list[Report | Failure]:
 
 def show(arch: int, results: list[Report | Failure]) -> None:
     """Print the table of a GPU."""
-    print(f"sm_{arch}, Triton {triton.__version__}, PyTorch {torch.__version__}\n")
-    print(line(*COLUMNS), line(*("-" * len(COLUMNS))), sep="\n")
-    print(*dict.fromkeys(row(result) for result in results if isinstance(result, Report)), sep="\n", end="\n\n")
+    rows = dict.fromkeys(row(result) for result in results if isinstance(result, Report))
+    print(f"sm_{arch}, Triton {triton.__version__}, PyTorch {torch.__version__}\n", *table(COLUMNS, rows), sep="\n")
 
 
-def row(report: Report) -> str:
+def row(x: Report) -> tuple[str, ...]:
     """A line of the table."""
-    matrix = " ".join(f"{n} {name}" for name, n in report.matrix.items())
-    mufu = " ".join(f"{n:.2f} {name}" for name, n in report.mufu.items())
-    slots = "" if report.slots is None else f"{report.slots:.2f}"
-    cells = [
-        report.kernel,
-        report.configuration,
-        report.warps,
-        report.stages,
-        report.registers,
-        report.spilled,
-        report.reloads,
-    ]
-    return line(*cells, f"{report.shared:,}", matrix, mufu, slots, report.size)
-
-
-def line(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
+    matrix = " ".join(f"{n} {name}" for name, n in x.matrix.items())
+    mufu = " ".join(f"{n:.2f} {name}" for name, n in x.mufu.items())
+    slots = "" if x.slots is None else f"{x.slots:.2f}"
+    numbers = map(str, (x.warps, x.stages, x.registers, x.spilled, x.reloads))
+    return x.kernel, x.configuration, *numbers, f"{x.shared:,}", matrix, mufu, slots, str(x.size)
 
 
 def main() -> str | None:

@@ -5,21 +5,68 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from markdown_table import table
 from paired import Difference
 from run_log import Row
-from stability_page import mean_cell
-from stability_table import MARGINS, Grid
 
 BACK = 0.02  # nats above the run without a fault, at most: the run came back
+MARGINS = (0.1, 0.2, 0.3, 0.5)  # nats above an arm's best loss
 
 
-def grid(runs: dict[float, list[Row]]) -> Grid:
-    """The runs of an arm by rate, with the held-out loss before training as the initial one."""
-    rows = {rate: [{**run, "initial": run["way"][0][1]} for run in rows] for rate, rows in runs.items()}
-    return Grid(rows, bigram=math.inf)
+@dataclass(frozen=True)
+class Grid:
+    """The runs of one arm: a list per rate, one run per seed; every rate has the same seeds."""
+
+    runs: dict[float, list[Row]]
+
+    @cached_property
+    def rates(self) -> tuple[float, ...]:
+        return tuple(self.runs)
+
+    @cached_property
+    def seeds(self) -> int:
+        return len(next(iter(self.runs.values())))
+
+    def losses(self, rate: float) -> list[float]:
+        return [run["held_out"] for run in self.runs[rate]]
+
+    def mean(self, rate: float) -> float:
+        """Return the held-out loss averaged over seeds; NaN if any seed has none."""
+        return statistics.fmean(self.losses(rate))
+
+    @cached_property
+    def best(self) -> tuple[float, float]:
+        """The smallest mean loss and its rate; NaN if every rate lacks a loss."""
+        means = [(self.mean(rate), rate) for rate in self.rates]
+        return min((pair for pair in means if math.isfinite(pair[0])), default=(math.nan, math.nan))
+
+    def stable(self, limit: float) -> float | None:
+        """Return the largest rate up to which, from the best one on, no seed diverged or ended above `limit`."""
+        stable = None
+        for rate in (rate for rate in self.rates if not rate < self.best[1]):
+            if any(not math.isfinite(sum(run["losses"])) or not run["held_out"] <= limit for run in self.runs[rate]):
+                break
+            stable = rate
+        return stable
+
+    def sensitivities(self) -> list[float]:
+        """Return the sensitivity to the learning rate of each seed: see the recipe."""
+        found = []
+        for runs in zip(*self.runs.values(), strict=True):
+            starts = [run["way"][0][1] for run in runs]  # a loss that is not finite counts as that before training
+            ends = [run["held_out"] if math.isfinite(run["held_out"]) else math.inf for run in runs]
+            bounded = [min(pair) for pair in zip(ends, starts, strict=True)]
+            found.append(statistics.fmean(bounded) - min(bounded))
+        return found
+
+
+def mean_cell(values: list[float]) -> str:
+    """The mean and, of several finite values, the standard deviation."""
+    several = len(values) > 1 and all(map(math.isfinite, values))
+    return f"{statistics.fmean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if several else "")
 
 
 def at_best(grid: Grid, base: Grid) -> Difference:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from continued_page import largest_logit
+from continued_page import Grid, largest_logit
 from matplotlib.figure import Figure
 from run_log import Row
-from stability_table import Grid
-from sweep_plots import finish
 
-from hf_qknorm.stats.plotting import INK
+from hf_qknorm.stats.plotting import INK, save_figure
 
 STYLES = {
     "unpatched": ("#4d4d4d", "-", "o"),
@@ -85,3 +84,13 @@ def _medians(runs: list[Row], index: int) -> tuple[list[int], list[float]]:
         for look in run["way"]:
             seen.setdefault(look[0], []).append(look[index])
     return list(seen), [statistics.median(values) for values in seen.values()]
+
+
+def finish(figure: Figure, panels: Sequence[Any], path: Path) -> None:
+    """Add a light grid, and a legend of the first panel's lines above all panels; write the figure as a PNG."""
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=4, fontsize=9)
+    for axes in panels:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, path)

@@ -2,13 +2,11 @@
 
     python recipes/benchmarks/device.py --out results
     python recipes/benchmarks/device.py --out results --only benchmark
-    python recipes/benchmarks/device.py --out results --prototypes ../kernels
 
-The stages, in order: the five smallest checks; the attention benchmark, part by part; the kernels of the tests,
-compiled by all CPU cores; the tests (the oracle's budget, the same bits on each run), those of graphs, streams,
-inductor and training, the Gluon kernel against the plain one and timed in turns with it, tests of 128k keys and more
-than 2³¹ numbers, the Gluon kernel under compute-sanitizer, its tests, the host's time of a layer, `hf-qknorm doctor`;
-then, if time and a folder permit, `gpu_smoke.py` of the prototypes.
+The stages, in order: the five smallest checks; the attention benchmark, part by part; the tests (the oracle's budget,
+the same bits on each run), a model's training step, tests of graphs, streams, inductor and training, those of the Gluon
+kernel, which is then timed in turns with the plain one; tests of 128k keys and more than 2³¹ numbers, the Gluon kernel
+under compute-sanitizer, `hf-qknorm doctor`.
 
 Each stage is a process with a share of the time. What a stage leaves of it goes to the next one; a stage that is late
 is stopped, keeps the rows that it wrote, and the next one runs. A stage that fails is reported and the next ones run,
@@ -30,8 +28,7 @@ from statistics import geometric_mean
 
 import torch
 from bench_table import environment
-from device_runs import Outcome, cells, run_stages
-from device_stages import CHECKED, full_plan
+from device_stages import CHECKED, Outcome, cells, full_plan, run_stages
 
 from hf_qknorm.files.atomic_io import replace_text
 
@@ -41,24 +38,6 @@ KEPT = 0.90  # of the plain kernel's time, at most, for the Gluon kernel to be k
 def rows_of(folder: Path) -> list[dict[str, str]]:
     """The rows of a benchmark, those of a stopped one too."""
     return [row for path in folder.glob("attention_*.csv") for row in csv.DictReader(path.open(encoding="utf-8"))]
-
-
-def benchmark_lines(rows: list[dict[str, str]]) -> list[list[str]]:
-    """Rows for the page: times in ms, and ratios."""
-    return [
-        [
-            row["case"],
-            row["what"],
-            row["kind"],
-            *(short(row[name]) for name in ("ms_median", "ratio", "error")),
-            row["note"],
-        ]
-        for row in rows
-    ]
-
-
-def short(number: str) -> str:
-    return f"{float(number):.3g}" if number else ""
 
 
 def gluon_lines(rows: list[dict[str, str]]) -> list[list[str]]:
@@ -77,7 +56,7 @@ def gluon_verdict(lines: list[list[str]], found: list[Outcome]) -> str:
     outcomes = {x.stage: x.outcome for x in found}
     checked = outcomes.get(CHECKED, "skipped")
     if checked != "passed":
-        return f"Gluon forward kernel: {'removed' if checked == 'failed' else 'undecided'} (its check: {checked})."
+        return f"Gluon forward kernel: {'removed' if checked == 'failed' else 'undecided'} (its tests: {checked})."
     if not lines:
         return "Gluon forward kernel: undecided (no row has both kernels' times)."
     mean = geometric_mean(float(gluon) / float(plain) for *_, plain, gluon, _ in lines)
@@ -107,9 +86,6 @@ def write(out: Path, found: list[Outcome], machine: dict[str, str], command: str
     if lines:
         parts.append(table(["case", "what", "plain ms", "Gluon ms", "Gluon / plain"], lines))
     parts.append(gluon_verdict(lines, found))
-    rows = benchmark_lines(rows_of(out))
-    if rows:
-        parts.append(table(["case", "what", "pass", "ms", "ratio", "error", "note"], rows))
     page = "\n\n".join(parts) + "\n"
     replace_text(out / "device.md", page)
     return page
@@ -121,7 +97,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for log, CSV, pages and plots")
     parser.add_argument("--minutes", type=float, default=9, help="for all of it (default: 9)")
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="these stages, by name: they share all of the time")
-    parser.add_argument("--prototypes", type=Path, metavar="FOLDER", help="with a gpu_smoke.py, to be run last")
     parser.add_argument("--commit", help="what is measured, where git can't tell")
     parser.add_argument("--dry-run", action="store_true", help="try the command lines out without a GPU")
     args = parser.parse_args(arguments)
@@ -131,7 +106,7 @@ def main(arguments: list[str]) -> int:
         return 2
     out = args.out.resolve()
     commit = ("--commit", args.commit) if args.commit else ()
-    stages = full_plan(out, commit, args.prototypes and args.prototypes.resolve())
+    stages = full_plan(out, commit)
     unknown = set(args.only or ()) - {stage.name for stage in stages}
     if unknown:
         parser.error(f"no stage is named {', '.join(sorted(unknown))}; there are {', '.join(x.name for x in stages)}")
@@ -142,8 +117,6 @@ def main(arguments: list[str]) -> int:
     device = torch.device("cpu" if args.dry_run else "cuda")
     machine = environment(device, torch.float32 if args.dry_run else torch.bfloat16, args.commit)
     found = run_stages([stage.dried() for stage in stages] if args.dry_run else stages, log, deadline)
-    for plot in out.glob("gluon/*.png"):  # of a few rows
-        plot.unlink()
     print("\n" + write(out, found, machine, shlex.join(["python", "recipes/benchmarks/device.py", *arguments])))
     return int(any(x.outcome in ("failed", "too long") or x.detail == "no time left" for x in found))
 

@@ -1,10 +1,14 @@
-"""The stages of `device.py`: their commands, their shares of the time, and their form without a GPU."""
+"""The stages of `device.py`, their shares of the time and their form without a GPU; and how they run."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,16 +26,19 @@ TESTS = (
 ON_CARD, LARGE = "tests/test_on_card.py", "tests/ops/test_large.py"
 LARGE_BYTES = 60e9  # of the device's memory, for a process of LARGE
 GLUON = {"HF_QKNORM_GLUON": "1"}
+GLUON_TESTS, SANITIZED = f"{TESTS[0]}/test_gluon.py", "test_normed_heads_of_any_size[64-50.0-usual]"
 CHECKED = "Gluon, checked"
 CORES = os.cpu_count() or 1
+LEAST = 10.0  # seconds in which no stage is worth starting
+GRACE = 5.0  # seconds for a stage that is stopped to print what it has
 
 
 @dataclass(frozen=True)
 class Stage:
     """A process in the repository's root, and its share of the time in seconds.
 
-    `wrapper` is a program that runs the command, `missing` the reason why it cannot run, `after` a stage that must pass
-    first. `dry` are the arguments that make the command end soon, without a GPU.
+    `wrapper` is a program that runs the command, `after` a stage that must pass first. `dry` are the arguments that
+    make the command end soon, without a GPU.
     """
 
     name: str
@@ -40,14 +47,13 @@ class Stage:
     dry: tuple[str, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)
     wrapper: tuple[str, ...] = ()
-    missing: str = ""
     after: str = ""
 
     @property
     def reason(self) -> str:
         """The reason why it cannot run, or nothing."""
         absent = self.wrapper and shutil.which(self.wrapper[0]) is None
-        return f"no {self.wrapper[0]} here" if absent else self.missing
+        return f"no {self.wrapper[0]} here" if absent else ""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -56,8 +62,7 @@ class Stage:
         many processes.
         """
         inherited = {x: value for x, value in os.environ.items() if x not in ("TRITON_INTERPRET", *GLUON)}
-        # the package, and the plugin of pytest
-        path = os.pathsep.join(filter(None, (str(ROOT), str(HERE), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         own = {
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": path,
@@ -69,7 +74,7 @@ class Stage:
     def dried(self) -> Stage:
         """The stage without a GPU: its command line is read, and as little as possible is done."""
         settings = self.settings | {"TRITON_INTERPRET": "1"}
-        return Stage(self.name, self.command + self.dry, 240, settings=settings, missing=self.missing, after=self.after)
+        return Stage(self.name, self.command + self.dry, 240, settings=settings, after=self.after)
 
 
 def python(*arguments: object) -> tuple[str, ...]:
@@ -77,10 +82,9 @@ def python(*arguments: object) -> tuple[str, ...]:
 
 
 def tests(name: str, processes: int, seconds: float, *arguments: str, **options: object) -> Stage:
-    """A stage of pytest on so many processes; it prints each test, in case it is stopped, and counts kernels."""
-    shared = ("-o", "addopts=", "-p", "no:cacheprovider", "-p", "compile_ahead")
+    """A stage of pytest on so many processes; it prints each test, in case it is stopped."""
     spread = ("--numprocesses", str(processes), "--dist", "worksteal")
-    command = python("-m", "pytest", *shared, *spread, *arguments)
+    command = python("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "--verbose", *spread, *arguments)
     return Stage(name, command, seconds, ("--collect-only", "--quiet"), **options)
 
 
@@ -91,38 +95,113 @@ def large_processes() -> int:
 
 
 def sanitized(tool: str) -> Stage:
-    """The Gluon check under compute-sanitizer, without PyTorch's allocator, which hides accesses out of bounds."""
+    """A Gluon test under compute-sanitizer, without PyTorch's allocator, which hides accesses out of bounds."""
     return Stage(
         f"Gluon, {tool}",
-        python(HERE / "check_gluon.py", "--small"),
+        python("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", f"{GLUON_TESTS}::{SANITIZED}"),
         20,
-        dry=("--list",),
+        dry=("--collect-only", "--quiet"),
         settings=GLUON | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         wrapper=("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"),
         after=CHECKED,
     )
 
 
-def full_plan(out: Path, commit: tuple[str, ...] = (), prototypes: Path | None = None) -> list[Stage]:
-    """All stages, the most important first. Their shares fit into nine minutes, but for the prototypes'."""
-    bench, gluon = HERE / "bench_attention.py", HERE / "check_gluon.py"
-    smoke = prototypes / "gpu_smoke.py" if prototypes else Path("gpu_smoke.py")
+def full_plan(out: Path, commit: tuple[str, ...] = ()) -> list[Stage]:
+    """All stages, the most important first. Their shares fit into nine minutes."""
+    bench = HERE / "bench_attention.py"
     rows = ("--minutes", "2.1", "--keep-going", "--out", out, *commit)
     gluon_rows = ("--gluon", "--minutes", "0.75", "--keep-going", "--out", out / "gluon", *commit)
     doctor = python("-c", "import sys, hf_qknorm_command; sys.exit(hf_qknorm_command.main())", "doctor")
     return [
         Stage("first checks", python(bench, "--first", "--processes", 5), 70, ("--list",)),
         Stage("benchmark", python(bench, *rows), 140, ("--list",)),
-        tests("compilation", CORES, 50, "--compile-only", "--quiet", "--tb=no", *TESTS, ON_CARD),
-        tests("tests", CORES, 50, "--verbose", *TESTS),
-        tests("tests, on the card", min(CORES, 8), 30, "--verbose", ON_CARD),
-        Stage(CHECKED, python(gluon), 30, ("--cpu",)),
+        tests("tests", CORES, 100, *TESTS),
+        Stage("training step", python(HERE / "bench_model.py", "--output", out / "step.md"), 25, ("--help",)),
+        tests("tests, on the card", min(CORES, 8), 30, ON_CARD),
+        tests(CHECKED, CORES, 40, GLUON_TESTS, settings=GLUON),
         Stage("benchmark, Gluon", python(bench, *gluon_rows), 48, ("--list",), after=CHECKED),
-        tests("tests, large", large_processes(), 25, "--verbose", LARGE),
+        tests("tests, large", large_processes(), 25, LARGE),
         sanitized("memcheck"),
         sanitized("racecheck"),
-        tests("Gluon, tests", CORES, 15, "--verbose", f"{TESTS[0]}/test_gluon.py", settings=GLUON, after=CHECKED),
-        Stage("host", python(HERE / "bench_host.py", "--turns", 20), 20, ("--help",)),
         Stage("doctor", doctor, 22, settings={"HF_QKNORM_CHECK": "1"}),
-        Stage("prototypes", python(smoke), 90, missing="" if smoke.is_file() else "no folder of prototypes"),
     ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a stage: "passed", "failed", "too long" or "skipped", with its last output or the reason."""
+
+    stage: str
+    outcome: str
+    seconds: float
+    limit: float
+    detail: str
+
+
+def run_stages(stages: list[Stage], log: Path, deadline: float) -> list[Outcome]:
+    """Run the stages in order until the deadline (`time.monotonic`); their output goes to the log.
+
+    Each gets its share of the time, and what the ones before it have left of theirs.
+    """
+    found: list[Outcome] = []
+    for number, stage in enumerate(stages):
+        left = deadline - time.monotonic()
+        spare = left - sum(x.seconds for x in stages[number:] if not x.reason)
+        limit = min(stage.seconds + max(spare, 0.0), left)
+        failed = [x.stage for x in found if x.stage == stage.after and x.outcome != "passed"]
+        reason = stage.reason or (f"{stage.after!r} did not pass" if failed else "")
+        if reason or left < LEAST:
+            found.append(Outcome(stage.name, "skipped", 0.0, stage.seconds, reason or "no time left"))
+        else:
+            found.append(run_stage(stage, log, limit))
+        print(" | ".join(cells(found[-1])), flush=True)
+    return found
+
+
+def run_stage(stage: Stage, log: Path, limit: float) -> Outcome:
+    """Run a stage in a process group, which ends with it."""
+    start = time.monotonic()
+    command = (*stage.wrapper, *stage.command)
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"\n== {stage.name}, at most {limit:.0f} s: {' '.join(command)}\n")
+        begin = file.tell()
+        file.flush()
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=stage.environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=heed_interrupts,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            stop(process)
+            code = None
+    seconds = time.monotonic() - start
+    outcome = "too long" if code is None else "failed" if code else "passed"
+    return Outcome(stage.name, outcome, seconds, limit, last_line(log, begin))
+
+
+def heed_interrupts() -> None:
+    """End at SIGINT, which a run in the background ignores, and its children with it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a process, which lets pytest print its failures; then end its group."""
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_line(log: Path, begin: int) -> str:
+    """Return the last line of the log after position `begin`."""
+    with log.open(encoding="utf-8", errors="replace") as file:
+        file.seek(begin)
+        return next((line.strip()[:120] for line in reversed(file.readlines()) if line.strip()), "")
+
+
+def cells(x: Outcome) -> list[str]:
+    return [x.stage, x.outcome, f"{x.seconds:.0f}", f"{x.limit:.0f}", x.detail.replace("|", "/")]

@@ -38,11 +38,7 @@ class Limits:
 
 def slots_of(head_dim: int, capped: float, uncapped: float, online: float) -> dict[tuple[int, str, bool], float]:
     """The slots of the forward pass: with a cap, without one, and with a running maximum."""
-    return {
-        (head_dim, "approx", False): capped,
-        (head_dim, "none", False): uncapped,
-        (head_dim, "none", True): online,
-    }
+    return {(head_dim, "approx", False): capped, (head_dim, "none", False): uncapped, (head_dim, "none", True): online}
 
 
 WARPS = dict.fromkeys(KERNELS[:4], "HMMA")  # matrix instructions of a warp

@@ -1,24 +1,12 @@
 """Kill writers of checkpoints (SIGKILL) at random moments, and classify what they leave.
 
-    python recipes/benchmarks/kill_writers.py --count 70 --seed 0
+    python recipes/benchmarks/kill_writers.py --count 14 --seed 0
 
 Each writer is forked from a process that has finished its imports, and is killed within its running time: a quarter of
-the kills at any moment, the others after its first file. A kill after the end is not counted. The outcomes are:
-
-    nothing   there is no checkpoint
-    old       the previous checkpoint, byte for byte
-    new       the new checkpoint, byte for byte; for the Trainer: resuming from the last checkpoint ends in the same
-              weights as a run without a kill
-    refused   a partial checkpoint that raises an error on loading; for the Trainer: resuming raises an error, and
-              resuming from the checkpoint before it, if any, ends in the same weights
-    usable    a partial checkpoint that loads with the right weights; it lacks a tokenizer or generation settings
-    fault     anything else
-
-`convert_checkpoint` and `export_native` may leave only nothing, old or new, and files beside it that the next run
-removes. `save_pretrained` and the Trainer are transformers' own and write in place: they may leave a partial
-checkpoint. Here they write to new folders. Over an older checkpoint of several shards, a kill can leave a mixture that
-no reader detects. The exit status is 1 on a fault, or on an outcome that the writer may not have. Needs fork: Linux or
-macOS.
+the kills at any moment, the others after its first file. A kill after the end is not counted. `convert_checkpoint` and
+`export_native` may leave nothing, the previous checkpoint or the new one, byte for byte, and files beside it that the
+next run removes; anything else is a fault, and the exit status 1. (`save_pretrained` and the Trainer are transformers'
+own, and write in place.) Needs fork: Linux or macOS.
 """
 
 from __future__ import annotations
@@ -30,47 +18,70 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import test_helpers_path  # noqa: F401
 import torch
-from checkpoint_writers import Writer, contents, forked, make_writers
+from markdown_table import table
+from tiny import tiny_model
 
+from hf_qknorm import convert_checkpoint, export_native, patch_model, unpatch_model
+from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.atomic_io import is_leftover
 
-OUTCOMES = ("nothing", "old", "new", "refused", "usable", "fault")
+OUTCOMES = ("nothing", "old", "new", "fault")
 OUT = "out"  # what writers write, in a folder of its own for each
+TEXT = "to be, or not to be: that is the question. " * 40
+SHARD = "2MB"
+LIMIT = 120  # seconds that a process may take; one that hangs is a fault
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The moment of a kill: seconds after the start, or after the first file."""
+class Writer:
+    """A writer of a folder, and the checkpoint that is there before."""
 
-    after_first: bool
-    seconds: float
+    write: Callable[[Path], object]
+    old: Path | None = None
 
-
-@dataclass(frozen=True)
-class Pace:
-    """The times of a complete run in seconds: its first file, and its end."""
-
-    first: float
-    end: float
-
-    def moment(self, draw: random.Random) -> Moment:
-        after_first = draw.random() < 0.75
-        return Moment(after_first, draw.uniform(0, self.end - after_first * self.first))
+    def judge(self, left: Path, whole: Path) -> str:
+        """Classify what a killed run leaves, given the result of a complete one."""
+        if not left.exists():
+            return "nothing"
+        found = contents(left)
+        if self.old is not None and found == contents(self.old):
+            return "old"
+        return "new" if found == contents(whole) else "fault"
 
 
-@dataclass
-class Tally:
-    """The outcomes of a writer's kills, and the details of each fault."""
+def forked(run: Callable[[], object], log: Path) -> int:
+    """Fork a process that runs `run` and exits with 0, or 1 on an error; return its id."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        signal.alarm(LIMIT)
+        torch.set_num_threads(1)
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        run()
+        status = 0
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(status)
 
-    outcomes: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def start(writer: Writer, folder: Path) -> tuple[int, set[str]]:
@@ -82,9 +93,9 @@ def start(writer: Writer, folder: Path) -> tuple[int, set[str]]:
     return forked(partial(writer.write, folder / OUT), folder / "write.log"), there
 
 
-def wait_for_first(child: int, folder: Path, there: set[str]) -> int | None:
-    """Wait for a process's first file; return its exit status if it ends before."""
-    while listing(folder) == there:
+def wait(child: int, until: Callable[[], bool]) -> int | None:
+    """Wait for a process, but no longer than `until` says; return its exit status if it ends before."""
+    while not until():
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
@@ -92,41 +103,38 @@ def wait_for_first(child: int, folder: Path, there: set[str]) -> int | None:
     return None
 
 
-def measure(writer: Writer, folder: Path) -> Pace:
-    """Write `folder / OUT` without a kill, and return its times."""
-    begin = time.perf_counter()
+def measure(writer: Writer, folder: Path) -> tuple[float, float]:
+    """Write `folder / OUT` without a kill; return the seconds until its first file, and from there to its end."""
+    times = [time.perf_counter()]
     child, there = start(writer, folder)
-    status = wait_for_first(child, folder, there)
-    first = time.perf_counter() - begin
-    if status is None:
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for until in (lambda: listing(folder) != there, lambda: False):
+        status = wait(child, until)
+        times.append(time.perf_counter())
     if status:
         raise RuntimeError(f"the writer failed without a kill:\n{(folder / 'write.log').read_text()}")
-    return Pace(first, time.perf_counter() - begin)
+    return times[1] - times[0], times[2] - times[1]
 
 
-def kill(writer: Writer, folder: Path, whole: Path, moment: Moment) -> tuple[str, str] | None:
-    """Kill a writer at this moment; return the outcome and the details of a fault, or None if the writer ended
-    before.
+def kill(writer: Writer, folder: Path, whole: Path, seconds: float, after_first: bool) -> tuple[str, str] | None:
+    """Kill a writer so many seconds after its start, or its first file; None if it ended before.
+
+    Returns the outcome, and the details of a fault.
     """
     child, there = start(writer, folder)
-    status = wait_for_first(child, folder, there) if moment.after_first else None
+    status = wait(child, lambda: listing(folder) != there) if after_first else None
     if status is None:
-        time.sleep(moment.seconds)
+        time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        status = wait(child, lambda: False)
     if status == 0:
         return None
     if status != -signal.SIGKILL:
         return "fault", f"it failed by itself:\n{(folder / 'write.log').read_text()}"
-    left = os.listdir(folder)
     outcome = writer.judge(folder / OUT, whole)
-    foreign = [name for name in left if name.startswith(".") and not is_leftover(folder / name)]
+    foreign = [x.name for x in folder.iterdir() if x.name.startswith(".") and not is_leftover(x)]
     if foreign:
         return "fault", f"{', '.join(foreign)} beside it is nothing that a later run would know"
-    if outcome not in writer.may_leave:
-        return "fault", f"{outcome}: {', '.join(sorted(contents(folder / OUT)))}"
-    return outcome, ""
+    return outcome, ", ".join(sorted(contents(folder / OUT))) if outcome == "fault" else ""
 
 
 def listing(folder: Path) -> set[str]:
@@ -135,54 +143,69 @@ def listing(folder: Path) -> set[str]:
     return beside | {path.name for path in (folder / OUT).glob("*")}
 
 
-def run(count: int, seed: int, work: Path) -> dict[str, Tally]:
-    """Kill the writers by turns, `count` times in all, and let each write once more at the end."""
-    draw = random.Random(seed)
-    writers, paces, tallies = make_writers(work), {}, {}
-    for i in range(count):
-        name = list(writers)[i % len(writers)]
-        writer, folder, whole = writers[name], work / f"{name} killed", work / f"{name} whole" / OUT
-        if name not in paces:
-            folder.mkdir()
-            whole.parent.mkdir()
-            measure(writer, whole.parent)  # the first is slower, and would have most kills come too late
-            paces[name] = measure(writer, whole.parent)
-            tallies[name] = Tally()
-        killed = None
-        while killed is None:
-            killed = kill(writer, folder, whole, paces[name].moment(draw))
-        outcome, fault = killed
-        tallies[name].outcomes[outcome] += 1
-        tallies[name].faults += [fault] if fault else []
-    for name, tally in tallies.items():
+def make_sources(model: Any, plain: Path, patched: Path, old: Path) -> None:
+    """Make a checkpoint to convert, one to export, and one to replace."""
+    patch_model(model, "qk_norm").save_pretrained(patched, max_shard_size=SHARD)
+    unpatch_model(model).save_pretrained(plain, max_shard_size=SHARD)
+    byte_tokenizer().save_pretrained(plain)
+    convert_checkpoint(plain, old, "soft_cap")
+
+
+def make_writers(work: Path) -> dict[str, Writer]:
+    """Return the writers by name, with their checkpoints in `work`.
+
+    The work is done in other processes: progress bars and loading would start threads here, which do not survive a
+    fork.
+    """
+    plain, patched, old = places = tuple(work / name for name in ("plain", "patched", "old"))
+    model = tiny_model("llama", vocab_size=8000, hidden_size=128)
+    child = forked(partial(make_sources, model, *places), work / "sources.log")
+    if os.waitpid(child, 0)[1]:
+        raise RuntimeError(f"no checkpoints to start from:\n{(work / 'sources.log').read_text()}")
+    convert = partial(convert_checkpoint, plain, scheme="qk_norm_cap", standalone=False)
+    return {
+        "convert": Writer(convert),
+        "convert, calibrated": Writer(partial(convert, calibration=[TEXT], method="moments")),
+        "convert over an old one": Writer(partial(convert, overwrite=True), old),
+        "convert with its code": Writer(partial(convert, standalone=True)),
+        "export over an old one": Writer(partial(export_native, patched, overwrite=True), old),
+    }
+
+
+def run(count: int, seed: int, work: Path) -> tuple[dict[str, Counter[str]], list[str]]:
+    """Kill each writer `count` times, and let it write once more; return the outcomes by writer, and the faults."""
+    draw, outcomes, faults = random.Random(seed), {}, []
+    for name, writer in make_writers(work).items():
         folder, whole = work / f"{name} killed", work / f"{name} whole" / OUT
-        measure(writers[name], folder)
+        folder.mkdir()
+        whole.parent.mkdir()
+        measure(writer, whole.parent)  # the first is slower, and would have most kills come too late
+        first, rest = measure(writer, whole.parent)
+        found = outcomes[name] = Counter[str]()
+        while found.total() < count:
+            after_first = draw.random() < 0.75
+            killed = kill(writer, folder, whole, draw.uniform(0, rest + first * (not after_first)), after_first)
+            if killed is not None:
+                found[killed[0]] += 1
+                faults += [f"{name}: {killed[1]}"] if killed[1] else []
+        measure(writer, folder)
         if listing(folder) != listing(whole.parent):
-            tally.faults.append(f"after the kills, a whole run leaves {', '.join(sorted(listing(folder)))}")
-    return tallies
-
-
-def table(tallies: dict[str, Tally]) -> str:
-    """Format counts by writer and outcome as Markdown."""
-    lines = ["| writer | kills | " + " | ".join(OUTCOMES) + " |", "|---|" + "---:|" * (1 + len(OUTCOMES))]
-    for name, tally in tallies.items():
-        counts = [tally.outcomes.total(), *(tally.outcomes[outcome] for outcome in OUTCOMES)]
-        lines.append(f"| {name} | " + " | ".join(map(str, counts)) + " |")
-    return "\n".join(lines)
+            faults.append(f"{name}: after the kills, a whole run leaves {', '.join(sorted(listing(folder)))}")
+    return outcomes, faults
 
 
 def main(arguments: list[str]) -> int:
     """Kill and classify; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--count", type=int, default=70, help="kills in all, the writers in turns (default: 70)")
+    parser.add_argument("--count", type=int, default=14, help="kills of each writer (default: 14)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
     options = parser.parse_args(arguments)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}  # neither survives a fork
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="kill-writers-") as work:
-        tallies = run(options.count, options.seed, Path(work))
-    faults = [f"{name}: {fault}" for name, tally in tallies.items() for fault in tally.faults]
-    print("\n".join([table(tallies), *faults]))
+        outcomes, faults = run(options.count, options.seed, Path(work))
+    rows = [[name, str(found.total()), *(str(found[x]) for x in OUTCOMES)] for name, found in outcomes.items()]
+    print("\n".join([*table(["writer", "kills", *OUTCOMES], rows), *faults]))
     return 1 if faults else 0
 
 

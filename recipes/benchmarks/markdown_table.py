@@ -24,10 +24,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -
     return [top, f"|{'|'.join(delimiters)}|", *body, ""]
 
 
-def publish(page: str, output: Path | None) -> None:
-    """Print a page, and write it to the file `output`, if one is given, in one step."""
+def publish(page: str, output: Path | None) -> str:
+    """Print a page, write it as `output`.md, if one is given, in one step, and return it."""
     page = page.rstrip() + "\n"
     print(page, end="")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(output, page)
+        replace_text(output.with_suffix(".md"), page)
+    return page
+
+
+def opening(title: str, doc: str | None, made: str) -> list[str]:
+    """The first lines of a page: the command and the description of a recipe's docstring, and how it was `made`."""
+    command, _, about = (doc or "").partition("\n\n")[2].partition("\n\n")
+    return [f"# {title}", "", f"```\n{command.strip()}\n```", "", about.strip(), "", made, ""]

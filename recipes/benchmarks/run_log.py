@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import json
+import logging
 import math
 import multiprocessing
-import platform
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from bench_tiled import commit, cpu_name
 from filelock import FileLock
+from machine import made
+from transformers import HfArgumentParser
 
 from hf_qknorm.files.atomic_io import replace_text
 
@@ -118,20 +117,15 @@ def _results(
                 running |= {pool.submit(run, settings): settings for settings in islice(waiting, jobs - len(running))}
 
 
-def made() -> dict[str, str]:
-    """Return the provenance of a run: machine, versions, commit, date."""
-    cuda = torch.cuda.is_available()
-    return {
-        "machine": torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} thread(s)",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "commit": commit("hf_qknorm"),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def provenance(rows: list[Row]) -> str:
     """Format every value of the provenance among the rows, in one line."""
     named = {name: list(dict.fromkeys(row["made"][name] for row in rows)) for name in rows[0]["made"]}
     return "; ".join(f"{name} {', '.join(values)}" for name, values in named.items()) + "."
+
+
+def parse(options: Any, command: list[str] | None) -> tuple[Any, Runs]:
+    """The options from the command line, and the log of their runs. The process computes with one thread."""
+    (found,) = HfArgumentParser(options).parse_args_into_dataclasses(command)
+    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    return found, Runs(found.out.with_suffix(".jsonl"))

@@ -1,4 +1,4 @@
-"""What a conversion to sharp norms keeps, by sharpness and knee, on texts that the calibration does not see.
+"""What a conversion to sharp norms keeps, on texts that the calibration does not see.
 
     python recipes/benchmarks/sharp_norms.py --others tinyshakespeare.txt wikitext2-test.txt \
         --models llama-shakespeare=tinyshakespeare.txt gpt2-shakespeare=tinyshakespeare.txt smollm2=wikitext2-valid.txt
@@ -8,42 +8,37 @@ unpatched model on 6 sequences of the last tenth, and of each other text: the `-
 and, where the tokenizer has a template for chats, the lines of the last tenth as one. "rise" is that of the loss, "KL"
 the divergence from the unpatched model, both in nats per token; "bound" is the largest |logit| that any input can have.
 
-- The grid has `qk_norm` at each sharpness and fixed knees, with gains in closed form.
-- "default" is `calibrate(model, data)`, which searches the knee, for `qk_norm` and `qk_norm_cap`. The rise at long
-  positions is the worst mean over 256 positions of 4 sequences of up to 2,048 tokens. "removed" is the loss without
-  norms, by `remove_norms` at once, less the unpatched model's.
+"default" is `calibrate(model, data)`, which searches the knee, for `qk_norm` and `qk_norm_cap`. The rise at long
+positions is the worst mean over 256 positions of 4 sequences of up to 2,048 tokens. "removed" is the loss without
+norms, by `remove_norms` at once, less the unpatched model's.
 
-Before the runs these rules were fixed. The search sets a sharpness of 8, unless at the knee that it chooses 4 has a
-lower mean KL over all texts on two models or more; the bounds are equal there. The default keeps its promise on a model
-if `qk_norm` and `qk_norm_cap` raise the held-out loss by at most 0.003 nats at a KL of at most 0.004, the KL is at most
-0.005 on other texts, the worst 256 positions rise by at most 0.01, and the removal costs at most 0.002. Writes a page
-and its runs; prints Markdown.
+The rule was fixed before the runs. The default keeps its promise on a model if `qk_norm` and `qk_norm_cap` raise the
+held-out loss by at most 0.003 nats at a KL of at most 0.004, the KL is at most 0.005 on other texts, the worst 256
+positions rise by at most 0.01, and the removal costs at most 0.002. Writes a page and its runs; prints Markdown.
 """
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import study
 import torch
 import torch.nn.functional as F
-from markdown_table import table
-from run_log import Row, provenance
+from markdown_table import opening, publish, table
+from run_log import Row, parse, provenance
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ModelOutput
 
-from hf_qknorm import SCHEMES, Scheme, calibrate, patch_model, remove_norms
+from hf_qknorm import calibrate, patch_model, remove_norms
 from hf_qknorm.convert.text import context_length, load_text, tokenize
 from hf_qknorm.model.attention import as_unpatched
 from hf_qknorm.stats.bounds import worst_bound
 from hf_qknorm.stats.measure import loss_of, predictions
 
-SHARPNESSES, KNEES, DEFAULTS = (1, 2, 4, 8), (1.5, 2.0, 3.0, 4.0, 6.0), ("qk_norm", "qk_norm_cap")
+DEFAULTS = ("qk_norm", "qk_norm_cap")
 LENGTH, LONG, WINDOW, CALIBRATED, JUDGED = 512, 2048, 256, 20, 6
 PROMISE = {"rise": 0.003, "kl": 0.004, "others": 0.005, "long": 0.01, "removed": 0.002}
 
@@ -89,20 +84,11 @@ class Story:
         ids = tokenize(self.tokenizer, text[: 20 * rows * length])[: rows * length]
         return [{"input_ids": row[None]} for row in ids[: len(ids) // length * length].view(-1, length)]
 
-    def calibrated(self, scheme: Scheme, **options: Any) -> Any:
-        """The model with the scheme, calibrated."""
+    def run(self, scheme: str) -> Row:
+        """The model with the scheme, calibrated by the default call, beside the unpatched one."""
         model: Any = patch_model(AutoModelForCausalLM.from_pretrained(self.checkpoint).eval(), scheme)
         text = load_text(self.source)
-        calibrate(model, self.sequences(text[: int(len(text) * 0.9)], CALIBRATED), **options)
-        return model
-
-    def run(self, sharpness: int, knee: float) -> Row:
-        """A cell of the grid."""
-        return self.compared(self.calibrated(Scheme(q="rms", k="rms", sharpness=sharpness), knee=knee))
-
-    def run_default(self, scheme: str) -> Row:
-        """The default call."""
-        model = self.calibrated(SCHEMES[scheme])
+        calibrate(model, self.sequences(text[: int(len(text) * 0.9)], CALIBRATED))
         row = self.compared(model) | {"knee": model.config.scheme.knee, "long": round(self.worst_positions(model), 5)}
         if scheme == "qk_norm":
             held_out = self.judging["held-out"]
@@ -116,8 +102,6 @@ class Story:
         found: Row = {"bound": round(worst_bound(model) or 0.0, 1), "texts": {}}
         for name, batches in self.judging.items():
             base, own = predictions(model, batches, self.kept.setdefault(name, []))
-            assert base is not None
-            assert own is not None
             found["texts"][name] = {
                 "rise": round(own.loss - base.loss, 5), "kl": round(own.kl, 5), "same": round(own.agreement or 0.0, 4)
             }  # fmt: skip
@@ -141,10 +125,6 @@ def losses_of(model: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), ids[0, 1:], reduction="none")
 
 
-def mean_kl(row: Row) -> float:
-    return statistics.mean(text["kl"] for text in row["texts"].values())
-
-
 def broken(row: Row) -> list[str]:
     """The parts of the promise that a default conversion breaks."""
     held_out = row["texts"]["held-out"]
@@ -154,20 +134,9 @@ def broken(row: Row) -> list[str]:
     return [f"{name} {value:.4f}" for name, value in found.items() if value > PROMISE[name]]
 
 
-def choice(grids: dict[str, dict[tuple[int, float], Row]], defaults: dict[str, dict[str, Row]]) -> str:
-    """The sharpness of the search by the rule, as a sentence."""
-    better = []
-    for name, grid in grids.items():
-        knee = min(KNEES, key=lambda knee: abs(knee - defaults[name]["qk_norm"]["knee"]))
-        better += [name] if mean_kl(grid[4, knee]) < mean_kl(grid[8, knee]) else []
-    return f"At the chosen knees 4 has the lower mean KL on {len(better)} of {len(grids)} models: by the rule the " + (
-        "search sets 4." if len(better) >= 2 else "search sets 8."
-    )
-
-
-def page(grids: dict[str, dict[tuple[int, float], Row]], defaults: dict[str, dict[str, Row]], made: str) -> str:
+def page(defaults: dict[str, dict[str, Row]], made: str) -> str:
     """The comparison as Markdown."""
-    lines = [*study.opening("Sharp norms", __doc__, made), "## The default call", ""]
+    lines = opening("Sharp norms", __doc__, made)
     for name, rows in defaults.items():
         texts = [*rows["qk_norm"]["texts"]]
         head = [name, "knee", "bound", "rise", *(f"KL, {text}" for text in texts), "same top token", "long", "removed"]
@@ -180,41 +149,20 @@ def page(grids: dict[str, dict[tuple[int, float], Row]], defaults: dict[str, dic
         lines += table(head, cells)
         faults = [f"{scheme}: {', '.join(found)}" for scheme, row in rows.items() if (found := broken(row))]
         lines += [f"It {'breaks' if faults else 'keeps'} the promise{': ' * bool(faults)}{'; '.join(faults)}.", ""]
-    lines += ["## Sharpness and knee", "", choice(grids, defaults), ""]
-    for name, grid in grids.items():
-        lines += [
-            f"{name}: rise on held-out text / mean KL over all texts; the bound is that of sharpness 8.",
-            "",
-        ]
-        cells = []
-        for knee in KNEES:
-            row = [grid[sharpness, knee] for sharpness in SHARPNESSES]
-            numbers = [f"{each['texts']['held-out']['rise']:+.4f} / {mean_kl(each):.4f}" for each in row]
-            cells.append([f"{knee:g}", f"{row[-1]['bound']:.1f}", *numbers])
-        lines += table(["knee", "bound", *(f"sharpness {sharpness}" for sharpness in SHARPNESSES)], cells, "rrrrrr")
     return "\n".join(lines) + "\n"
 
 
 def main(command: list[str] | None = None) -> str:
-    options, runs = study.parse(Options, command)
-    grids: dict[str, dict[tuple[int, float], Row]] = {}
+    options, runs = parse(Options, command)
     defaults: dict[str, dict[str, Row]] = {}
     for given in options.models:
         story = Story(given, options.others, options.size)
         settings = {"model": story.name, "text": Path(story.source).name, "size": options.size}
-
-        def get(asked: Row, run: Any, settings: Row = settings) -> Row:
-            row = runs.get(settings | asked, run)
-            print(settings | asked, row, flush=True)
-            return row
-
-        defaults[story.name] = {
-            scheme: get({"scheme": scheme}, partial(story.run_default, scheme)) for scheme in DEFAULTS
-        }
-        grids[story.name] = {
-            (s, c): get({"sharpness": s, "knee": c}, partial(story.run, s, c)) for s in SHARPNESSES for c in KNEES
-        }
-    return study.publish(page(grids, defaults, provenance(runs.used)), options.out)
+        rows = defaults[story.name] = {}
+        for scheme in DEFAULTS:
+            rows[scheme] = runs.get(settings | {"scheme": scheme}, partial(story.run, scheme))
+            print(settings | {"scheme": scheme}, rows[scheme], flush=True)
+    return publish(page(defaults, provenance(runs.used)), options.out)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import gc
 import os
-import platform
 import resource
 import statistics
 import sys
@@ -31,8 +29,9 @@ from typing import Any
 
 import test_helpers_path  # noqa: F401
 import torch
-import transformers
-from bench_tiled import commit, cpu_name
+from machine import made
+from markdown_table import publish, table
+from run_log import provenance
 from tiny import tiny_model
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, conversion_mapping
@@ -163,45 +162,28 @@ def generating() -> Callable[[int], None]:
     padded[0, :5] = 0
 
     def generate(number: int) -> None:
-        cache = ("dynamic", "static")[number % 2]
         mask = padded if number // 2 % 2 else torch.ones_like(tokens)
-        model.generate(
-            input_ids=tokens,
-            attention_mask=mask,
-            max_new_tokens=6,
-            do_sample=False,
-            cache_implementation=cache,
-            disable_compile=True,
-        )
+        options = {"cache_implementation": ("dynamic", "static")[number % 2], "disable_compile": True}
+        model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=6, do_sample=False, **options)
 
     return generate
 
 
-def table(grown: list[Growth]) -> list[str]:
-    lines = ["| phase | held | after the warm-up | at the end | growth | |", "|---|---|---:|---:|---:|---|"]
-    for one in grown:
-        numbers = (one.first, one.last, one.growth)
-        memory = one.name == "memory"
-        cells = [f"{x / 2**20:.1f} MiB" if memory else f"{x:,.0f}" for x in numbers]
-        lines.append(f"| {one.phase} | {one.name} | {' | '.join(cells)} | {'GROWS' if one.grows else 'flat'} |")
-    return lines
-
-
 def page(grown: list[Growth], seconds: float) -> str:
-    lines = [
-        "# Soak",
-        "",
-        f"`python recipes/benchmarks/soak.py {' '.join(sys.argv[1:])}`",
-        "",
-        f"{seconds:.0f} s on {cpu_name()}, {torch.get_num_threads()} thread(s); torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}, commit {commit('hf_qknorm')}, "
-        f"{datetime.date.today()}. Growth of memory is the median slope over {POINTS} points, scaled to the phase; up "
-        f"to {DRIFT // 2**20} MiB counts as flat. Growth of every other count is the difference; only 0 "
-        "counts as flat.",
-        "",
-        *table(grown),
-    ]
-    return "\n".join(lines) + "\n"
+    rows = []
+    for one in grown:
+        unit = (lambda x: f"{x / 2**20:.1f} MiB") if one.name == "memory" else "{:,.0f}".format
+        numbers = map(unit, (one.first, one.last, one.growth))
+        rows.append([one.phase, one.name, *numbers, "GROWS" if one.grows else "flat"])
+    head = ["phase", "held", "after the warm-up", "at the end", "growth", ""]
+    return f"""# Soak
+
+`python recipes/benchmarks/soak.py {" ".join(sys.argv[1:])}`
+
+{seconds:.0f} s; {provenance([{"made": made()}])} Growth of memory is the median slope over {POINTS} points, scaled to \
+the phase; up to {DRIFT // 2**20} MiB counts as flat. Growth of every other count is the difference; only 0 is flat.
+
+""" + "\n".join(table(head, rows, "llrrrl"))
 
 
 def main(command: list[str] | None = None) -> int:
@@ -222,10 +204,7 @@ def main(command: list[str] | None = None) -> int:
         }
         for phase, (count, make) in phases.items():
             grown += soak(phase, count, make())
-    text = page(grown, time.perf_counter() - start)
-    print(text)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
+    publish(page(grown, time.perf_counter() - start), args.out)
     return int(any(one.grows for one in grown))
 
 

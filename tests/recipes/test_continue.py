@@ -15,7 +15,7 @@ import continued_run
 import pytest
 import torch
 from continued_arms import ARMS, STARTS, Start
-from continued_page import conclusions, fall, grid, largest_logit, rates_section
+from continued_page import Grid, conclusions, fall, largest_logit, rates_section
 from continued_run import AFTER, DOUBLED, SIZES, Run, Sources, prepare, run_one
 
 SIZE = SIZES["quick"]
@@ -131,8 +131,8 @@ def test_rates_warm_up_fall_and_double_at_the_fault():
 
 
 def test_tables_and_conclusions_bear_runs_that_diverged():
-    base = grid({1e-3: [row(3.0, 2.0), row(3.0, 2.1)], 1e-2: [row(3.0, math.nan), row(3.0, 2.6)]})
-    lost = grid({rate: [row(3.0, math.nan), row(3.0, math.nan)] for rate in (1e-3, 1e-2)})
+    base = Grid({1e-3: [row(3.0, 2.0), row(3.0, 2.1)], 1e-2: [row(3.0, math.nan), row(3.0, 2.6)]})
+    lost = Grid({rate: [row(3.0, math.nan), row(3.0, math.nan)] for rate in (1e-3, 1e-2)})
     arms = {"unpatched": base, "lost": lost}
     lines = conclusions(arms)
     assert "- Diverged at every rate, or compared with a model that did: lost." in lines
@@ -148,8 +148,8 @@ def test_a_fall_counts_from_the_fault_on():
 
 
 def test_the_conclusions_name_each_arm_once_a_rule():
-    base = grid({1e-3: [row(3.0, 2.0), row(3.0, 2.1)], 1e-2: [row(3.0, 2.5), row(3.0, 2.6)]})
-    good = grid({1e-3: [row(3.0, 2.2), row(3.0, 2.3)], 1e-2: [row(3.0, 1.8), row(3.0, 1.9)]})
+    base = Grid({1e-3: [row(3.0, 2.0), row(3.0, 2.1)], 1e-2: [row(3.0, 2.5), row(3.0, 2.6)]})
+    good = Grid({1e-3: [row(3.0, 2.2), row(3.0, 2.3)], 1e-2: [row(3.0, 1.8), row(3.0, 1.9)]})
     lines = conclusions({"unpatched": base, "capped": good})
     assert "capped (-0.200" in lines[0]
     assert "none" in lines[1]
@@ -167,3 +167,19 @@ def test_the_base_is_the_checkpoint_where_one_is_given(sources, text, tmp_path):
     assert prepare(given, SIZE, {"unpatched"})
     weights = [continued_run.load(folder / "unpatched").state_dict() for folder in (given.folder, sources.folder)]
     assert all(torch.equal(a, b) for a, b in zip(*(x.values() for x in weights), strict=True))
+
+
+def test_a_rate_is_within_a_margin_if_all_from_the_best_one_up_to_it_are():
+    found = Grid(
+        {
+            1e-3: [row(4.0, 3.0), row(4.0, 3.0)],  # slow, and no sign of divergence
+            2e-3: [row(4.0, 2.0), row(4.0, 2.1)],
+            4e-3: [row(4.0, 2.1), row(4.0, 2.45)],
+            8e-3: [row(4.0, math.nan), row(4.0, 2.0)],
+        }
+    )
+    assert found.best == (pytest.approx(2.05), 2e-3)
+    assert [found.stable(found.best[0] + margin) for margin in (0.0, 0.1, 0.5)] == [None, 2e-3, 4e-3]
+    assert found.sensitivities() == pytest.approx(
+        [(3.0 + 2.0 + 2.1 + 4.0) / 4 - 2.0, (3.0 + 2.1 + 2.45 + 2.0) / 4 - 2.0]
+    )

@@ -42,7 +42,7 @@ BASES = {
         Base("mistral-lp", "mistral", "lp"),
         Base("qwen2-qkv_norm", "qwen2", "qkv_norm"),
         Base("mixtral-per_head", "mixtral", BIASED),
-        Base("gpt_neox-qk_norm", "gpt_neox", "qk_norm", exports=True),
+        Base("gpt_neox-layer", "gpt_neox", {"q": "layer", "k": "layer"}, exports=True),
         Base("gemma2-soft_cap", "gemma2", {"softcap": 20.0}, exports=True),
         Base("bert-qk_norm", "bert", "qk_norm"),
     )

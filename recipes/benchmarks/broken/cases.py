@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from broken import edits, headers, layouts, places, weights
+from broken import edits, files, tensors
 from broken.bases import BASES, LAYOUTS, Base, whole
 from broken.edits import Draw, Edit
 from broken.worker import NOBODY
@@ -19,15 +19,15 @@ DRAWS: dict[str, Draw] = {
     "config field missing": edits.missing,
     "config field added": edits.added,
     "model_type, architectures": edits.kind,
-    "config text": edits.text,
+    "config text": files.text,
     "scheme": edits.scheme,
-    "header": headers.header,
-    "tensor": weights.tensor,
-    "gain": weights.gain,
-    "index, layout": layouts.index,
-    "tokenizer": places.tokenizer,
-    "place of a file": places.place,
-    "harmless": places.harmless,
+    "header": tensors.header,
+    "tensor": tensors.tensor,
+    "gain": tensors.gain,
+    "index, layout": files.index,
+    "tokenizer": files.tokenizer,
+    "place of a file": files.place,
+    "harmless": files.harmless,
 }
 KINDS = (*DRAWS, "two of them", "untouched")
 PATCHED_ONLY = ("scheme", "gain")

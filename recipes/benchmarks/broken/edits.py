@@ -12,6 +12,8 @@ from random import Random
 from typing import Any
 
 CONFIG = "config.json"
+LARGEST = 2**24  # bytes of a file that an edit changes
+ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Edit:
     """
 
     text: str
-    apply: Callable[[Path], None]
+    apply: Callable[[Path], object]
     names: tuple[str, ...] = ()
     harmless: bool = False
     unprivileged: bool = False
@@ -74,7 +76,6 @@ ADDED: dict[str, tuple[Any, ...]] = {
     "qk_norm_blend": ({}, {"norms": True, "softcap": None}, {"norms": False, "softcap": 5.0}, 3),
     "qk_norm_scheme": ("qk_norm",),
 }
-LARGEST = 2**24  # bytes of a file that an edit changes
 SCHEME: dict[str, tuple[Any, ...]] = {
     "q": ("rms", "layer", "l2", "lp", "auto", None, "bogus", "RMS", 3, [], True),
     "k": ("rms", "layer", "l2", "lp", "auto", None, "bogus", 3, {}),
@@ -88,6 +89,19 @@ SCHEME: dict[str, tuple[Any, ...]] = {
     "eps": (1e-6, 1e-2, 0, -1e-6, math.nan, "x", None, 1e308),
     "knee": (0, 0.5, 4.0, 16, -1, math.nan, math.inf, "4", None, True, [4.0], 10**400),
 }
+TYPES = ("llama", "gpt2", "qknorm_llama", "qknorm_gpt2", "qknorm_mistral", "qknorm_bogus", "bogus", "bert", "qwen3",
+         "", None, 3, [], "../llama", "a" * 500)  # fmt: skip
+CLASSES = (["LlamaForCausalLM"], ["GPT2LMHeadModel"], ["QKNormLlamaForCausalLM"], ["LlamaModel"], ["BertModel"],
+           ["Bogus"], ["Qwen3ForCausalLM"], ["PretrainedConfig"], ["AutoModel"], ["__class__"], None, [], [None],
+           ["T5ForConditionalGeneration"], "LlamaForCausalLM", 3, {}, ["a", "b"])  # fmt: skip
+WHOLE: dict[str, tuple[Any, ...]] = {  # the fields that hold the scheme, as a whole
+    "qk_norm": (None, "qk_norm", "qk_norm_cap", "bogus", "", {}, [], 3, True, {"q": "rms"}, [["q", "rms"]], NESTED,
+                ABSENT, ABSENT),
+    "attn_logit_softcapping": (None, 5.0, 50.0, 0, -1, "50", math.nan, True),
+    "qk_norm_base": (None, {}, {"attn_logit_softcapping": None}, {"attn_logit_softcapping": 5.0}, {"a": 1}, 3, "x"),
+    "qk_norm_blend": (None, {}, {"norms": True, "softcap": 50.0}, {"norms": False, "softcap": None}, {"norms": 1}, 3),
+}  # fmt: skip
+OWN = ("qk_norm", "qk_norm_base", "qk_norm_blend", "model_type", "architectures")
 
 
 def can_be_read(path: Path) -> bool:
@@ -103,78 +117,59 @@ def read_config(folder: Path) -> dict[str, Any]:
     return data
 
 
-def on_config(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Apply `change` to the content of config.json."""
+def configured(values: dict[tuple[str, ...], Any], words: tuple[str, ...] = (), beside: str | None = None) -> Edit:
+    """Set fields of config.json, or remove those that are ABSENT, by their places; only `beside` a field, if given."""
 
     def apply(folder: Path) -> None:
         config = read_config(folder)
-        change(config)
+        for (*outer, name), value in values.items() if beside in (None, *config) else ():
+            node = config
+            for key in outer:
+                node = node[key]
+            if value is ABSENT:
+                node.pop(name, None)
+            else:
+                node[name] = copy.deepcopy(value)
         (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
-    return apply
+    said = {".".join(place): value for place, value in values.items()}
+    text = ", ".join(f"without {x}" if y is ABSENT else f"{x} = {shortened(y)}" for x, y in said.items())
+    return Edit(text, apply, (*(name for place in values for name in place), *words))
 
 
 def field(folder: Path, draw: Random) -> Edit:
     """Set a field to another value: of a wrong type, out of range, or a possible one."""
     config = read_config(folder)
-    own = ("qk_norm", "qk_norm_base", "qk_norm_blend", "model_type", "architectures")
-    name = draw.choice(sorted(key for key in config if key not in own))
+    name = draw.choice(sorted(key for key in config if key not in OWN))
     old = config[name]
+    if isinstance(old, dict) and old and draw.random() < 0.7:  # inside it
+        return configured({(name, draw.choice(sorted(old))): draw.choice((*NUMBERS, *TEXTS))}, beside=name)
     by_type = {bool: FLAGS, int: SIZES, float: NUMBERS, str: TEXTS, list: LISTS}
     value = draw.choice([v for v in by_type.get(type(old), (*LISTS, *NUMBERS)) if v is not old])
     if isinstance(old, int | float) and not isinstance(old, bool) and draw.random() < 0.2:
         value = draw.choice((old * 2, old + 1, -old, str(old)))
-    if isinstance(old, dict) and old and draw.random() < 0.7:  # inside it
-        key, value = draw.choice(sorted(old)), draw.choice((*NUMBERS, *TEXTS))
-        return Edit(
-            f"{name}.{key} = {shortened(value)}",
-            on_config(lambda c: c[name].__setitem__(key, copy.deepcopy(value))),
-            (name, key),
-        )
-
-    def change(config: dict[str, Any]) -> None:
-        if name in config:
-            config[name] = value
-
-    return Edit(f"{name} = {shortened(value)}", on_config(change), (name,))
+    return configured({(name,): value}, beside=name)
 
 
 def missing(folder: Path, draw: Random) -> Edit:
-    """Remove a field."""
-    config = read_config(folder)
-    names = draw.sample(sorted(config), draw.choice((1, 1, 2, 4)))
-    return Edit(
-        f"without {', '.join(names)}",
-        on_config(lambda c: [c.pop(name, None) for name in names]),
-        tuple(names),
-    )
+    """Remove one or several fields."""
+    names = draw.sample(sorted(read_config(folder)), draw.choice((1, 1, 2, 4)))
+    return configured({(name,): ABSENT for name in names})
 
 
 def added(folder: Path, draw: Random) -> Edit:
     """Add a field that the model does not have, or that overrides its type."""
     name = draw.choice(sorted(ADDED))
-    value = draw.choice(ADDED[name])
-    return Edit(f"{name} = {shortened(value)}", on_config(lambda c: c.__setitem__(name, copy.deepcopy(value))), (name,))
+    return configured({(name,): draw.choice(ADDED[name])})
 
 
 def kind(folder: Path, draw: Random) -> Edit:
     """Set a model_type and architectures that contradict each other, or that do not exist."""
-    types = ("llama", "gpt2", "qknorm_llama", "qknorm_gpt2", "qknorm_mistral", "qknorm_bogus", "bogus", "bert", "qwen3")
-    classes = ("LlamaForCausalLM", "GPT2LMHeadModel", "QKNormLlamaForCausalLM", "LlamaModel", "BertModel", "Bogus")
-    classes += ("Qwen3ForCausalLM", "PretrainedConfig", "AutoModel", "__class__", "T5ForConditionalGeneration")
-    config = read_config(folder)
-    types += tuple(config["model_type"].removeprefix("qknorm_") for _ in range(4))
-    values: dict[str, Any] = {}
-    if draw.random() < 0.6:
-        values["model_type"] = draw.choice((*types, "", None, 3, [], "../llama", "a" * 500))
-    if not values or draw.random() < 0.4:
-        values["architectures"] = draw.choice(
-            (*([name] for name in classes), None, [], [None], "LlamaForCausalLM", 3, {}, ["a", "b"])
-        )
-    text = ", ".join(f"{name} = {shortened(value)}" for name, value in values.items())
-    return Edit(
-        text, on_config(lambda c: c.update(copy.deepcopy(values))), (*values, "model type", "attention", "qk_norm")
-    )
+    own = read_config(folder)["model_type"].removeprefix("qknorm_")
+    values = {("model_type",): draw.choice((*TYPES, *[own] * 4)), ("architectures",): draw.choice(CLASSES)}
+    some = draw.choice(((0,), (0,), (1,), (0, 1)))
+    chosen = {place: value for n, (place, value) in enumerate(values.items()) if n in some}
+    return configured(chosen, ("model type", "attention", "qk_norm"))
 
 
 def scheme(folder: Path, draw: Random) -> Edit | None:
@@ -182,92 +177,21 @@ def scheme(folder: Path, draw: Random) -> Edit | None:
     config = read_config(folder)
     if "qk_norm" not in config:
         return None
-    way = draw.choice(("value", "value", "value", "missing", "unknown", "whole", "cap", "base", "blend"))
-    whole = (None, "qk_norm", "qk_norm_cap", "bogus", "", {}, [], 3, True, {"q": "rms"}, [["q", "rms"]], NESTED)
-    caps = (None, 5.0, 50.0, 0, -1, "50", math.nan, True)
-    bases = (None, {}, {"attn_logit_softcapping": None}, {"attn_logit_softcapping": 5.0}, {"a": 1}, 3, "x")
-    blends = (None, {}, {"norms": True, "softcap": 50.0}, {"norms": False, "softcap": None}, {"norms": 1}, 3)
-    name = {"cap": "attn_logit_softcapping", "base": "qk_norm_base", "blend": "qk_norm_blend"}.get(way, "qk_norm")
-    if way in ("value", "missing", "unknown"):
-        keys: dict[str, Any] = {
-            "value": SCHEME,
-            "missing": config[name],
-            "unknown": ("Q", "kneee", "softCap", "__class__"),
-        }
-        key = draw.choice(sorted(keys[way]))
-        value = draw.choice(SCHEME[key]) if key in SCHEME else 1.0
-        both = key == "softcap" and draw.random() < 0.5  # with what servers read
-
-        def change(config: dict[str, Any]) -> None:
-            if way == "missing":
-                del config[name][key]
-                return
-            config[name][key] = copy.deepcopy(value)
-            if both:
-                config["attn_logit_softcapping"] = value
-
-        said = f"{name}.{key} " + ("is missing" if way == "missing" else f"= {shortened(value)}")
-        return Edit(said, on_config(change), (name, "scheme", "Scheme", f"{key}=", "attn_logit_softcapping"))
-    value = draw.choice({"whole": whole, "cap": caps, "base": bases, "blend": blends}[way])
-    drop = way == "whole" and draw.random() < 0.3
-
-    def put(config: dict[str, Any]) -> None:
-        if "qk_norm" in config:
-            config.pop(name) if drop else config.__setitem__(name, copy.deepcopy(value))
-
-    return Edit(
-        f"without {name}" if drop else f"{name} = {shortened(value)}", on_config(put), (name, "scheme", "qk_norm")
-    )
-
-
-def text(folder: Path, draw: Random) -> Edit:
-    """Make config.json invalid as text or JSON, with a duplicate key, or of another kind."""
-    share = draw.random()
-    bomb = 10 ** draw.choice((2, 3, 5))
-    ways: dict[str, Callable[[bytes], bytes]] = {
-        f"truncated to {share:.0%}": lambda b: b[: int(len(b) * share)],
-        "empty": lambda b: b"",
-        "blank": lambda b: b"  \n",
-        "binary": lambda b: bytes(range(256)) * 4,
-        "with a byte-order mark": lambda b: b"\xef\xbb\xbf" + b,
-        "UTF-16": lambda b: b.decode().encode("utf-16"),
-        "Latin-1": lambda b: b.replace(b'"model_type"', b'"\xe9": 1, "model_type"'),
-        "with NUL bytes": lambda b: b + b"\0" * 8,
-        "twice": lambda b: b + b,
-        "a list": lambda b: b"[" + b + b"]",
-        "null": lambda b: b"null",
-        "a number": lambda b: b"7",
-        "a text": lambda b: b'"llama"',
-        f"nested {bomb} deep": lambda b: b.replace(b"{", b'{"a": ' + b"[" * bomb + b"]" * bomb + b",", 1),
-        "a field twice": lambda b: twice(b, share),
-        "with a comment": lambda b: b"// hello\n" + b,
-        "a comma too many": lambda b: b.rstrip().removesuffix(b"}") + b",}",
-        "a number of 5,000 digits": lambda b: b.replace(b"{", b'{"a": ' + b"9" * 5000 + b",", 1),
-        "a lone surrogate": lambda b: b.replace(b"{", b'{"a": "\\ud800",', 1),
-    }
-    way = draw.choice(sorted(ways))
-    return Edit(f"config.json {way}", rewriting(CONFIG, ways[way]), (CONFIG,))
-
-
-def twice(data: bytes, share: float) -> bytes:
-    """Give a field of a config a second, different value."""
-    config = json.loads(data)
-    ours = ("qk_norm", "attn_", "experts_implementation")  # which the unpatched twin does not have
-    names = sorted(name for name in config if not name.startswith(ours))
-    name = names[int(share * len(names))]
-    other = {"hidden_size": 64}.get(name, 3)
-    return data.rstrip().removesuffix(b"}") + f', "{name}": {other}}}'.encode()
-
-
-def rewriting(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """Rewrite the bytes of a file, if it exists."""
-
-    def apply(folder: Path) -> None:
-        path = folder / name
-        if can_be_read(path):
-            path.write_bytes(change(path.read_bytes()))
-
-    return apply
+    way, said = draw.random(), ("scheme", "Scheme", "attn_logit_softcapping", "qk_norm")
+    if way < 0.45:  # another value; half of the caps also for servers, which read theirs elsewhere
+        key = draw.choice(sorted(SCHEME))
+        values = {("qk_norm", key): draw.choice(SCHEME[key])}
+        if key == "softcap" and draw.random() < 0.5:
+            values["attn_logit_softcapping",] = values["qk_norm", key]
+        said += (f"{key}=",)
+    elif way < 0.55:
+        values = {("qk_norm", draw.choice(sorted(config["qk_norm"]))): ABSENT}
+    elif way < 0.65:
+        values = {("qk_norm", draw.choice(("Q", "kneee", "softCap", "__class__"))): 1.0}
+    else:
+        name = draw.choice(sorted(WHOLE))
+        values = {(name,): draw.choice(WHOLE[name])}
+    return configured(values, said, beside="qk_norm")
 
 
 def shortened(value: Any) -> str:

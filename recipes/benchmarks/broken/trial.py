@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,9 @@ from typing import Any
 from broken.bases import twin, whole
 from broken.cases import Case, break_copy
 from broken.edits import read_config
-from broken.verdicts import FAULTS, OWN, REFUSED, RIGHT, SILENT, WRONG, Verdict, close, failed
 from broken.workers import SCHEME, Answer, Facts, Worker, Workers
 
-COMMANDS = ("load", "convert", "export", "inspect")
-LANGUAGE_MODEL = "AutoModelForCausalLM"  # what an inspection loads
+COMMANDS = ("load", "convert", "export")
 STATES = (  # what a message may say of a whole checkpoint that a command is not for
     "converted already",
     "not a patched model",
@@ -25,14 +24,61 @@ STATES = (  # what a message may say of a whole checkpoint that a command is not
     "is quantised",
     "would be lost",
     "folded the norms in front of attention",
-    "has bidirectional attention",
 )
+RIGHT, REFUSED, SILENT, OWN = "right", "refused, named", "transformers is silent", "transformers' own error"
+WRONG, UNNAMED, HANG, CRASH = "WRONG", "unnamed error", "hang", "crash"
+OUTCOMES = (RIGHT, REFUSED, SILENT, OWN, WRONG, UNNAMED, HANG, CRASH)
+FAULTS = (WRONG, UNNAMED, HANG, CRASH)
+FILES = re.compile(r"config\.json|generation_config|\.safetensors|index\.json|tokenizer|\.bin\b|adapter_config")
+LAYER = re.compile(r"\w\.\d+\.\w")  # a part of a layer, as model.layers.1.self_attn
+FIELDS = re.compile(r"\b[a-z]+_[a-z_]+\b")  # a word that only a field or a tensor can be
+TOLERANCE = {"torch.float32": 1e-4, "torch.float64": 1e-4}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: str
+    why: str = ""
+
+
+def close(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two answers have the same logits, up to rounding; NaN equals NaN."""
+    if a.get("kind") != "done" or b.get("kind") != "done" or len(a["logits"]) != len(b["logits"]):
+        return False
+    tolerance = max(TOLERANCE.get(one["dtype"], 0.05) for one in (a, b))
+    finite = [abs(x) for x in b["logits"] if math.isfinite(x)]
+    size = max(finite, default=0.0)
+
+    def same(x: float, y: float) -> bool:
+        if not (math.isfinite(x) and math.isfinite(y)):
+            return x == y or (math.isnan(x) and math.isnan(y))
+        return abs(x - y) <= tolerance * max(size, 1e-6)
+
+    return all(map(same, a["logits"], b["logits"]))
+
+
+def named(answer: dict[str, Any], names: tuple[str, ...], fields: frozenset[str]) -> bool:
+    """Whether an error names a file, the changed field or tensor, or another field of the config."""
+    text = answer["text"]
+    if FILES.search(text) or LAYER.search(text) or any(name and name in text for name in names):
+        return True
+    return bool(fields & {*FIELDS.findall(text)})
+
+
+def failed(answer: dict[str, Any], names: tuple[str, ...], fields: frozenset[str]) -> Verdict:
+    """Return the verdict on an answer that is not a success."""
+    if answer["kind"] in ("hang", "crash"):
+        return Verdict(HANG if answer["kind"] == "hang" else CRASH, answer["text"])
+    said = f"{answer['type']} at {answer['place']}: {answer['text'].strip().partition(chr(10))[0][:160]}"
+    if not named(answer, names, fields):
+        return Verdict(UNNAMED, said)
+    if not answer["one_line"]:
+        return Verdict(UNNAMED, f"a traceback: {said}")
+    return Verdict(REFUSED, said)
 
 
 def gist(text: str) -> str:
-    """Return the start of a message, without numbers, its folder, and the parts that differ between a derived class
-    and its base.
-    """
+    """Return the start of a message, without numbers, its folder, and what a derived class adds to its base's name."""
     return re.sub(r"\d+|QKNorm|qknorm_|/src|/twin", "", text)[:40]
 
 
@@ -90,9 +136,7 @@ class Trial:
 
     @cached_property
     def meant(self) -> Answer:
-        """Return what the checkpoint is by its own config, where that is valid: its twin, patched as the config
-        says.
-        """
+        """Return what the checkpoint is by its own config, where that is valid: its twin, patched as that says."""
         scheme, blend = self.base.scheme, self.base.blend
         try:
             config, before = read_config(self.folder), read_config(whole(self.root, self.base, self.case.layout))
@@ -150,16 +194,24 @@ class Trial:
         return Verdict(verdict.outcome, f"{verdict.why}; {self.said_by_plain()}")
 
     def judge_refusal(self, answer: Answer, expected: bool) -> Verdict:
-        """Judge a failed conversion or export, which must leave nothing; `expected` says whether it must fail."""
-        left = sorted(path.name for path in (self.place / "out").iterdir())
-        if left:
+        """Judge a failed command, which must leave nothing; `expected` says whether it must fail."""
+        if left := sorted(path.name for path in (self.place / "out").iterdir()):
             return Verdict(WRONG, f"it failed and left {left}: {answer['text'][:100]}")
         verdict = failed(answer, self.case.names, self.fields)
+        if verdict.outcome in FAULTS and answer.get("one_line") and any(x in answer["text"] for x in STATES):
+            verdict = Verdict(REFUSED, verdict.why)
         if not expected and verdict.outcome not in FAULTS:
             return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
-        if verdict.outcome in FAULTS and answer.get("one_line") and any(x in answer["text"] for x in STATES):
-            return Verdict(REFUSED, verdict.why)
         return verdict
+
+    def judge_written(self, answer: Answer, out: str, expected: bool, worker: Worker | None = None) -> Verdict | Answer:
+        """Judge what a conversion or an export wrote: a verdict, or the outcome of loading it."""
+        if answer["kind"] != "done":
+            return self.judge_refusal(answer, expected)
+        got = self.ask("load", Path(out), worker)
+        if got["kind"] != "done":
+            return Verdict(WRONG, f"written, and does not load: {got.get('type')}: {got['text'][:120]}")
+        return self.judge_tokens(Path(out)) or got
 
     def destination(self, name: str) -> str:
         for path in (self.place / "out").iterdir():
@@ -168,15 +220,10 @@ class Trial:
 
     def judge_convert(self) -> Verdict:
         out = self.destination("converted")
-        answer = self.ask("convert", destination=out)
         patched = self.base.scheme is not None
-        if answer["kind"] != "done":
-            return self.judge_refusal(answer, expected=patched or not self.case.harmless)
-        got = self.ask("load", Path(out))
-        if got["kind"] != "done":
-            return Verdict(WRONG, f"written, and does not load: {got.get('type')}: {got['text'][:120]}")
-        if tokens := self.judge_tokens(Path(out)):
-            return tokens
+        got = self.judge_written(self.ask("convert", destination=out), out, patched or not self.case.harmless)
+        if isinstance(got, Verdict):
+            return got
         if not patched and close(got, self.facts["convert"]):
             return Verdict(RIGHT)
         meant = self.ask("reference", scheme=SCHEME)
@@ -188,17 +235,12 @@ class Trial:
     def judge_export(self) -> Verdict:
         out = self.destination("exported")
         answer = self.ask("export", destination=out)
-        if answer["kind"] != "done":
-            return self.judge_refusal(answer, expected=not (self.base.exports and self.case.harmless))
-        if self.base.scheme is None:
-            return Verdict(WRONG, "written, and its source is not patched")
-        got = self.ask("load", Path(out), self.workers.plain)
-        if got["kind"] != "done":
-            return Verdict(WRONG, f"written, and does not load: {got.get('type')}: {got['text'][:120]}")
-        if got["made_up"]:
-            return Verdict(WRONG, f"written, and {got['made_up'][0]} is missing")
-        if tokens := self.judge_tokens(Path(out)):
-            return tokens
+        expected = not (self.base.exports and self.case.harmless)
+        got = self.judge_written(answer, out, expected, self.workers.plain)
+        if isinstance(got, Verdict):
+            return got
+        if self.base.scheme is None or got["made_up"]:
+            return Verdict(WRONG, "written, and its source is not patched, or a tensor is missing")
         if close(got, self.facts["load"]):
             return Verdict(RIGHT)
         loaded = self.judge_load()
@@ -212,42 +254,12 @@ class Trial:
             return None
         there, here = self.ask("tokens", out), self.ask("tokens")
         if here["kind"] != "done":
-            return Verdict(
-                WRONG, f"written with a tokenizer that can't be read: {here.get('type')}: {here['text'][:90]}"
-            )
+            return Verdict(WRONG, f"written with a tokenizer that can't be read: {here['text'][:90]}")
         if there == here:
             return None
         if here["tokens"] != self.whole_tokens():
             return Verdict(SILENT, "its tokenizer is another")
         return Verdict(WRONG, "written with another tokenizer than its source's")
-
-    def judge_inspect(self) -> Verdict:
-        answer, expected = self.ask("inspect", texts=str(self.root / "text.txt")), self.facts["inspect"]
-        if answer["kind"] != "done":
-            verdict = failed(answer, (*self.case.names, "text.txt"), self.fields)
-            if (
-                verdict.outcome in FAULTS
-                and answer.get("one_line")
-                and any(words in answer["text"] for words in STATES)
-            ):
-                verdict = Verdict(REFUSED, verdict.why)
-            whole_one = "loss" in expected and self.base.auto == LANGUAGE_MODEL
-            if self.case.harmless and verdict.outcome == REFUSED and whole_one:
-                return Verdict(WRONG, f"refused, and nothing is broken: {verdict.why}")
-            return verdict
-        measured = self.ask("load", auto=LANGUAGE_MODEL)
-        if measured.get("made_up"):
-            return Verdict(WRONG, f"measured, where transformers makes up {measured['made_up'][0]}")
-        if "loss" in expected and math.isclose(answer["loss"], expected["loss"], rel_tol=1e-3):
-            return Verdict(RIGHT)
-        if answer["length"] != expected.get("length"):
-            return Verdict(RIGHT, "over sequences as long as its config says")
-        loaded = self.judge_load()
-        if loaded.outcome == SILENT or (loaded.outcome == RIGHT and loaded.why):
-            return loaded
-        if self.ask("tokens").get("tokens") != self.whole_tokens():
-            return Verdict(SILENT, "its tokenizer is another")
-        return Verdict(WRONG, f"a loss of {answer['loss']}, not {expected.get('loss')}")
 
     def whole_tokens(self) -> Any:
         return self.ask("tokens", whole(self.root, self.base, self.case.layout)).get("tokens")

@@ -1,4 +1,4 @@
-"""A process that loads, converts, exports and inspects checkpoints: one request per line. It survives its requests.
+"""A process that loads, converts and exports checkpoints: one request per line. It survives its requests.
 
     python recipes/benchmarks/broken/worker.py plain | package
 
@@ -16,13 +16,13 @@ import signal
 import sys
 import traceback
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).parents[1])  # the benchmarks, as if one of them had been started
 MEMORY = 3 * 2**30  # bytes that a request may add
 NOBODY = 65534
+OWN = {"q_norm", "k_norm", "v_norm"}
 
 
 def outputs(model: Any) -> dict[str, Any]:
@@ -79,17 +79,8 @@ def export(folder: str, destination: str) -> dict[str, Any]:
     return {}
 
 
-def inspect(folder: str, texts: str) -> dict[str, Any]:
-    from hf_qknorm.convert.inspect import inspect_checkpoint
-
-    found = inspect_checkpoint(folder, texts=texts, tokens=32)
-    prediction = found.patched or found.base
-    return {"loss": prediction.loss if prediction else None, "length": found.length}
-
-
 def reference(folder: str, auto: str, scheme: Any, norms: str | None = None, blend: float | None = None) -> Any:
-    """Return the unpatched checkpoint in `folder`, loaded by transformers, patched, with the norms from the folder
-    `norms`.
+    """Return the unpatched checkpoint in `folder`, patched, with the norms from the folder `norms`.
 
     Raises an error if those are not the norms of `scheme`.
     """
@@ -100,25 +91,19 @@ def reference(folder: str, auto: str, scheme: Any, norms: str | None = None, ble
     from hf_qknorm import Scheme, patch_model
     from hf_qknorm.training.blend import set_blend
 
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     model, info = getattr(transformers, auto).from_pretrained(folder, output_loading_info=True)
     patch_model(model, Scheme.of(scheme))
     if blend is not None:
         set_blend(model, blend)
     if norms is not None:
-        stored: dict[str, Any] = {}
         single = Path(norms, "model.safetensors")  # transformers reads this one, whatever lies beside it
-        for path in [single] if single.is_file() else Path(norms).glob("*.safetensors"):
-            stored |= load_file(path)
-        own = {"q_norm", "k_norm", "v_norm"}
-        expected = model.state_dict()
-        names = {name for name in expected if own & set(name.split("."))}
-        if names != {name for name in stored if own & set(name.split("."))}:
+        paths = [single] if single.is_file() else Path(norms).glob("*.safetensors")
+        stored = {name: x for path in paths for name, x in load_file(path).items() if OWN & {*name.split(".")}}
+        expected = {name: x for name, x in model.state_dict().items() if OWN & {*name.split(".")}}
+        if stored.keys() != expected.keys() or not all(x.dtype in floats for x in stored.values()):
             raise KeyError("other norms")
-        if not all(
-            stored[name].dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) for name in names
-        ):
-            raise TypeError("norms that are no floating point")
-        model.load_state_dict({name: stored[name].to(expected[name].dtype) for name in names}, strict=False)
+        model.load_state_dict({name: x.to(expected[name].dtype) for name, x in stored.items()}, strict=False)
     return {**outputs(model), "made_up": sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))[:3]}
 
 
@@ -127,38 +112,28 @@ def wait(path: str) -> dict[str, Any]:
     return {"text": Path(path).read_text()}
 
 
-COMMANDS = {f.__name__: f for f in (wait, load, tokens, build, convert, export, inspect, reference)}
-
-
-@contextmanager
-def unprivileged(wanted: bool) -> Any:
-    """Drop root rights, which override file permissions."""
-    if not wanted or os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
+COMMANDS = {f.__name__: f for f in (wait, load, tokens, build, convert, export, reference)}
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a command, or the error that it raised."""
-    limit, drop = request.pop("limit"), request.pop("unprivileged", False)
+    limit, drop = request.pop("limit"), request.pop("unprivileged", False) and os.geteuid() == 0
     command = COMMANDS[request.pop("command")]
     signal.alarm(limit)  # its default action ends the process, wherever it is
     try:
-        with unprivileged(drop):
-            return {"kind": "done", **command(**request)}
+        if drop:  # of root's rights, which override file permissions
+            os.seteuid(NOBODY)
+        return {"kind": "done", **command(**request)}
     except (Exception, SystemExit) as error:
-        frames = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
-        own = [f for f in traceback.extract_tb(error.__traceback__) if f"hf_qknorm{os.sep}" in f.filename]
-        place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else frames[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        last = ([f for f in frames if f"hf_qknorm{os.sep}" in f.filename] or frames)[-1]
+        place = f"{Path(last.filename).name}:{last.lineno}"
         one_line = isinstance(error, ValueError | OSError | ImportError)  # by the command line
         return {"kind": "error", "type": type(error).__name__, "one_line": one_line, "text": str(error), "place": place}
     finally:
         signal.alarm(0)
+        if drop:
+            os.seteuid(0)
 
 
 def serve(answers: int) -> None:
@@ -187,7 +162,6 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     if sys.argv[1] == "package":
         import hf_qknorm  # noqa: F401
-        import hf_qknorm.convert.inspect  # noqa: F401
     while True:
         child = os.fork()
         if child == 0:

@@ -29,18 +29,14 @@ class Worker:
 
     def __call__(self, command: str, **arguments: Any) -> Answer:
         request = {"command": command, "limit": self.limit, **arguments}
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"the worker ended at {command} {arguments}")
-        answer: Answer = json.loads(line)
-        return answer
+        return json.loads(line)
 
     def close(self) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
@@ -61,7 +57,6 @@ def build(root: Path, workers: Workers) -> Facts:
     workers.package.limit, limit = 600, workers.package.limit
     needed(workers.package("build", root=str(root)))
     workers.package.limit = limit
-    (root / "text.txt").write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
     facts: Facts = {}
     for base in BASES.values():
         folder, unpatched = whole(root, base, "single"), twin(root, base, "single")
@@ -69,7 +64,6 @@ def build(root: Path, workers: Workers) -> Facts:
             "load": needed(workers.package("load", folder=str(folder), auto=base.auto)),
             "twin": needed(workers.plain("load", folder=str(unpatched), auto=base.auto)),
             "convert": needed(workers.package("reference", folder=str(unpatched), auto=base.auto, scheme=SCHEME)),
-            "inspect": workers.package("inspect", folder=str(folder), texts=str(root / "text.txt")),
         }
     return facts
 

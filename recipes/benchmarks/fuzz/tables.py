@@ -126,13 +126,7 @@ def _norm(side: str, heads: str) -> Table:
 
 NONE: Final = Number("none", lambda x, values: x is None)
 FUSED_Q: Final = replace(Q, limits=(COLUMNS, ("rows of a multiple of 16 bytes", _whole_rows), ("not empty", _some)))
-FUSED_NORMS: Final[Table] = {
-    **_norm("q", "H"),
-    **_norm("k", "Hk"),
-    "cos": COS,
-    "sin": SIN,
-    "interleaved": SWITCH,
-}
+FUSED_NORMS: Final[Table] = {**_norm("q", "H"), **_norm("k", "Hk"), "cos": COS, "sin": SIN, "interleaved": SWITCH}
 FUSED_HEADS: Final[Table] = {
     "q": FUSED_Q,
     "k": replace(KEYS, limits=(GROUPS, ("T = S if normed or rotated", _of_one_length))),
@@ -153,10 +147,7 @@ FUSED: Final[Table] = (
 FUSED_BACKWARD: Final[Table] = FUSED | {"grad": OF_Q_HEADS, "out": OF_Q_HEADS, "normaliser": Line("B H T 2", "fp32")}
 NEW_KEYS: Final = Line("B Hk T D", OF_Q, limits=(GROUPS,))
 NORM_ROPE: Final[Table] = {"q": FUSED_Q, "k": NEW_KEYS} | FUSED_NORMS
-NORM_ROPE_BACKWARD: Final[Table] = NORM_ROPE | {
-    "dq": Line("B H T D", FLOATING),
-    "dk": Line("B Hk T D", FLOATING),
-}
+NORM_ROPE_BACKWARD: Final[Table] = NORM_ROPE | {"dq": Line("B H T D", FLOATING), "dk": Line("B Hk T D", FLOATING)}
 CACHE: Final[Table] = {
     "v": Line("B Hk T D", OF_Q),
     "keys": Line("B Hk S D", OF_Q, "rows"),
@@ -166,9 +157,7 @@ INTO: Final[Table] = (
     {"q": FUSED_Q, "k": NEW_KEYS}
     | CACHE
     | FUSED_NORMS
-    | {
-        "positions": Line("T", "int64", limits=(("each from 0 to S - 1", _positions_fit),)),
-    }
+    | {"positions": Line("T", "int64", limits=(("each from 0 to S - 1", _positions_fit),))}
 )
 STEP: Final[Table] = (
     {"q": FUSED_Q, "k": NEW_KEYS}

@@ -6,7 +6,6 @@ import csv
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +19,7 @@ import bench_checks as checks
 import bench_plan as plan
 from bench_cases import Case, draw
 from bench_implementations import ARMS, FLASH, GLUON, OURS, VARLEN
-from bench_model import Size
-from bench_rivals import FLASH_3
-from bench_timing import Clock, Late, Run, limit
+from bench_timing import Clock, Run
 
 from hf_qknorm.ops import library
 
@@ -79,16 +76,15 @@ def test_the_small_mode_runs_completely(tmp_path):
     assert run.returncode == 0, run.stderr
     found = {(row["case"], row["what"], row["kind"]): row for row in rows(tmp_path)}
     for item in (item for part in plan.tiny_plan() for item in part):
-        shown = (item.implementations or item.steps)[0 if item.shown else 1 :]
+        shown = item.implementations[0 if item.shown else 1 :]
         for named in shown:
-            mine = [row for (case, what, _), row in found.items() if case == item.title and what == named.name]
-            assert mine, (item.title, named.name)
+            mine = [row for (case, what, _), row in found.items() if case == str(item.case) and what == named.name]
+            assert mine, (item, named.name)
             for row in mine:
                 assert_filled(row, named)
-    for name in ("attention_interpreter.md", "attention_interpreter.png"):
-        assert (tmp_path / name).stat().st_size > 1000
-    assert "its numbers mean nothing" in run.stdout
-    assert run.stdout.rstrip().splitlines()[-1].lstrip().startswith("ours: qk_norm_cap, torch.compile")
+    page = (tmp_path / "attention_interpreter.md").read_text()
+    assert "its numbers mean nothing" in page
+    assert page.count("\n| ") == len(rows(tmp_path)) + 1
 
 
 def assert_filled(row, named):
@@ -103,7 +99,7 @@ def assert_filled(row, named):
         return
     assert 0 < float(row["ms_min"]) <= float(row["ms_median"]) <= float(row["ms_max"])
     assert float(row["rate"]) > 0
-    assert row["unit"] in ("TFLOP/s", "GB/s", "ktok/s")
+    assert row["unit"] in ("TFLOP/s", "GB/s")
     if named.ours:
         assert float(row["error"]) < 1e-5
 
@@ -145,12 +141,10 @@ def test_a_failure_of_another_library_is_a_row(small):
 
 
 @interpreted
-def test_an_absent_implementation_is_a_row(small, monkeypatch):
-    monkeypatch.setattr("bench_rivals.absent", lambda module: True)
-    code, found = small(implementations=(FLASH, FLASH_3))
+def test_an_absent_implementation_is_a_row(small):
+    code, found = small(implementations=(FLASH, VARLEN))
     assert code == 0
-    (note,) = (row["note"] for row in found if row["what"] == FLASH_3.name)
-    assert note.startswith("absent: there is no module flash_attn_interface")
+    assert [row["note"] for row in found if row["what"] == VARLEN.name] == ["needs a GPU"]
 
 
 @interpreted
@@ -202,10 +196,10 @@ def test_everything_timed_is_checked_first(part):
     """Each part checks and compiles what it times."""
     jobs = plan.check_jobs(part, 512)
     judged = {(job.case, x.name) for job in jobs for x in job.implementations}
-    assert judged == {(item.case.at(512), x.name) for item in part if item.case for x in item.implementations}
+    assert judged == {(item.case.at(512), x.name) for item in part for x in item.implementations}
     timed = [pair for job in jobs for pair in zip(job.implementations, job.timed, strict=True)]
     compiled = {(case, x.name) for x, cases in timed for case in cases}
-    assert compiled == {(item.case, x.name) for item in part if item.case for x in item.implementations}
+    assert compiled == {(item.case, x.name) for item in part for x in item.implementations}
 
 
 def test_the_quick_plan_is_short():
@@ -220,9 +214,6 @@ def test_what_is_checked_is_not_checked_again():
     assert not job.known(known - {(str(SMALL.at(48)), FLASH.name)})
     (other,) = plan.check_jobs([plan.Item(SMALL, (replace(FLASH, compiled=True),))], 48)
     assert not other.known(known)
-    (model,) = plan.check_jobs([plan.Item(None, model=Size())], 48)
-    assert not model.known(known)
-    assert model.known({(str(Size().at(48)), checks.MODEL)})
 
 
 def test_full_size_is_compiled_in_the_checks_where_it_can_be():
@@ -246,7 +237,7 @@ def test_the_first_checks_are_five_of_ours():
 def test_the_list_names_every_implementation(capsys):
     assert bench.main(["--list"]) == 0
     lines = capsys.readouterr().out
-    named = (x for part in plan.full_plan() for item in part for x in (item.implementations or item.steps))
+    named = (x for part in plan.full_plan() for item in part for x in item.implementations)
     assert all(f"  {x.name}: " in lines for x in named)
 
 
@@ -264,11 +255,3 @@ def test_a_failing_run_does_not_stop_the_others():
     Clock(CPU).race(runs, 0.1)
     assert runs["bad"].failure == "out of memory"
     assert len(runs["good"].times) == len(runs["good"].host) == 2
-
-
-def test_an_item_is_stopped_in_time():
-    with pytest.raises(Late, match=r"stopped after 0 s"), limit(0.05):
-        time.sleep(5)
-    with limit(0.05):
-        pass
-    time.sleep(0.1)

@@ -16,7 +16,7 @@ NATIVE = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if NATIVE else "cpu")
 SIZE = bench_model.Size(batch=1, length=512)
 if not NATIVE:
-    SIZE = bench_model.Size(hidden=64, inner=64, layers=1, heads=4, heads_kv=2, vocabulary=99, batch=1, length=24)
+    SIZE = bench_model.TINY
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -25,3 +25,11 @@ def test_logits_and_gradients_keep_the_budget(dtype: torch.dtype, monkeypatch: p
     verdicts = bench_model.check(SIZE, DEVICE, dtype)
     assert verdicts.keys() == {"logits", "q_norm", "k_proj"}
     assert all(verdict.passed for verdict in verdicts.values()), verdicts
+
+
+@pytest.mark.skipif(NATIVE, reason="takes a minute on a GPU")
+def test_the_page_has_every_way_to_train(tmp_path) -> None:
+    assert bench_model.main(["--output", str(tmp_path / "step.md")]) == 0
+    lines = [line for line in (tmp_path / "step.md").read_text().splitlines() if line.endswith("|")][2:]
+    assert [line.split(" | ")[0].strip("| ") for line in lines] == [step.name for step in bench_model.STEPS]
+    assert lines[0].endswith("| 1.00 |")

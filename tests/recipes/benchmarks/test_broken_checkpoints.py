@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import broken_checkpoints as recipe
 import pytest
 from broken.cases import KINDS, make_case
-from broken.verdicts import CRASH, FAULTS, HANG, REFUSED, UNNAMED, Verdict, close, failed
+from broken.trial import CRASH, FAULTS, HANG, REFUSED, UNNAMED, Verdict, close, failed
 from broken.workers import Worker
 
 PARTS, CASES = 3, 35
@@ -21,7 +21,7 @@ def bench() -> Iterator[recipe.Bench]:
     with TemporaryDirectory() as folder:  # pytest's own lie where a process without rights can't get
         bench = recipe.Bench(Path(folder), limit=60)
         yield bench
-        bench.close()
+        bench.workers.close()
 
 
 @pytest.mark.slow
@@ -85,4 +85,4 @@ def test_a_fault_is_listed_with_the_case_that_shows_it(bench):
     case = make_case(bench.root, 0, 7)
     found = recipe.Found(case, {command: Verdict(FAULTS[0], "why") for command in recipe.COMMANDS})
     assert recipe.listed([found], verbose=False)[0].startswith("--case 7 ")
-    assert f"| all | load | 1 |  |  |  |  | 1 |{'  |' * 3}" in recipe.table([found])
+    assert f"| all | load | 1 |  |  |  |  | 1 |{'  |' * 3}" in "\n".join(recipe.counts([found]))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from importlib import import_module
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs Triton, whose version the pages tell")
-recipe, plans, runs = (import_module(name) for name in ("device", "device_stages", "device_runs"))
+recipe, plans = (import_module(name) for name in ("device", "device_stages"))
 ROOT = Path(__file__).parents[3]
 BENCHMARKS = ("first checks", "benchmark", "benchmark, Gluon")
 
@@ -35,21 +33,21 @@ def test_kernels_run_natively_and_the_gluon_kernel_only_on_request(monkeypatch):
     stages = plan()
     assert not any("TRITON_INTERPRET" in stage.environment for stage in stages.values())
     asking = {name for name, stage in stages.items() if "HF_QKNORM_GLUON" in stage.environment}
-    assert asking == {"Gluon, memcheck", "Gluon, racecheck", "Gluon, tests"}
+    assert asking == {"Gluon, memcheck", "Gluon, racecheck", "Gluon, checked"}
 
 
-def test_numbers_come_after_the_smallest_checks_and_tests_after_their_compilation():
+def test_numbers_come_after_the_smallest_checks():
     names = list(plan())
-    assert names[:4] == ["first checks", "benchmark", "compilation", "tests"]
+    assert names[:3] == ["first checks", "benchmark", "tests"]
     assert names.index("Gluon, checked") < names.index("benchmark, Gluon")
 
 
 def test_every_file_of_the_plan_exists():
     stages = plan()
-    for name in ("compilation", "tests"):
-        assert set(plans.TESTS) <= set(stages[name].command)
-    files = {x for stage in stages.values() for x in stage.command if x.startswith(("tests/", str(plans.HERE)))}
-    assert len(files) == 11
+    assert set(plans.TESTS) <= set(stages["tests"].command)
+    named = {x.partition("::")[0] for stage in stages.values() for x in stage.command}
+    files = {x for x in named if x.startswith(("tests/", str(plans.HERE)))}
+    assert len(files) == 10
     assert all((ROOT / file).exists() for file in files)
     assert stages["benchmark"].command[-2:] == ("--commit", "abc")
 
@@ -62,7 +60,7 @@ def test_the_benchmark_accepts_its_arguments_and_ends_in_time(name):
 
 
 def test_the_plan_fits_into_nine_minutes():
-    assert sum(stage.seconds for stage in plan().values() if stage.name != "prototypes") <= 60 * 9
+    assert sum(stage.seconds for stage in plan().values()) <= 60 * 9
 
 
 def test_the_memory_of_the_device_limits_the_large_tests(monkeypatch):
@@ -75,13 +73,6 @@ def test_the_memory_of_the_device_limits_the_large_tests(monkeypatch):
     assert command[command.index("--numprocesses") + 1] == "2"
 
 
-def test_prototypes_run_from_the_given_folder(tmp_path):
-    assert plan()["prototypes"].reason == "no folder of prototypes"
-    (tmp_path / "gpu_smoke.py").touch()
-    last = plans.full_plan(Path("out"), (), tmp_path)[-1]
-    assert (last.name, last.reason, last.command[-1]) == ("prototypes", "", str(tmp_path / "gpu_smoke.py"))
-
-
 def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path):
     log = tmp_path / "log"
     late = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(900); print(7)'])"
@@ -91,17 +82,15 @@ def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path):
         stage("slow", f"print('started', flush=True); {late}", 3),
         stage("dependent", "print('no')", after="bad"),
         stage("independent", "print('yes')", after="good"),
-        stage("absent", "print('no')", missing="not here"),
         stage("bare", "print('no')", wrapper=("no-such-program",)),
     ]
     start = time.monotonic()
-    found = runs.run_stages(stages, log, start + 400)  # less than their shares, so nothing is to spare
+    found = plans.run_stages(stages, log, start + 400)  # less than their shares, so nothing is to spare
     assert [(x.outcome, x.detail) for x in found if x.stage != "slow"] == [
         ("passed", "fine | really"),
         ("failed", "half"),
         ("skipped", "'bad' did not pass"),
         ("passed", "yes"),
-        ("skipped", "not here"),
         ("skipped", "no no-such-program here"),
     ]
     assert found[2].outcome == "too long"
@@ -115,7 +104,7 @@ def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path):
 def test_a_stage_that_is_late_is_interrupted_first(tmp_path):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background
     code = "import time\ntry: time.sleep(900)\nexcept KeyboardInterrupt: print('two failures')"
-    outcome = runs.run_stage(stage("late", code), tmp_path / "log", 5)
+    outcome = plans.run_stage(stage("late", code), tmp_path / "log", 5)
     assert (outcome.outcome, outcome.detail) == ("too long", "two failures")
     assert outcome.seconds < 800
 
@@ -126,18 +115,23 @@ def test_time_that_a_stage_leaves_goes_to_the_next_one(tmp_path, monkeypatch):
     def record(stage, log, limit):
         limits.append(round(limit))
         clock[0] += taken[stage.name]
-        return runs.Outcome(stage.name, "passed", taken[stage.name], limit, "")
+        return plans.Outcome(stage.name, "passed", taken[stage.name], limit, "")
 
     clock, taken = [0.0], {"a": 10.0, "b": 130.0, "c": 40.0}
-    monkeypatch.setattr(runs, "run_stage", record)
-    monkeypatch.setattr(runs.time, "monotonic", lambda: clock[0])
-    stages = [stage("a", "", 50), stage("absent", "", 500, missing="x"), stage("b", "", 90), stage("c", "", 60)]
-    runs.run_stages(stages, tmp_path / "log", 200)
+    monkeypatch.setattr(plans, "run_stage", record)
+    monkeypatch.setattr(plans.time, "monotonic", lambda: clock[0])
+    stages = [
+        stage("a", "", 50),
+        stage("absent", "", 500, wrapper=("no-such-program",)),
+        stage("b", "", 90),
+        stage("c", "", 60),
+    ]
+    plans.run_stages(stages, tmp_path / "log", 200)
     assert limits == [50, 130, 60]  # the second gets the 40 s that the first left; the third keeps its share
 
 
 def test_nothing_is_started_when_the_time_is_up(tmp_path):
-    found = runs.run_stages([stage("late", "print(1)")], tmp_path / "log", time.monotonic() + 1)
+    found = plans.run_stages([stage("late", "print(1)")], tmp_path / "log", time.monotonic() + 1)
     assert [(x.outcome, x.detail) for x in found] == [("skipped", "no time left")]
     assert not (tmp_path / "log").exists()
 
@@ -146,17 +140,12 @@ HEAD = "case,what,kind,ms_median,ratio,error,note\n"
 ENVIRONMENT = {"card": "H200", "torch": "2.11", "commit": "abc", "date": "2026-01-01"}
 
 
-def test_the_page_has_the_rows_of_a_stopped_benchmark(tmp_path):
-    (tmp_path / "attention_h200.csv").write_text(
-        HEAD + "T1,ours,forward,2.01234,0.9,1e-3,\nT1,cuDNN: cap,all,,,,absent\n"
-    )
-    outcomes = [runs.Outcome("benchmark", "too long", 12.34, 120, "3 failed | 9 passed")]
+def test_the_page_has_the_outcome_of_each_stage(tmp_path):
+    outcomes = [plans.Outcome("benchmark", "too long", 12.34, 120, "3 failed | 9 passed")]
     page = recipe.write(tmp_path, outcomes, ENVIRONMENT, "python recipes/benchmarks/device.py")
     assert page == (tmp_path / "device.md").read_text()
     assert "H200: torch 2.11, commit abc, date 2026-01-01." in page
     assert "| benchmark | too long | 12 | 120 | 3 failed / 9 passed |" in page
-    assert "| T1 | ours | forward | 2.01 | 0.9 | 0.001 |  |" in page
-    assert "| T1 | cuDNN: cap | all |  |  |  | absent |" in page
     (row,) = csv.DictReader((tmp_path / "device.csv").open())
     assert (row["stage"], row["outcome"], row["seconds"], row["card"]) == ("benchmark", "too long", "12.3", "H200")
 
@@ -167,8 +156,8 @@ def test_the_page_has_the_rows_of_a_stopped_benchmark(tmp_path):
         ((0.8, 0.9), "passed", "kept. It takes 0.85 of"),
         ((0.9, 0.9), "passed", "kept"),
         ((0.88, 0.94), "passed", "removed. It takes 0.91 of"),
-        ((0.5, 0.5), "failed", r"removed \(its check: failed\)"),
-        ((0.5, 0.5), "too long", r"undecided \(its check: too long\)"),
+        ((0.5, 0.5), "failed", r"removed \(its tests: failed\)"),
+        ((0.5, 0.5), "too long", r"undecided \(its tests: too long\)"),
         ((), "passed", r"undecided \(no row"),
     ],
 )
@@ -181,7 +170,7 @@ def test_the_rule_decides_on_the_gluon_kernel(times, checked, verdict, tmp_path)
     (tmp_path / "gluon").mkdir()
     rows = HEAD + "".join(lines).replace("ours, Gluon: x", '"ours, Gluon: x"') + "T9,SDPA,forward,3.0,,,\n"
     (tmp_path / "gluon/attention_h200.csv").write_text(rows)
-    page = recipe.write(tmp_path, [runs.Outcome("Gluon, checked", checked, 1, 1, "")], ENVIRONMENT, "")
+    page = recipe.write(tmp_path, [plans.Outcome("Gluon, checked", checked, 1, 1, "")], ENVIRONMENT, "")
     assert re.search(f"Gluon forward kernel: {verdict}", page)
     assert page.count("| ours, Gluon: x |") == len(times)
 
@@ -198,7 +187,7 @@ def test_each_gluon_row_has_a_plain_one():
     [("passed", 0), ("failed", 1), ("too long", 1), ("no time left", 1), ("missing", 0)],
 )
 def test_the_exit_code_says_whether_something_failed(outcome, code, tmp_path, monkeypatch):
-    found = runs.Outcome("tests", outcome, 1, 1, outcome)
+    found = plans.Outcome("tests", outcome, 1, 1, outcome)
     monkeypatch.setattr(recipe, "run_stages", lambda *_: [found])
     assert recipe.main(["--dry-run", "--out", str(tmp_path)]) == code
 
@@ -221,61 +210,7 @@ def test_a_dry_run_reads_every_command_line(tmp_path):
     assert recipe.main(["--dry-run", "--out", str(tmp_path), "--commit", "abc"]) == 0
     rows = list(csv.DictReader((tmp_path / "device.csv").open()))
     assert [row["stage"] for row in rows] == list(plan())
-    assert {row["stage"]: row["outcome"] for row in rows if row["outcome"] != "passed"} == {"prototypes": "skipped"}
+    assert {row["outcome"] for row in rows} == {"passed"}
     assert {row["commit"] for row in rows} == {"abc"}
     log = (tmp_path / "device.log").read_text()
-    assert "1 cases, 0 failures" in log
     assert sys.executable in log
-
-
-LAUNCHES = """
-import pytest
-import torch
-from compile_kernels import FEW
-from compiled import Target
-from triton.runtime.driver import driver
-
-@pytest.mark.parametrize("n", range(2))
-def test_launch(n):
-    driver.set_active(Target(90))
-    FEW["Step torch.bfloat16"].launch()
-    raise AssertionError("no kernel ran")
-"""
-
-
-@pytest.mark.slow
-def test_kernels_are_compiled_once_and_later_runs_find_them(tmp_path):
-    """The later run compiles as `compile_kernels.py` does, without the plugin's replacements."""
-    (tmp_path / "test_launches.py").write_text(LAUNCHES)
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(plans.HERE))),
-    }
-    pytest_ = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "compile_ahead",
-        "-n",
-        "2",
-        "--compile-only",
-    ]
-    run = subprocess.run([*pytest_, "-q", tmp_path], env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stdout + run.stderr
-    made = re.search(r"kernels: (\d+) compiled, 0 found", run.stdout)
-    assert made
-    assert "2 run without launches" in run.stdout
-    code = """
-from compile_ahead import COUNTS, count
-import triton
-from compile_kernels import FEW, compile_case
-triton.knobs.compilation.listener = count
-compile_case(90, FEW["Step torch.bfloat16"])
-print(dict(COUNTS))
-"""
-    again = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert again.stdout.strip() == f"{{'found': {made[1]}}}", again.stderr

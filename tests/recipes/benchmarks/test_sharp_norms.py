@@ -1,4 +1,4 @@
-"""The comparison of sharpnesses, at its smallest size, and its rules."""
+"""What sharp norms keep, at the smallest size, and the promise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiny import tiny_model
 from hf_qknorm.demo.training import byte_tokenizer
 
 
-def test_all_cells_and_defaults_are_compared(text, tmp_path):
+def test_both_defaults_are_compared(text, tmp_path):
     tokenizer = byte_tokenizer()
     model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=1024, initializer_range=0.2)
     for saved in (model, tokenizer):
@@ -20,8 +20,8 @@ def test_all_cells_and_defaults_are_compared(text, tmp_path):
     page = sharp_norms.main(command)
     assert (tmp_path / "found.md").read_text() == page
     rows = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 + len(sharp_norms.SHARPNESSES) * len(sharp_norms.KNEES)
-    defaults = {row["settings"]["scheme"]: row["result"] for row in rows[:2]}
+    assert len(rows) == 2
+    defaults = {row["settings"]["scheme"]: row["result"] for row in rows}
     assert defaults["qk_norm"].keys() == defaults["qk_norm_cap"].keys() | {"removed"}
     assert all(row["result"]["bound"] > 0 and row["result"]["texts"].keys() == {"held-out", "Python"} for row in rows)
     assert sharp_norms.main(command) == page  # from the log
@@ -30,16 +30,6 @@ def test_all_cells_and_defaults_are_compared(text, tmp_path):
 def row(kl: float, **others: float) -> dict:
     texts = {name: {"rise": kl, "kl": kl, "same": 1.0} for name in ("held-out", "Python")}
     return {"texts": texts, "bound": 1.0, "knee": 3.0, "long": 0.0, **others}
-
-
-@pytest.mark.parametrize(("worse", "chosen"), [(0, 8), (1, 8), (2, 4)])
-def test_the_sharpness_follows_the_rule(worse, chosen):
-    grids = {
-        str(i): {(s, c): row(0.1 if s == 8 and i < worse else 0.2 / s) for s in (4, 8) for c in sharp_norms.KNEES}
-        for i in range(3)
-    }
-    defaults = {name: {"qk_norm": row(0.0)} for name in grids}
-    assert sharp_norms.choice(grids, defaults).endswith(f"the search sets {chosen}.")
 
 
 @pytest.mark.parametrize(
