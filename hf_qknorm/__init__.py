@@ -19,14 +19,14 @@
 | share | `push_to_hub`, `add_standalone`, `export_native` |
 
 Importing the package registers its attention functions, its masks and the classes of patched models with transformers.
-From then on, transformers' classes for plain models refuse patched checkpoints.
+From then on, transformers' classes for plain models refuse patched checkpoints. `hf_qknorm/hooks` has all such changes.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_qknorm import registration
 from hf_qknorm.families import FAMILIES
+from hf_qknorm.hooks.table import install_hooks
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.version import __version__
 
@@ -96,4 +96,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-registration.register()
+install_hooks()

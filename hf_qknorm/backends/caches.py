@@ -8,7 +8,6 @@ else holds its earlier keys or values, who may edit them.
 
 from __future__ import annotations
 
-import copyreg
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -173,15 +172,11 @@ def _holders(x: Tensor) -> int:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1  # the storage's own object
 
 
-def _reduced(layer: DynamicLayer) -> Any:
+def without_room(layer: DynamicLayer) -> Any:
     """A layer for copy and pickle, without its room."""
     if _latest.pop(layer, None) is not None:
         layer.keys, layer.values = (x.clone(memory_format=torch.contiguous_format) for x in (layer.keys, layer.values))
     return layer.__reduce_ex__(2)
-
-
-for _kind in (DynamicLayer, DynamicSlidingWindowLayer):
-    copyreg.pickle(_kind, _reduced)
 
 
 def is_empty(cache: Any, index: int) -> bool:

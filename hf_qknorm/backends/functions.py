@@ -219,10 +219,7 @@ MASKS: Final = dict.fromkeys(REGISTERED, structured_mask)  # without a mask func
 
 
 def register() -> None:
-    """Register each attention function with its mask function, in place of the entries that `registration` makes."""
+    """Register each attention function with its mask function."""
     for name, function in REGISTERED.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, MASKS[name])
-
-
-register()

@@ -29,6 +29,7 @@ from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.config_owners import config_owners
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.continuous_batching import check_continuous_batching
+from hf_qknorm.model.knee_state_dict import loading
 from hf_qknorm.model.knees import record_powers, restore_powers
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
@@ -169,7 +170,8 @@ class QKNormModel(_Model):
         """Load as transformers does; check dtypes before they are cast, and shapes before transformers does."""
         expect_eps(model, check_stored(model, state_dict, checkpoint_files))
         load = super()._load_pretrained_model
-        info, offloaded = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        with loading():
+            info, offloaded = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         check_shapes(model, info.mismatched_keys, others=not load_config.ignore_mismatched_sizes)
         take_eps(model, info.missing_keys)
         return info, offloaded

@@ -10,10 +10,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, Final
-
-import yaml
 
 LOADING: Final = ("dtype", "torch_dtype", "device_map")
 
@@ -119,12 +116,6 @@ def _backend(config: Any, options: dict[str, Any]) -> str | dict[str, str]:
     return {key: part._attn_implementation for key, part in {"": config, **parts}.items()}
 
 
-# Cards hold the name, and a dumper of YAML writes an instance of a subclass as a call of Python, or refuses it.
-for _dumper in ("Dumper", "SafeDumper", "CDumper", "CSafeDumper"):
-    if hasattr(yaml, _dumper):  # those in C are optional
-        getattr(yaml, _dumper).add_representer(InMemoryName, lambda dumper, name: dumper.represent_str(str(name)))
-
-
 def mark_in_memory(model: Any) -> None:
     """Mark the names of `model` and its config: the weights in memory differ from that checkpoint."""
     model.config._name_or_path = InMemoryName(model.config.name_or_path, model)
@@ -142,59 +133,3 @@ def unmark(model: Any) -> None:
 def _named_modules(model: Any) -> list[Any]:
     """The models of transformers in `model` that share its config: itself, and its base model."""
     return [x for x in model.modules() if "name_or_path" in vars(x) and getattr(x, "config", None) is model.config]
-
-
-def copies_by_name(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Let transformers' `from_pretrained` return a copy of the model for the name of one that was changed in memory."""
-
-    @wraps(load)
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        if not isinstance(name, InMemoryName):
-            return load(cls, *args, **kwargs)
-        loaded, info = name.load(cls, kwargs)
-        return (loaded, info) if kwargs.get("output_loading_info") else loaded
-
-    return from_pretrained
-
-
-def configs_by_name(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `AutoConfig` read the config of a model that was changed in memory from the model, instead of the file.
-
-    A config class's own `from_pretrained` reads the file: PEFT compares the vocabulary's size with the one there.
-    """
-
-    @wraps(read)
-    def get_config_dict(cls: Any, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        settings, unused = read(cls, name, **kwargs)
-        if isinstance(name, InMemoryName) and kwargs.get("_from_auto"):
-            if (found := name.config_dict()) is not None:
-                return found, unused
-            logger.warning("%r is the name of a model that was changed in memory, and is gone: its file is read", name)
-        return settings, unused
-
-    return get_config_dict
-
-
-def stores_no_base(to_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Let PEFT's config store a name that no tool can load, for an adapter whose base model was changed in memory."""
-
-    @wraps(to_dict)
-    def stored(self: Any) -> Any:
-        name = getattr(self, "base_model_name_or_path", None)  # not every config has a base model
-        return to_dict(self) | ({"base_model_name_or_path": name.unsaved()} if isinstance(name, InMemoryName) else {})
-
-    return stored
-
-
-def refuses_names(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the constructor of vLLM's `LLM` refuse the name of a model that was changed in memory."""
-
-    @wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        name = args[0] if args else kwargs.get("model")
-        if isinstance(name, InMemoryName):
-            raise name.refusal("vLLM", "it loads a checkpoint from the disk")
-        init(self, *args, **kwargs)
-
-    return checked

@@ -26,6 +26,10 @@ DTYPES: Final = frozenset(DTYPES_OF_TORCH.values())
 _SKIPPED = ContextVar("the caller of from_pretrained compares the tensors", default=False)
 
 
+class UnpatchedClassError(ValueError):
+    """Raised when a class of transformers gets a patched checkpoint or its config."""
+
+
 @contextmanager
 def skip_load_checks() -> Iterator[None]:
     """Skip the checks of missing tensors and shapes: the caller makes them, and can name the file of a tensor."""

@@ -13,7 +13,7 @@ from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.families.refused import REFUSED
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.attention import own_layers, patched_layers
-from hf_qknorm.model.unpatched_classes import UnpatchedClassError
+from hf_qknorm.model.load_checks import UnpatchedClassError
 
 
 def towers_of(model: PreTrainedModel) -> dict[str, str]:

@@ -12,10 +12,26 @@ from typing import Any
 
 from torch import nn
 
+from hf_qknorm.families import known_families
+from hf_qknorm.families.class_names import TYPE_PREFIX
+
 logger = logging.getLogger("hf_qknorm")
 
 
-def for_derived(model_type: str, apply: Callable[..., None] | None) -> Callable[..., None]:
+def add_kernels(monkey_patch: Any) -> None:
+    """Give every derived model type the Liger kernels of its base."""
+    table = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+    table.update({f"{TYPE_PREFIX}{known}": _for_derived(known, table.get(known)) for known in known_families()})
+
+
+def spare_norms(bind: Callable[..., None], /, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Let Liger's function that replaces a module's method pass over patched modules and removed norms."""
+    ours = type(module).__module__.partition(".")[0] == "hf_qknorm"
+    if not ours and not isinstance(module, nn.Identity):  # which takes the place of a removed norm
+        bind(module, *args, **kwargs)
+
+
+def _for_derived(model_type: str, apply: Callable[..., None] | None) -> Callable[..., None]:
     """Return the function for a derived type: `apply`, Liger's for its base `model_type`, or a warning without one.
 
     RoPE is left to the patched attention by default: its kernels fuse it, and Liger's writes into its inputs. The
@@ -42,15 +58,3 @@ def for_derived(model_type: str, apply: Callable[..., None] | None) -> Callable[
 def _warn(model_type: str, **kwargs: Any) -> None:
     """Log that nothing is applied: for a type that is not in its table, Liger says so at info level alone."""
     logger.warning("Liger has no kernels for models of type %s: this patched model runs without them", model_type)
-
-
-def spares_norms(bind: Callable[..., None]) -> Callable[..., None]:
-    """Wrap Liger's function that replaces a module's method: it passes over patched modules and removed norms."""
-
-    @wraps(bind)
-    def spared(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        ours = type(module).__module__.partition(".")[0] == "hf_qknorm"
-        if not ours and not isinstance(module, nn.Identity):  # which takes the place of a removed norm
-            bind(module, *args, **kwargs)
-
-    return spared

@@ -6,47 +6,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import read_json
-from hf_qknorm.model.configs import QKNormConfig
-from hf_qknorm.model.derived import QKNormModel
-from hf_qknorm.model.knee_state_dict import loading
-from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
-from hf_qknorm.model.stored_eps import expect_eps, take_eps
 
 
-class UnpatchedClassError(ValueError):
-    """Raised when a class of transformers gets a patched checkpoint or its config."""
-
-
-def check_config(config: PretrainedConfig, settings: dict[str, Any]) -> None:
+def check_config(post_init: Callable[..., None], config: Any, /, **settings: Any) -> None:
     """Raise UnpatchedClassError for a config of transformers' own with the `settings` of a patched checkpoint."""
+    stored, own = settings.get("model_type"), type(config).model_type
     # a bare PretrainedConfig has no model type: no model is built from it
-    if type(config).model_type and not isinstance(config, QKNormConfig):
-        where = str(settings.get("name_or_path") or "config.json")
-        raise _refusal(where, settings["model_type"], type(config).__name__)
+    if _is_derived(stored) and own and not _is_derived(own):
+        raise _refusal(str(settings.get("name_or_path") or "config.json"), stored, type(config).__name__)
+    post_init(config, **settings)
 
 
-@loading()
-def load_checked(
-    load: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
+def check_weights(
+    load: Callable[..., Any], /, model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Load weights by transformers' `load`, and refuse those of a patched checkpoint for a model that is not."""
+    from hf_qknorm.model.derived import QKNormModel  # here, as the other imports of a model's code
+    from hf_qknorm.model.knee_state_dict import loading
+    from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
+    from hf_qknorm.model.stored_eps import expect_eps, take_eps
+
     if isinstance(model, QKNormModel):
         return load(model, state_dict, checkpoint_files, *args, **kwargs)
     for file in (checkpoint_files or [])[:1]:
         stored = _stored_type(Path(file).with_name("config.json"))
-        if isinstance(stored, str) and stored.startswith(TYPE_PREFIX):
+        if _is_derived(stored):
             raise _refusal(str(Path(file).parent), stored, type(model).__name__)
     expect_eps(model, check_stored(model, state_dict, checkpoint_files))  # the checks from here on are for towers
-    info, offloaded = load(model, state_dict, checkpoint_files, *args, **kwargs)
+    with loading():
+        info, offloaded = load(model, state_dict, checkpoint_files, *args, **kwargs)
     check_shapes(model, info.mismatched_keys)
     take_eps(model, info.missing_keys)
     check_loaded(model, info.missing_keys, info.unexpected_keys)
     return info, offloaded
+
+
+def _is_derived(model_type: Any) -> bool:
+    return isinstance(model_type, str) and model_type.startswith(TYPE_PREFIX)
 
 
 def _stored_type(path: Path) -> Any:
@@ -58,7 +57,9 @@ def _stored_type(path: Path) -> Any:
     return config.get("model_type") if isinstance(config, dict) else None
 
 
-def _refusal(where: str, stored: str, cls: str) -> UnpatchedClassError:
+def _refusal(where: str, stored: Any, cls: str) -> ValueError:
+    from hf_qknorm.model.load_checks import UnpatchedClassError
+
     return UnpatchedClassError(
         f"{where} is a patched checkpoint of model_type {shorten(stored)}, and {cls} would load it without its scheme. "
         "Load it with an Auto class such as AutoModelForCausalLM or AutoConfig, or with a class of "

@@ -1,4 +1,4 @@
-"""Registrations on import, and their use by tokenizers, Trainer and pipelines."""
+"""Derived model types in the Auto classes, and their use by tokenizers, Trainer and pipelines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS, TOKENIZER_MAPPING
 
 from hf_qknorm import patch_model
-from hf_qknorm.model import auto
+from hf_qknorm.families.class_names import AUTO_CLASSES
 from hf_qknorm.model import derived as derived_classes
 from hf_qknorm.model.derived import derived_config, derived_model
 
@@ -38,7 +38,7 @@ def test_every_auto_class_that_knows_the_base_knows_the_derived_model(model_type
     derived_type = f"qknorm_{model_type}"
     config = AutoConfig.for_model(derived_type, qk_norm="none")
     assert type(config) is derived_config(model_type)
-    for name, names in auto.AUTO_CLASSES.items():
+    for name, names in AUTO_CLASSES.items():
         auto_class = getattr(transformers, name)
         if model_type not in names:
             assert type(config) not in auto_class._model_mapping

@@ -10,7 +10,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 from transformers.models.auto.tokenization_auto import (
     MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
@@ -29,10 +28,10 @@ class _LateModule(ModuleType):
         return getattr(import_module("hf_qknorm.model.derived"), name)
 
 
-def register() -> None:
+def add_model_types(modeling_auto: Any) -> None:
     """Register every family's derived config and models with transformers' Auto classes."""
     derived = _LateModule("hf_qknorm.model.derived")
-    mappings = [*(getattr(transformers, auto)._model_mapping for auto in AUTO_CLASSES), TOKENIZER_MAPPING]
+    mappings = [*(getattr(modeling_auto, auto)._model_mapping for auto in AUTO_CLASSES), TOKENIZER_MAPPING]
     for model_type in known_families():
         derived_type, config = f"{TYPE_PREFIX}{model_type}", f"{PREFIX}{CONFIG_MAPPING_NAMES[model_type]}"
         CONFIG_MAPPING_NAMES[derived_type] = config

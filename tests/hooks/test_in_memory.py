@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from types import SimpleNamespace
+import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from hf_qknorm import SCHEMES, calibrate, patch_model, registration, set_blend, unpatch_model
+from hf_qknorm import SCHEMES, calibrate, patch_model, set_blend, unpatch_model
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.model.in_memory import InMemoryName
 
@@ -211,20 +212,26 @@ def test_an_unnamed_model_is_copied_by_its_empty_name():
     assert type(LlamaForCausalLM.from_pretrained(model.name_or_path)) is type(model)
 
 
-def test_vllm_gets_no_name_of_a_model_in_memory(patched, folder):
+VLLM = """
+class LLM:
+    def __init__(self, model, *, seed=0):
+        self.loaded = model, seed
+"""
+
+
+@pytest.mark.skipif("vllm" in sys.modules, reason="vLLM itself is imported")
+def test_vllm_gets_no_name_of_a_model_in_memory(patched, folder, tmp_path, monkeypatch):
     """Against its constructor's signature, as vLLM does not run here."""
-    loaded = []
-
-    class LLM:
-        def __init__(self, model, *, seed=0):
-            loaded.append((model, seed))
-
-    registration.EXTENDED["vllm.entrypoints.llm"](SimpleNamespace(LLM=LLM))
-    for call in (lambda: LLM(patched.name_or_path), lambda: LLM(model=patched.name_or_path, seed=1)):
+    (tmp_path / "vllm" / "entrypoints").mkdir(parents=True)
+    (tmp_path / "vllm" / "entrypoints" / "llm.py").write_text(VLLM)
+    monkeypatch.syspath_prepend(tmp_path)
+    llm = import_module("vllm.entrypoints.llm").LLM
+    for name in ("vllm.entrypoints.llm", "vllm.entrypoints", "vllm"):
+        del sys.modules[name]
+    for call in (lambda: llm(patched.name_or_path), lambda: llm(model=patched.name_or_path, seed=1)):
         with pytest.raises(ValueError, match="vLLM got the name of a model that was changed in memory"):
             call()
-    LLM(model=str(folder), seed=1)
-    assert loaded == [(str(folder), 1)]
+    assert llm(model=str(folder), seed=1).loaded == (str(folder), 1)
 
 
 @torch.no_grad()

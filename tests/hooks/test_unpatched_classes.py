@@ -86,6 +86,10 @@ def test_pretrained_config_reads_a_patched_checkpoint(folder):
     assert PretrainedConfig.from_pretrained(folder).model_type == "qknorm_llama"
 
 
+def test_a_setting_may_have_any_name():
+    assert LlamaConfig(config=1, post_init=2, function=3).post_init == 2
+
+
 def test_unpatched_checkpoints_load_as_before(tmp_path):
     sharp_model("llama").save_pretrained(tmp_path)
     assert type(LlamaForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM

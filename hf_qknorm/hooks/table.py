@@ -1,0 +1,186 @@
+"""The table of all changes to other libraries, and the environment variable that leaves most of them out."""
+
+from __future__ import annotations
+
+import copyreg
+import os
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from hf_qknorm.hooks import adapters, auto_classes, in_memory, liger, unpatched_classes
+from hf_qknorm.hooks.install import after_import, wrap
+
+SWITCH: Final = "HF_QKNORM_HOOKS"
+
+
+class Hook(NamedTuple):
+    """A change to another library, made after the import of a module.
+
+    `function` is called with the module. With `wraps`, it takes the place of the function `changes` of the module, and
+    gets that as its first argument. Only the hooks that are `needed` to load and run a patched model stay without the
+    others.
+    """
+
+    module: str
+    changes: str
+    function: Callable[..., Any]
+    versions: str  # that need it, as a requirement
+    reason: str
+    wraps: bool = True
+    needed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The full name of what is changed."""
+        return f"{self.module}.{self.changes}"
+
+    def install(self, module: Any) -> None:
+        """Make the change; a second call changes nothing."""
+        if self.wraps:
+            wrap(module, self.changes, self.function)
+        else:
+            self.function(module)
+
+
+def install_hooks() -> None:
+    """Install the hooks: each at once if its module is imported, else after the import of it.
+
+    HF_QKNORM_HOOKS=0 leaves those that are needed. Raises ValueError for a value that is neither 1 nor 0.
+    """
+    value = os.environ.get(SWITCH, "1")
+    if value not in ("0", "1"):
+        raise ValueError(
+            f"{SWITCH} must be 1 (all changes to other libraries) or 0 (model types and attention functions alone), "
+            f"got {value!r}"
+        )
+    for hook in HOOKS:
+        if hook.needed or value == "1":
+            after_import(hook.module, hook.install)
+
+
+def _add_attention_functions(modeling_utils: Any) -> None:
+    from hf_qknorm.backends.functions import register  # here, since it imports transformers' model code
+
+    register()
+
+
+def _store_without_room(caches: Any) -> None:
+    for layer in (caches.DynamicLayer, caches.DynamicSlidingWindowLayer):
+        copyreg.pickle(layer, caches.without_room)
+
+
+HOOKS: Final = (
+    Hook(
+        "transformers.models.auto.modeling_auto",
+        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+        auto_classes.add_model_types,
+        "transformers>=5.17",
+        "Auto classes know the derived model types. Their `register` takes classes, which would import all model code",
+        wraps=False,
+        needed=True,
+    ),
+    Hook(
+        "transformers.modeling_utils",
+        "AttentionInterface",
+        _add_attention_functions,
+        "transformers>=5.17",
+        "attention functions and their masks, by `AttentionInterface.register` and `AttentionMaskInterface.register`",
+        wraps=False,
+        needed=True,
+    ),
+    Hook(
+        "transformers.configuration_utils",
+        "PreTrainedConfig.__post_init__",
+        unpatched_classes.check_config,
+        "transformers>=5.17",
+        "config classes of transformers refuse the settings of a patched checkpoint",
+    ),
+    Hook(
+        "transformers.configuration_utils",
+        "PreTrainedConfig.get_config_dict",
+        in_memory.read_config,
+        "transformers>=5.17",
+        "`AutoConfig` gives the config of a model that was changed in memory by the model's name",
+    ),
+    Hook(
+        "transformers.modeling_utils",
+        "PreTrainedModel._load_pretrained_model",
+        unpatched_classes.check_weights,
+        "transformers>=5.17",
+        "model classes of transformers refuse the weights of a patched checkpoint; patched towers in them are checked",
+    ),
+    Hook(
+        "transformers.modeling_utils",
+        "PreTrainedModel.from_pretrained",
+        in_memory.copy_model,
+        "transformers>=5.17",
+        "TRL loads the reference model by the policy's name, and gets a copy of the model in memory",
+    ),
+    Hook(
+        "hf_qknorm.backends.caches",
+        "DynamicLayer",
+        _store_without_room,
+        "transformers>=5.17",
+        "copies and pickles of a cache leave out its room for new tokens, by `copyreg.pickle`",
+        wraps=False,
+    ),
+    Hook(
+        "peft.utils.constants",
+        "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING",
+        adapters.add_targets,
+        "peft>=0.18",
+        "derived types have the default targets of their bases, in this table and those of the other methods",
+        wraps=False,
+    ),
+    Hook(
+        "peft.config",
+        "PeftConfigMixin.to_dict",
+        in_memory.store_no_base,
+        "peft>=0.18",
+        "an adapter does not name the model before a change in memory as its base",
+    ),
+    Hook(
+        "peft.auto",
+        "get_default_import_allowlist",
+        adapters.allow_package,
+        "peft>=0.20",
+        "`AutoPeftModel` imports the derived class that an adapter names; otherwise each caller passes a list",
+    ),
+    Hook(
+        "peft.peft_model",
+        "set_peft_model_state_dict",
+        adapters.keep_gains,
+        "peft>=0.18",
+        "an adapter with gains is refused by a model without norms, instead of losing them",
+    ),
+    Hook(
+        "liger_kernel.transformers.monkey_patch",
+        "MODEL_TYPE_TO_APPLY_LIGER_FN",
+        liger.add_kernels,
+        "liger-kernel>=0.8.5",
+        "derived types have the kernels of their bases, without RoPE",
+        wraps=False,
+    ),
+    Hook(
+        "liger_kernel.transformers.monkey_patch",
+        "_bind_method_to_module",
+        liger.spare_norms,
+        "liger-kernel>=0.8.5",
+        "a scheme's norms stay, and a removed norm stays removed",
+    ),
+    Hook(
+        "vllm.entrypoints.llm",
+        "LLM.__init__",
+        in_memory.refuse_name,
+        "vllm",
+        "TRL's trainers do not sample with the weights before a change in memory",
+    ),
+    Hook(
+        "yaml",
+        "Dumper",
+        in_memory.write_as_string,
+        "pyyaml>=6",
+        "cards hold the name of a model that was changed in memory, by `add_representer`",
+        wraps=False,
+    ),
+)

@@ -1,0 +1,106 @@
+"""PEFT's own functions on patched models: default targets, the base model's name, classes to import, and gains."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import peft
+import pytest
+import torch
+from adapters import adapted, needs_add_adapter
+from children import child
+from slow import slow_but
+from tables import make_batch, randomise, sharp_model
+from transformers import AutoModelForCausalLM
+
+from hf_qknorm import patch_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning"),  # peft uses the old name
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
+]
+
+ORDERS = ("hf_qknorm, peft", "peft, hf_qknorm", "peft.utils.constants, hf_qknorm")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_a_patched_model_has_the_default_targets_of_its_base(model_type):
+    model = sharp_model(model_type)
+    expected = peft.get_peft_model(model, peft.LoraConfig(r=2)).targeted_module_names
+    patched = patch_model(sharp_model(model_type), "soft_cap")
+    assert peft.get_peft_model(patched, peft.LoraConfig(r=2)).targeted_module_names == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_an_adapter_with_gains_is_refused_by_an_unpatched_model(model_type, tmp_path):
+    model = adapted(patch_model(sharp_model(model_type), "qk_norm"), modules_to_save=["q_norm", "k_norm"])
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds \S+\.[qk]_norm\.\w+, the gain of a norm that this"):
+        peft.PeftModel.from_pretrained(sharp_model(model_type), tmp_path)
+    peft.PeftModel.from_pretrained(patch_model(sharp_model(model_type), "qk_norm"), tmp_path)
+
+
+def test_an_adapter_of_a_model_with_its_own_norms_loads(tmp_path):
+    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["q_norm", "k_norm"])
+    model = peft.get_peft_model(sharp_model("qwen3"), settings)
+    trained = {name: p for name, p in model.named_parameters() if "_norm.modules_to_save" in name}
+    with torch.no_grad():
+        for number, gain in enumerate(trained.values(), start=2):
+            gain.fill_(number)
+    model.save_pretrained(tmp_path)
+    loaded = dict(peft.PeftModel.from_pretrained(sharp_model("qwen3"), tmp_path).named_parameters())
+    assert len(trained) == 4
+    assert all(torch.equal(loaded[name], gain) for name, gain in trained.items())
+
+
+@pytest.mark.parametrize("way", ["get_peft_model", pytest.param("add_adapter", marks=needs_add_adapter)])
+def test_an_adapter_does_not_lead_to_the_unpatched_model(way, tmp_path, caplog, monkeypatch):
+    """The name of its base model says which folder belongs there; the scheme "none" changes no base model.
+
+    PEFT compares the size of the vocabulary with the unpatched config, by the derived class: transformers has nothing
+    to say about it.
+    """
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # to caplog
+    sharp_model("llama").save_pretrained(tmp_path / "unpatched")
+    stored = {}
+    for scheme in ("soft_cap", "none"):
+        model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "unpatched"), scheme)
+        adapter = peft.LoraConfig(r=2, target_modules=["q_proj"])
+        if way == "add_adapter":
+            model.add_adapter(adapter)
+        else:
+            model = peft.get_peft_model(model, adapter)
+        model.save_pretrained(tmp_path / scheme)
+        stored[scheme] = json.loads((tmp_path / scheme / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert "to instantiate a model of type" not in caplog.text
+    name = str(tmp_path / "unpatched")
+    assert stored["none"] == name
+    assert stored["soft_cap"] == f"{name} (changed in memory, not saved: put the folder of the saved model here)"
+    with pytest.raises(OSError, match="put the folder of the saved model here"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "soft_cap")
+
+
+def test_an_adapter_without_a_task_loads_on_a_patched_checkpoint(tmp_path):
+    """PEFT then stores the class of the base model, and imports its module."""
+    randomise(patch_model(sharp_model("llama"), "qk_norm_cap")).save_pretrained(tmp_path / "base")
+    model = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        assert torch.equal(again(**make_batch("left")).logits, model(**make_batch("left")).logits)
+
+
+@pytest.mark.parametrize("first", slow_but(ORDERS[:1], ORDERS))
+def test_peft_knows_the_targets_of_patched_models_in_either_order(tmp_path, first):
+    script = (
+        f"import sys, {first}\n"
+        "from peft.utils import constants\n"
+        "tables = [table for name, table in vars(constants).items() if name.startswith('TRANSFORMERS_MODELS_TO_')]\n"
+        "print(sum('llama' in table for table in tables) > 1)\n"
+        "print(all(table.get('qknorm_llama') == table.get('llama') for table in tables))\n"
+        "import importlib\n"
+        "print('qknorm_llama' in importlib.reload(constants).TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)\n"
+    )
+    assert child(script, home=tmp_path) == "True\nTrue\nTrue\n"

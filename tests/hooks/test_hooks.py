@@ -1,0 +1,144 @@
+"""The table of hooks: its page, a test that fails without each, the variable that leaves them out, and installation."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pytest
+from children import child
+from packaging.requirements import Requirement
+from pages import ROOT, text_of
+
+from hf_qknorm.hooks.install import after_import, wrap
+from hf_qknorm.hooks.table import HOOKS, install_hooks
+
+PAGE = text_of("hf_qknorm/hooks/README.md")
+ROWS = re.findall(r"^\| `([\w.]+)` \| (.+) \| (\S+) \| `(\w+)` in `([\w/.]+)` \|$", PAGE, re.MULTILINE)
+TESTS = {name: f"{file}::{test}" for name, *_, test, file in ROWS}
+OPTIONAL = {"liger_kernel"}  # libraries that a test needs, and may lack
+
+# The package without one hook, as the table is read before the package is made; then pytest.
+WITHOUT = """
+import sys, types, pytest
+from importlib.machinery import PathFinder
+name, test = sys.argv[1:]
+package = types.ModuleType("hf_qknorm")
+package.__path__ = PathFinder.find_spec("hf_qknorm").submodule_search_locations
+sys.modules["hf_qknorm"] = package
+from hf_qknorm.hooks import table
+table.HOOKS = tuple(hook for hook in table.HOOKS if hook.name != name)
+del sys.modules["hf_qknorm"]
+sys.exit(pytest.main(["-q", "-n0", "-p", "no:cacheprovider", test]))
+"""
+
+LEFT = """
+import hf_qknorm, peft, transformers
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+functions = [PretrainedConfig.__post_init__, PreTrainedModel.from_pretrained, peft.config.PeftConfigMixin.to_dict]
+print(sum(hasattr(function, "hf_qknorm_hook") for function in functions))
+print("qknorm_llama" in peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
+print("qknorm_llama" in transformers.CONFIG_MAPPING, "hf_qknorm" in AttentionInterface())
+"""
+
+
+def test_the_page_has_a_row_for_each_hook():
+    assert [row[:3] for row in ROWS] == [(hook.name, hook.reason, hook.versions) for hook in HOOKS]
+    assert len({hook.name for hook in HOOKS}) == len(HOOKS)
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_the_test_of_a_hook_exists(name):
+    file, _, test = TESTS[name].partition("::")
+    assert f"\ndef {test}(" in (ROOT / file).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TESTS)
+def test_its_test_fails_without_a_hook(name):
+    if (library := name.partition(".")[0]) in OPTIONAL:
+        pytest.importorskip(library)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT, name, TESTS[name]], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert ran.returncode == pytest.ExitCode.TESTS_FAILED, ran.stdout[-3000:] + ran.stderr[-3000:]
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
+def test_a_hook_fits_the_library_that_is_installed(hook):
+    needed = Requirement(hook.versions)
+    try:
+        found = version(needed.name)
+    except PackageNotFoundError:
+        pytest.skip(f"needs {needed.name}")
+    if needed.specifier.contains(found):
+        value: Any = importlib.import_module(hook.module)
+        for part in hook.changes.split("."):
+            value = getattr(value, part)
+        if hook.wraps:
+            assert value.hf_qknorm_hook is hook.function
+
+
+@pytest.mark.parametrize(("value", "left"), [("1", "3\nTrue\nTrue True\n"), ("0", "0\nFalse\nTrue True\n")])
+def test_the_variable_leaves_what_patched_models_need(value, left, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_QKNORM_HOOKS", value)
+    assert child(LEFT, home=tmp_path) == left
+
+
+def test_another_value_is_refused(monkeypatch):
+    monkeypatch.setenv("HF_QKNORM_HOOKS", "off")
+    with pytest.raises(ValueError, match=r"^HF_QKNORM_HOOKS must be 1 \(all .* or 0 \(model types .*, got 'off'$"):
+        install_hooks()
+
+
+class Library:
+    """A library with each kind of function."""
+
+    def plain(self, x: int) -> int:
+        return x
+
+    @classmethod
+    def of_class(cls, x: int) -> int:
+        return x
+
+    @staticmethod
+    def static(x: int) -> int:
+        return x
+
+
+def doubled(function: Any, *args: Any) -> Any:
+    return 2 * function(*args)
+
+
+@pytest.mark.parametrize("name", ["plain", "of_class", "static"])
+def test_a_function_is_wrapped_once_and_stays_of_its_kind(name):
+    module = type("Module", (), {"Library": type("Library", (Library,), {})})
+    for _ in range(2):
+        wrap(module, f"Library.{name}", doubled)
+    assert getattr(module.Library(), name)(3) == 6
+    assert getattr(Library(), name)(3) == 3
+    wrap(module, "Library.absent", doubled)
+    assert not hasattr(module.Library, "absent")
+
+
+def test_an_action_follows_each_import(tmp_path, monkeypatch):
+    (tmp_path / "imported_later.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[Any] = []
+    for _ in range(2):
+        after_import("imported_later", seen.append)
+    assert not seen
+    module = importlib.import_module("imported_later")
+    importlib.reload(module)
+    del sys.modules["imported_later"]
+    assert seen == [module, module]
+
+
+def test_installing_again_changes_nothing():
+    finders = [*sys.meta_path]
+    install_hooks()
+    assert sys.meta_path == finders
