@@ -62,7 +62,7 @@ from run_log import Row, Runs, provenance
 from stability_table import Grid
 from transformers import HfArgumentParser
 
-from hf_qknorm.convert.knees import SHARPNESS
+from hf_qknorm.calibration.knees import SHARPNESS
 from hf_qknorm.files.atomic_io import replace_text
 
 TUNING_SEED = 99

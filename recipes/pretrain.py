@@ -26,7 +26,7 @@ from text_trainer import (
 )
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
-from hf_qknorm.convert.calibrate import METHODS
+from hf_qknorm.calibration.calibrate import METHODS
 
 
 @dataclass

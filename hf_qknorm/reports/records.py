@@ -86,8 +86,8 @@ class LayerReport(Record):
     """A layer's statistics unpatched (`before`) and patched (`after`), and the rms of each head's gain.
 
     `before` is None where the patched model alone was measured. A gain is None where the norm has none. `bound` is the
-    largest |logit|, before any cap, that any input can give the patched layer (`stats.bounds.logit_bound`); None where
-    the scheme does not norm both queries and keys.
+    largest |logit|, before any cap, that any input can give the patched layer (`measure.bounds.logit_bound`); None
+    where the scheme does not norm both queries and keys.
     """
 
     before: LayerStatistics | None

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_qknorm.convert.measurements import COLLAPSED
 from hf_qknorm.files.paths import user_path
-from hf_qknorm.stats.distributed import is_first_rank
+from hf_qknorm.inspection.measurements import COLLAPSED
+from hf_qknorm.measure.distributed import is_first_rank
 from hf_qknorm.training.logit_log import LayerSample, LogitSample, append, continue_log, nan_as_inf
 from hf_qknorm.training.logit_sampler import LogitSampler
 

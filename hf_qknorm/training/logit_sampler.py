@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
+from hf_qknorm.measure.bounds import largest_gains, logit_bounds
+from hf_qknorm.measure.distributed import world_size
+from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights
+from hf_qknorm.measure.logit_statistics import LogitStatistics, PassFilter, watched_layers
+from hf_qknorm.measure.watchable import watchable_layers
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.stats.bounds import largest_gains, logit_bounds
-from hf_qknorm.stats.distributed import world_size
-from hf_qknorm.stats.head_weights import HeadWeights, attention_head_weights
-from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, watched_layers
-from hf_qknorm.stats.watchable import watchable_layers
 from hf_qknorm.training.logit_log import LayerSample, LogitSample
 
 GradientNorms = tuple[Tensor | None, Tensor | None]  # of the weights of queries and of keys

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_qknorm import SCHEMES, QKClip, QuacK, Scheme
-from hf_qknorm.stats.head_weights import parameter_factors
+from hf_qknorm.measure.head_weights import parameter_factors
 
 
 def keep(model: Any, optimizer: Optimizer) -> Optimizer:

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from hf_qknorm import convert_checkpoint
-from hf_qknorm.convert.memory import parse_size
+from hf_qknorm.checkpoint.memory import parse_size
 from hf_qknorm.files.atomic_io import replace_text
 
 SCHEMES = ("qk_norm_cap", "qkv_norm")

@@ -12,7 +12,7 @@ from run_log import Row
 from stability_table import Grid
 from sweep_plots import finish
 
-from hf_qknorm.stats.plotting import INK
+from hf_qknorm.measure.plotting import INK
 
 STYLES = {
     "unpatched": ("#4d4d4d", "-", "o"),

@@ -31,9 +31,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
-from hf_qknorm.convert.knees import KNEES, tried_knees
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
+from hf_qknorm.calibration.knees import KNEES, tried_knees
 from hf_qknorm.demo.training import mean_loss, train
+from hf_qknorm.measure.text import load_text, sample_batches, tokenize
 
 BATCH, LENGTH = 8, 256
 BATCHES = 128  # of a calibration without a knee

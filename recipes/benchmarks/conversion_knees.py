@@ -25,10 +25,10 @@ from least_squares import Key, norms, put, solve, squares
 from torch import Tensor
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.convert.text import sample_batches
+from hf_qknorm.measure.bounds import logit_bound
+from hf_qknorm.measure.text import sample_batches
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.stats.bounds import logit_bound
 
 CURVE = (1.0, 2.0, 4.0, 8.0, 16.0)
 KNEES = (4.0,)

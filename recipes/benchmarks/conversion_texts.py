@@ -23,8 +23,8 @@ from conversion import BATCH, LENGTH, SEEDS, TEXT, Story, chosen, ends, run, spr
 from run_log import Row
 from torch import Tensor
 
-from hf_qknorm.convert.text import load_text, sample_batches
 from hf_qknorm.demo.training import mean_loss
+from hf_qknorm.measure.text import load_text, sample_batches
 
 # Batches of 8×256 tokens that calibrate for the parts about texts and positions; one seed, as others give the same.
 SHORT = 16

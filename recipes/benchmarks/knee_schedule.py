@@ -49,8 +49,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import BlendSchedule, KneeSchedule, Scheme, calibrate, patch_model, set_blend, set_knee
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss
+from hf_qknorm.measure.text import load_text, sample_batches, tokenize
 
 ARMS = ("blend", "knee")
 CAP = 50.0

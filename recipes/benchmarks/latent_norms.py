@@ -32,11 +32,11 @@ from torch import Tensor
 from transformers import YoutuConfig, YoutuForCausalLM
 
 from hf_qknorm import QKClip, calibrate, patch_model
-from hf_qknorm.convert.text import sample_batches
 from hf_qknorm.demo.training import mean_loss, train
-from hf_qknorm.stats.bounds import worst_bound
-from hf_qknorm.stats.logit_statistics import logit_statistics
-from hf_qknorm.stats.measure import predictions
+from hf_qknorm.measure.bounds import worst_bound
+from hf_qknorm.measure.logit_statistics import logit_statistics
+from hf_qknorm.measure.predictions import predictions
+from hf_qknorm.measure.text import sample_batches
 
 # The ways to convert: method and knee of `calibrate`.
 WAYS: Final[dict[str, tuple[str | None, float | str]]] = {

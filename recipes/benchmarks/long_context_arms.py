@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import SCHEMES, calibrate, patch_model
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
+from hf_qknorm.measure.text import load_text, sample_batches, tokenize
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from paired import Difference
 from run_log import Row
 from sweep_plots import COLOURS, MARKERS, finish
 
-from hf_qknorm.stats.plotting import INK, finish_axes, new_figure
+from hf_qknorm.measure.plotting import INK, finish_axes, new_figure
 
 
 def plot(sections: dict[str, dict[str, Row]], length: int, path: Path) -> None:

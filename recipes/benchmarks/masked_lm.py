@@ -41,8 +41,8 @@ from torch.optim import AdamW
 from transformers import RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
 
 from hf_qknorm import KneeSchedule, calibrate, patch_model, set_knee
-from hf_qknorm.convert.text import IGNORED, sample_batches
 from hf_qknorm.demo.training import decay_groups
+from hf_qknorm.measure.text import IGNORED, sample_batches
 
 ARMS = ("unpatched", "fresh gains", "calibrated", "knee lowered")
 KEPT = 0.01  # nats that a conversion may cost

@@ -44,8 +44,8 @@ from run_log import Row, Runs, provenance
 from torch import Tensor, nn
 
 from hf_qknorm import KneeSchedule, logit_statistics, remove_norms, set_knee, start_removal
-from hf_qknorm.convert.text import sample_batches
 from hf_qknorm.demo.training import mean_loss, train
+from hf_qknorm.measure.text import sample_batches
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.training import removal
 

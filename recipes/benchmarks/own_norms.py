@@ -29,8 +29,8 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_qknorm import LogitMonitor, patch_model
-from hf_qknorm.convert.text import sample_batches
 from hf_qknorm.demo.training import decay_groups, mean_loss
+from hf_qknorm.measure.text import sample_batches
 
 ARMS = ("plain", "cap", "clip", "decay")
 LARGEST_GAIN, DECAY = 2.0, 0.1

@@ -37,8 +37,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import Scheme, calibrate, logit_statistics, patch_model
-from hf_qknorm.convert.text import sample_batches
 from hf_qknorm.demo.training import mean_loss, train
+from hf_qknorm.measure.text import sample_batches
 from hf_qknorm.model.attention import head_biases, patched_layers
 
 NORMS, WIDE = Scheme(q="auto", k="auto"), Scheme(q="auto", k="auto", width="all")

@@ -38,8 +38,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import KneeSchedule, Scheme, calibrate, logit_statistics, patch_model, remove_norms, set_knee
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss, train
+from hf_qknorm.measure.text import load_text, sample_batches, tokenize
 
 OPENINGS = ("last quarter", "last half", "by the rate", "KneeSchedule")
 ARMS = ("unpatched", "kept", *OPENINGS)

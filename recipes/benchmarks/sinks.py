@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import Scheme, logit_statistics, patch_model
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss
+from hf_qknorm.measure.text import load_text, sample_batches, tokenize
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.head_bias import SINK_START
 from hf_qknorm.ops import reference

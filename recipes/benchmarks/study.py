@@ -14,9 +14,9 @@ from run_log import Row, Runs
 from torch import Tensor, nn
 from transformers import HfArgumentParser
 
-from hf_qknorm.convert.text import load_text, tokenize
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.atomic_io import replace_file, replace_text
+from hf_qknorm.measure.text import load_text, tokenize
 
 Results = dict[tuple[float, str], list[Row]]  # by rate and arm, a row for each seed
 

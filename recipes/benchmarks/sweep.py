@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.convert.text import load_text, sample_batches
+from hf_qknorm.measure.text import load_text, sample_batches
 
 FOLDS = 10
 CHARACTERS = 1_200_000  # as many as tinyshakespeare has, of a text that has more

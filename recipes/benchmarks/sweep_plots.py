@@ -12,7 +12,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from paired import Difference
 
-from hf_qknorm.stats.plotting import INK, save_figure
+from hf_qknorm.measure.plotting import INK, save_figure
 
 COLOURS = (
     "#4d4d4d",

@@ -80,7 +80,7 @@ def export(folder: str, destination: str) -> dict[str, Any]:
 
 
 def inspect(folder: str, texts: str) -> dict[str, Any]:
-    from hf_qknorm.convert.inspect import inspect_checkpoint
+    from hf_qknorm.inspection.inspect import inspect_checkpoint
 
     found = inspect_checkpoint(folder, texts=texts, tokens=32)
     prediction = found.patched or found.base
@@ -187,7 +187,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     if sys.argv[1] == "package":
         import hf_qknorm  # noqa: F401
-        import hf_qknorm.convert.inspect  # noqa: F401
+        import hf_qknorm.inspection.inspect  # noqa: F401
     while True:
         child = os.fork()
         if child == 0:
