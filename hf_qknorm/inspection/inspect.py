@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -18,15 +17,14 @@ from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.families import family_of
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.inspection.advice import advise, knee_scheme, wide_cap
-from hf_qknorm.inspection.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
-from hf_qknorm.inspection.report import Inspection
+from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials
 from hf_qknorm.measure import text
 from hf_qknorm.measure.bounds import largest_gains, logit_bounds, worst_bound
 from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, predictions, require_causal
-from hf_qknorm.model.attention import QKNormAttention, patched_layers
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
@@ -65,36 +63,17 @@ def inspect_model(
     require_causal(model.config)
     batches = text.batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
     text.check_batches(batches, model.config)
-    scheme = model.config.scheme if isinstance(model, QKNormModel) else None
+    model_type = model.config.model_type
+    unpatched = not isinstance(model, QKNormModel)
     with _evaluating(model):
-        with _patched(model, SCHEMES["none"]) if scheme is None else nullcontext():
-            measured, base, patched = _measure(model, batches, cap, compared=scheme is not None)
-            bounds = {name: bound for name, bound in logit_bounds(model).items() if bound is not None}
-            gains = {name: pair for name, pair in largest_gains(model).items() if pair != (None, None)}
-        if scheme is None and base is not None:
+        with _patched(model, SCHEMES["none"]) if unpatched else nullcontext():
+            found = replace(_measure(model, batches, cap, compared=not unpatched), model_type=model_type)
+        if unpatched and found.base is not None:
             judged = _judged(batches)
             kept: list[ModelOutput] = []  # of the unpatched model
-            measured = replace(measured, trials=_scheme_trials(model, judged, measured, kept, base.loss))
-            measured = replace(measured, knees=_knee_trials(model, judged, measured, kept))
-    return Inspection(
-        model=model.name_or_path or type(model).__name__,
-        model_type=model.config.model_type,
-        tokens=sum(batch["input_ids"].numel() for batch in batches),
-        length=text.longest_sequence(batches),
-        context=text.context_length(model.config),
-        cap=measured.cap,
-        scheme=scheme,
-        base=base,
-        patched=None if scheme is None else patched,
-        trials=measured.trials,
-        layers=measured.layers,
-        even=measured.even,
-        risks=rank_layers(measured),
-        advice=advise(measured),
-        knees=measured.knees,
-        bounds=bounds,
-        gains=gains,
-    )
+            found = replace(found, trials=_scheme_trials(model, judged, found, kept, found.base.loss))
+            found = replace(found, knees=_knee_trials(model, judged, found, kept))
+    return replace(found, advice=advise(found))
 
 
 def inspect_checkpoint(
@@ -124,25 +103,36 @@ def inspect_checkpoint(
             return inspect_model(model, [batch], max_tokens=tokens, cap=cap, batch_size=sequences, length=length)
 
 
-def _measure(
-    model: Any, batches: Batches, cap: float | None, *, compared: bool
-) -> tuple[Measurements, Prediction | None, Prediction | None]:
-    """The measurements of a patched model, and its predictions unpatched and patched, from one or two passes.
+def _measure(model: Any, batches: Batches, cap: float | None, *, compared: bool) -> Inspection:
+    """The numbers of a patched model, and its predictions unpatched and patched, from one or two passes.
 
-    If not `compared`, the scheme changes nothing.
+    If not `compared`, the scheme changes nothing, and the model counts as unpatched.
     """
-    layers = patched_layers(model)
-    first, scheme = next(iter(layers.values())), model.config.scheme
+    first, scheme = next(iter(patched_layers(model).values())), model.config.scheme
     cap = cap or first.softcap or CAP
-    base, own, _, found = evaluate(model, batches, cap, compared=compared)
-    base = base if compared else own
-    for name, layer in found.items():
+    base, own, _, layers = evaluate(model, batches, cap, compared=compared)
+    for name, layer in layers.items():
         if not all(map(math.isfinite, (*layer.max_logit, *layer.entropy))):
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
-    even = {name: _even_entropy(layer, batches) for name, layer in layers.items()}
-    normed = first.has_own_norms or None not in (scheme.q, scheme.k)
-    bound, latent = worst_bound(model), first.family.latent
-    return Measurements(found, cap, even, scheme, normed, latent, first.softcap, bound=bound), base, own
+    bounds, gains = logit_bounds(model), largest_gains(model)
+    return Inspection(
+        model=model.name_or_path or type(model).__name__,
+        model_type=model.config.model_type,
+        tokens=sum(batch["input_ids"].numel() for batch in batches),
+        length=text.longest_sequence(batches),
+        context=text.context_length(model.config),
+        cap=cap,
+        layers={
+            name: replace(layer, bound=bounds[name], gain_q=gains[name][0], gain_k=gains[name][1])
+            for name, layer in layers.items()
+        },
+        scheme=scheme if compared else None,
+        base=base if compared else own,
+        patched=own if compared else None,
+        normed=first.has_own_norms or None not in (scheme.q, scheme.k),
+        latent=first.family.latent,
+        own_cap=first.softcap,
+    )
 
 
 def _judged(batches: Batches) -> Batches:
@@ -151,24 +141,16 @@ def _judged(batches: Batches) -> Batches:
     return [{name: x[i : i + 1] for name, x in batch.items()} for batch, i in rows[::JUDGED]]
 
 
-def _even_entropy(layer: QKNormAttention, batches: Batches) -> float:
-    """The mean entropy, in nats, of causal attention with the same weight on all visible tokens."""
-    masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
-    tokens = [torch.arange(1, int(length) + 1) for mask in masks for length in mask.sum(-1)]
-    visible = torch.cat(tokens).clamp_max(layer.window or max(map(len, tokens)))
-    return float(visible.double().log().mean())
-
-
 def _scheme_trials(
-    model: PreTrainedModel, batches: Batches, measured: Measurements, kept: list[ModelOutput], loss: float
+    model: PreTrainedModel, batches: Batches, found: Inspection, kept: list[ModelOutput], loss: float
 ) -> dict[Scheme, Prediction]:
     """The predictions of an unpatched model with each scheme that may suit it, with fresh gains.
 
     The losses are those of all of the text: `loss`, the unpatched model's, and the rise on these batches.
     """
-    caps = (measured.cap, wide_cap(measured.largest, measured.cap)) if measured.own_cap is None else ()
+    caps = (found.cap, wide_cap(found.largest, found.cap)) if found.own_cap is None else ()
     schemes = [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
-    schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]] if not measured.normed else []
+    schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]] if not found.normed else []
     trials = {}
     for scheme in schemes:
         with _patched(model, scheme):
@@ -179,14 +161,14 @@ def _scheme_trials(
 
 
 def _knee_trials(
-    model: PreTrainedModel, batches: Batches, measured: Measurements, kept: list[ModelOutput]
+    model: PreTrainedModel, batches: Batches, found: Inspection, kept: list[ModelOutput]
 ) -> KneeTrials | None:
     """Costs and bounds of knees on an unpatched model; None if its queries and keys can't be normed.
 
     Gains follow from two numbers a layer, so the batches that judge set them too. The sweep ends at the knee that
     `calibrate` would set, or at the first beyond it that costs hardly less than the one before.
     """
-    scheme = knee_scheme(measured)
+    scheme = knee_scheme(found)
     if family_of(model.config).refusal(model.config, scheme) is not None:
         return None
     trials: list[KneeTrial] = []
@@ -198,10 +180,10 @@ def _knee_trials(
             for knee in SWEPT:
                 at = predicted(knee)
                 trials.append(KneeTrial(knee, at.loss - base.loss, at.kl, worst_bound(model)))
-                found = KneeTrials(scheme, fresh.loss - base.loss, LIMIT, tuple(trials))
-                if knee >= MARGIN * found.least and trials[-2].cost - trials[-1].cost <= LIMIT / 10:
+                tried = KneeTrials(scheme, fresh.loss - base.loss, LIMIT, tuple(trials))
+                if knee >= MARGIN * tried.least and trials[-2].cost - trials[-1].cost <= LIMIT / 10:
                     break
-    return found
+    return tried
 
 
 @contextmanager

@@ -11,9 +11,7 @@ from matplotlib import colormaps
 from matplotlib.collections import PatchCollection
 from matplotlib.patches import Rectangle
 
-from hf_qknorm.inspection.advice import scheme_name
-from hf_qknorm.inspection.measurements import KneeTrials
-from hf_qknorm.inspection.report import Inspection
+from hf_qknorm.inspection.report import Inspection, KneeTrials, scheme_name
 from hf_qknorm.measure import plotting
 
 
@@ -36,13 +34,13 @@ def heat_map(inspection: Inspection, path: str | Path) -> None:
     numbers = {name: i for i, name in enumerate(inspection.layers)}
     collapsed = [(numbers[risk.layer], head) for risk in inspection.risks for head in risk.collapsed]
     note = "; outlined: low, with large logits" if collapsed else ""
-    uniform = max(max(inspection.even.values()), 0.1)
+    uniform = max(0.1, *(layer.even for layer in inspection.layers.values()))
     plotting.draw_entropies(figure, middle, entropies, uniform, f"attention entropy (nats){note}")
     boxes = [Rectangle((head - 0.46, layer - 0.46), 0.92, 0.92) for layer, head in collapsed]
     line = 1.8 if layers <= plotting.LETTERED else 0.7
     middle.add_collection(PatchCollection(boxes, facecolor="none", edgecolor=plotting.OUTLINE, linewidth=line))
     _worst_heads(right, logits, cap)
-    _bounds(right, [inspection.bounds.get(name) for name in inspection.layers])
+    _bounds(right, [layer.bound for layer in inspection.layers.values()])
     for axes in (left, middle):
         axes.set_xlabel("head", color=plotting.INK)
         axes.set_xticks(plotting.spread_ticks(heads, 16))

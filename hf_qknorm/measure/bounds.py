@@ -19,6 +19,7 @@ from hf_qknorm.model.accelerate_hooks import is_hooked, loaded
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.reports.records import largest_bound
 
 
 class NormRange(NamedTuple):
@@ -77,8 +78,7 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
 
 def worst_bound(model: Any) -> float | None:
     """The largest bound of a patched model's layers; None if a layer has no bound."""
-    bounds = logit_bounds(model).values()
-    return None if None in bounds else max(bound for bound in bounds if bound is not None)
+    return largest_bound(logit_bounds(model).values())
 
 
 def rotary_scale(layer: QKNormAttention) -> float:

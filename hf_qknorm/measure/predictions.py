@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Numbers, Prediction
 
 MOST_KEPT = 1_000_000_000
-LENGTHS = {"rms_q": "q_norm", "rms_k": "k_norm"}  # lengths of vectors, by the norm that takes them
 
 
 def is_bidirectional(config: Any) -> bool:
@@ -174,15 +172,16 @@ def _row_sums(base: Tensor, own: Tensor, ids: Tensor, real: Tensor, labels: Tens
 
 
 def _plain_numbers(watched: Mapping[str, LogitStatistics], ranks: Ranks) -> dict[str, LayerStatistics]:
-    """The statistics of the heads of all ranks as plain numbers."""
+    """The statistics of the heads of all ranks as plain numbers; None for what was not seen: NaN throughout."""
     found = {}
     for name, statistics in watched.items():
         numbers: dict[str, Any] = {}
         for field in dataclasses.fields(LayerStatistics):
-            values = ranks.gather_heads(tuple(getattr(statistics, field.name).tolist()))
-            without_knee = field.default is None and all(map(math.isnan, values))
-            unseen = field.name in LENGTHS and LENGTHS[field.name] not in statistics.lengths
-            numbers[field.name] = None if without_knee or unseen else values
+            values = getattr(statistics, field.name, None)
+            if isinstance(values, Tensor):
+                plain = ranks.gather_heads(tuple(values.tolist())) if values.dim() else values.item()
+                unseen = field.default is None and bool(values.isnan().all())
+                numbers[field.name] = None if unseen else plain
         found[name] = LayerStatistics(**numbers)
     return found
 

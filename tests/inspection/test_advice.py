@@ -8,8 +8,8 @@ import math
 import pytest
 
 from hf_qknorm import SCHEMES, Scheme
-from hf_qknorm.inspection.advice import Advice, advise, cap_loss, knee_scheme, scheme_name, wide_cap
-from hf_qknorm.inspection.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
+from hf_qknorm.inspection.advice import advise, cap_loss, knee_scheme, wide_cap
+from hf_qknorm.inspection.report import Advice, Inspection, KneeTrial, KneeTrials, scheme_name
 from hf_qknorm.reports.records import LayerStatistics, Prediction
 
 CHEAP, DEAR = Prediction(1.4, 0.001, 0.99), Prediction(1.9, 0.4, 0.7)
@@ -25,13 +25,18 @@ LOST = KneeTrials(SCHEMES["qk_norm_cap"], 0.3, 0.005, TRIALS[:4])
 def layer(*logits: float, entropy: float = 3.0) -> LayerStatistics:
     """A layer whose heads have these largest logits."""
     n = len(logits)
-    return LayerStatistics(logits, (entropy,) * n, (0.0,) * n, (0.0,) * n, (1.0,) * n, (1.0,))
+    return LayerStatistics(logits, (entropy,) * n, (0.0,) * n, (0.0,) * n, (1.0,) * n, (1.0,), even=4.5)
 
 
-def measurements(largest: float, **known) -> Measurements:
-    """The measurements of a model of two layers with this largest |logit|."""
+def inspection(layers: dict[str, LayerStatistics], **known) -> Inspection:
+    """The inspection of a model with these layers."""
+    return Inspection("tiny", "llama", 4096, 256, **{"cap": 50.0, "layers": layers, **known})
+
+
+def measurements(largest: float, *, bound: float | None = None, **known) -> Inspection:
+    """The inspection of a model of two layers with this largest |logit|, and this bound."""
     layers = {"calm": layer(1.0, 2.0), "worst": layer(1.0, largest)}
-    return Measurements(layers, **{"cap": 50.0, "even": dict.fromkeys(layers, 4.5), **known})
+    return inspection({name: dataclasses.replace(x, bound=bound) for name, x in layers.items()}, **known)
 
 
 @pytest.mark.parametrize(("logit", "share"), [(0.0, 0.0), (10.0, 0.013), (50.0, 0.238), (100.0, 0.518)])
@@ -49,7 +54,7 @@ def test_the_wide_cap_is_the_smallest_that_takes_at_most_a_tenth(logit):
 def test_layers_are_ranked_by_their_largest_logit():
     layers = {f"layer.{i}": layer(1.0, x) for i, x in enumerate((10.0, 26.0, 120.0, 51.0))}
     layers["layer.1"] = dataclasses.replace(layers["layer.1"], entropy=(0.1, 0.4))
-    risks = rank_layers(Measurements(layers, 50.0, dict.fromkeys(layers, 4.5)))
+    risks = inspection(layers).risks
     assert [(r.layer, r.level) for r in risks] == [
         ("layer.2", "runaway"), ("layer.3", "large"), ("layer.1", "raised"), ("layer.0", "calm")
     ]  # fmt: skip
@@ -62,7 +67,7 @@ def test_layers_are_ranked_by_their_largest_logit():
 @pytest.mark.parametrize(("entropy", "named"), [(0.44, True), (0.46, False)])
 def test_collapsed_heads_are_counted_in_the_reasons(entropy, named):
     layers = {"layer": layer(30.0, entropy=entropy)}
-    reasons = advise(Measurements(layers, 50.0, {"layer": 4.5})).reasons
+    reasons = advise(inspection(layers)).reasons
     assert any("hardly more than one token" in reason for reason in reasons) == named
 
 

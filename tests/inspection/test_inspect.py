@@ -138,15 +138,15 @@ def test_the_entropy_of_even_attention_is_a_mean_of_logarithms():
     mistral = inspect_model(sharp_model("mistral"), [batch])  # with a window of 8
     for found, window in ((llama, 20), (mistral, 8)):
         terms = [math.log(min(t, window)) for n in (5, 20) for t in range(1, n + 1)]
-        assert list(found.even.values()) == [pytest.approx(sum(terms) / 25)] * 2
+        assert [layer.even for layer in found.layers.values()] == [pytest.approx(sum(terms) / 25)] * 2
     model = sharp_model("mistral")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_proj" in name:
                 parameter.zero_()  # then attention is even
     found = inspect_model(model, [batch])
-    for name, layer in found.layers.items():
-        assert layer.entropy == pytest.approx([found.even[name]] * 4, rel=1e-5)
+    for layer in found.layers.values():
+        assert layer.entropy == pytest.approx([layer.even] * 4, rel=1e-5)
 
 
 def test_risks_are_sorted_and_relative_to_a_given_cap():
@@ -165,7 +165,7 @@ def test_the_json_file_holds_all_fields(tmp_path):
     found.save(tmp_path / "inspect.json")
     data = json.loads((tmp_path / "inspect.json").read_text())
     assert data == json.loads(json.dumps(found.to_dict()))
-    assert set(data["layers"]) == set(found.layers) == set(data["even"])
+    assert data["layers"] == {name: layer.to_dict() for name, layer in found.layers.items()}
     assert data["advice"]["scheme"] == found.advice.scheme.to_dict()
     assert [risk["layer"] for risk in data["risks"]] == [risk.layer for risk in found.risks]
     assert [Scheme.from_dict(trial["scheme"]) for trial in data["trials"]] == list(found.trials)
@@ -179,14 +179,14 @@ def test_a_patched_model_is_inspected_with_its_bounds(tmp_path):
     calibrate(model, [tokens(2, 20, seed) for seed in range(3)], "moments")
     found = inspect_model(model, [tokens(2, 20)])
     layers = patched_layers(model)
-    assert found.bounds == {name: logit_bound(layer) for name, layer in layers.items()}
-    assert all(max(found.layers[name].max_logit) <= bound for name, bound in found.bounds.items())
-    assert found.to_dict()["bounds"] == found.bounds
+    assert {name: layer.bound for name, layer in found.layers.items()} == {n: logit_bound(x) for n, x in layers.items()}
+    assert found.bound == max(layer.bound for layer in found.layers.values())
+    assert all(max(layer.max_logit) <= layer.bound for layer in found.layers.values())
     header = next(line for line in found.table().splitlines() if line.startswith("layer "))
     assert header.split()[-4:] == ["bound", "beyond", "q,", "k"]
     heat_map(found, tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 1000
-    assert inspect_model(sharp_model("llama"), [tokens(2, 20)]).bounds == {}
+    assert inspect_model(sharp_model("llama"), [tokens(2, 20)]).bound is None
 
 
 def test_the_table_warns_of_text_that_is_shorter_than_the_context():

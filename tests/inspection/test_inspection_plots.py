@@ -14,8 +14,8 @@ from matplotlib.image import imread
 
 from hf_qknorm import SCHEMES, Inspection
 from hf_qknorm.inspection.advice import advise
-from hf_qknorm.inspection.measurements import KneeTrial, KneeTrials, Measurements, rank_layers
 from hf_qknorm.inspection.plots import heat_map, knee_curve
+from hf_qknorm.inspection.report import KneeTrial, KneeTrials
 from hf_qknorm.reports.records import LayerStatistics
 
 
@@ -27,27 +27,16 @@ def inspection(layers: int, heads: int, size: float = 10.0, cap: float = 50.0) -
     entropy[0, 0] = 0.01  # a head that attends to one key
     found = {
         f"layers.{i}": LayerStatistics(
-            tuple(logits[i].tolist()), tuple(entropy[i].tolist()), *((0.0,) * heads,) * 2, *((1.0,) * heads,) * 2
+            tuple(logits[i].tolist()),
+            tuple(entropy[i].tolist()),
+            *((0.0,) * heads,) * 2,
+            *((1.0,) * heads,) * 2,
+            even=4.5,
         )
         for i in range(layers)
     }
-    known = Measurements(found, cap, dict.fromkeys(found, 4.5))
-    fields = (
-        "made/up",
-        "llama",
-        4096,
-        256,
-        cap,
-        None,
-        None,
-        None,
-        {},
-        found,
-        known.even,
-        rank_layers(known),
-        advise(known),
-    )
-    return Inspection(*fields)
+    known = Inspection("made/up", "llama", 4096, 256, cap, found)
+    return dataclasses.replace(known, advice=advise(known))
 
 
 def drawn(monkeypatch, tmp_path, found: Inspection) -> Figure:

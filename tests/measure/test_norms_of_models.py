@@ -112,12 +112,14 @@ def test_an_unpatched_model_is_watched_and_keeps_below_its_bound(model_type):
     assert set(seen) == set(found.layers)
     for name, layer in found.layers.items():
         assert layer.max_logit == pytest.approx(seen[name].max_logit.tolist(), rel=1e-4)
-        assert max(layer.max_logit) <= found.bounds.get(name, torch.inf) * (1 + 1e-5)
+        assert max(layer.max_logit) <= (layer.bound or torch.inf) * (1 + 1e-5)
     patch_model(model, "soft_cap")
-    assert found.bounds == {name: bound for name, bound in logit_bounds(model).items() if bound is not None}
-    assert {name for name, pair in found.gains.items() if None not in pair} == set(found.bounds)
+    assert {name: layer.bound for name, layer in found.layers.items()} == logit_bounds(model)
+    gains = {name: (layer.gain_q, layer.gain_k) for name, layer in found.layers.items()}
+    assert gains == largest_gains(model)
+    assert all((None in pair) == (found.layers[name].bound is None) for name, pair in gains.items())
     unpatch_model(model)
-    assert ("gains" in found.table()) == bool(found.gains)
+    assert ("gains" in found.table()) == any(pair != (None, None) for pair in gains.values())
 
 
 @pytest.mark.parametrize("model_type", BOUNDED)
